@@ -1,10 +1,12 @@
-"""Attention alone, by each kernel: its gradients beside those of the definition, and its time.
+"""Attention alone, by each kernel: its gradients beside those of the definition, and
+its time.
 
     python -m benchmarks.attention_layer
 
-At `--check` tokens output and gradients in bfloat16 are compared with the definition in float32: for one
-document, for eight, with a window of 128 positions, without sinks and with, and for what one of eight devices
-computes of positions that are divided over them. Then forward and backward are timed at each context.
+At `--check` tokens output and gradients in bfloat16 are compared with the definition in
+float32: for one document, for eight, with a window of 128 positions, without sinks and
+with, and for what one of eight devices computes of positions that are divided over
+them. Then forward and backward are timed at each context.
 """
 
 import dataclasses
@@ -22,7 +24,11 @@ from haliax import Axis, NamedArray
 
 from stacked_remat.memory import count_flops
 from stacked_remat.ops import UnsupportedCallError, causal_attention
-from stacked_remat.ops._attention_backends import BACKENDS, AttentionCall, exact_attention
+from stacked_remat.ops._attention_backends import (
+    BACKENDS,
+    AttentionCall,
+    exact_attention,
+)
 from stacked_remat.ops._attention_rule import Blocks, Sight, attend_by
 from stacked_remat.ops._backends import choose_backend
 from stacked_remat.training import POSITION_AXIS
@@ -73,14 +79,18 @@ class Attention:
         of_query = (rows, kv_heads, group, head_dim)
         self.inputs = [
             hax.random.normal(key, axes)
-            for key, axes in zip(keys, (of_query, self.axes, self.axes, of_query), strict=False)
+            for key, axes in zip(
+                keys, (of_query, self.axes, self.axes, of_query), strict=False
+            )
         ]
         self.options: dict[str, Any] = {}
         if case == "documents":
             self.options["documents"] = hax.arange(position) // max(1, tokens // 8)
         if case in ("window", "sinks"):
             self.options["window"] = WINDOW
-        self.sinks = hax.random.normal(keys[4], (kv_heads, group)) if case == "sinks" else None
+        self.sinks = (
+            hax.random.normal(keys[4], (kv_heads, group)) if case == "sinks" else None
+        )
 
     def arguments(self, dtype: Any) -> list[NamedArray]:
         """Query, key, value, cotangent and perhaps sinks, rounded to bfloat16."""
@@ -91,13 +101,21 @@ class Attention:
         """The output and the gradients, of arguments."""
 
         def run(
-            query: NamedArray, key: NamedArray, value: NamedArray, cotangent: NamedArray, *sinks: Any
+            query: NamedArray,
+            key: NamedArray,
+            value: NamedArray,
+            cotangent: NamedArray,
+            *sinks: Any,
         ) -> Any:
-            def attend(query: NamedArray, key: NamedArray, value: NamedArray, *sinks: Any) -> NamedArray:
+            def attend(
+                query: NamedArray, key: NamedArray, value: NamedArray, *sinks: Any
+            ) -> NamedArray:
                 if self.is_divided:
                     return _attend_of_one_device(backend, query, key, value)
                 options = self.options | ({"sinks": sinks[0]} if sinks else {})
-                return causal_attention(query, key, value, *self.axes, backend=backend, **options)
+                return causal_attention(
+                    query, key, value, *self.axes, backend=backend, **options
+                )
 
             output, pullback = jax.vjp(attend, query, key, value, *sinks)
             return [each.array for each in (output, *pullback(cotangent))]
@@ -105,8 +123,12 @@ class Attention:
         return jax.jit(run)
 
 
-def _attend_of_one_device(backend: str, query: NamedArray, key: NamedArray, value: NamedArray) -> NamedArray:
-    """Of eight, over which positions are divided: the last eighth of each of their parts, and all keys."""
+def _attend_of_one_device(
+    backend: str, query: NamedArray, key: NamedArray, value: NamedArray
+) -> NamedArray:
+    """Of eight, over which positions are divided: the last eighth of each of their
+    parts, and all keys.
+    """
     arrays: Any = [each.array[None] for each in (query, key, value)]
     position, *_, head_dim = key.axes
     parts = np.arange(position.size, dtype=np.int32).reshape(_DEVICES, _DEVICES, -1)
@@ -114,8 +136,12 @@ def _attend_of_one_device(backend: str, query: NamedArray, key: NamedArray, valu
     shape = {"position": parts[0].size, "head_dim": head_dim.size, "among": _DEVICES}
     call = AttentionCall(dtype=query.dtype, has_documents=False, blocks=blocks, **shape)
     kernel = choose_backend("attention", BACKENDS, backend, call)
-    attend: Any = exact_attention if kernel is None else functools.partial(attend_by, kernel)
-    return NamedArray(attend(*arrays, Sight(jnp.asarray(parts[:, -1].ravel())), blocks)[0], query.axes)
+    attend: Any = (
+        exact_attention if kernel is None else functools.partial(attend_by, kernel)
+    )
+    return NamedArray(
+        attend(*arrays, Sight(jnp.asarray(parts[:, -1].ravel())), blocks)[0], query.axes
+    )
 
 
 @benchmark("attention_layer_{device}")
@@ -133,14 +159,20 @@ def main(
     wrong = []
     for row in differences(heads, check):
         yield row
-        wrong += [] if row.get("agrees", True) else ["{kernel}, {case}: off by {off:.2g}".format_map(row)]
+        wrong += (
+            []
+            if row.get("agrees", True)
+            else ["{kernel}, {case}: off by {off:.2g}".format_map(row)]
+        )
     if wrong:
         raise SystemExit(f"attention differs from the definition: {'; '.join(wrong)}")
     yield from times(heads, tokens, rounds)
 
 
 def differences(heads: Heads, tokens: int) -> Rows:
-    """For each case and kernel the largest relative error, whether that is rounding, or why it is refused."""
+    """For each case and kernel the largest relative error, whether that is rounding, or
+    why it is refused.
+    """
     for case in CASES:
         layer = Attention(heads, tokens, case)
         with jax.default_matmul_precision("highest"):
@@ -152,16 +184,24 @@ def differences(heads: Heads, tokens: int) -> Rows:
             except UnsupportedCallError as error:
                 yield row | {"refused": _reason(error)}
                 continue
-            pairs = [(a.astype(jnp.float32), b) for a, b in zip(got, expected, strict=True)]
-            off = max(float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b)) for a, b in pairs)
-            yield row | {"off": off if off < float("inf") else 1e300, "agrees": off <= _TOLERANCE}
+            pairs = [
+                (a.astype(jnp.float32), b) for a, b in zip(got, expected, strict=True)
+            ]
+            off = max(
+                float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b)) for a, b in pairs
+            )
+            yield row | {
+                "off": off if off < float("inf") else 1e300,
+                "agrees": off <= _TOLERANCE,
+            }
 
 
 def times(heads: Heads, tokens: tuple[int, ...], rounds: int) -> Rows:
-    """The median time of each case and kernel, but of one that would take more than two seconds.
+    """The median time of each case and kernel, but of one that would take more than two
+    seconds.
 
-    Its share of the peak counts the products of visible pairs of a query and a key, two forward and five
-    backward. Documents are not taken off.
+    Its share of the peak counts the products of visible pairs of a query and a key, two
+    forward and five backward. Documents are not taken off.
     """
     last: dict[tuple[str, str], tuple[int, float]] = {}
     peak = matmul_peak()
@@ -191,7 +231,9 @@ def times(heads: Heads, tokens: tuple[int, ...], rounds: int) -> Rows:
 
 
 def _reason(error: Exception) -> str:
-    return re.sub(r".* does not support this call: (.*)\. Use 'auto'\.", r"\1", str(error))[:300]
+    return re.sub(
+        r".* does not support this call: (.*)\. Use 'auto'\.", r"\1", str(error)
+    )[:300]
 
 
 if __name__ == "__main__":

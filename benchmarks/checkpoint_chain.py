@@ -1,11 +1,13 @@
-"""Memory and FLOPs of a chain of layers that are not stacked, by where it is checkpointed.
+"""Memory and FLOPs of a chain of layers that are not stacked, by where it is
+checkpointed.
 
 Everything is compiled for a device that need not be attached, and nothing is run:
 
     python -m benchmarks.checkpoint_chain --target h200
 
-`--only` is a regular expression that names match. Writes `results/checkpoint_chain_<target>.json`. Matrix
-products are those of the compiled program, so those that XLA merged count once; all have the same FLOPs.
+`--only` is a regular expression that names match. Writes
+`results/checkpoint_chain_<target>.json`. Matrix products are those of the compiled
+program, so those that XLA merged count once; all have the same FLOPs.
 """
 
 import functools
@@ -52,17 +54,25 @@ def variants(layers: int) -> Iterator[tuple[str, Run]]:
     yield "jax.checkpoint(layer)", functools.partial(_each, jax.checkpoint)
     yield "checkpoint(layer)", functools.partial(_each, checkpoint)
     yield f"checkpoint({root} layers)", functools.partial(_segments, root)
-    cut, few = ScanCheckpointPolicy(nested=layers // root), ScanCheckpointPolicy(max_carries=5)
+    cut, few = (
+        ScanCheckpointPolicy(nested=layers // root),
+        ScanCheckpointPolicy(max_carries=5),
+    )
     yield f"BlockSeq, nested={cut.nested}", functools.partial(_block_seq, cut)
     yield "BlockSeq, nested", functools.partial(_block_seq, "nested")
     yield "BlockSeq, max_carries=5", functools.partial(_block_seq, few)
-    yield "checkpoint(layer, offload=[its input])", functools.partial(_each, _with_input_on_host)
+    yield (
+        "checkpoint(layer, offload=[its input])",
+        functools.partial(_each, _with_input_on_host),
+    )
     dots = functools.partial(checkpoint, save=jax.checkpoint_policies.dots_saveable)
     yield "checkpoint(layer, save=dots_saveable)", functools.partial(_each, dots)
 
 
 def measure(run: Run, sizes: Sizes, target: str) -> dict[str, Any]:
-    """Temporaries in bytes and in carries, matrix products of the gradient, and seconds of compilation."""
+    """Temporaries in bytes and in carries, matrix products of the gradient, and seconds
+    of compilation.
+    """
 
     def layer(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
         return x + jax.nn.silu(x @ up) @ down
@@ -72,8 +82,12 @@ def measure(run: Run, sizes: Sizes, target: str) -> dict[str, Any]:
         return jnp.sum(run(layers, x).astype(jnp.float32) ** 2)
 
     sharding = SingleDeviceSharding(memory.find_target(target).devices()[0])
-    shape = functools.partial(jax.ShapeDtypeStruct, dtype=sizes.dtype, sharding=sharding)
-    weights = [(shape((sizes.width, sizes.inner)), shape((sizes.inner, sizes.width)))] * sizes.layers
+    shape = functools.partial(
+        jax.ShapeDtypeStruct, dtype=sizes.dtype, sharding=sharding
+    )
+    weights = [
+        (shape((sizes.width, sizes.inner)), shape((sizes.inner, sizes.width)))
+    ] * sizes.layers
     x = shape((sizes.tokens, sizes.width))
     lowered = jax.jit(jax.grad(loss, (0, 1))).lower(x, weights)
     start = time.perf_counter()
@@ -90,9 +104,11 @@ def measure(run: Run, sizes: Sizes, target: str) -> dict[str, Any]:
     }
 
 
-# In fusions too, whose computations are in the text; some are calls of a library, and on TPUs convolutions.
+# In fusions too, whose computations are in the text; some are calls of a library, and
+# on TPUs convolutions.
 _PRODUCT = re.compile(
-    r" (?:dot|convolution)\(|custom_call_target=\"(?:__cublas|__onednn)[^\"]*(?:matmul|gemm)"
+    r" (?:dot|convolution)\("
+    r"|custom_call_target=\"(?:__cublas|__onednn)[^\"]*(?:matmul|gemm)"
 )
 
 
@@ -102,11 +118,15 @@ def _in_turn(layers: Sequence[Layer], x: jax.Array) -> jax.Array:
     return x
 
 
-def _each(around: Callable[[Layer], Layer], layers: Sequence[Layer], x: jax.Array) -> jax.Array:
+def _each(
+    around: Callable[[Layer], Layer], layers: Sequence[Layer], x: jax.Array
+) -> jax.Array:
     return _in_turn([around(layer) for layer in layers], x)
 
 
-def _block_seq(remat: ScanCheckpointSpec, layers: Sequence[Layer], x: jax.Array) -> jax.Array:
+def _block_seq(
+    remat: ScanCheckpointSpec, layers: Sequence[Layer], x: jax.Array
+) -> jax.Array:
     return BlockSeq.of(layers, remat=remat).fold(x)
 
 
@@ -115,8 +135,12 @@ def _with_input_on_host(layer: Layer) -> Layer:
 
 
 def _segments(length: int, layers: Sequence[Layer], x: jax.Array) -> jax.Array:
-    segments = [layers[start : start + length] for start in range(0, len(layers), length)]
-    return _in_turn([checkpoint(functools.partial(_in_turn, segment)) for segment in segments], x)
+    segments = [
+        layers[start : start + length] for start in range(0, len(layers), length)
+    ]
+    return _in_turn(
+        [checkpoint(functools.partial(_in_turn, segment)) for segment in segments], x
+    )
 
 
 if __name__ == "__main__":

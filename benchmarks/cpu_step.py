@@ -3,10 +3,11 @@
     python -m benchmarks.cpu_step
     taskset -c 1 python -m benchmarks.cpu_step --processor_time
 
-The second runs on one core and counts the time that the process had it: where others use the machine too.
-Needs `tests/parity_requirements.txt` (`make parity` makes such an environment). Losses and gradients are
-compared first. Then ours and theirs run in turn in one process, so that a slow machine slows both. A ratio is
-the median over rounds of our time divided by theirs. Writes `results/cpu_step.json`.
+The second runs on one core and counts the time that the process had it: where others
+use the machine too. Needs `tests/parity_requirements.txt` (`make parity` makes such an
+environment). Losses and gradients are compared first. Then ours and theirs run in turn
+in one process, so that a slow machine slows both. A ratio is the median over rounds of
+our time divided by theirs. Writes `results/cpu_step.json`.
 """
 
 import dataclasses
@@ -73,7 +74,9 @@ SIZES = Sizes()
 
 
 class Pair(NamedTuple):
-    """Ours and theirs, which compute the same and give numbers to compare, and the policy of our layers."""
+    """Ours and theirs, which compute the same and give numbers to compare, and the
+    policy of our layers.
+    """
 
     name: str
     remat: str
@@ -83,21 +86,28 @@ class Pair(NamedTuple):
 
 @benchmark("cpu_step")
 def main(sizes: Sizes = SIZES, rounds: int = 15, processor_time: bool = False) -> Rows:
-    """Medians of times, of their ratios, and of the pages of memory taken from the operating system.
+    """Medians of times, of their ratios, and of the pages of memory taken from the
+    operating system.
 
     Raises:
         ArithmeticError: losses, gradients or results differ.
     """
-    pairs = [step(sizes, experts, remat) for experts in (True, False) for remat in REMATS]
+    pairs = [
+        step(sizes, experts, remat) for experts in (True, False) for remat in REMATS
+    ]
     for pair in pairs:
-        check_close(f"{pair.name}: ours and theirs", pair.ours(), pair.theirs(), 1e-3)  # compiles
+        # Compiles
+        check_close(f"{pair.name}: ours and theirs", pair.ours(), pair.theirs(), 1e-3)
     clock = time.process_time if processor_time else time.perf_counter
     found = [
-        [[_measured(run, clock) for run in (one.ours, one.theirs)] for one in pairs] for _ in range(rounds)
+        [[_measured(run, clock) for run in (one.ours, one.theirs)] for one in pairs]
+        for _ in range(rounds)
     ]
     for pair, own in zip(pairs, np.swapaxes(found, 0, 1), strict=True):
         (ours, our_faults), (theirs, their_faults) = np.moveaxis(own, 0, -1)
-        low, middle, high = np.quantile(ours / theirs, (0.25, 0.5, 0.75)).round(3).tolist()
+        low, middle, high = (
+            np.quantile(ours / theirs, (0.25, 0.5, 0.75)).round(3).tolist()
+        )
         yield {
             "name": pair.name,
             "remat": pair.remat,
@@ -117,14 +127,18 @@ def _measured(run: Callable[[], Any], clock: Callable[[], float]) -> tuple[float
 
 
 def step(sizes: Sizes, experts: bool, remat: str | bool) -> Pair:
-    """Loss, gradients and AdamW of a Qwen3 model of random weights; theirs recomputes layers for `True`."""
+    """Loss, gradients and AdamW of a Qwen3 model of random weights; theirs recomputes
+    layers for `True`.
+    """
     model = their_model(sizes, experts)
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         found = find_model(folder)
         policy = remat_policy(remat, found.config.remat_presets)
         decoder = Placement.of(None, remat=policy).load_model(found, "float32")
-    tokens = np.random.default_rng(0).integers(0, sizes.vocab, (sizes.batch, sizes.positions))
+    tokens = np.random.default_rng(0).integers(
+        0, sizes.vocab, (sizes.batch, sizes.positions)
+    )
     name = f"step, {sizes.experts} experts" if experts else "step, dense"
     theirs = their_step(model, torch.tensor(tokens), recomputed=remat is True)
     return Pair(name, str(remat), our_step(decoder, tokens), theirs)
@@ -146,7 +160,9 @@ def their_model(sizes: Sizes, experts: bool) -> Any:
     torch.manual_seed(0)
     if not experts:
         inner = sizes.chosen * sizes.inner
-        return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(intermediate_size=inner, **fields))
+        return transformers.Qwen3ForCausalLM(
+            transformers.Qwen3Config(intermediate_size=inner, **fields)
+        )
     config = transformers.Qwen3MoeConfig(
         num_experts=sizes.experts,
         num_experts_per_tok=sizes.chosen,
@@ -163,9 +179,13 @@ def their_model(sizes: Sizes, experts: bool) -> Any:
 def our_step(decoder: Any, tokens: np.ndarray) -> Callable[[], list[Any]]:
     Batch, Pos = Axis(BATCH_AXIS, tokens.shape[0]), Axis(POSITION_AXIS, tokens.shape[1])
     named = hax.named(jnp.asarray(tokens, jnp.int32), (Batch, Pos))
-    has_target = hax.broadcast_axis((hax.arange(Pos) < Pos.size - 1).astype(jnp.float32), Batch)
+    has_target = hax.broadcast_axis(
+        (hax.arange(Pos) < Pos.size - 1).astype(jnp.float32), Batch
+    )
     batch = TokenBatch(named, hax.roll(named, -1, Pos), has_target)
-    config = AdamWConfig(learning_rate=LEARNING_RATE, warmup=0, schedule=ConstantSchedule())
+    config = AdamWConfig(
+        learning_rate=LEARNING_RATE, warmup=0, schedule=ConstantSchedule()
+    )
     optimizer = build_optimizer(config, 1_000)
     run = TrainStep(next_token_loss, optimizer)
     compiled = eqx.filter_jit(run, donate="all-except-first")
@@ -174,7 +194,10 @@ def our_step(decoder: Any, tokens: np.ndarray) -> Callable[[], list[Any]]:
     def ours() -> list[Any]:
         state, metrics = compiled(batch, states.pop())
         states.append(state)
-        return [jax.block_until_ready((state, metrics))[1]["loss"], metrics["grad_norm"]]
+        return [
+            jax.block_until_ready((state, metrics))[1]["loss"],
+            metrics["grad_norm"],
+        ]
 
     return ours
 
@@ -197,7 +220,9 @@ def their_step(model: Any, tokens: Any, recomputed: bool) -> Callable[[], list[A
     def theirs() -> list[Any]:
         loss = model(tokens, labels=tokens).loss
         loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), defaults.max_grad_norm or 1e30)
+        norm = torch.nn.utils.clip_grad_norm_(
+            model.parameters(), defaults.max_grad_norm or 1e30
+        )
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         return [loss.item(), norm.item()]

@@ -1,10 +1,11 @@
-"""The time of the experts of one layer of Qwen3-30B-A3B, by each backend, on a GPU or a TPU.
+"""The time of the experts of one layer of Qwen3-30B-A3B, by each backend, on a GPU or a
+TPU.
 
     python -m benchmarks.expert_layer --rounds 15
 
-Gradients are compared with those of rows in blocks of one expert each. Then every backend runs in turn beside
-a dense MLP of as many rows: medians, and the median of each round's ratio to it. `--tokens 256 --embed 64`
-tries it on a CPU.
+Gradients are compared with those of rows in blocks of one expert each. Then every
+backend runs in turn beside a dense MLP of as many rows: medians, and the median of each
+round's ratio to it. `--tokens 256 --embed 64` tries it on a CPU.
 """
 
 import dataclasses
@@ -42,7 +43,9 @@ class Sizes:
 SIZES = Sizes()
 
 
-def expert(weights: Any, rows: Any, gates: Any, linear: ExpertLinear = apply_linear) -> Any:
+def expert(
+    weights: Any, rows: Any, gates: Any, linear: ExpertLinear = apply_linear
+) -> Any:
     """A gated MLP."""
     gate, up, down = weights
     hidden = jax.nn.silu(linear(gate, rows)) * linear(up, rows)
@@ -50,18 +53,30 @@ def expert(weights: Any, rows: Any, gates: Any, linear: ExpertLinear = apply_lin
 
 
 def programs(sizes: Sizes, backend: str) -> dict[str, Callable[..., Any]]:
-    """What is compiled or timed, each of weights, tokens, gates, choices and a cotangent."""
+    """What is compiled or timed, each of weights, tokens, gates, choices and a
+    cotangent.
+    """
 
     def forward(weights: Any, x: Any, gates: Any, choices: Any, cotangent: Any) -> Any:
         del cotangent
         return grouped_experts(
-            expert, weights, Axis("experts", sizes.experts), x, choices, gates, backend=backend
+            expert,
+            weights,
+            Axis("experts", sizes.experts),
+            x,
+            choices,
+            gates,
+            backend=backend,
         )
 
     def loss(*args: Any) -> Any:
         return jnp.vdot(forward(*args), args[-1], preferred_element_type=jnp.float32)
 
-    return {"forward": forward, "frozen": jax.grad(loss, (1, 2)), "trained": jax.grad(loss, (0, 1, 2))}
+    return {
+        "forward": forward,
+        "frozen": jax.grad(loss, (1, 2)),
+        "trained": jax.grad(loss, (0, 1, 2)),
+    }
 
 
 def dense(sizes: Sizes) -> Callable[..., Any]:
@@ -69,7 +84,9 @@ def dense(sizes: Sizes) -> Callable[..., Any]:
 
     def loss(weights: Any, x: Any, cotangent: Any) -> Any:
         gates = jnp.ones(len(x), x.dtype)
-        return jnp.vdot(expert(weights, x, gates), cotangent, preferred_element_type=jnp.float32)
+        return jnp.vdot(
+            expert(weights, x, gates), cotangent, preferred_element_type=jnp.float32
+        )
 
     return jax.grad(loss, (0, 1))
 
@@ -77,44 +94,71 @@ def dense(sizes: Sizes) -> Callable[..., Any]:
 def shapes(sizes: Sizes) -> tuple[Any, ...]:
     """The arguments of `programs`."""
     half = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
-    up, down = (sizes.experts, sizes.embed, sizes.inner), (sizes.experts, sizes.inner, sizes.embed)
+    up, down = (
+        (sizes.experts, sizes.embed, sizes.inner),
+        (sizes.experts, sizes.inner, sizes.embed),
+    )
     x, pairs = half((sizes.tokens, sizes.embed)), (sizes.tokens, sizes.chosen)
-    return (half(up), half(up), half(down)), x, half(pairs), jax.ShapeDtypeStruct(pairs, jnp.int32), x
+    return (
+        (half(up), half(up), half(down)),
+        x,
+        half(pairs),
+        jax.ShapeDtypeStruct(pairs, jnp.int32),
+        x,
+    )
 
 
 @benchmark("expert_layer_{device}")
-def main(sizes: Sizes = SIZES, backends: tuple[str, ...] = (), rounds: int = 15) -> Rows:
-    """The times of each program; by default of `block`, which always runs, and the backend of the device.
+def main(
+    sizes: Sizes = SIZES, backends: tuple[str, ...] = (), rounds: int = 15
+) -> Rows:
+    """The times of each program; by default of `block`, which always runs, and the
+    backend of the device.
 
     Raises:
-        ArithmeticError: gradients differ from those of rows in blocks of one expert each.
+        ArithmeticError: gradients differ from those of rows in blocks of one expert
+            each.
     """
     of_device = {"cuda": ("tokamax",), "tpu": ("megablox",)}.get(platform(), ())
     rng = np.random.default_rng(0)
     leaves, structure = jax.tree.flatten(shapes(sizes))
     keys = jax.random.split(jax.random.key(0), len(leaves))
-    weights, x, gates, _, cotangent = jax.tree.unflatten(structure, map(_filled, leaves, keys))
-    choices = rng.permuted(np.tile(np.arange(sizes.experts, dtype=np.int32), (sizes.tokens, 1)), axis=1)
+    weights, x, gates, _, cotangent = jax.tree.unflatten(
+        structure, map(_filled, leaves, keys)
+    )
+    choices = rng.permuted(
+        np.tile(np.arange(sizes.experts, dtype=np.int32), (sizes.tokens, 1)), axis=1
+    )
     args = weights, x, gates, jnp.asarray(choices[:, : sizes.chosen]), cotangent
     runs: dict[tuple[str, str], Callable[[], Any]] = {}
     for backend in dict.fromkeys(["block", *(backends or of_device)]):
         for name, fn in programs(sizes, backend).items():
             runs[backend, name] = functools.partial(jax.jit(fn), *args)
         expected = runs["block", "trained"]()
-        check_close(f"gradients of {backend}", runs[backend, "trained"](), expected, _TOLERANCE)
+        check_close(
+            f"gradients of {backend}", runs[backend, "trained"](), expected, _TOLERANCE
+        )
     many = [jnp.tile(one, (sizes.chosen, 1)) for one in (x, cotangent)]
-    runs["dense", "trained"] = functools.partial(jax.jit(dense(sizes)), [one[0] for one in weights], *many)
+    runs["dense", "trained"] = functools.partial(
+        jax.jit(dense(sizes)), [one[0] for one in weights], *many
+    )
     timed_in_turn(runs, 1)  # compiles
     seconds = timed_in_turn(runs, rounds)
     for (backend, name), found in seconds.items():
-        of = {"backend": backend, "program": name, "median_seconds": statistics.median(found)}
+        of = {
+            "backend": backend,
+            "program": name,
+            "median_seconds": statistics.median(found),
+        }
         yield of | {"to_dense": median_ratio(found, seconds["dense", "trained"])}
 
 
 def _filled(leaf: Any, key: Any) -> Any:
     if leaf.dtype == jnp.int32:
         return jnp.zeros(leaf.shape, leaf.dtype)
-    return (jax.random.normal(key, leaf.shape) / math.sqrt(leaf.shape[-2])).astype(leaf.dtype)
+    return (jax.random.normal(key, leaf.shape) / math.sqrt(leaf.shape[-2])).astype(
+        leaf.dtype
+    )
 
 
 if __name__ == "__main__":

@@ -1,15 +1,18 @@
-"""How well scores of training examples predict what training without them does, and find wrong labels.
+"""How well scores of training examples predict what training without them does, and
+find wrong labels.
 
     python -m benchmarks.influence
 
-Two tasks: the classifier of `benchmarks.planted_examples`, a tenth of whose labels are wrong, and a small
-Qwen3 on the source files of the Python standard library. Each is trained once, and its examples are scored by
-`ghost.replay`, by gradient dot products summed over the steps, by their losses in the steps, which any
-training run can log, and at random. Then it is trained again, many times, on random halves and nine tenths
-of the examples: the linear datamodeling score (Park et al. 2023) is Spearman's correlation of the held-out
-losses of these runs with the sums of their examples' scores, the mean over held-out texts. The language model
-is also trained with larger steps, of which derivatives say less. Writes it to `results/influence.json`, with
-the area under the ROC curve (AUC) of wrong labels. Intervals are of 95%, by bootstrap: over the runs of a
+Two tasks: the classifier of `benchmarks.planted_examples`, a tenth of whose labels are
+wrong, and a small Qwen3 on the source files of the Python standard library. Each is
+trained once, and its examples are scored by `ghost.replay`, by gradient dot products
+summed over the steps, by their losses in the steps, which any training run can log, and
+at random. Then it is trained again, many times, on random halves and nine tenths of the
+examples: the linear datamodeling score (Park et al. 2023) is Spearman's correlation of
+the held-out losses of these runs with the sums of their examples' scores, the mean over
+held-out texts. The language model is also trained with larger steps, of which
+derivatives say less. Writes it to `results/influence.json`, with the area under the ROC
+curve (AUC) of wrong labels. Intervals are of 95%, by bootstrap: over the runs of a
 score, and over the examples of an AUC.
 """
 
@@ -49,8 +52,9 @@ SHARES = (0.5, 0.9)
 class Task:
     """What is trained: the losses `[batch]` are of a model and the arrays of some rows.
 
-    There are `count` examples to train on, and held-out ones follow them; `wrong` ones have a planted label.
-    With a larger `eps_root` of Adam the run is smoother as a function of the weights.
+    There are `count` examples to train on, and held-out ones follow them; `wrong` ones
+    have a planted label. With a larger `eps_root` of Adam the run is smoother as a
+    function of the weights.
     """
 
     name: str
@@ -64,8 +68,13 @@ class Task:
 
 
 def classifier(count: int, held_out: int) -> Task:
-    """Code or documentation, with wrong labels among the examples and none among those that are held out."""
-    data, model = planted_examples.labelled(count, held_out), Classifier(key=jax.random.key(0))
+    """Code or documentation, with wrong labels among the examples and none among those
+    that are held out.
+    """
+    data, model = (
+        planted_examples.labelled(count, held_out),
+        Classifier(key=jax.random.key(0)),
+    )
     losses, wrong = planted_examples.example_losses, data.wrong[:count]
     return Task("classifier", model, losses, data.batch, count, 1e-2, 1e-30, wrong)
 
@@ -76,16 +85,25 @@ def language_model(count: int, held_out: int, rate: float = 2e-3) -> Task:
     order = np.random.default_rng(0).permutation(len(files))
     rows = []
     for at in order:
-        text = Path(files[at].url.removeprefix("file://")).read_bytes()[: 4 * (SEQUENCE + 1)]
-        rows += [text[i : i + SEQUENCE + 1] for i in range(0, len(text) - SEQUENCE, SEQUENCE + 1)]
+        text = Path(files[at].url.removeprefix("file://")).read_bytes()[
+            : 4 * (SEQUENCE + 1)
+        ]
+        rows += [
+            text[i : i + SEQUENCE + 1]
+            for i in range(0, len(text) - SEQUENCE, SEQUENCE + 1)
+        ]
     tokens = np.array([[*row] for row in rows[: count + held_out]], np.int32)
     attention = AttentionConfig(backend="exact")  # which has second derivatives
-    config = Qwen3Config(32, num_layers=2, num_heads=2, num_kv_heads=1, attention=attention, mlp_dim=64)
+    config = Qwen3Config(
+        32, num_layers=2, num_heads=2, num_kv_heads=1, attention=attention, mlp_dim=64
+    )
     model = Decoder.init(config, Axis("vocab", 256), remat=True, key=jax.random.key(0))
 
     def batch(rows: np.ndarray) -> TokenBatch:
         own = tokens[rows]
-        return TokenBatch.of(own[:, :-1], own[:, 1:], np.ones((len(rows), SEQUENCE), np.float32))
+        return TokenBatch.of(
+            own[:, :-1], own[:, 1:], np.ones((len(rows), SEQUENCE), np.float32)
+        )
 
     def losses(model: Any, batch: TokenBatch) -> NamedArray:
         (parts, _), _ = sequence_losses(model, batch)
@@ -95,27 +113,38 @@ def language_model(count: int, held_out: int, rate: float = 2e-3) -> Task:
 
 
 class Training:
-    """The training of a task, from the same start and in the same order whatever weights the examples have.
+    """The training of a task, from the same start and in the same order whatever
+    weights the examples have.
 
     The held-out examples are in `targets` parts.
     """
 
     def __init__(self, task: Task, epochs: int, held_out: int, targets: int):
         generator = np.random.default_rng(1)
-        orders = [generator.permutation(task.count).reshape(-1, Examples.size) for _ in range(epochs)]
+        orders = [
+            generator.permutation(task.count).reshape(-1, Examples.size)
+            for _ in range(epochs)
+        ]
         self.order = np.concatenate(orders)  # [step, example]
         self.Steps = Axis("steps", len(self.order))
         self._batches = _stacked([task.batch(rows) for rows in self.order], self.Steps)
         texts = np.arange(task.count, task.count + held_out).reshape(targets, -1)
-        self._held = _stacked([task.batch(rows) for rows in texts], Axis("targets", targets))
+        self._held = _stacked(
+            [task.batch(rows) for rows in texts], Axis("targets", targets)
+        )
         rates = optax.cosine_decay_schedule(task.rate, self.Steps.size)
         optimizer = optax.adam(rates, eps_root=task.eps_root)
         self._step = ghost.weighted_step(task.losses, optimizer)
-        self._start = task.model, optimizer.init(eqx.filter(task.model, eqx.is_inexact_array))
+        self._start = (
+            task.model,
+            optimizer.init(eqx.filter(task.model, eqx.is_inexact_array)),
+        )
         self._task, self._targets = task, targets
 
     def losses(self, weights: np.ndarray) -> np.ndarray:
-        """The held-out losses of runs with weights `[run, step, example]`: `[run, target]`."""
+        """The held-out losses of runs with weights `[run, step, example]`: `[run,
+        target]`.
+        """
 
         @eqx.filter_jit
         def of_runs(start: Any, batches: Any, held: Any, weights: Any) -> Any:
@@ -123,11 +152,18 @@ class Training:
                 last = fold(self._step, self.Steps)(
                     start, batches, hax.named(weights, (self.Steps, Examples))
                 )
-                return jnp.stack([self._loss(last, _entry(held, index)) for index in range(self._targets)])
+                return jnp.stack(
+                    [
+                        self._loss(last, _entry(held, index))
+                        for index in range(self._targets)
+                    ]
+                )
 
             return jax.lax.map(run, weights, batch_size=4)
 
-        return np.asarray(of_runs(self._start, self._batches, self._held, weights.astype(np.float32)))
+        return np.asarray(
+            of_runs(self._start, self._batches, self._held, weights.astype(np.float32))
+        )
 
     def replayed(self) -> np.ndarray:
         """The influence of the examples, `[target, example]`."""
@@ -137,26 +173,38 @@ class Training:
             def held_out(last: Any) -> Any:
                 return self._loss(last, target)
 
-            return ghost.replay(self._step, start, batches, held_out, self.Steps, Examples).examples.array
+            return ghost.replay(
+                self._step, start, batches, held_out, self.Steps, Examples
+            ).examples.array
 
         return self._of_examples(of_target)
 
     def dotted(self) -> np.ndarray:
-        """The sums of the examples' gradient dot products, so that more is worse, `[target, example]`."""
+        """The sums of the examples' gradient dot products, so that more is worse,
+        `[target, example]`.
+        """
 
         @eqx.filter_jit
         def of_target(start: Any, batches: Any, target: Any) -> Any:
             def scored(state: Any, batch: Any) -> tuple[Any, Any]:
                 direction = ghost.val_direction(state[0], self._task.losses, target)
-                _, found = ghost.grad_dot(state[0], self._task.losses, batch, direction=direction)
+                _, found = ghost.grad_dot(
+                    state[0], self._task.losses, batch, direction=direction
+                )
                 return self._step(state, batch, hax.ones(Examples)), found.total
 
-            return -scan(scored, self.Steps)(start, batches)[1].rearrange((self.Steps, Examples)).array
+            return (
+                -scan(scored, self.Steps)(start, batches)[1]
+                .rearrange((self.Steps, Examples))
+                .array
+            )
 
         return self._of_examples(of_target)
 
     def logged(self) -> np.ndarray:
-        """The sums over the steps of the examples' losses, the same for every target, `[target, example]`."""
+        """The sums over the steps of the examples' losses, the same for every target,
+        `[target, example]`.
+        """
 
         @eqx.filter_jit
         def of_steps(start: Any, batches: Any) -> Any:
@@ -164,7 +212,11 @@ class Training:
                 losses = self._task.losses(state[0], batch)
                 return self._step(state, batch, hax.ones(Examples)), losses
 
-            return scan(logged, self.Steps)(start, batches)[1].rearrange((self.Steps, Examples)).array
+            return (
+                scan(logged, self.Steps)(start, batches)[1]
+                .rearrange((self.Steps, Examples))
+                .array
+            )
 
         losses = of_steps(self._start, self._batches)
         return self._of_examples(lambda *_: losses)
@@ -182,21 +234,34 @@ class Training:
 
 
 @benchmark("influence")
-def main(examples: int = 256, epochs: int = 8, runs: int = 64, targets: int = 8, only: str = "") -> Rows:
-    """A row for each method and task with `only` in its name. `runs` are on each share of the examples."""
+def main(
+    examples: int = 256,
+    epochs: int = 8,
+    runs: int = 64,
+    targets: int = 8,
+    only: str = "",
+) -> Rows:
+    """A row for each method and task with `only` in its name. `runs` are on each share
+    of the examples.
+    """
     held_out = 8 * targets
     tasks = (classifier, language_model, functools.partial(language_model, rate=5e-3))
     for task in (make(examples, held_out) for make in tasks):
         if only not in task.name:
             continue
-        training, generator = Training(task, epochs, held_out, targets), np.random.default_rng(2)
+        training, generator = (
+            Training(task, epochs, held_out, targets),
+            np.random.default_rng(2),
+        )
         scores = {
             "replay": training.replayed(),
             "gradient dot products": training.dotted(),
             "logged loss": training.logged(),
             "random": generator.standard_normal((targets, examples)),
         }
-        orders = np.stack([generator.permutation(examples) for _ in range(len(SHARES) * runs)])
+        orders = np.stack(
+            [generator.permutation(examples) for _ in range(len(SHARES) * runs)]
+        )
         most = np.repeat([round(share * examples) for share in SHARES], runs)
         kept = orders < most[:, None]
         found = training.losses(kept[:, training.order])
@@ -205,8 +270,15 @@ def main(examples: int = 256, epochs: int = 8, runs: int = 64, targets: int = 8,
             wrong = task.wrong
             row["auc"] = row["auc_interval"] = None
             if wrong is not None:
-                row["auc"], row["auc_interval"] = planted_examples.auc_and_interval(of_target.mean(0), wrong)
-            parts = zip(SHARES, np.split(kept, len(SHARES)), np.split(found, len(SHARES)), strict=True)
+                row["auc"], row["auc_interval"] = planted_examples.auc_and_interval(
+                    of_target.mean(0), wrong
+                )
+            parts = zip(
+                SHARES,
+                np.split(kept, len(SHARES)),
+                np.split(found, len(SHARES)),
+                strict=True,
+            )
             for share, own, losses in parts:
                 predicted = own @ of_target.T  # [run, target]
                 row[f"score_{share}"] = round(_score(predicted, losses), 4)
@@ -215,15 +287,20 @@ def main(examples: int = 256, epochs: int = 8, runs: int = 64, targets: int = 8,
 
 
 def _score(predicted: np.ndarray, losses: np.ndarray) -> float:
-    """Spearman's correlation over the runs, the mean over the targets; both are `[run, target]`."""
+    """Spearman's correlation over the runs, the mean over the targets; both are `[run,
+    target]`.
+    """
     ranks = [scipy.stats.rankdata(array, axis=0) for array in (predicted, losses)]
     from_mean = [array - array.mean(0) for array in ranks]
     norms = [np.linalg.norm(array, axis=0) for array in from_mean]
     products = (from_mean[0] * from_mean[1]).sum(0)
-    return float(np.mean(products / np.maximum(norms[0] * norms[1], 1e-12)))  # 0 where all runs are equal
+    # 0 where all runs are equal
+    return float(np.mean(products / np.maximum(norms[0] * norms[1], 1e-12)))
 
 
-def _interval_of_score(predicted: np.ndarray, losses: np.ndarray, draws: int = 1000) -> str:
+def _interval_of_score(
+    predicted: np.ndarray, losses: np.ndarray, draws: int = 1000
+) -> str:
     generator = np.random.default_rng(3)
     scores = []
     for _ in range(draws):

@@ -1,13 +1,15 @@
-"""Time and memory of the gradient of a long loop over a small state, with other libraries, on this device.
+"""Time and memory of the gradient of a long loop over a small state, with other
+libraries, on this device.
 
-The gradients are compared first. Then every variant runs once per round, so that a slow machine slows all of
-them. No variant, ours or another's, has a setting that was tuned for a case. To record the results and draw
-their chart:
+The gradients are compared first. Then every variant runs once per round, so that a slow
+machine slows all of them. No variant, ours or another's, has a setting that was tuned
+for a case. To record the results and draw their chart:
 
     python -m benchmarks.long_loops --rounds 11 && python -m scripts.charts
 
 Writes `results/long_loops_<platform>.json`: medians, and temporaries by the compiler.
-`ratio` is the median, over rounds, of a variant's time to that of the first row of its case.
+`ratio` is the median, over rounds, of a variant's time to that of the first row of its
+case.
 """
 
 import dataclasses
@@ -34,7 +36,9 @@ _FEW = 20  # carries
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A loop: its length, `step(carry, x) -> (carry, y)`, its arguments, and when it stops, if it does."""
+    """A loop: its length, `step(carry, x) -> (carry, y)`, its arguments, and when it
+    stops, if it does.
+    """
 
     name: str
     length: int
@@ -49,14 +53,19 @@ class Case:
         if self.stop is None:
             return new, y
         done = self.stop(carry)
-        return jax.tree.map(lambda one, other: jnp.where(done, one, other), carry, new), y
+        return jax.tree.map(
+            lambda one, other: jnp.where(done, one, other), carry, new
+        ), y
 
 
 def cases(steps: int, size: int, leaves: int) -> list[Case]:
     """Pendulums, integrated by the symplectic Euler method."""
     q, dt, stop_at = jnp.linspace(0.1, 1.0, size), 0.01, max(1, round(0.08 * steps))
     forces = jnp.asarray(1e-3 * np.sin(np.arange(steps) * 0.1), jnp.float32)
-    scalars = [(jnp.float32(angle), jnp.float32(0)) for angle in np.linspace(0.1, 1, leaves // 2)]
+    scalars = [
+        (jnp.float32(angle), jnp.float32(0))
+        for angle in np.linspace(0.1, 1, leaves // 2)
+    ]
 
     def swing(state: Any, force: Any) -> Any:
         q, p = state
@@ -77,14 +86,22 @@ def cases(steps: int, size: int, leaves: int) -> list[Case]:
         return (swing(state[0], None), state[1] + 1), None
 
     start = q, jnp.zeros_like(q)
-    prime = next(n for n in range(steps + 1, 2 * steps + 2) if all(n % k for k in range(2, n)))
+    prime = next(
+        n for n in range(steps + 1, 2 * steps + 2) if all(n % k for k in range(2, n))
+    )
     return [
         Case("small state", steps, plain, start),
         Case("recorded outputs", steps, recorded, start),
         Case("per-step inputs", steps, plain, start, forces),
         Case("prime length", prime, plain, start),
         Case("many scalar leaves", steps, many, scalars),
-        Case("early exit at 8%", steps, counted, (start, jnp.int32(0)), stop=lambda s: s[1] >= stop_at),
+        Case(
+            "early exit at 8%",
+            steps,
+            counted,
+            (start, jnp.int32(0)),
+            stop=lambda s: s[1] >= stop_at,
+        ),
     ]
 
 
@@ -100,7 +117,9 @@ def equinox(checkpoints: int | None, case: Case) -> Run:
     """Equinox's checkpointed loops."""
     stop, options = case.stop, {"kind": "checkpointed", "checkpoints": checkpoints}
     if stop is None:
-        return lambda init, xs: eqxi.scan(case.step, init, xs, length=case.length, **options)
+        return lambda init, xs: eqxi.scan(
+            case.step, init, xs, length=case.length, **options
+        )
     return lambda init, xs: (
         eqxi.while_loop(
             lambda carry: ~stop(carry),
@@ -115,11 +134,15 @@ def equinox(checkpoints: int | None, case: Case) -> Run:
 
 def plain_scan(case: Case) -> Run:
     """Each step checkpointed."""
-    return lambda init, xs: jax.lax.scan(jax.checkpoint(case.masked), init, xs, length=case.length)
+    return lambda init, xs: jax.lax.scan(
+        jax.checkpoint(case.masked), init, xs, length=case.length
+    )
 
 
 def scan_of_scans(case: Case) -> Run:
-    """Two scans of the square root of the length, the outer one checkpointed; with dummy steps at the end."""
+    """Two scans of the square root of the length, the outer one checkpointed; with
+    dummy steps at the end.
+    """
     size = math.isqrt(case.length - 1) + 1
     outer = -(-case.length // size)
 
@@ -127,7 +150,9 @@ def scan_of_scans(case: Case) -> Run:
         number, x = at
         new, y = case.masked(carry, x)
         if outer * size != case.length:
-            new = jax.tree.map(lambda a, b: jnp.where(number < case.length, a, b), new, carry)
+            new = jax.tree.map(
+                lambda a, b: jnp.where(number < case.length, a, b), new, carry
+            )
         return new, y
 
     @jax.checkpoint
@@ -136,9 +161,13 @@ def scan_of_scans(case: Case) -> Run:
 
     def run(init: Any, xs: Any) -> Any:
         numbers = jnp.arange(outer * size).reshape(outer, size)
-        cut = jax.tree.map(lambda x: jnp.pad(x, (0, outer * size - len(x))).reshape(outer, size), xs)
+        cut = jax.tree.map(
+            lambda x: jnp.pad(x, (0, outer * size - len(x))).reshape(outer, size), xs
+        )
         carry, ys = jax.lax.scan(segment, init, (numbers, cut))
-        return carry, jax.tree.map(lambda y: y.reshape(-1, *y.shape[2:])[: case.length], ys)
+        return carry, jax.tree.map(
+            lambda y: y.reshape(-1, *y.shape[2:])[: case.length], ys
+        )
 
     return run
 
@@ -146,7 +175,9 @@ def scan_of_scans(case: Case) -> Run:
 VARIANTS: dict[str, Callable[[Case], Run]] = {
     "nested": functools.partial(ours, "nested"),
     "True": functools.partial(ours, True),
-    f"max_carries={_FEW}": functools.partial(ours, ScanCheckpointPolicy(max_carries=_FEW)),
+    f"max_carries={_FEW}": functools.partial(
+        ours, ScanCheckpointPolicy(max_carries=_FEW)
+    ),
     "equinox, checkpointed": functools.partial(equinox, None),
     f"equinox, {_FEW} checkpoints": functools.partial(equinox, _FEW),
     "scan of scans": scan_of_scans,
@@ -168,8 +199,15 @@ def gradient(case: Case, variant: str) -> Any:
 
 
 @benchmark("long_loops_{platform}")
-def main(steps: int = 10_000, size: int = 2_048, leaves: int = 200, rounds: int = 7, only: str = "") -> Rows:
-    """Gradients of loops of `size` pendulums, and of one of that many leaves; `only` is a part of names.
+def main(
+    steps: int = 10_000,
+    size: int = 2_048,
+    leaves: int = 200,
+    rounds: int = 7,
+    only: str = "",
+) -> Rows:
+    """Gradients of loops of `size` pendulums, and of one of that many leaves; `only` is
+    a part of names.
 
     Raises:
         ArithmeticError: gradients differ.
@@ -188,7 +226,9 @@ def main(steps: int = 10_000, size: int = 2_048, leaves: int = 200, rounds: int 
                 "name": name,
                 "milliseconds": round(1e3 * statistics.median(seconds[name])),
                 "ratio": round(median_ratio(seconds[name], seconds[first]), 2),
-                "temporary_kib": round(program.memory_analysis().temp_size_in_bytes / 2**10),
+                "temporary_kib": round(
+                    program.memory_analysis().temp_size_in_bytes / 2**10
+                ),
             }
 
 

@@ -28,7 +28,8 @@ FULL = Sizes(inner=16_384)
 
 @dataclasses.dataclass(frozen=True)
 class Kinds:
-    """Layers of several kinds, whose inner widths are shares of the widest one, in a cycle.
+    """Layers of several kinds, whose inner widths are shares of the widest one, in a
+    cycle.
 
     There are `left_over` layers above a whole number of cycles.
     """
@@ -39,7 +40,9 @@ class Kinds:
     left_over: int = 0
 
     def pattern(self, layers: int) -> list[str]:
-        """The name of the kind of each layer: of the greatest number with `left_over`, up to `layers`."""
+        """The name of the kind of each layer: of the greatest number with `left_over`,
+        up to `layers`.
+        """
         length = layers - (layers - self.left_over) % len(self.cycle)
         return [f"kind_{self.cycle[i % len(self.cycle)]}" for i in range(length)]
 
@@ -48,7 +51,9 @@ KINDS = (
     Kinds("one kind", (1,), (0,)),
     Kinds("two of equal width, 1:1", (1, 1), (0, 1)),
     Kinds("two, the other an eighth as wide, 1:1", (1, 8), (0, 1)),
-    Kinds("two, five narrow to a wide one, with remainder", (8, 1), (0, 0, 0, 0, 0, 1), 4),
+    Kinds(
+        "two, five narrow to a wide one, with remainder", (8, 1), (0, 0, 0, 0, 0, 1), 4
+    ),
     Kinds("four of equal width", (1, 1, 1, 1), (0, 1, 2, 3)),
     Kinds("four, three of them an eighth as wide", (1, 8, 8, 8), (0, 1, 2, 3)),
 )
@@ -59,7 +64,9 @@ def _blocks(kinds: Kinds, sizes: Sizes, form: str, remat: Any) -> Any:
     pattern = kinds.pattern(sizes.layers)
     Layers = hax.Axis("layers", len(pattern))
     inits = {
-        f"kind_{i}": functools.partial(Block.init, dataclasses.replace(sizes, inner=sizes.inner // share))
+        f"kind_{i}": functools.partial(
+            Block.init, dataclasses.replace(sizes, inner=sizes.inner // share)
+        )
         for i, share in enumerate(kinds.shares)
     }
     keys = jax.random.split(jax.random.key(0), len(pattern))
@@ -79,14 +86,22 @@ def loss(blocks: Any, x: hax.NamedArray) -> jax.Array:
 @benchmark("pattern_memory_{target}")
 def main(sizes: Sizes = FULL, target: str = "local", only: str = "") -> Rows:
     """A row for each of the kinds and policies, and for a `BlockSeq` of two kinds."""
-    cases = [(kinds, "StackedPattern", remat) for kinds in KINDS for remat in (True, "nested", "offload")]
+    cases = [
+        (kinds, "StackedPattern", remat)
+        for kinds in KINDS
+        for remat in (True, "nested", "offload")
+    ]
     for kinds, form, remat in [*cases, (KINDS[1], "BlockSeq", "nested")]:
         if only not in kinds.name:
             continue
         blocks = eqx.filter_eval_shape(_blocks, kinds, sizes, form, remat)
         x = eqx.filter_eval_shape(lambda: hax.zeros(sizes.axes[1:3], dtype=sizes.dtype))
         found = memory.report(jax.grad(loss, (0, 1)), blocks, x, target=target)
-        yield {"name": f"{form}, {kinds.name}, {remat}", **dataclasses.asdict(sizes), **memory_row(found)}
+        yield {
+            "name": f"{form}, {kinds.name}, {remat}",
+            **dataclasses.asdict(sizes),
+            **memory_row(found),
+        }
 
 
 if __name__ == "__main__":

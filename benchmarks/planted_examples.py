@@ -1,14 +1,17 @@
-"""Plants harmful examples in a task on real text, and finds them again by their scores and by their loss.
+"""Plants harmful examples in a task on real text, and finds them again by their scores
+and by their loss.
 
     python -m benchmarks.planted_examples
 
-The task is to say whether a piece of the Python standard library is code or documentation. A small model is
-trained by a loop with a `GhostManager`, which scores the examples against held-out ones with right labels.
-`PLANTED` says which harmful examples there are in each of the runs. Each example is ranked by its scores
-(gradient dot products) and, as the baseline, by the mean of its loss in the same steps, which any run can
-log. Writes the areas under the ROC curves (AUC) to `results/planted_examples.json`, with intervals of 95%
-by bootstrap over the examples, and the held-out loss of runs with and without what is planted; the logs of
-scores are in `runs/planted`, for `python -m stacked_remat.ghost`.
+The task is to say whether a piece of the Python standard library is code or
+documentation. A small model is trained by a loop with a `GhostManager`, which scores
+the examples against held-out ones with right labels. `PLANTED` says which harmful
+examples there are in each of the runs. Each example is ranked by its scores (gradient
+dot products) and, as the baseline, by the mean of its loss in the same steps, which any
+run can log. Writes the areas under the ROC curves (AUC) to
+`results/planted_examples.json`, with intervals of 95% by bootstrap over the examples,
+and the held-out loss of runs with and without what is planted; the logs of scores are
+in `runs/planted`, for `python -m stacked_remat.ghost`.
 """
 
 import ast
@@ -39,15 +42,29 @@ from .command import Rows, benchmark
 
 LABELS = ("code", "documentation")
 Letters, Position = Axis("letters", 128), Axis("position", 80)
-Label, Embed, Inner, Layers = Axis("label", 2), Axis("embed", 32), Axis("inner", 64), Axis("layers", 2)
+Label, Embed, Inner, Layers = (
+    Axis("label", 2),
+    Axis("embed", 32),
+    Axis("inner", 64),
+    Axis("layers", 2),
+)
 BATCH = 64
 SHARE = 0.1  # of the examples that are planted, where a number is chosen
 COPIES = 20
 PLANTED = {
     "wrong labels": "every tenth label is wrong",
-    "copies": "every tenth example is one of twenty copies of a piece, all with the wrong label",
-    "a wrong rule": "all documentation with a parenthesis has the label of code, and none has the right one",
-    "another domain": "every tenth example is in upper case, as no held-out one is, and has the wrong label",
+    "copies": (
+        "every tenth example is one of twenty copies of a piece, all with the wrong"
+        " label"
+    ),
+    "a wrong rule": (
+        "all documentation with a parenthesis has the label of code, and none has the"
+        " right one"
+    ),
+    "another domain": (
+        "every tenth example is in upper case, as no held-out one is, and has the wrong"
+        " label"
+    ),
 }
 """The kinds of harmful examples."""
 
@@ -80,7 +97,9 @@ class Classifier(eqx.Module):
     def __init__(self, *, key: PRNGKeyArray):
         embedding, blocks, head = jax.random.split(key, 3)
         self.embedding = hnn.Embedding.init(Letters, Embed, key=embedding)
-        self.blocks = Stacked.init(Layers, Block)(key=jax.random.split(blocks, Layers.size))
+        self.blocks = Stacked.init(Layers, Block)(
+            key=jax.random.split(blocks, Layers.size)
+        )
         self.head = hnn.Linear.init(Embed, Label, key=head)
 
     def __call__(self, letters: NamedArray) -> NamedArray:
@@ -113,8 +132,14 @@ def example_losses(model: Classifier, batch: dict[str, NamedArray]) -> NamedArra
 
 
 @benchmark("planted_examples")
-def main(examples: int = 4000, steps: int = 400, every: int = 2, run: Path = Path("runs/planted")) -> Rows:
-    """For each kind, how well what is planted is found by all steps, by the first 50, and by the others.
+def main(
+    examples: int = 4000,
+    steps: int = 400,
+    every: int = 2,
+    run: Path = Path("runs/planted"),
+) -> Rows:
+    """For each kind, how well what is planted is found by all steps, by the first 50,
+    and by the others.
 
     Args:
         examples: to train on.
@@ -125,10 +150,15 @@ def main(examples: int = 4000, steps: int = 400, every: int = 2, run: Path = Pat
     for planted in PLANTED:
         folder = run / planted.replace(" ", "_")
         shutil.rmtree(folder / LOG_FOLDER, ignore_errors=True)
-        wrong = train(folder, examples=examples, steps=steps, every=every, planted=planted)
+        wrong = train(
+            folder, examples=examples, steps=steps, every=every, planted=planted
+        )
         data = labelled(examples, 4 * BATCH, planted)
         kept = np.flatnonzero(~data.wrong[:examples])
-        losses = [held_out_loss(data, examples, rows, steps) for rows in (np.arange(examples), kept)]
+        losses = [
+            held_out_loss(data, examples, rows, steps)
+            for rows in (np.arange(examples), kept)
+        ]
         for part in ((1, steps), (1, 50), (51, steps)):
             yield {
                 "planted": planted,
@@ -141,7 +171,9 @@ def main(examples: int = 4000, steps: int = 400, every: int = 2, run: Path = Pat
 
 
 def _found(ranking: tuple[np.ndarray, np.ndarray], by: str) -> dict[str, Any]:
-    """How well an order finds what is planted: the AUC, and the share of as many that come last in it."""
+    """How well an order finds what is planted: the AUC, and the share of as many that
+    come last in it.
+    """
     harm, is_wrong = ranking
     count = int(is_wrong.sum())
     of_all, bounds = auc_and_interval(harm, is_wrong)
@@ -153,16 +185,27 @@ def _found(ranking: tuple[np.ndarray, np.ndarray], by: str) -> dict[str, Any]:
 
 
 def train(
-    folder: Path, *, examples: int, steps: int, every: int, planted: str = "wrong labels"
+    folder: Path,
+    *,
+    examples: int,
+    steps: int,
+    every: int,
+    planted: str = "wrong labels",
 ) -> np.ndarray:
     """Trains on examples, scores them, and returns which of them are planted."""
     data = labelled(examples, 4 * BATCH, planted)
     held_out = data.batch(np.arange(examples, examples + 4 * BATCH))
-    manager = GhostManager(example_losses, held_out, ScoreLog(folder / LOG_FOLDER), every=every)
+    manager = GhostManager(
+        example_losses, held_out, ScoreLog(folder / LOG_FOLDER), every=every
+    )
     model, state = _start()
-    for step, rows in zip(range(1, steps + 1), _endless(np.arange(examples)), strict=False):
+    for step, rows in zip(
+        range(1, steps + 1), _endless(np.arange(examples)), strict=False
+    ):
         texts = [f"{LABELS[data.labels[row]]}: {data.texts[row]}" for row in rows]
-        manager.attach_train_batch(data.batch(rows), step=step, examples=rows.tolist(), texts=texts)
+        manager.attach_train_batch(
+            data.batch(rows), step=step, examples=rows.tolist(), texts=texts
+        )
         gradients = manager.prepare_gradients(model, manager.prepare_forward_input())
         manager.aggregate_and_log()
         model, state = _updated(model, state, gradients)
@@ -174,7 +217,9 @@ def train(
 
 
 def held_out_loss(data: Examples, examples: int, rows: np.ndarray, steps: int) -> float:
-    """The loss of the held-out examples after as many steps on some rows alone, without scores."""
+    """The loss of the held-out examples after as many steps on some rows alone, without
+    scores.
+    """
     model, state = _start()
     for _, chosen in zip(range(steps), _endless(rows), strict=False):
         model, state = _updated(model, state, _gradients(model, data.batch(chosen)))
@@ -198,7 +243,9 @@ _gradients = eqx.filter_jit(eqx.filter_grad(_loss))
 
 
 @eqx.filter_jit
-def _updated(model: Classifier, state: optax.OptState, gradients: Any) -> tuple[Classifier, optax.OptState]:
+def _updated(
+    model: Classifier, state: optax.OptState, gradients: Any
+) -> tuple[Classifier, optax.OptState]:
     updates, state = _OPTIMIZER.update(gradients, state)
     return eqx.apply_updates(model, updates), state
 
@@ -206,7 +253,9 @@ def _updated(model: Classifier, state: optax.OptState, gradients: Any) -> tuple[
 def ranked(
     folder: Path, wrong: np.ndarray, steps: tuple[int, int] | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The negative mean scores in some steps or all, in rising order, and which are planted."""
+    """The negative mean scores in some steps or all, in rising order, and which are
+    planted.
+    """
     found = rank_examples(folder / LOG_FOLDER, steps=steps)
     return -np.asarray(found.scores), wrong[found.ids.astype(int)]
 
@@ -214,22 +263,39 @@ def ranked(
 def ranked_by_loss(
     folder: Path, wrong: np.ndarray, steps: tuple[int, int] | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The mean losses of the examples that `ranked` has, in rising order, and which are planted."""
+    """The mean losses of the examples that `ranked` has, in rising order, and which are
+    planted.
+    """
     columns = ["step", "example", "loss"]
-    rows = read_scores(folder / LOG_FOLDER, columns, steps=steps).group_by(["step", "example"])
-    means = rows.aggregate([("loss", "min")]).group_by("example").aggregate([("loss_min", "mean")])
-    losses, ids = means["loss_min_mean"].to_numpy(), means["example"].cast("string").to_numpy()
+    rows = read_scores(folder / LOG_FOLDER, columns, steps=steps).group_by(
+        ["step", "example"]
+    )
+    means = (
+        rows.aggregate([("loss", "min")])
+        .group_by("example")
+        .aggregate([("loss_min", "mean")])
+    )
+    losses, ids = (
+        means["loss_min_mean"].to_numpy(),
+        means["example"].cast("string").to_numpy(),
+    )
     order = np.argsort(losses, kind="stable")
     return losses[order], wrong[ids[order].astype(int)]
 
 
 def auc(harm: np.ndarray, wrong: np.ndarray) -> float:
-    """The share of pairs of a wrong and a right label in which the wrong one does more harm."""
+    """The share of pairs of a wrong and a right label in which the wrong one does more
+    harm.
+    """
     pairs = wrong.sum() * (~wrong).sum()
-    return round(float(scipy.stats.mannwhitneyu(harm[wrong], harm[~wrong]).statistic / pairs), 4)
+    return round(
+        float(scipy.stats.mannwhitneyu(harm[wrong], harm[~wrong]).statistic / pairs), 4
+    )
 
 
-def auc_and_interval(harm: np.ndarray, wrong: np.ndarray, draws: int = 500) -> tuple[float, str]:
+def auc_and_interval(
+    harm: np.ndarray, wrong: np.ndarray, draws: int = 500
+) -> tuple[float, str]:
     """The AUC, and its interval of 95% by bootstrap over the examples of both kinds."""
     generator, own, others = np.random.default_rng(3), harm[wrong], harm[~wrong]
     found = []
@@ -248,12 +314,15 @@ def interval(draws: Sequence[float]) -> str:
 
 
 def labelled(count: int, held_out: int, planted: str = "wrong labels") -> Examples:
-    """Pieces of the standard library in random order, half of them documentation, and what is planted.
+    """Pieces of the standard library in random order, half of them documentation, and
+    what is planted.
 
     That is among the first `count`; others that are held out follow, with right labels.
     """
     every = _pieces(count + held_out)
-    to_train, to_hold = (np.random.default_rng(1).permutation(size) for size in (count, held_out))
+    to_train, to_hold = (
+        np.random.default_rng(1).permutation(size) for size in (count, held_out)
+    )
     own = [every[at] for at in (*to_train, *(count + to_hold))]
     texts, labels = [text for text, _ in own], np.array([label for _, label in own])
     is_wrong = np.arange(len(own)) < SHARE * count
@@ -271,7 +340,10 @@ def labelled(count: int, held_out: int, planted: str = "wrong labels") -> Exampl
             for row in np.flatnonzero(is_wrong):
                 texts[row] = texts[row].upper()
         case other:
-            raise ValueError(f"{other!r} is no kind of harmful examples; write one of {list(PLANTED)}.")
+            raise ValueError(
+                f"{other!r} is no kind of harmful examples; write one of"
+                f" {list(PLANTED)}."
+            )
     return Examples(texts, np.where(is_wrong, 1 - labels, labels), is_wrong)
 
 
@@ -283,18 +355,28 @@ def _pieces(count: int) -> list[tuple[str, int]]:
     for at in np.random.default_rng(0).permutation(len(files)):
         if len(pieces) >= count:
             break
-        for code, documentation in _functions(Path(files[at].url.removeprefix("file://"))):
+        for code, documentation in _functions(
+            Path(files[at].url.removeprefix("file://"))
+        ):
             pieces |= {code: 0, documentation: 1}
     return list(pieces.items())
 
 
 def _functions(file: Path) -> Iterator[tuple[str, str]]:
-    """The beginnings of the code and of the documentation of each function that has enough of both."""
+    """The beginnings of the code and of the documentation of each function that has
+    enough of both.
+    """
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.FunctionDef) and (documentation := ast.get_docstring(node)):
+        if isinstance(node, ast.FunctionDef) and (
+            documentation := ast.get_docstring(node)
+        ):
             texts = (ast.unparse(ast.Module(node.body[1:], [])), documentation)
             code, words = (" ".join(text.split())[: Position.size] for text in texts)
-            if len(code) == len(words) == Position.size and code.isascii() and words.isascii():
+            if (
+                len(code) == len(words) == Position.size
+                and code.isascii()
+                and words.isascii()
+            ):
                 yield code, words
 
 
@@ -303,7 +385,9 @@ def _endless(rows: np.ndarray) -> Iterator[np.ndarray]:
     generator = np.random.default_rng(2)
     while True:
         order = rows[generator.permutation(len(rows))]
-        yield from (order[at : at + BATCH] for at in range(0, len(order) - BATCH + 1, BATCH))
+        yield from (
+            order[at : at + BATCH] for at in range(0, len(order) - BATCH + 1, BATCH)
+        )
 
 
 if __name__ == "__main__":

@@ -1,24 +1,31 @@
-"""Memory of Qwen3-30B-A3B, or another decoder, at long context under each policy; the longest that fits.
+"""Memory of Qwen3-30B-A3B, or another decoder, at long context under each policy; the
+longest that fits.
 
-Forward and backward are compiled for a device that need not be attached, and nothing is run:
+Forward and backward are compiled for a device that need not be attached, and nothing is
+run:
 
-    python -m benchmarks.qwen3_context --target h200
-    python -m benchmarks.qwen3_context longest --target h200 --budgets 80GiB 139GiB
-    python -m benchmarks.qwen3_context --target h200 --presets auto blockwise --tokens 65536
-    python -m benchmarks.qwen3_context --target v5p --devices 8 --tokens 65536 --policies nested
-    python -m benchmarks.qwen3_context --target h200 --devices 8 --tokens 1048576 --divide positions
-    python -m benchmarks.qwen3_context --target h200 --tokens 65536 --tiles 1 2 4
-    python -m benchmarks.qwen3_context --target h200 --tokens 65536 --policies nested --experts block tokamax
-    python -m benchmarks.qwen3_context --target h200 --tokens 65536 --documents 8 --policies True nested
-    python -m benchmarks.qwen3_context --target h200 --config models/configs/gpt_oss_20b_65k_lora.yaml
+    python -m benchmarks.qwen3_context --target h200 python -m benchmarks.qwen3_context
+    longest --target h200 --budgets 80GiB 139GiB python -m benchmarks.qwen3_context
+    --target h200 --presets auto blockwise --tokens 65536 python -m
+    benchmarks.qwen3_context --target v5p --devices 8 --tokens 65536 --policies nested
+    python -m benchmarks.qwen3_context --target h200 --devices 8 --tokens 1048576
+    --divide positions python -m benchmarks.qwen3_context --target h200 --tokens 65536
+    --tiles 1 2 4 python -m benchmarks.qwen3_context --target h200 --tokens 65536
+    --policies nested --experts block tokamax python -m benchmarks.qwen3_context
+    --target h200 --tokens 65536 --documents 8 --policies True nested python -m
+    benchmarks.qwen3_context --target h200 --config
+    models/configs/gpt_oss_20b_65k_lora.yaml
 
-Model and adapters are those of `models/configs/qwen3_30b_a3b_65k_lora.yaml`, with one sequence per device.
-Further options are those of the config, such as `--model.experts.backend block`. With `--devices`, weights
-are sharded over a mesh by the config's `trainer.mesh`; with `--divide positions` one sequence is divided over
-all, with `experts` the experts, in place of `embed`. A sequence is one document, or of `--documents` equal
-ones. `--tiles` compares values of `model.tiles`, `--experts` backends of experts, and `--presets` backends of
-attention, with the model's own policies, `True` and `nested`. Writes `results/qwen3_<context, documents,
-tiles, experts, presets or longest>_<target>.json`, with another `--config` its name in place of `qwen3`.
+Model and adapters are those of `models/configs/qwen3_30b_a3b_65k_lora.yaml`, with one
+sequence per device. Further options are those of the config, such as
+`--model.experts.backend block`. With `--devices`, weights are sharded over a mesh by
+the config's `trainer.mesh`; with `--divide positions` one sequence is divided over all,
+with `experts` the experts, in place of `embed`. A sequence is one document, or of
+`--documents` equal ones. `--tiles` compares values of `model.tiles`, `--experts`
+backends of experts, and `--presets` backends of attention, with the model's own
+policies, `True` and `nested`. Writes `results/qwen3_<context, documents, tiles,
+experts, presets or longest>_<target>.json`, with another `--config` its name in place
+of `qwen3`.
 """
 
 import dataclasses
@@ -61,21 +68,40 @@ POLICIES: dict[str, ScanCheckpointSpec] = {
     "offload": "offload",
 }
 MESHES: dict[str, MeshConfig] = {
-    "positions": MeshConfig({"context": -1}, {"position": "context"}, {"embed": "context"}),
-    "experts": MeshConfig({"expert": -1}, {"batch": "expert", "experts": "expert"}, {"experts": "expert"}),
+    "positions": MeshConfig(
+        {"context": -1}, {"position": "context"}, {"embed": "context"}
+    ),
+    "experts": MeshConfig(
+        {"expert": -1}, {"batch": "expert", "experts": "expert"}, {"experts": "expert"}
+    ),
 }
 LEANEST = ("nested", "nested, offload", "offload")
-"""The policies of the search for the longest context, by increasing traffic with the host."""
+"""The policies of the search for the longest context, by increasing traffic with the
+host.
+"""
 
 
 def _result(
-    config: Path, target: str, devices: int = 1, divide: str = "", documents: int = 1, **given: Any
+    config: Path,
+    target: str,
+    devices: int = 1,
+    divide: str = "",
+    documents: int = 1,
+    **given: Any,
 ) -> str:
     model = "qwen3" if config.resolve() == CONFIG.resolve() else config.stem
-    kind = next((key for key in ("tiles", "experts", "presets") if given.get(key)), "context")
+    kind = next(
+        (key for key in ("tiles", "experts", "presets") if given.get(key)), "context"
+    )
     kind = "longest" if "budgets" in given else kind
     kind = "documents" if documents > 1 else kind
-    parts = [model, kind, target, *([str(devices)] if devices > 1 else []), *([divide] if divide else [])]
+    parts = [
+        model,
+        kind,
+        target,
+        *([str(devices)] if devices > 1 else []),
+        *([divide] if divide else []),
+    ]
     return "_".join(parts)
 
 
@@ -93,23 +119,35 @@ def context(
     presets: tuple[str, ...] = (),
     overrides: tuple[str, ...] = (),
 ) -> Rows:
-    """The memory of each context under each policy, and with each value of what is compared."""
+    """The memory of each context under each policy, and with each value of what is
+    compared.
+    """
     compared = {"tiles": ("tiles", tiles), "backend": ("experts.backend", experts)}
     compared |= {"backend": ("attention.backend", presets)} if presets else {}
-    column, (key, values) = next((one for one in compared.items() if one[1][1]), ("", ("", (None,))))
+    column, (key, values) = next(
+        (one for one in compared.items() if one[1][1]), ("", ("", (None,)))
+    )
     for value in values:
         varied = [] if value is None else [f"--model.{key}", str(value)]
-        given = parse_config(LmRunConfig, ["--config_path", str(config), *overrides, *varied])
-        chosen = {name: POLICIES[name] for name in (("True", "nested") if presets else policies)}
+        given = parse_config(
+            LmRunConfig, ["--config_path", str(config), *overrides, *varied]
+        )
+        chosen = {
+            name: POLICIES[name]
+            for name in (("True", "nested") if presets else policies)
+        }
         if presets:
             own = given.model.remat_presets
             chosen |= {name: remat_policy(name, own) for name in own}
         partitioning = Partitioning.of(
-            MESHES.get(divide, given.trainer.mesh), memory.find_target(target).devices(devices)
+            MESHES.get(divide, given.trainer.mesh),
+            memory.find_target(target).devices(devices),
         )
         for length, (name, policy) in itertools.product(tokens, chosen.items()):
             rows = 1 if divide == "positions" else devices
-            fn, (batch, parts) = forward_and_backward(given, length, rows=rows, documents=documents)
+            fn, (batch, parts) = forward_and_backward(
+                given, length, rows=rows, documents=documents
+            )
             args = (partitioning.batch_shapes(batch), partitioning.weight_shapes(parts))
             with partitioning.activations():
                 found = memory.report(fn(policy), *args, target=target)
@@ -126,11 +164,15 @@ def longest(
     limit: int = 2**20,
     overrides: tuple[str, ...] = (),
 ) -> Rows:
-    """For each budget and policy the longest context up to a limit, in steps, that the planner says fits."""
+    """For each budget and policy the longest context up to a limit, in steps, that the
+    planner says fits.
+    """
     given = parse_config(LmRunConfig, ["--config_path", str(config), *overrides])
     for budget, name in itertools.product(budgets, LEANEST):
 
-        def fitting(steps: int, name: str = name, budget: str = budget) -> memory.MemoryReport | None:
+        def fitting(
+            steps: int, name: str = name, budget: str = budget
+        ) -> memory.MemoryReport | None:
             fn, args = forward_and_backward(given, steps * step)
             try:
                 return memory.plan(
@@ -147,9 +189,18 @@ def longest(
                 fits, kept = middle, found
             else:
                 too_long = middle
-            print(f"{budget} {name}: {middle * step} {'fits' if found else 'does not fit'}", flush=True)
+            print(
+                f"{budget} {name}: {middle * step}"
+                f" {'fits' if found else 'does not fit'}",
+                flush=True,
+            )
         if kept is not None:
-            yield {"budget": budget, "policy": name, "tokens": fits * step, **memory_row(kept)}
+            yield {
+                "budget": budget,
+                "policy": name,
+                "tokens": fits * step,
+                **memory_row(kept),
+            }
 
 
 main = one_of(context=context, longest=longest)
@@ -159,17 +210,24 @@ def random_batch(rows: int, tokens: int, vocab: int, documents: int = 1) -> Toke
     """Random tokens, which are to predict the next one, in documents of one length."""
     axes = (Axis(BATCH_AXIS, rows), Axis(POSITION_AXIS, tokens))
     ids = hax.random.randint(jax.random.key(1), axes, 0, vocab)
-    batch = TokenBatch(ids, hax.roll(ids, -1, axes[1]), hax.ones(axes, dtype=jnp.float32))
+    batch = TokenBatch(
+        ids, hax.roll(ids, -1, axes[1]), hax.ones(axes, dtype=jnp.float32)
+    )
     if documents == 1:
         return batch
-    at, length = hax.arange(axes[1], dtype=jnp.int32).broadcast_to(axes), -(-tokens // documents)
+    at, length = (
+        hax.arange(axes[1], dtype=jnp.int32).broadcast_to(axes),
+        -(-tokens // documents),
+    )
     return dataclasses.replace(batch, documents=at // length + 1, positions=at % length)
 
 
 def forward_and_backward(
     config: LmRunConfig, tokens: int, *, rows: int = 1, documents: int = 1
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Loss and gradients of what is trained, as a function of the policy, and the shapes of its arguments."""
+    """Loss and gradients of what is trained, as a function of the policy, and the
+    shapes of its arguments.
+    """
     config = config.resolved(check_folder=False)
 
     def initial(remat: ScanCheckpointSpec) -> Any:
@@ -193,7 +251,9 @@ def forward_and_backward(
 
         return run
 
-    batch = eqx.filter_eval_shape(random_batch, rows, tokens, config.Vocab.size, documents)
+    batch = eqx.filter_eval_shape(
+        random_batch, rows, tokens, config.Vocab.size, documents
+    )
     return loss_and_gradients, (batch, initial(True))
 
 

@@ -1,4 +1,6 @@
-"""Times, memory and comparisons of programs, and results with the versions of what they were made with."""
+"""Times, memory and comparisons of programs, and results with the versions of what they
+were made with.
+"""
 
 import contextlib
 import importlib.metadata
@@ -50,8 +52,16 @@ def cpu_name() -> str:
 def write_results(path: Path, **fields: Any) -> None:
     """Write a JSON file of `fields` and versions, and its folder if there is none."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    set_here = {key: value for key, value in os.environ.items() if key.startswith(("MALLOC_", "XLA_FLAGS"))}
-    found = {"versions": versions(), **({"environment": set_here} if set_here else {}), **fields}
+    set_here = {
+        key: value
+        for key, value in os.environ.items()
+        if key.startswith(("MALLOC_", "XLA_FLAGS"))
+    }
+    found = {
+        "versions": versions(),
+        **({"environment": set_here} if set_here else {}),
+        **fields,
+    }
     path.write_text(json.dumps(found, indent=1, default=_plain) + "\n")
 
 
@@ -75,10 +85,11 @@ def memory_row(found: MemoryReport) -> dict[str, Any]:
 
 
 def allocate_as_needed() -> None:
-    """Let this process and its children allocate GPU memory as needed, not most of it at the start.
+    """Let this process and its children allocate GPU memory as needed, not most of it
+    at the start.
 
-    Otherwise peaks of allocated memory mean nothing, and two processes do not fit on one GPU. Call it before
-    JAX uses a device.
+    Otherwise peaks of allocated memory mean nothing, and two processes do not fit on
+    one GPU. Call it before JAX uses a device.
     """
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
 
@@ -89,7 +100,9 @@ def in_a_process(fn: Callable[..., T], *args: Any) -> T:
         return process.submit(fn, *args).result()
 
 
-def timed(run: Callable[[], Any], clock: Callable[[], float] = time.perf_counter) -> float:
+def timed(
+    run: Callable[[], Any], clock: Callable[[], float] = time.perf_counter
+) -> float:
     """Seconds of a call, whose result is waited for."""
     began = clock()
     jax.block_until_ready(run())
@@ -97,7 +110,9 @@ def timed(run: Callable[[], Any], clock: Callable[[], float] = time.perf_counter
 
 
 def profiled(run: Callable[[], Any]) -> Counter[str]:
-    """Seconds by the names of a GPU's kernels, or of a CPU's operations, as JAX's profiler has them."""
+    """Seconds by the names of a GPU's kernels, or of a CPU's operations, as JAX's
+    profiler has them.
+    """
     took: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
@@ -111,16 +126,29 @@ def profiled(run: Callable[[], Any]) -> Counter[str]:
 
 
 def matmul_peak(size: int = 8_192) -> float:
-    """Measured FLOP/s of square bf16 matrix products, ten at a time to hide the cost of launches."""
+    """Measured FLOP/s of square bf16 matrix products, ten at a time to hide the cost of
+    launches.
+    """
     # Random, because the rate depends on the values, and zeros are faster.
-    a, b = (jax.random.normal(key, (size, size), jnp.bfloat16) for key in jax.random.split(jax.random.key(0)))
+    a, b = (
+        jax.random.normal(key, (size, size), jnp.bfloat16)
+        for key in jax.random.split(jax.random.key(0))
+    )
     product = jax.jit(lambda a, b: a @ b)
     product(a, b).block_until_ready()
-    return 20 * size**3 / min(timed(lambda: [product(a, b) for _ in range(10)]) for _ in range(3))
+    return (
+        20
+        * size**3
+        / min(timed(lambda: [product(a, b) for _ in range(10)]) for _ in range(3))
+    )
 
 
-def timed_in_turn(runs: Mapping[K, Callable[[], Any]], rounds: int) -> dict[K, list[float]]:
-    """Seconds of programs that have run before, each once per round, so that a slow machine slows all."""
+def timed_in_turn(
+    runs: Mapping[K, Callable[[], Any]], rounds: int
+) -> dict[K, list[float]]:
+    """Seconds of programs that have run before, each once per round, so that a slow
+    machine slows all.
+    """
     seconds: dict[K, list[float]] = {name: [] for name in runs}
     for _ in range(rounds):
         for name, run in runs.items():
@@ -134,14 +162,22 @@ def median_ratio(seconds: Sequence[float], to: Sequence[float]) -> float:
 
 
 def check_close(name: str, found: Any, expected: Any, tolerance: float) -> None:
-    """Compare each array of a tree with the one that is expected, by the norm of their difference.
+    """Compare each array of a tree with the one that is expected, by the norm of their
+    difference.
 
     Raises:
-        ArithmeticError: they differ by more than `tolerance` times the norm of the expected one.
+        ArithmeticError: they differ by more than `tolerance` times the norm of the
+            expected one.
     """
-    pairs = zip(jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(expected), strict=True)
+    pairs = zip(
+        jax.tree_util.tree_leaves_with_path(found),
+        jax.tree.leaves(expected),
+        strict=True,
+    )
     for (path, leaf), wanted in pairs:
         leaf, wanted = (np.asarray(each, np.float32) for each in (leaf, wanted))
         off = float(np.linalg.norm(leaf - wanted) / max(np.linalg.norm(wanted), 1e-30))
         if not off <= tolerance:
-            raise ArithmeticError(f"{name}{jax.tree_util.keystr(path)}: off by {off:.2g} of its norm")
+            raise ArithmeticError(
+                f"{name}{jax.tree_util.keystr(path)}: off by {off:.2g} of its norm"
+            )

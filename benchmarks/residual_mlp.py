@@ -1,7 +1,7 @@
 """A stack of `x + silu(x @ up) @ down` in every library that can recompute it.
 
-Each variant is the gradient of the same function with respect to the same weights and input; they differ only
-in what a library keeps and copies.
+Each variant is the gradient of the same function with respect to the same weights and
+input; they differ only in what a library keeps and copies.
 """
 
 import dataclasses
@@ -23,7 +23,9 @@ from stacked_remat.nnx import remat_scan
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Layers, tokens, width of the carry, width inside the block, and the type of all of it."""
+    """Layers, tokens, width of the carry, width inside the block, and the type of all
+    of it.
+    """
 
     layers: int = 48
     tokens: int = 65_536
@@ -34,7 +36,12 @@ class Sizes:
     @property
     def axes(self) -> tuple[hax.Axis, hax.Axis, hax.Axis, hax.Axis]:
         """Layers, tokens, width and inner as named axes."""
-        names = ("layers", self.layers), ("tokens", self.tokens), ("width", self.width), ("inner", self.inner)
+        names = (
+            ("layers", self.layers),
+            ("tokens", self.tokens),
+            ("width", self.width),
+            ("inner", self.inner),
+        )
         layers, tokens, width, inner = (hax.Axis(name, size) for name, size in names)
         return layers, tokens, width, inner
 
@@ -42,7 +49,9 @@ class Sizes:
 DEEP = Sizes()
 
 Program = tuple[Callable[..., Any], tuple[Any, ...]]
-"""A function to compile, and the shapes of its arguments, whose weights are named `up` and `down`."""
+"""A function to compile, and the shapes of its arguments, whose weights are named `up`
+and `down`.
+"""
 Build = Callable[[Sizes], Program]
 
 
@@ -55,7 +64,9 @@ class Block(eqx.Module):
 
     @staticmethod
     def init(sizes: Sizes, *, key: jax.Array, tiles: int = 1) -> "Block":
-        """One layer's weights; `tiles` of its tokens have internals one after the other."""
+        """One layer's weights; `tiles` of its tokens have internals one after the
+        other.
+        """
         _, _, width, inner = sizes.axes
         up, down = jax.random.split(key)
         return Block(
@@ -66,7 +77,11 @@ class Block(eqx.Module):
 
     def __call__(self, x: hax.NamedArray) -> hax.NamedArray:
         """The next carry."""
-        mlp = Block._mlp if self.tiles == 1 else tiled(Block._mlp, "tokens", tiles=self.tiles)
+        mlp = (
+            Block._mlp
+            if self.tiles == 1
+            else tiled(Block._mlp, "tokens", tiles=self.tiles)
+        )
         return x + mlp(self, x)
 
     def _mlp(self, x: hax.NamedArray) -> hax.NamedArray:
@@ -74,13 +89,19 @@ class Block(eqx.Module):
         return hax.dot(hidden, self.down, axis="inner")
 
 
-def named(stacked: Callable[[hax.Axis], Any], *, frozen: bool = False, **options: Any) -> Build:
-    """A stack of `Block`; `stacked(axis)` makes it, and `frozen` weights have no gradient."""
+def named(
+    stacked: Callable[[hax.Axis], Any], *, frozen: bool = False, **options: Any
+) -> Build:
+    """A stack of `Block`; `stacked(axis)` makes it, and `frozen` weights have no
+    gradient.
+    """
 
     def build(sizes: Sizes) -> Program:
         layers, tokens, width, _ = sizes.axes
         keys = jax.random.split(jax.random.key(0), sizes.layers)
-        blocks = eqx.filter_eval_shape(lambda keys: stacked(layers)(sizes, key=keys, **options), keys)
+        blocks = eqx.filter_eval_shape(
+            lambda keys: stacked(layers)(sizes, key=keys, **options), keys
+        )
         x = eqx.filter_eval_shape(lambda: hax.zeros((tokens, width), dtype=sizes.dtype))
 
         def loss(blocks: Any, x: hax.NamedArray) -> jax.Array:
@@ -98,7 +119,9 @@ def ours(remat: ScanCheckpointSpec, **options: Any) -> Build:
 
 def haliax(remat: Any) -> Build:
     """The stack with Haliax's own `Stacked`."""
-    return named(lambda axis: hax.nn.Stacked.init(axis, Block, gradient_checkpointing=remat))
+    return named(
+        lambda axis: hax.nn.Stacked.init(axis, Block, gradient_checkpointing=remat)
+    )
 
 
 class ArrayBlock(eqx.Module):
@@ -122,7 +145,9 @@ def levanter(remat: Any) -> Build:
     """Levanter's `ArrayStacked`, where `marin-levanter` is installed."""
 
     def build(sizes: Sizes) -> Program:
-        from levanter.layers.stacked import ArrayStacked  # pyright: ignore[reportMissingImports]
+        from levanter.layers.stacked import (  # pyright: ignore[reportMissingImports]
+            ArrayStacked,
+        )
 
         init = ArrayStacked.init(sizes.layers, ArrayBlock, gradient_checkpointing=remat)
         keys = jax.random.split(jax.random.key(0), sizes.layers)
@@ -143,12 +168,16 @@ def plain(remat: bool) -> Build:
         return x + jax.nn.silu(x @ weights["up"]) @ weights["down"], None
 
     def loss(x: jax.Array, weights: dict[str, jax.Array]) -> jax.Array:
-        x, _ = jax.lax.scan(jax.checkpoint(layer, prevent_cse=False) if remat else layer, x, weights)
+        x, _ = jax.lax.scan(
+            jax.checkpoint(layer, prevent_cse=False) if remat else layer, x, weights
+        )
         return jnp.sum(x.astype(jnp.float32))
 
     def build(sizes: Sizes) -> Program:
         up = jax.ShapeDtypeStruct((sizes.layers, sizes.width, sizes.inner), sizes.dtype)
-        down = jax.ShapeDtypeStruct((sizes.layers, sizes.inner, sizes.width), sizes.dtype)
+        down = jax.ShapeDtypeStruct(
+            (sizes.layers, sizes.inner, sizes.width), sizes.dtype
+        )
         return jax.grad(loss, (0, 1)), (_input(sizes), {"up": up, "down": down})
 
     return build
@@ -184,8 +213,12 @@ def of_nnx(scan: Callable[..., Any]) -> Build:
         class NnxBlock(nnx.Module):
             def __init__(self, rngs: nnx.Rngs):
                 init = nnx.initializers.normal(0.02)
-                self.up = nnx.Param(init(rngs.params(), (sizes.width, sizes.inner), sizes.dtype))
-                self.down = nnx.Param(init(rngs.params(), (sizes.inner, sizes.width), sizes.dtype))
+                self.up = nnx.Param(
+                    init(rngs.params(), (sizes.width, sizes.inner), sizes.dtype)
+                )
+                self.down = nnx.Param(
+                    init(rngs.params(), (sizes.inner, sizes.width), sizes.dtype)
+                )
 
             def __call__(self, x: jax.Array) -> jax.Array:
                 return x + jax.nn.silu(x @ self.up[...]) @ self.down[...]
@@ -196,7 +229,9 @@ def of_nnx(scan: Callable[..., Any]) -> Build:
             return NnxBlock(rngs)
 
         graph, weights = nnx.split(nnx.eval_shape(lambda: create(nnx.Rngs(0))))
-        forward = scan(lambda x, block: block(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        forward = scan(
+            lambda x, block: block(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry
+        )
 
         def loss(weights: Any, x: jax.Array) -> jax.Array:
             return jnp.sum(forward(x, nnx.merge(graph, weights)).astype(jnp.float32))
@@ -211,26 +246,43 @@ def _input(sizes: Sizes) -> jax.ShapeDtypeStruct:
 
 
 def _lengths(layers: int, levels: int) -> tuple[int, ...]:
-    """The closest factors of a number, the largest outermost, which costs less memory."""
+    """The closest factors of a number, the largest outermost, which costs less
+    memory.
+    """
     if levels == 1:
         return (layers,)
-    inner = max(n for n in range(1, layers + 1) if layers % n == 0 and n**levels <= layers)
+    inner = max(
+        n for n in range(1, layers + 1) if layers % n == 0 and n**levels <= layers
+    )
     return *_lengths(layers // inner, levels - 1), inner
 
 
 def variants() -> dict[str, Build]:
     """The stack in every library with every setting, other libraries first."""
     found = {"lax.scan": plain(False), "lax.scan + jax.checkpoint": plain(True)}
-    found |= {f"haliax {remat}": haliax(remat) for remat in (False, True, "nested", "offload")}
+    found |= {
+        f"haliax {remat}": haliax(remat) for remat in (False, True, "nested", "offload")
+    }
     if importlib.util.find_spec("levanter"):
-        found |= {f"levanter ArrayStacked {remat}": levanter(remat) for remat in (True, "nested")}
-    found |= {f"flax linen remat_scan, {levels} levels": linen(levels) for levels in (2, 3)}
+        found |= {
+            f"levanter ArrayStacked {remat}": levanter(remat)
+            for remat in (True, "nested")
+        }
+    found |= {
+        f"flax linen remat_scan, {levels} levels": linen(levels) for levels in (2, 3)
+    }
     found |= {
         "flax nnx.scan": of_nnx(nnx.scan),
-        "flax nnx.scan + nnx.remat": of_nnx(lambda f, **axes: nnx.scan(nnx.remat(f), **axes)),
-        "flax nnx.remat of nnx.scan": of_nnx(lambda f, **axes: nnx.remat(nnx.scan(f, **axes))),
+        "flax nnx.scan + nnx.remat": of_nnx(
+            lambda f, **axes: nnx.scan(nnx.remat(f), **axes)
+        ),
+        "flax nnx.remat of nnx.scan": of_nnx(
+            lambda f, **axes: nnx.remat(nnx.scan(f, **axes))
+        ),
         "stacked_remat.nnx nested": of_nnx(remat_scan),
-        "stacked_remat.nnx offload": of_nnx(functools.partial(remat_scan, remat="offload")),
+        "stacked_remat.nnx offload": of_nnx(
+            functools.partial(remat_scan, remat="offload")
+        ),
     }
     policies = {
         "False": False,
@@ -249,9 +301,17 @@ def variants() -> dict[str, Build]:
 
 def hessian_products() -> dict[str, Build]:
     """The Hessian of some of them times a vector: `jax.jvp` of the gradient."""
-    names = ("lax.scan", "lax.scan + jax.checkpoint", "stacked_remat True", "stacked_remat nested")
+    names = (
+        "lax.scan",
+        "lax.scan + jax.checkpoint",
+        "stacked_remat True",
+        "stacked_remat nested",
+    )
     every = variants()
-    return {f"{name}, Hessian product": functools.partial(_hessian_product, every[name]) for name in names}
+    return {
+        f"{name}, Hessian product": functools.partial(_hessian_product, every[name])
+        for name in names
+    }
 
 
 def _hessian_product(build: Build, sizes: Sizes) -> Program:

@@ -1,14 +1,16 @@
-"""Memory of a deep stack under every policy, and with other libraries; of products of its Hessian too.
+"""Memory of a deep stack under every policy, and with other libraries; of products of
+its Hessian too.
 
 Everything is compiled for a device that need not be attached, and nothing is run:
 
     python -m benchmarks.stack_memory --target h200
     python -m benchmarks.stack_memory --target v5p --inner 2048 --only stacked_remat
 
-Levanter's `ArrayStacked` is among them after `pip install --pre --no-deps marin-levanter`, on Python 3.12.
+Levanter's `ArrayStacked` is among them after `pip install --pre --no-deps
+marin-levanter`, on Python 3.12.
 
-`--only` is a regular expression that names of variants match. Writes `results/stack_memory_<target>.json`, of
-which `make figures` draws a chart.
+`--only` is a regular expression that names of variants match. Writes
+`results/stack_memory_<target>.json`, of which `make figures` draws a chart.
 """
 
 import dataclasses

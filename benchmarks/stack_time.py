@@ -1,13 +1,15 @@
-"""Time of a gradient of the deep stack under every policy, and with other libraries, on this device.
+"""Time of a gradient of the deep stack under every policy, and with other libraries, on
+this device.
 
-The gradients are compared first. Then every variant runs once per round, so that a slow machine slows all of
-them:
+The gradients are compared first. Then every variant runs once per round, so that a slow
+machine slows all of them:
 
-    python -m benchmarks.stack_time --tokens 512 --width 256 --inner 1024 --dtype float32 --rounds 21
+    python -m benchmarks.stack_time --tokens 512 --width 256 --inner 1024 --dtype
+    float32 --rounds 21
 
 `--only` is a regular expression that names of variants match. Writes
-`results/stack_time_<platform>_<inner>.json`. A variant that does not fit, or whose gradients differ, is named
-there and not timed.
+`results/stack_time_<platform>_<inner>.json`. A variant that does not fit, or whose
+gradients differ, is named there and not timed.
 """
 
 import functools
@@ -40,7 +42,9 @@ def main(sizes: Sizes = DEEP, rounds: int = 9, only: str = "") -> Rows:
     expected = by_role(compiled(REFERENCE, sizes)())
     ready: dict[str, Callable[[], Any]] = {}
     wrong = []
-    for name in (name for name in variants() if "frozen" not in name and re.search(only, name)):
+    for name in (
+        name for name in variants() if "frozen" not in name and re.search(only, name)
+    ):
         try:
             one = compiled(name, sizes)
             check_close(name, by_role(one()), expected, _TOLERANCE[sizes.dtype])
@@ -54,7 +58,9 @@ def main(sizes: Sizes = DEEP, rounds: int = 9, only: str = "") -> Rows:
         yield {
             "name": name,
             "median_seconds": statistics.median(own),
-            "to_baselines": {base: round(median_ratio(own, seconds[base]), 4) for base in bases},
+            "to_baselines": {
+                base: round(median_ratio(own, seconds[base]), 4) for base in bases
+            },
             "seconds": [round(each, 5) for each in own],
         }
     if wrong:
@@ -62,15 +68,21 @@ def main(sizes: Sizes = DEEP, rounds: int = 9, only: str = "") -> Rows:
 
 
 def compiled(name: str, sizes: Sizes) -> Callable[[], Any]:
-    """A variant's gradient, compiled for this device, with the same weights and input as all others."""
+    """A variant's gradient, compiled for this device, with the same weights and input
+    as all others.
+    """
     fn, shapes = variants()[name](sizes)
     program = jax.jit(fn).lower(*shapes).compile()
-    values = jtu.tree_map_with_path(lambda path, leaf: _values(_role(path), leaf.shape, leaf.dtype), shapes)
+    values = jtu.tree_map_with_path(
+        lambda path, leaf: _values(_role(path), leaf.shape, leaf.dtype), shapes
+    )
     return functools.partial(program, *values)
 
 
 def by_role(tree: Any) -> dict[str, Any]:
-    """Arrays by what they are in every library, without the shapes that it stacks them in."""
+    """Arrays by what they are in every library, without the shapes that it stacks them
+    in.
+    """
     return {_role(path): leaf.ravel() for path, leaf in jtu.tree_leaves_with_path(tree)}
 
 

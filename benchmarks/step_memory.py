@@ -1,15 +1,18 @@
-"""Memory of whole training steps of configs, on one device or several, and what these send each other.
+"""Memory of whole training steps of configs, on one device or several, and what these
+send each other.
 
 The steps are compiled for devices that need not be attached, and nothing is run:
 
-    python -m benchmarks.step_memory --target v5p --devices 16 --trainer.mesh.param_mapping '{embed: data}'
-    python -m benchmarks.step_memory --target h100 --devices 8 --layers 24 48 --updates after fused
-    python -m benchmarks.step_memory --target h200 --configs A.yaml B.yaml --context 65536 1048576
+    python -m benchmarks.step_memory --target v5p --devices 16
+    --trainer.mesh.param_mapping '{embed: data}' python -m benchmarks.step_memory
+    --target h100 --devices 8 --layers 24 48 --updates after fused python -m
+    benchmarks.step_memory --target h200 --configs A.yaml B.yaml --context 65536 1048576
 
-With `--devices` each has one sequence; otherwise one device has the config's batch. Updates come after the
-backward pass or within it (`fused`). Where an option is not given, the config says it. Further options are
-those of the config, such as `--model.experts.backend block`. Writes
-`results/<config>_<target>_<devices>.json` or `results/streaming_steps_<target>.json`: bytes of each device.
+With `--devices` each has one sequence; otherwise one device has the config's batch.
+Updates come after the backward pass or within it (`fused`). Where an option is not
+given, the config says it. Further options are those of the config, such as
+`--model.experts.backend block`. Writes `results/<config>_<target>_<devices>.json` or
+`results/streaming_steps_<target>.json`: bytes of each device.
 """
 
 import itertools
@@ -30,7 +33,11 @@ CONFIG = Path(__file__).parents[1] / "models/configs/qwen3_30b_a3b_65k_fsdp.yaml
 
 
 def _result(configs: tuple[Path, ...], target: str, devices: int, **_: Any) -> str:
-    return f"{configs[0].stem}_{target}_{devices}" if devices else f"streaming_steps_{target}"
+    return (
+        f"{configs[0].stem}_{target}_{devices}"
+        if devices
+        else f"streaming_steps_{target}"
+    )
 
 
 @benchmark(_result)
@@ -45,7 +52,11 @@ def main(
     overrides: tuple[str, ...] = (),
 ) -> Rows:
     compared = itertools.product(
-        configs, layers or [None], context or [None], updates or [None], policies or [""]
+        configs,
+        layers or [None],
+        context or [None],
+        updates or [None],
+        policies or [""],
     )
     for file, depth, tokens, update, policy in compared:
         varied = {
@@ -54,8 +65,15 @@ def main(
             "data.batch_size": devices or None,
             "trainer.update.fused": update and str(update == "fused").lower(),
         }
-        given = [part for key, value in varied.items() if value for part in (f"--{key}", str(value))]
-        config = parse_config(LmRunConfig, ["--config_path", str(file), *overrides, *given])
+        given = [
+            part
+            for key, value in varied.items()
+            if value
+            for part in (f"--{key}", str(value))
+        ]
+        config = parse_config(
+            LmRunConfig, ["--config_path", str(file), *overrides, *given]
+        )
         config = config.resolved(check_folder=False)
         assert isinstance(config.model, DecoderConfig)
         step = Candidate(config, target, devices or 1)
@@ -77,8 +95,13 @@ def main(
 
 
 def _transfers(found: memory.MemoryReport, tokens: int) -> str:
-    """What crosses to the host and back in a step, and whether that takes longer than computing."""
-    moved, least = found.flops.bytes_from_host + found.flops.bytes_to_host, found.least_time
+    """What crosses to the host and back in a step, and whether that takes longer than
+    computing.
+    """
+    moved, least = (
+        found.flops.bytes_from_host + found.flops.bytes_to_host,
+        found.least_time,
+    )
     if not moved or least is None:
         return "-"
     bound = f"bound by the link at {tokens / least.transfer:,.0f} tokens/s"

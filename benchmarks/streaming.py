@@ -4,8 +4,8 @@
     python -m benchmarks.streaming --target v5p
     python -m benchmarks.streaming time
 
-Memory is of programs compiled for a device that need not be attached, and not run; `time` is of the device at
-hand.
+Memory is of programs compiled for a device that need not be attached, and not run;
+`time` is of the device at hand.
 """
 
 import dataclasses
@@ -34,12 +34,16 @@ EXPERTS = (48, 128, 2048, 192)
 
 
 class Experts(eqx.Module):
-    """A mixture of experts that takes `[expert, token, width]`: tokens that a router has dealt out evenly."""
+    """A mixture of experts that takes `[expert, token, width]`: tokens that a router
+    has dealt out evenly.
+    """
 
     weight: jax.Array
 
     def __init__(self, experts: int, width: int, inner: int, *, key: jax.Array):
-        self.weight = jax.random.normal(key, (experts, width, inner), jnp.bfloat16) * 0.02
+        self.weight = (
+            jax.random.normal(key, (experts, width, inner), jnp.bfloat16) * 0.02
+        )
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """The next carry."""
@@ -48,7 +52,9 @@ class Experts(eqx.Module):
 
 
 class Build(NamedTuple):
-    """How to make a stack of so many layers, each from a key; `streamed` ones are on the host."""
+    """How to make a stack of so many layers, each from a key; `streamed` ones are on
+    the host.
+    """
 
     layers: int
     block: Callable[..., Any]
@@ -56,11 +62,15 @@ class Build(NamedTuple):
     streamed: bool = False
 
     def __call__(self, key: jax.Array) -> Stacked:
-        """Make it, one layer at a time: those on the host never exist on the device together."""
+        """Make it, one layer at a time: those on the host never exist on the device
+        together.
+        """
 
         def one(_: None, key: jax.Array) -> tuple[None, Any]:
             block = self.block(key=key)
-            return None, jax.device_put(block, jax.memory.Space.Host) if self.streamed else block
+            return None, jax.device_put(
+                block, jax.memory.Space.Host
+            ) if self.streamed else block
 
         _, blocks = lax.scan(one, None, jax.random.split(key, self.layers))
         stack = Stacked(blocks, hax.Axis("layers", self.layers), self.remat)
@@ -124,12 +134,15 @@ def _sized(build: Build, x: jax.ShapeDtypeStruct, target: str) -> dict[str, Any]
 
 @benchmark("streaming_time_{device}")
 def time(sizes: Sizes = DEEP, rounds: int = 5) -> Rows:
-    """The time of a step of SGD, each once per round, with layers on the host and on the device.
+    """The time of a step of SGD, each once per round, with layers on the host and on
+    the device.
 
     Raises:
         ArithmeticError: the gradients of the first four layers differ.
     """
-    x = jax.random.normal(jax.random.key(1), (sizes.tokens, sizes.width), jnp.dtype(sizes.dtype))
+    x = jax.random.normal(
+        jax.random.key(1), (sizes.tokens, sizes.width), jnp.dtype(sizes.dtype)
+    )
     stacks: dict[str, Any] = {}
 
     def make(name: str, sizes: Sizes) -> Stacked:
@@ -141,7 +154,9 @@ def time(sizes: Sizes = DEEP, rounds: int = 5) -> Rows:
         return value
 
     few = dataclasses.replace(sizes, layers=4)
-    streamed, resident = (jax.jit(jax.grad(loss))(make(name, few), x).stacked for name in _builds(few))
+    streamed, resident = (
+        jax.jit(jax.grad(loss))(make(name, few), x).stacked for name in _builds(few)
+    )
     check_close("gradients", streamed, resident, 0.02)
     runs = {}
     for name in _builds(sizes):
@@ -149,7 +164,11 @@ def time(sizes: Sizes = DEEP, rounds: int = 5) -> Rows:
         runs[name] = functools.partial(step, name, jax.jit(update, donate_argnums=0))
     timed_in_turn(runs, 1)  # compiles
     for name, found in timed_in_turn(runs, rounds).items():
-        yield {"name": name, "median_seconds": statistics.median(found), "seconds": found}
+        yield {
+            "name": name,
+            "median_seconds": statistics.median(found),
+            "seconds": found,
+        }
 
 
 main = one_of(depth=depth, time=time)

@@ -1,1 +1,3 @@
-"""Reference applications of stacked_remat; they run from a checkout and are not part of the wheel."""
+"""Reference applications of stacked_remat; they run from a checkout and are not part of
+the wheel.
+"""

@@ -1,4 +1,6 @@
-"""A training step as a run could take it, and the memory that it needs, found by compiling it."""
+"""A training step as a run could take it, and the memory that it needs, found by
+compiling it.
+"""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -12,9 +14,23 @@ import jax
 from models.run_config import LmRunConfig
 from models.run_state import batch_shapes, run_optimizer, state_shapes
 from stacked_remat import ScanCheckpointPolicy, ScanCheckpointSpec
-from stacked_remat.memory import MemoryReport, Plan, Target, Trial, find_target, plan, report
+from stacked_remat.memory import (
+    MemoryReport,
+    Plan,
+    Target,
+    Trial,
+    find_target,
+    plan,
+    report,
+)
 from stacked_remat.ops import UnsupportedCallError, expert_backend
-from stacked_remat.training import ConfigError, Partitioning, TokenBatch, TrainState, TrainStep
+from stacked_remat.training import (
+    ConfigError,
+    Partitioning,
+    TokenBatch,
+    TrainState,
+    TrainStep,
+)
 from stacked_remat.training.memory_check import check_fits, check_host_fits
 from stacked_remat.training.remat import remat_entry
 
@@ -30,7 +46,8 @@ class Candidate:
     Attributes:
         target: the device to compile for.
         devices: how many of them; all of `local`, one of another target, if not given.
-        cache: folder for what compilations find, as `stacked_remat.memory.report` takes it.
+        cache: folder for what compilations find, as `stacked_remat.memory.report` takes
+            it.
     """
 
     config: LmRunConfig
@@ -38,10 +55,14 @@ class Candidate:
     devices: int | None = None
     cache: Path | None = None
 
-    def having(self, settings: Mapping[str, Any], remat: ScanCheckpointSpec = True) -> "Candidate":
+    def having(
+        self, settings: Mapping[str, Any], remat: ScanCheckpointSpec = True
+    ) -> "Candidate":
         """The step under a policy, with other values of some keys of the config."""
         # Without the config's own policy, which may not go with the settings.
-        config = replace(self.config, remat=remat_entry(remat), budget=None, host_budget=None)
+        config = replace(
+            self.config, remat=remat_entry(remat), budget=None, host_budget=None
+        )
         for key, value in settings.items():
             config = _replaced(config, key.split("."), value)
         return replace(self, config=config)
@@ -61,7 +82,9 @@ class Candidate:
 
     @property
     def label(self) -> str:
-        """Where the weights are, and the settings, to be written after a policy: `, streamed, 2 tiles`."""
+        """Where the weights are, and the settings, to be written after a policy: `,
+        streamed, 2 tiles`.
+        """
         streamed = ", streamed" if self.config.trainer.streaming else ""
         tiles, *backend = self.settings.values()
         named = f"{streamed}, {tiles} tiles" if tiles > 1 else streamed
@@ -69,14 +92,18 @@ class Candidate:
 
     @property
     def can_stream(self) -> bool:
-        """Whether the step could also run, and be sized here, with its layers' weights on the host."""
+        """Whether the step could also run, and be sized here, with its layers' weights
+        on the host.
+        """
         trainer = self.config.trainer
         combines = self.config.lora is not None or trainer.update.fused
         return not trainer.streaming and combines and self._sizes_host
 
     @property
     def leaner(self) -> list[dict[str, Any]]:
-        """Settings that take less memory and more time, the fastest first: experts in blocks, tiles, both."""
+        """Settings that take less memory and more time, the fastest first: experts in
+        blocks, tiles, both.
+        """
         model, blocks, tiles = self.config.model, {}, {}
         if self.settings.get("model.experts.backend") == "auto":
             device = find_target(self.target).devices()[0]
@@ -84,11 +111,17 @@ class Candidate:
                 blocks = {"model.experts.backend": "block"}
         if model.tiles == 1:
             tiles = {"model.tiles": max(2, model.num_kv_heads)}
-        return [one for one in (blocks, tiles, blocks | tiles if blocks and tiles else {}) if one]
+        return [
+            one
+            for one in (blocks, tiles, blocks | tiles if blocks and tiles else {})
+            if one
+        ]
 
     @functools.cached_property
     def partitioning(self) -> Partitioning:
-        """The mesh; raises ConfigError or TargetError if it does not fit the devices."""
+        """The mesh; raises ConfigError or TargetError if it does not fit the
+        devices.
+        """
         chosen, devices = find_target(self.target), self.devices
         if devices is None:
             devices = jax.device_count() if chosen.name == "local" else 1
@@ -96,39 +129,63 @@ class Candidate:
 
     @functools.cached_property
     def shapes(self) -> tuple[TokenBatch, TrainState]:
-        """The shapes of the step's arguments; raises ConfigError if the mesh can't divide them."""
+        """The shapes of the step's arguments; raises ConfigError if the mesh can't
+        divide them.
+        """
         self.check_batch()
         if self.config.trainer.streaming and not self._sizes_host:
             raise ConfigError(
-                f"Layers on the host can't be sized for {self.partitioning.mesh.size} devices of target "
-                f"{find_target(self.target).name!r} that are not attached. Give devices: 1, with a "
-                f"trainer.mesh for one, or a TPU target."
+                f"Layers on the host can't be sized for {self.partitioning.mesh.size}"
+                f" devices of target {find_target(self.target).name!r} that are not"
+                " attached. Give devices: 1, with a trainer.mesh for one, or a TPU"
+                " target."
             )
         state = state_shapes(self.config, self.partitioning)
         return batch_shapes(self.config.data, self.partitioning), state
 
     def check_batch(self) -> None:
-        """Raises ConfigError unless the mesh divides the batch, and each of its microbatches."""
+        """Raises ConfigError unless the mesh divides the batch, and each of its
+        microbatches.
+        """
         data, update = self.config.data, self.config.trainer.update
-        self.partitioning.check_batch(data.batch_size, data.seq_len, update.microbatches)
+        self.partitioning.check_batch(
+            data.batch_size, data.seq_len, update.microbatches
+        )
 
     def report(self) -> MemoryReport:
         """The memory of the step; costs one compilation."""
         with self.partitioning.activations():
-            return report(self.train_step, *self.shapes, donate="state", target=self.target, cache=self.cache)
+            return report(
+                self.train_step,
+                *self.shapes,
+                donate="state",
+                target=self.target,
+                cache=self.cache,
+            )
 
-    def plan(self, *, budget: str, host_budget: str | None = None, show: _Show = lambda _: None) -> Plan:
-        """The policy with the fewest FLOPs under which the step fits, as `stacked_remat.memory.plan`.
+    def plan(
+        self,
+        *,
+        budget: str,
+        host_budget: str | None = None,
+        show: _Show = lambda _: None,
+    ) -> Plan:
+        """The policy with the fewest FLOPs under which the step fits, as
+        `stacked_remat.memory.plan`.
 
         Where none fits, with the layers' weights on the host, if they can be there.
         """
 
         def of_policy(remat: ScanCheckpointSpec) -> Callable[..., Any]:
-            structure = jax.tree.structure(state_shapes(self.config, self.partitioning, remat=remat))
+            structure = jax.tree.structure(
+                state_shapes(self.config, self.partitioning, remat=remat)
+            )
 
             def step(batch: TokenBatch, state: TrainState) -> Any:
                 # The same arrays under this policy.
-                return self.train_step(batch, jax.tree.unflatten(structure, jax.tree.leaves(state)))
+                return self.train_step(
+                    batch, jax.tree.unflatten(structure, jax.tree.leaves(state))
+                )
 
             return step
 
@@ -147,12 +204,18 @@ class Candidate:
             )
 
     def check(self, *, at_least: bool = False) -> None:
-        """Raises ConfigError for a step whose state and batch, which every policy has, can't fit in memory.
+        """Raises ConfigError for a step whose state and batch, which every policy has,
+        can't fit in memory.
 
-        With `trainer.streaming`, where the device is attached, nor in that of the host. Costs one tracing of
-        how the model is made, whatever its size. `at_least` leaves out layers that could be on the host.
+        With `trainer.streaming`, where the device is attached, nor in that of the host.
+        Costs one tracing of how the model is made, whatever its size. `at_least` leaves
+        out layers that could be on the host.
         """
-        config, target, can_stream = self.config, find_target(self.target), self.can_stream
+        config, target, can_stream = (
+            self.config,
+            find_target(self.target),
+            self.can_stream,
+        )
         at_least = at_least and can_stream
         batch, state = self.having(STREAMED if at_least else {}).shapes
         stream = ", or keep the layers on the host (trainer.streaming: true)"
@@ -162,36 +225,55 @@ class Candidate:
             "optimizer state": state.optimizer_state,
         }
         if config.trainer.streaming and target.name == "local":
-            saved = {"a checkpoint that is being written": (state.trained, state.optimizer_state)}
+            saved = {
+                "a checkpoint that is being written": (
+                    state.trained,
+                    state.optimizer_state,
+                )
+            }
             check_host_fits(
                 weights | saved,
-                "Give the process more, store less (trainer.precision, or optimizer.type: adafactor), train "
-                "adapters (lora), or divide the arrays over more hosts (trainer.mesh).",
+                "Give the process more, store less (trainer.precision, or"
+                " optimizer.type: adafactor), train adapters (lora), or divide the"
+                " arrays over more hosts (trainer.mesh).",
             )
         check_fits(
             weights | {"a batch": batch},
-            f"Now model.num_layers = {config.model.num_layers:,}, vocab_size = {config.Vocab.size:,}, "
-            f"data.batch_size = {config.data.batch_size:,} and data.seq_len = {config.data.seq_len:,}: lower "
-            f"what is too large, divide the arrays over more devices "
-            f"(trainer.mesh){stream if can_stream and not at_least else ''}.",
+            f"Now model.num_layers = {config.model.num_layers:,}, vocab_size ="
+            f" {config.Vocab.size:,}, data.batch_size = {config.data.batch_size:,} and"
+            f" data.seq_len = {config.data.seq_len:,}: lower what is too large, divide"
+            " the arrays over more devices"
+            f" (trainer.mesh){stream if can_stream and not at_least else ''}.",
             limit=target.memory,
         )
 
     def check_applies(self) -> None:
-        """Raises ConfigError for a model that can't be applied here, such as with a GPU's kernel on a CPU."""
+        """Raises ConfigError for a model that can't be applied here, such as with a
+        GPU's kernel on a CPU.
+        """
         batch, state = self.shapes
         try:
             with self.partitioning.active():
-                fused = self.config.trainer.update.fused  # which has rules of its own for the loss
+                # Which has rules of its own for the loss
+                fused = self.config.trainer.update.fused
                 loss = (self.config.loss, state.model, batch)
-                eqx.filter_eval_shape(*((self.train_step, batch, state) if fused else loss))
-        except UnsupportedCallError as error:  # other errors are the model's, whose traceback is wanted
-            raise ConfigError(f"The model of this config can't be applied here: {error}") from error
+                eqx.filter_eval_shape(
+                    *((self.train_step, batch, state) if fused else loss)
+                )
+        except (
+            UnsupportedCallError
+        ) as error:  # other errors are the model's, whose traceback is wanted
+            raise ConfigError(
+                f"The model of this config can't be applied here: {error}"
+            ) from error
 
     @property
     def _sizes_host(self) -> bool:
         """Whether what is on the host can be sized for these devices."""
-        return find_target(self.target).sizes_host_arguments or self.partitioning.mesh.size == 1
+        return (
+            find_target(self.target).sizes_host_arguments
+            or self.partitioning.mesh.size == 1
+        )
 
     @functools.cached_property
     def train_step(self) -> TrainStep:
@@ -206,4 +288,7 @@ class Candidate:
 
 def _replaced(section: Any, keys: Sequence[str], value: Any) -> Any:
     own, *below = keys
-    return replace(section, **{own: _replaced(getattr(section, own), below, value) if below else value})
+    return replace(
+        section,
+        **{own: _replaced(getattr(section, own), below, value) if below else value},
+    )

@@ -1,4 +1,6 @@
-"""Runs a command: reports each user error as one message, handles signals, and prints text safely."""
+"""Runs a command: reports each user error as one message, handles signals, and prints
+text safely.
+"""
 
 import argparse
 import contextlib
@@ -48,16 +50,24 @@ USER_ERRORS: tuple[type[Exception], ...] = (
     TargetError,
     WeightsError,
 )
-"""Errors that a user or an administrator can fix; any other is a bug, and shows its traceback."""
+"""Errors that a user or an administrator can fix; any other is a bug, and shows its
+traceback.
+"""
 
 _FIXES = {
     errno.EACCES: "Change its owner or its mode, or name another path.",
-    errno.ENOSPC: "Free some space, or name a folder on another disk; the same command then resumes.",
+    errno.ENOSPC: (
+        "Free some space, or name a folder on another disk; the same command then"
+        " resumes."
+    ),
     errno.EMFILE: "Raise the limit on open files (ulimit -n).",
 }
 _DEBUG = "--debug"
-# Control characters, which a terminal acts on, and marks of direction, which reorder the text around them.
-_OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+# Control characters, which a terminal acts on, and marks of direction, which reorder
+# the text around them.
+_OBEYED = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
+)
 
 
 def run_command(
@@ -67,15 +77,18 @@ def run_command(
     *,
     interrupted: tuple[int, str] | None = None,
 ) -> int:
-    """Runs a command and returns its exit status; a user error ends it with one message and status 1.
+    """Runs a command and returns its exit status; a user error ends it with one message
+    and status 1.
 
-    `--debug` among the arguments shows the traceback as well. The first SIGINT or SIGTERM ends the work at
-    once, and cleanly, until it calls `StopSignals.defer`; a second SIGINT ends the process.
+    `--debug` among the arguments shows the traceback as well. The first SIGINT or
+    SIGTERM ends the work at once, and cleanly, until it calls `StopSignals.defer`; a
+    second SIGINT ends the process.
 
     Args:
-        work: takes the arguments without `--debug`, and the signals that came; returns the exit status.
-        interrupted: exit status after a signal, and a text to add to the message; 128 plus the signal's
-            number, and no text, if not given.
+        work: takes the arguments without `--debug`, and the signals that came; returns
+            the exit status.
+        interrupted: exit status after a signal, and a text to add to the message; 128
+            plus the signal's number, and no text, if not given.
     """
     debug = _DEBUG in arguments
     arguments = [argument for argument in arguments if argument != _DEBUG]
@@ -96,7 +109,8 @@ def run_command(
                 text = without_credentials(escaped(traceback.format_exc()))
                 print(text, end="", file=sys.stderr)
         _show_error(without_credentials(f"error: {escaped(message)}"), show)
-        gc.collect()  # finalizers run now, and not with tracebacks while Python shuts down
+        # finalizers run now, and not with tracebacks while Python shuts down
+        gc.collect()
         return 1
 
 
@@ -104,25 +118,36 @@ def shown_on(console: Console) -> Callable[[str], None]:
     """A function that prints a line on a console, as text without markup."""
 
     def show(text: str) -> None:
-        console.print(encodable(text, console), highlight=False, markup=False, soft_wrap=True)
+        console.print(
+            encodable(text, console), highlight=False, markup=False, soft_wrap=True
+        )
 
     return show
 
 
 def escaped(text: str) -> str:
-    r"""The text with escapes such as `\x1b` for what a terminal would act on, except newlines and tabs.
+    r"""The text with escapes such as `\x1b` for what a terminal would act on, except
+    newlines and tabs.
 
     Works character by character, so that a text may be cut anywhere.
     """
-    return _OBEYED.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
+    return _OBEYED.sub(
+        lambda found: found[0].encode("unicode_escape").decode("ascii"), text
+    )
 
 
 def command_parser(command: str, about: str | None) -> argparse.ArgumentParser:
-    """The parser of a command of `models`, described by the first line of its module."""
+    """The parser of a command of `models`; `about` is the docstring of its module,
+    whose first paragraph describes it.
+    """
     parser = argparse.ArgumentParser(
-        prog=f"python -m models.{command}", description=(about or "").splitlines()[0], allow_abbrev=False
+        prog=f"python -m models.{command}",
+        description=(about or "").partition("\n\n")[0],
+        allow_abbrev=False,
     )
-    parser.add_argument(_DEBUG, action="store_true", help="show the traceback of an error")
+    parser.add_argument(
+        _DEBUG, action="store_true", help="show the traceback of an error"
+    )
     return parser
 
 
@@ -150,40 +175,62 @@ def _show_error(message: str, show: Callable[[str], None]) -> None:
 def _quiet_checkpoints() -> None:
     """Hides tracebacks of errors while checkpoints are written that are also raised.
 
-    Orbax logs them, and asyncio those of tasks that nobody awaits after the first one; TensorStore's threads
-    report to an event loop that the first error has closed, and reads of other arrays fail after the first.
-    All of them may fail until the process ends, so nothing is restored.
+    Orbax logs them, and asyncio those of tasks that nobody awaits after the first one;
+    TensorStore's threads report to an event loop that the first error has closed, and
+    reads of other arrays fail after the first. All of them may fail until the process
+    ends, so nothing is restored.
     """
 
     def is_shown(error: Any) -> bool:
-        return not str(error).startswith(("Event loop is closed", "Encountered error while reading array"))
+        return not str(error).startswith(
+            ("Event loop is closed", "Encountered error while reading array")
+        )
 
     for name in ("absl", "asyncio"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    sys.excepthook = lambda *error: sys.__excepthook__(*error) if is_shown(error[1]) else None
-    sys.unraisablehook = lambda found: sys.__unraisablehook__(found) if is_shown(found.exc_value) else None
+    sys.excepthook = lambda *error: (
+        sys.__excepthook__(*error) if is_shown(error[1]) else None
+    )
+    sys.unraisablehook = lambda found: (
+        sys.__unraisablehook__(found) if is_shown(found.exc_value) else None
+    )
 
 
 def error_message(error: Exception) -> str | None:
-    """What happened, to which path or key, and the fix; None for an error that the user can't fix."""
+    """What happened, to which path or key, and the fix; None for an error that the user
+    can't fix.
+    """
     text = str(error)
     if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in text:
         return (
-            f"The device has too little memory: {text.splitlines()[0]} Keep less for the backward pass "
-            f"(remat: nested or offload), make batches or sequences smaller, or use more microbatches "
-            f"(trainer.update.microbatches)."
+            f"The device has too little memory: {text.splitlines()[0]} Keep less for"
+            " the backward pass (remat: nested or offload), make batches or sequences"
+            " smaller, or use more microbatches (trainer.update.microbatches)."
         )
-    if isinstance(error, RuntimeError) and text.startswith("Unable to initialize backend"):
+    if isinstance(error, RuntimeError) and text.startswith(
+        "Unable to initialize backend"
+    ):
         return f"JAX found no device: {text} Check JAX_PLATFORMS and the driver."
     if "has duplicate entries for" in text:  # JAX's error for a PartitionSpec
-        return f"{text}. In trainer.mesh, map only one of the axes of an array to an axis of the mesh."
-    if isinstance(error, RuntimeError) and text.startswith("Could not determine home directory"):
-        return "A path begins with ~ and a user without a home folder here. Write the whole path."
+        return (
+            f"{text}. In trainer.mesh, map only one of the axes of an array to an axis"
+            " of the mesh."
+        )
+    if isinstance(error, RuntimeError) and text.startswith(
+        "Could not determine home directory"
+    ):
+        return (
+            "A path begins with ~ and a user without a home folder here. Write the"
+            " whole path."
+        )
     if not isinstance(error, USER_ERRORS):
         return None
     if isinstance(error, OSError) and error.errno is not None and error.strerror:
         path = f"{error.filename}: " if error.filename else ""
-        return f"{path}{error.strerror}. {_FIXES.get(error.errno, 'Check the path and its file system.')}"
+        return (
+            f"{path}{error.strerror}."
+            f" {_FIXES.get(error.errno, 'Check the path and its file system.')}"
+        )
     if isinstance(error, MemoryError):
         return f"This machine has too little memory. {text}".strip()
     return text

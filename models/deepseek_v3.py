@@ -1,4 +1,6 @@
-"""DeepSeek V3 (DeepSeek-AI 2024) and Kimi K2: latent attention, a dense prefix, experts chosen in groups."""
+"""DeepSeek V3 (DeepSeek-AI 2024) and Kimi K2: latent attention, a dense prefix, experts
+chosen in groups.
+"""
 
 import math
 from dataclasses import dataclass, field, replace
@@ -28,14 +30,17 @@ class DeepseekV3Config(SparseDecoderConfig):
         groups_per_token: from how many of them a token chooses.
         gate_scale: factor of the gates.
         shared_experts: experts that all tokens are routed to.
-        bias: of routers: `frozen`, or `by_load`: its gradient is 1 for experts that more tokens than the mean
-            chose and -1 for others, so that the optimizer evens the load out without a loss (Wang et al.
-            2024, arXiv:2408.15664). The norm that `optimizer.max_grad_norm` bounds leaves them out.
+        bias: of routers: `frozen`, or `by_load`: its gradient is 1 for experts that
+            more tokens than the mean chose and -1 for others, so that the optimizer
+            evens the load out without a loss (Wang et al. 2024, arXiv:2408.15664). The
+            norm that `optimizer.max_grad_norm` bounds leaves them out.
     """
 
     num_heads: int = 4
     num_kv_heads: int = 4
-    experts: ExpertsConfig = field(default_factory=lambda: ExpertsConfig(router_dtype="float32"))
+    experts: ExpertsConfig = field(
+        default_factory=lambda: ExpertsConfig(router_dtype="float32")
+    )
     latent: LatentConfig = field(default_factory=LatentConfig)
     num_groups: int = 1
     groups_per_token: int = 1
@@ -45,27 +50,43 @@ class DeepseekV3Config(SparseDecoderConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_positive("model", self, "num_groups", "groups_per_token", "gate_scale", "shared_experts")
+        check_positive(
+            "model",
+            self,
+            "num_groups",
+            "groups_per_token",
+            "gate_scale",
+            "shared_experts",
+        )
         check_choices("model", self)
         members = self.experts.num_experts // self.num_groups
-        if self.experts.num_experts % self.num_groups or self.num_groups > 1 > members - 1:
+        if (
+            self.experts.num_experts % self.num_groups
+            or self.num_groups > 1 > members - 1
+        ):
             raise ValueError(
-                f"model.num_groups = {self.num_groups} must divide model.experts.num_experts = "
-                f"{self.experts.num_experts} into groups of at least two."
+                f"model.num_groups = {self.num_groups} must divide"
+                f" model.experts.num_experts = {self.experts.num_experts} into groups"
+                " of at least two."
             )
         groups, chosen = self.groups_per_token, self.experts.experts_per_token
         if groups > self.num_groups or chosen > groups * members:
             raise ValueError(
-                f"model.groups_per_token = {groups} must be at most model.num_groups = {self.num_groups}, "
-                f"and model.experts.experts_per_token = {chosen} at most {groups} groups of {members}."
+                f"model.groups_per_token = {groups} must be at most model.num_groups ="
+                f" {self.num_groups}, and model.experts.experts_per_token = {chosen} at"
+                f" most {groups} groups of {members}."
             )
 
     def _check_heads(self) -> None:
         if self.attention.head_dim not in (None, self.head_dim):
-            raise ValueError("Leave model.attention.head_dim out: model.latent gives the width of heads.")
+            raise ValueError(
+                "Leave model.attention.head_dim out: model.latent gives the width of"
+                " heads."
+            )
         if self.num_kv_heads != self.num_heads:
             raise ValueError(
-                f"model.num_kv_heads must be model.num_heads = {self.num_heads}, got {self.num_kv_heads}."
+                f"model.num_kv_heads must be model.num_heads = {self.num_heads}, got"
+                f" {self.num_kv_heads}."
             )
 
     @property
@@ -108,16 +129,20 @@ def _read_rotary(given: hf.ConfigFields, found: hf.Found) -> None:
     section = given.read.get("rope_scaling") or given.read.get("rope_parameters") or {}
     if section.get("mscale_all_dim") and found["rotary.scaling"].mscale_all_dim is None:
         raise ValueError(
-            "rope_scaling has mscale_all_dim without mscale, or with attention_factor: this is not supported."
+            "rope_scaling has mscale_all_dim without mscale, or with attention_factor:"
+            " this is not supported."
         )
 
 
 FIELDS = {
     **hf.DECODER_FIELDS,
     "head_dim": hf.ignored(),
-    "rotary": hf.Entry(lambda _, given, found: _read_rotary(given, found), _ROTARY.write),
+    "rotary": hf.Entry(
+        lambda _, given, found: _read_rotary(given, found), _ROTARY.write
+    ),
     "prefix": hf.computed(
-        _read_prefix, lambda config: {"first_k_dense_replace": len(config.experts.dense_layers)}
+        _read_prefix,
+        lambda config: {"first_k_dense_replace": len(config.experts.dense_layers)},
     ),
     "q_lora_rank": hf.attribute("latent.query_rank", None),
     "kv_lora_rank": hf.attribute("latent.key_value_rank", 512),
@@ -125,7 +150,9 @@ FIELDS = {
     "qk_rope_head_dim": hf.attribute("latent.rotary_dim", 64),
     "v_head_dim": hf.attribute("latent.value_dim", 128),
     "rope_interleave": hf.attribute("latent.interleaved", True),
-    "n_routed_experts": hf.attribute("experts.num_experts", 256, aliases=("num_local_experts",)),
+    "n_routed_experts": hf.attribute(
+        "experts.num_experts", 256, aliases=("num_local_experts",)
+    ),
     "num_experts_per_tok": hf.attribute("experts.experts_per_token", 8),
     "moe_intermediate_size": hf.attribute("experts.intermediate_dim", 2_048),
     "norm_topk_prob": hf.attribute("experts.norm_topk_prob", True),
@@ -152,6 +179,13 @@ TENSORS = {
 }
 
 register_format(
-    HfFormat("deepseek_v3", DeepseekV3Config, FIELDS, TENSORS, quant_methods=("fp8",), further_layers=True),
+    HfFormat(
+        "deepseek_v3",
+        DeepseekV3Config,
+        FIELDS,
+        TENSORS,
+        quant_methods=("fp8",),
+        further_layers=True,
+    ),
     "kimi_k2",
 )

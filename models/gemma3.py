@@ -1,4 +1,6 @@
-"""The text decoder of Gemma 3 (Gemma team 2025): a window in five layers of six, four norms a layer."""
+"""The text decoder of Gemma 3 (Gemma team 2025): a window in five layers of six, four
+norms a layer.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -18,7 +20,9 @@ class Gemma3Config(DecoderConfig):
         local_theta: the base of the wavelengths in layers with a window.
     """
 
-    block: ClassVar[LayerSpec] = LayerSpec(qk_norm="per_head", norms="both", activation="gelu_tanh")
+    block: ClassVar[LayerSpec] = LayerSpec(
+        qk_norm="per_head", norms="both", activation="gelu_tanh"
+    )
     norm_offset: ClassVar[float] = 1.0
 
     tie_word_embeddings: bool = True
@@ -35,7 +39,9 @@ class Gemma3Config(DecoderConfig):
         spec = replace(super().layer(number), scale=self.query_pre_attn_scalar**-0.5)
         if spec.window is None:
             return spec
-        return replace(spec, rotary=replace(self.rotary, theta=self.local_theta, scaling=None))
+        return replace(
+            spec, rotary=replace(self.rotary, theta=self.local_theta, scaling=None)
+        )
 
 
 def _every(given: hf.ConfigFields) -> Callable[[int], bool]:
@@ -48,7 +54,9 @@ FIELDS = {
     "head_dim": hf.attribute("attention.head_dim", 256, written="head_dim"),
     "hidden_act": hf.only("gelu_pytorch_tanh"),
     "hidden_activation": hf.only("gelu_pytorch_tanh", written=True),
-    "rotary": hf.rope(theta=1_000_000.0, longest=131_072, by_kind=True, local="local_theta"),
+    "rotary": hf.rope(
+        theta=1_000_000.0, longest=131_072, by_kind=True, local="local_theta"
+    ),
     "tie_word_embeddings": hf.attribute("tie_word_embeddings", True),
     "windows": hf.windows(4_096, _every),
     "query_pre_attn_scalar": hf.attribute("query_pre_attn_scalar", 256),

@@ -1,13 +1,15 @@
-"""Continues prompts with what a run trained, or with a model in Hugging Face's format, or talks with it.
+"""Continues prompts with what a run trained, or with a model in Hugging Face's format,
+or talks with it.
 
-    python -m models.generate --run_dir runs/mine --prompt "Once upon a time"
-    python -m models.generate --model exported --chat --prompt "Who are you?" --temperature 0
+    python -m models.generate --run_dir runs/mine --prompt "Once upon a time" python -m
+    models.generate --model exported --chat --prompt "Who are you?" --temperature 0
     python -m models.generate --model exported --chat
 
-The first reads the latest checkpoint of a run folder of `models.train_lm`, its adapters included; the others
-a folder such as `models.export_hf` writes, or a name on the Hugging Face Hub. Prompts are continued in
-batches, and the text of the first is streamed, then that of the others. A chat without prompts is a
-conversation: each line of the standard input is what the user says next.
+The first reads the latest checkpoint of a run folder of `models.train_lm`, its adapters
+included; the others a folder such as `models.export_hf` writes, or a name on the
+Hugging Face Hub. Prompts are continued in batches, and the text of the first is
+streamed, then that of the others. A chat without prompts is a conversation: each line
+of the standard input is what the user says next.
 """
 
 import argparse
@@ -23,7 +25,14 @@ import yaml
 from rich.console import Console
 from rich.segment import Segment, Segments
 
-from models.command import command_parser, encodable, escaped, local_path, run_command, shown_on
+from models.command import (
+    command_parser,
+    encodable,
+    escaped,
+    local_path,
+    run_command,
+    shown_on,
+)
 from models.generation.decoding import padded_length
 from models.generation.sampling import Sampling
 from models.generation.text_generation import (
@@ -36,7 +45,12 @@ from models.generation.text_generation import (
     generate_text,
     in_order,
 )
-from models.loading import add_model_arguments, load_model, model_of_arguments, rows_that_fit
+from models.loading import (
+    add_model_arguments,
+    load_model,
+    model_of_arguments,
+    rows_that_fit,
+)
 from models.run_config import FoundModel
 from stacked_remat.training import ChatTemplateError, ConfigError
 
@@ -44,7 +58,9 @@ from stacked_remat.training import ChatTemplateError, ConfigError
 def main(arguments: Sequence[str], console: Console | None = None) -> int:
     """The command: returns the exit status."""
     console = Console() if console is None else console
-    return run_command(lambda arguments, _: _generate(arguments, console), arguments, shown_on(console))
+    return run_command(
+        lambda arguments, _: _generate(arguments, console), arguments, shown_on(console)
+    )
 
 
 def _generate(arguments: Sequence[str], console: Console) -> int:
@@ -57,10 +73,15 @@ def _generate(arguments: Sequence[str], console: Console) -> int:
     stops = [(end,) for end in found.ends]
     if options.chat:
         with _template_errors(found):
-            stops += [end_of_turn(found.tokenizer), *begins_of_next_turn(found.tokenizer)]
+            stops += [
+                end_of_turn(found.tokenizer),
+                *begins_of_next_turn(found.tokenizer),
+            ]
 
     def pieces(prompts: Sequence[Tokens]) -> Iterator[Piece]:
-        fitting = rows_that_fit(found, padded_length(max(map(len, prompts))) + options.max_new_tokens)
+        fitting = rows_that_fit(
+            found, padded_length(max(map(len, prompts))) + options.max_new_tokens
+        )
         return in_order(
             generate_text(
                 load(),
@@ -82,7 +103,10 @@ def _generate(arguments: Sequence[str], console: Console) -> int:
 
     try:
         if texts:
-            prompts = [chat([_said("user", one)]) if options.chat else _prompt(found, one) for one in texts]
+            prompts = [
+                chat([_said("user", one)]) if options.chat else _prompt(found, one)
+                for one in texts
+            ]
             _show(write, texts, pieces(prompts), chat=options.chat)
         elif options.chat:
             history: list[Message] = []
@@ -103,18 +127,64 @@ def _parser() -> argparse.ArgumentParser:
     parser = command_parser("generate", __doc__)
     add_model_arguments(parser)
     add = parser.add_argument
-    add("--prompt", action="append", default=[], help="a text to continue; may be given several times")
-    add("--prompts", type=local_path, metavar="FILE", help="a file with a prompt on each line")
-    add("--chat", action="store_true", help="prompts are what the user says, put into the chat template")
+    add(
+        "--prompt",
+        action="append",
+        default=[],
+        help="a text to continue; may be given several times",
+    )
+    add(
+        "--prompts",
+        type=local_path,
+        metavar="FILE",
+        help="a file with a prompt on each line",
+    )
+    add(
+        "--chat",
+        action="store_true",
+        help="prompts are what the user says, put into the chat template",
+    )
     add("--system", help="with --chat: the first message, of the system")
-    add("--messages", type=local_path, metavar="FILE", help="with --chat: JSON, a list of earlier messages")
-    add("--chat_template_kwargs", help="with --chat: the template's variables: '{enable_thinking: false}'")
-    add("--stop", action="append", default=[], help="a text that ends one; may be given several times")
-    add("--max_new_tokens", type=int, default=128, help="for each prompt, at the most (default 128)")
-    add("--temperature", type=float, default=1.0, help="divides logits (default 1); 0 for the likeliest")
+    add(
+        "--messages",
+        type=local_path,
+        metavar="FILE",
+        help="with --chat: JSON, a list of earlier messages",
+    )
+    add(
+        "--chat_template_kwargs",
+        help="with --chat: the template's variables: '{enable_thinking: false}'",
+    )
+    add(
+        "--stop",
+        action="append",
+        default=[],
+        help="a text that ends one; may be given several times",
+    )
+    add(
+        "--max_new_tokens",
+        type=int,
+        default=128,
+        help="for each prompt, at the most (default 128)",
+    )
+    add(
+        "--temperature",
+        type=float,
+        default=1.0,
+        help="divides logits (default 1); 0 for the likeliest",
+    )
     add("--top_k", type=int, help="sample from the K likeliest tokens")
-    add("--top_p", type=float, help="draw among the fewest tokens whose probabilities reach this")
-    add("--batch_size", type=int, default=16, help="prompts at once, or fewer that fit (default 16)")
+    add(
+        "--top_p",
+        type=float,
+        help="draw among the fewest tokens whose probabilities reach this",
+    )
+    add(
+        "--batch_size",
+        type=int,
+        default=16,
+        help="prompts at once, or fewer that fit (default 16)",
+    )
     add("--seed", type=int, default=0, help="of the random numbers (default 0)")
     return parser
 
@@ -125,7 +195,9 @@ def _check(options: argparse.Namespace) -> None:
             raise ConfigError(f"--{name} has no effect without --chat. Leave it out.")
     for name in ("max_new_tokens", "batch_size"):
         if getattr(options, name) < 1:
-            raise ConfigError(f"--{name} must be at least 1, got {getattr(options, name)}.")
+            raise ConfigError(
+                f"--{name} must be at least 1, got {getattr(options, name)}."
+            )
     if "" in options.stop:
         raise ConfigError("--stop needs a text, and got an empty one. Leave it out.")
     if not 0 <= options.seed < 2**32:  # what JAX makes a key of; it drops further bits
@@ -147,10 +219,15 @@ def _utf8(text: str) -> str:
 def _texts(options: argparse.Namespace) -> list[str]:
     texts = [_utf8(text) for text in options.prompt]
     if options.prompts is not None:
-        lines = options.prompts.read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = options.prompts.read_text(
+            encoding="utf-8", errors="replace"
+        ).splitlines()
         texts += [line for line in lines if line.strip()]
     if not texts and (options.prompts is not None or not options.chat):
-        raise ConfigError("There is nothing to continue: give --prompt TEXT, or --prompts FILE with lines.")
+        raise ConfigError(
+            "There is nothing to continue: give --prompt TEXT, or --prompts FILE with"
+            " lines."
+        )
     return texts
 
 
@@ -163,10 +240,13 @@ def _chat_beginning(options: argparse.Namespace) -> list[Message]:
     if options.messages is None:
         return messages
     try:
-        return messages + [*map(dict, json.loads(options.messages.read_text(encoding="utf-8")))]
+        return messages + [
+            *map(dict, json.loads(options.messages.read_text(encoding="utf-8")))
+        ]
     except (ValueError, TypeError) as error:
         raise ConfigError(
-            f"--messages {options.messages} is no JSON list of messages with role and content: {error}."
+            f"--messages {options.messages} is no JSON list of messages with role and"
+            f" content: {error}."
         ) from error
 
 
@@ -175,11 +255,14 @@ def _mapping(text: str | None) -> Mapping[str, Any]:
         found = dict(yaml.safe_load(text or "{}"))
     except (yaml.YAMLError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"--chat_template_kwargs {text!r} is no mapping such as {{enable_thinking: false}}."
+            f"--chat_template_kwargs {text!r} is no mapping such as {{enable_thinking:"
+            " false}."
         ) from error
     for name in found:
         if not isinstance(name, str) or name in ("messages", "add_generation_prompt"):
-            raise ConfigError(f"--chat_template_kwargs has {name!r}, which no variable may be called.")
+            raise ConfigError(
+                f"--chat_template_kwargs has {name!r}, which no variable may be called."
+            )
     return found
 
 
@@ -189,9 +272,10 @@ def _template_errors(found: FoundModel) -> Iterator[None]:
         yield
     except ChatTemplateError as error:
         raise ConfigError(
-            f"The chat template of the tokenizer {found.tokenizer_name} does not take a user's message and "
-            f"an answer: {error}. Correct it (chat_template.jinja, or `chat_template` in "
-            f"tokenizer_config.json), or leave --chat out and write the prompt as the model expects it."
+            f"The chat template of the tokenizer {found.tokenizer_name} does not take a"
+            f" user's message and an answer: {error}. Correct it (chat_template.jinja,"
+            " or `chat_template` in tokenizer_config.json), or leave --chat out and"
+            " write the prompt as the model expects it."
         ) from error
 
 
@@ -199,13 +283,16 @@ def _prompt(found: FoundModel, text: str) -> Tokens:
     prompt = found.tokenizer.encode_beginning(text)
     if not len(prompt):
         raise ConfigError(
-            "A prompt is empty, and the tokenizer has no token that begins a text. Begin the text yourself."
+            "A prompt is empty, and the tokenizer has no token that begins a text."
+            " Begin the text yourself."
         )
     return prompt
 
 
 def _writer(console: Console) -> Callable[[str, str], None]:
-    """A function that writes a text in a style: printable for a terminal, unchanged for pipes and files."""
+    """A function that writes a text in a style: printable for a terminal, unchanged for
+    pipes and files.
+    """
 
     def write(text: str, style: str) -> None:
         safe = encodable(escaped(text), console)
@@ -215,14 +302,22 @@ def _writer(console: Console) -> Callable[[str, str], None]:
 
     def write_unchanged(text: str, style: str) -> None:
         stream = getattr(console.file, "buffer", None)
-        console.file.write(text) if stream is None else stream.write(text.encode("utf-8"))
+        (
+            console.file.write(text)
+            if stream is None
+            else stream.write(text.encode("utf-8"))
+        )
         console.file.flush()
 
     return write if console.is_terminal else write_unchanged
 
 
 def _show(
-    write: Callable[[str, str], None], texts: Sequence[str], pieces: Iterator[Piece], *, chat: bool
+    write: Callable[[str, str], None],
+    texts: Sequence[str],
+    pieces: Iterator[Piece],
+    *,
+    chat: bool,
 ) -> None:
     begun = -1
     for piece in pieces:

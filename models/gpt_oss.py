@@ -1,4 +1,6 @@
-"""gpt-oss (OpenAI 2025): windows in every second layer, sinks, and experts with a clamped SwiGLU in all."""
+"""gpt-oss (OpenAI 2025): windows in every second layer, sinks, and experts with a
+clamped SwiGLU in all.
+"""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -11,10 +13,11 @@ from models.hf_io.stacked_weights import ExpertsTensor
 
 @dataclass(frozen=True)
 class GptOssConfig(SparseDecoderConfig):
-    """A gpt-oss decoder: attention with sinks, and experts with biases and a clamped SwiGLU in every layer.
+    """A gpt-oss decoder: attention with sinks, and experts with biases and a clamped
+    SwiGLU in every layer.
 
-    In the published models every second layer, from the first on, has a window of 128 positions, and
-    attention has biases.
+    In the published models every second layer, from the first on, has a window of 128
+    positions, and attention has biases.
     """
 
     block: ClassVar[LayerSpec] = LayerSpec(sinks=True, mlp_bias=True, swiglu_limit=7.0)
@@ -40,7 +43,9 @@ FIELDS = {
     "experts_per_token": hf.ignored(),
     "rms_norm_eps": hf.attribute("rms_norm_eps", 1e-5),
     "windows": hf.windows(128, hf.full_every(2)),
-    "num_local_experts": hf.attribute("experts.num_experts", 128, aliases=("num_experts",)),
+    "num_local_experts": hf.attribute(
+        "experts.num_experts", 128, aliases=("num_experts",)
+    ),
     "num_experts_per_tok": hf.attribute("experts.experts_per_token", 4),
     "load_balance": hf.LOAD_BALANCE,
     "swiglu_alpha": hf.only(1.702, written=True),
@@ -57,4 +62,6 @@ TENSORS = {
     "down_proj.bias": ExpertsTensor("down_proj_bias"),
 }
 
-register_format(HfFormat("gpt_oss", GptOssConfig, FIELDS, TENSORS, quant_methods=("mxfp4",)))
+register_format(
+    HfFormat("gpt_oss", GptOssConfig, FIELDS, TENSORS, quant_methods=("mxfp4",))
+)

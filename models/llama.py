@@ -1,4 +1,6 @@
-"""Llama 2 and 3 (Dubey et al. 2024, "The Llama 3 Herd of Models"): the decoder from which others differ."""
+"""Llama 2 and 3 (Dubey et al. 2024, "The Llama 3 Herd of Models"): the decoder from
+which others differ.
+"""
 
 from dataclasses import dataclass
 

@@ -1,7 +1,7 @@
 """The loss of a decoder on a batch, whole or sequence by sequence.
 
-A decoder maps tokens to hidden states, which is the expensive part. The loss applies the head's matrix
-itself, so that it decides how many logits exist at once.
+A decoder maps tokens to hidden states, which is the expensive part. The loss applies
+the head's matrix itself, so that it decides how many logits exist at once.
 """
 
 from typing import Any
@@ -24,7 +24,8 @@ def next_token_loss(
     """Mean cross entropy of the next token, in nats, plus the model's auxiliary losses.
 
     Args:
-        batch: all `[Batch, Pos]`; a target of weight 0 does not count, and documents do not see each other.
+        batch: all `[Batch, Pos]`; a target of weight 0 does not count, and documents do
+            not see each other.
         z_loss: as `chunked_cross_entropy` takes it; the cross entropy includes it.
 
     The metrics have the cross entropy alone under `loss`.
@@ -40,8 +41,9 @@ def example_losses(
     """`next_token_loss`, sequence by sequence.
 
     Returns:
-        Each sequence's part of the batch's mean cross entropy, `[Batch]` in nats, which add up to the metric
-        `loss`, and the sums for `auxiliary_of_sums`; and the metrics.
+        Each sequence's part of the batch's mean cross entropy, `[Batch]` in nats, which
+        add up to the metric `loss`, and the sums for `auxiliary_of_sums`; and the
+        metrics.
     """
     losses, auxiliary = _token_losses(model, batch, z_loss)
     parts = hax.sum(losses, POSITION_AXIS) / _total_weight(batch)
@@ -56,28 +58,38 @@ def example_losses(
 def loss_and_sums(
     model: Decoder, batch: TokenBatch, z_loss: float = 0.0
 ) -> tuple[tuple[Float[Array, ""], Any], Metrics]:
-    """The mean cross entropy of the next token, and the sums for `auxiliary_of_sums`; the parts of a loss."""
+    """The mean cross entropy of the next token, and the sums for `auxiliary_of_sums`;
+    the parts of a loss.
+    """
     (parts, sums), _ = example_losses(model, batch, z_loss)
     loss = hax.sum(parts).scalar()
     return (loss, sums), {"loss": loss}
 
 
 def auxiliary_of_sums(model: Decoder, sums: Any) -> tuple[Float[Array, ""], Metrics]:
-    """The auxiliary losses of sequences together, and their metrics, by the sums of `example_losses`."""
+    """The auxiliary losses of sequences together, and their metrics, by the sums of
+    `example_losses`.
+    """
     of_statistics, count = sums
     means = jax.tree.map(lambda one: one / jnp.maximum(count, 1.0), of_statistics)
     found = model.auxiliary(means)
     return found.loss, found.metrics
 
 
-def _token_losses(model: Decoder, batch: TokenBatch, z_loss: float) -> tuple[NamedArray, AuxiliaryLoss]:
-    """The weighted cross entropy of every token, `[Batch, Pos]`, and the model's auxiliary losses."""
+def _token_losses(
+    model: Decoder, batch: TokenBatch, z_loss: float
+) -> tuple[NamedArray, AuxiliaryLoss]:
+    """The weighted cross entropy of every token, `[Batch, Pos]`, and the model's
+    auxiliary losses.
+    """
     hidden, auxiliary = model.hidden_states(
         batch.tokens, documents=batch.documents, positions=batch.positions
     )
     head = model.unembedding()
     options = {"weights": batch.weights, "z_loss": z_loss}
-    losses = chunked_cross_entropy(hidden, head, batch.targets, model.config.Embed, model.Vocab, **options)
+    losses = chunked_cross_entropy(
+        hidden, head, batch.targets, model.config.Embed, model.Vocab, **options
+    )
     return losses, auxiliary
 
 

@@ -18,14 +18,30 @@ _MOST_POSITIONS = 2**31 - 1  # positions are 32-bit numbers
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments that `model_of_arguments` reads."""
-    source, add = parser.add_mutually_exclusive_group(required=True), parser.add_argument
-    source.add_argument(  # as an absolute path, which is no name on the Hub
-        "--run_dir", dest="model", type=lambda path: str(local_path(path).absolute()), help="a run folder"
+    source, add = (
+        parser.add_mutually_exclusive_group(required=True),
+        parser.add_argument,
     )
-    source.add_argument("--model", help="a folder in Hugging Face's format or of adapters, or owner/model")
+    source.add_argument(  # as an absolute path, which is no name on the Hub
+        "--run_dir",
+        dest="model",
+        type=lambda path: str(local_path(path).absolute()),
+        help="a run folder",
+    )
+    source.add_argument(
+        "--model",
+        help="a folder in Hugging Face's format or of adapters, or owner/model",
+    )
     add("--step", type=int, help="of the run's checkpoint; the latest if not given")
-    add("--dtype", choices=("float32", "bfloat16"), help="in which to compute; the model's own if not given")
-    add("--tokenizer", help="replaces the model's: byte, a folder, a file, a name on the Hub")
+    add(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        help="in which to compute; the model's own if not given",
+    )
+    add(
+        "--tokenizer",
+        help="replaces the model's: byte, a folder, a file, a name on the Hub",
+    )
 
 
 def model_of_arguments(options: argparse.Namespace) -> FoundModel:
@@ -34,14 +50,20 @@ def model_of_arguments(options: argparse.Namespace) -> FoundModel:
     try:
         assert found.ends
     except DataError as error:
-        key = "data.tokenizer" if found.run and options.tokenizer is None else "--tokenizer"
+        key = (
+            "data.tokenizer"
+            if found.run and options.tokenizer is None
+            else "--tokenizer"
+        )
         raise DataError(str(error).replace("data.tokenizer", key)) from error
     return found
 
 
 def load_model(found: FoundModel, partitioning: Partitioning | None = None) -> Decoder:
     """The model with its adapters merged, in the dtype in which it computes."""
-    return Placement.of(found.run, partitioning).load_model(found, found.config.compute_dtype)
+    return Placement.of(found.run, partitioning).load_model(
+        found, found.config.compute_dtype
+    )
 
 
 def rows_that_fit(found: FoundModel, slots: int) -> int:
@@ -49,21 +71,31 @@ def rows_that_fit(found: FoundModel, slots: int) -> int:
 
     Raises ConfigError if it does not hold one, or the host the layers that are there.
     """
-    stored = found.run.trainer.precision.parameters if found.run else found.config.compute_dtype
+    stored = (
+        found.run.trainer.precision.parameters
+        if found.run
+        else found.config.compute_dtype
+    )
     weights = Placement.of(found.run).shapes(found, stored)
     check_host_fits(
         {"weights": weights},
-        "The run has trainer.streaming: its layers are read to the host. Give the process more memory.",
+        "The run has trainer.streaming: its layers are read to the host. Give the"
+        " process more memory.",
     )
-    numbers = sum(leaf.size for leaf in jax.tree.leaves(weights) if not streaming.is_on_host(leaf))
+    numbers = sum(
+        leaf.size for leaf in jax.tree.leaves(weights) if not streaming.is_on_host(leaf)
+    )
     size = numbers * jnp.dtype(found.config.compute_dtype).itemsize
-    cache, memory = found.config.cache_bytes(1, slots), memory_bytes(jax.local_devices()[0])
+    cache, memory = (
+        found.config.cache_bytes(1, slots),
+        memory_bytes(jax.local_devices()[0]),
+    )
     if slots > _MOST_POSITIONS or (memory is not None and size + cache > memory):
         has = "" if memory is None else f", and this device has {_mebibytes(memory)}"
         raise ConfigError(
-            f"The weights take {_mebibytes(size)} in {found.config.compute_dtype}, the keys and values "
-            f"of {slots} tokens {_mebibytes(cache)}{has}. Use fewer tokens, --dtype bfloat16, a smaller "
-            f"model, or a larger device."
+            f"The weights take {_mebibytes(size)} in {found.config.compute_dtype}, the"
+            f" keys and values of {slots} tokens {_mebibytes(cache)}{has}. Use fewer"
+            " tokens, --dtype bfloat16, a smaller model, or a larger device."
         )
     return _MOST_POSITIONS if memory is None else (memory - size) // cache
 

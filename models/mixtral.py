@@ -22,7 +22,9 @@ FIELDS = {
     "rotary": hf.rope(theta=1_000_000.0, longest=131_072),
     "rms_norm_eps": hf.attribute("rms_norm_eps", 1e-5),
     "windows": hf.windows(None),
-    "num_local_experts": hf.attribute("experts.num_experts", 8, aliases=("num_experts",)),
+    "num_local_experts": hf.attribute(
+        "experts.num_experts", 8, aliases=("num_experts",)
+    ),
     "num_experts_per_tok": hf.attribute("experts.experts_per_token", 2),
     "load_balance": hf.LOAD_BALANCE,
 }
@@ -35,5 +37,7 @@ TENSORS = {
 }
 
 register_format(
-    HfFormat("mixtral", MixtralConfig, FIELDS, TENSORS, loaded={"block_sparse_moe": "mlp"}),
+    HfFormat(
+        "mixtral", MixtralConfig, FIELDS, TENSORS, loaded={"block_sparse_moe": "mlp"}
+    ),
 )

@@ -1,4 +1,6 @@
-"""OLMo 3 (Ai2 2025): norms of what layers add to the residual stream, and over all heads."""
+"""OLMo 3 (Ai2 2025): norms of what layers add to the residual stream, and over all
+heads.
+"""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -10,14 +12,20 @@ from models.hf_io.formats import HfFormat, register_format
 
 @dataclass(frozen=True)
 class Olmo3Config(DecoderConfig):
-    """An OLMo 3 decoder; the scaling of rotary frequencies is of layers without a window alone."""
+    """An OLMo 3 decoder; the scaling of rotary frequencies is of layers without a
+    window alone.
+    """
 
     block: ClassVar[LayerSpec] = LayerSpec(qk_norm="all_heads", norms="after")
 
     def layer(self, number: int) -> LayerSpec:
         """What one layer is."""
         spec = super().layer(number)
-        return spec if spec.window is None else replace(spec, rotary=replace(self.rotary, scaling=None))
+        return (
+            spec
+            if spec.window is None
+            else replace(spec, rotary=replace(self.rotary, scaling=None))
+        )
 
 
 FIELDS = {

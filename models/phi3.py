@@ -1,4 +1,6 @@
-"""Phi-3 and Phi-4 (Abdin et al. 2024): a Llama whose files have queries, keys and values in one tensor."""
+"""Phi-3 and Phi-4 (Abdin et al. 2024): a Llama whose files have queries, keys and
+values in one tensor.
+"""
 
 from dataclasses import dataclass
 
@@ -9,19 +11,20 @@ from models.hf_io.formats import HfFormat, register_format
 
 @dataclass(frozen=True)
 class Phi3Config(DecoderConfig):
-    """A Phi-3 decoder, with a window in all layers or in none, and without a scaling of rotary frequencies.
+    """A Phi-3 decoder, with a window in all layers or in none, and without a scaling of
+    rotary frequencies.
 
-    The scaling of its long models, `longrope`, is not supported: which of its two sets of frequencies is used
-    depends on the length of the text.
+    The scaling of its long models, `longrope`, is not supported: which of its two sets
+    of frequencies is used depends on the length of the text.
     """
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.rotary.scaling is not None:
             raise ValueError(
-                f"model.rotary.scaling is {self.rotary.scaling.rope_type}: Phi-3 has no scaling but "
-                f"longrope, which is not supported. Leave it out, or use a model without one, such as "
-                f"Phi-3-mini-4k-instruct or phi-4."
+                f"model.rotary.scaling is {self.rotary.scaling.rope_type}: Phi-3 has no"
+                " scaling but longrope, which is not supported. Leave it out, or use a"
+                " model without one, such as Phi-3-mini-4k-instruct or phi-4."
             )
 
 

@@ -1,4 +1,6 @@
-"""What fits a budget: the policy of a training step, the size of the run, and the mesh."""
+"""What fits a budget: the policy of a training step, the size of the run, and the
+mesh.
+"""
 
 import bisect
 import contextlib
@@ -22,7 +24,13 @@ from stacked_remat.memory import (
     parse_bytes,
     readable_bytes,
 )
-from stacked_remat.training import BATCH_AXIS, POSITION_AXIS, ConfigError, MeshConfig, mesh_sizes
+from stacked_remat.training import (
+    BATCH_AXIS,
+    POSITION_AXIS,
+    ConfigError,
+    MeshConfig,
+    mesh_sizes,
+)
 
 KEYS = {"context": "data.seq_len", "batch": "data.batch_size"}
 """The keys of a config whose largest value is searched for, by the names of `find`."""
@@ -38,7 +46,9 @@ _LEAN: tuple[ScanCheckpointSpec, ...] = (
 
 @dataclass(frozen=True)
 class Budget:
-    """Memory of each device, and of the host for each device, as text; and a callback that shows trials."""
+    """Memory of each device, and of the host for each device, as text; and a callback
+    that shows trials.
+    """
 
     device: str
     host: str | None = None
@@ -46,12 +56,16 @@ class Budget:
 
     def holds(self, found: MemoryReport | None, *, on_host_alone: bool = False) -> bool:
         """Whether a step fits, or at least what it has on the host."""
-        if found is None or (self.host is not None and found.host.total > parse_bytes(self.host)):
+        if found is None or (
+            self.host is not None and found.host.total > parse_bytes(self.host)
+        ):
             return False
         return on_host_alone or found.total <= parse_bytes(self.device)
 
     def compiled(self, candidate: Candidate, size: str = "") -> MemoryReport | None:
-        """What a step takes, which is shown; None if the compiler refuses it for want of memory."""
+        """What a step takes, which is shown; None if the compiler refuses it for want
+        of memory.
+        """
         report, name = None, f"{size}{candidate.config.remat!r}{candidate.label}"
         try:
             report = candidate.report()
@@ -68,12 +82,20 @@ class Budget:
         if found is None:
             return self.show(f"{name}: refused by the compiler")
         verdict = "fits" if self.holds(found) else "does not fit"
-        on_host = f" and {readable_bytes(found.host.total)} on the host" if found.host.total else ""
-        return self.show(f"{name}: {readable_bytes(found.total)} a device{on_host}, {verdict}")
+        on_host = (
+            f" and {readable_bytes(found.host.total)} on the host"
+            if found.host.total
+            else ""
+        )
+        return self.show(
+            f"{name}: {readable_bytes(found.total)} a device{on_host}, {verdict}"
+        )
 
 
 def planned(candidate: Candidate, budget: Budget) -> tuple[Plan, Candidate]:
-    """What fits the budget, and the step: as it is, or with the first of `leaner` with which any does."""
+    """What fits the budget, and the step: as it is, or with the first of `leaner` with
+    which any does.
+    """
     error = None
     for step in (candidate, *map(candidate.having, candidate.leaner)):
 
@@ -81,7 +103,10 @@ def planned(candidate: Candidate, budget: Budget) -> tuple[Plan, Candidate]:
             budget.show_report(trial.name + label, trial.report)
 
         try:
-            return step.plan(budget=budget.device, host_budget=budget.host, show=show), step
+            return (
+                step.plan(budget=budget.device, host_budget=budget.host, show=show),
+                step,
+            )
         except BudgetError as refused:
             error = error or refused
     assert error is not None
@@ -89,16 +114,27 @@ def planned(candidate: Candidate, budget: Budget) -> tuple[Plan, Candidate]:
 
 
 def find_size(candidate: Candidate, what: str, budget: Budget) -> tuple[int, Candidate]:
-    """The longest `context` or the largest `batch` with which the step fits the budget, and the step with it.
+    """The longest `context` or the largest `batch` with which the step fits the budget,
+    and the step with it.
 
-    The policy that takes the least memory at the config's own size is compiled at other sizes, first doubled
-    or halved, then by bisection, to about a thirty-second; only sizes that the mesh allows are tried.
+    The policy that takes the least memory at the config's own size is compiled at other
+    sizes, first doubled or halved, then by bisection, to about a thirty-second; only
+    sizes that the mesh allows are tried.
 
-    Cost: up to seven compilations to find that policy, and one for each size that is tried.
+    Cost: up to seven compilations to find that policy, and one for each size that is
+    tried.
     """
-    config, parts_of, key = candidate.config, candidate.partitioning.parts_of, KEYS[what]
+    config, parts_of, key = (
+        candidate.config,
+        candidate.partitioning.parts_of,
+        KEYS[what],
+    )
     if what == "context":
-        own, other, unit = config.data.seq_len, config.data.batch_size, parts_of(POSITION_AXIS)
+        own, other, unit = (
+            config.data.seq_len,
+            config.data.batch_size,
+            parts_of(POSITION_AXIS),
+        )
     else:
         own, other = config.data.batch_size, config.data.seq_len
         unit = parts_of(BATCH_AXIS) * config.trainer.update.microbatches
@@ -113,16 +149,21 @@ def find_size(candidate: Candidate, what: str, budget: Budget) -> tuple[int, Can
     index = last_that_fits(fits, start, sizes)
     if index is None:
         raise BudgetError(
-            f"nothing fits {budget.device} a device with {key} = {sizes[0]:,} either, the least: raise the "
-            f"budget, freeze weights (lora), or make the model smaller."
+            f"nothing fits {budget.device} a device with {key} = {sizes[0]:,} either,"
+            " the least: raise the budget, freeze weights (lora), or make the model"
+            " smaller."
         )
     return sizes[index], candidate.having({key: sizes[index]})
 
 
-def last_that_fits(fits: Callable[[int], bool], start: int, sizes: Sequence[int]) -> int | None:
-    """The last index of sizes that fits, if those before one that fits do; None if the first does not.
+def last_that_fits(
+    fits: Callable[[int], bool], start: int, sizes: Sequence[int]
+) -> int | None:
+    """The last index of sizes that fits, if those before one that fits do; None if the
+    first does not.
 
-    Asks at `start`, then at twice or half that size until the answer changes, then by bisection.
+    Asks at `start`, then at twice or half that size until the answer changes, then by
+    bisection.
     """
     low, high, at = -1, len(sizes), start
     while high - low > 1:
@@ -135,7 +176,9 @@ def last_that_fits(fits: Callable[[int], bool], start: int, sizes: Sequence[int]
     return None if low < 0 else low
 
 
-def _leanest(candidate: Candidate, budget: Budget) -> tuple[Candidate, ScanCheckpointSpec]:
+def _leanest(
+    candidate: Candidate, budget: Budget
+) -> tuple[Candidate, ScanCheckpointSpec]:
     """The step, with settings and a policy, that takes the least memory of a device."""
     found: list[tuple[int, int, Candidate, ScanCheckpointSpec]] = []
 
@@ -147,16 +190,23 @@ def _leanest(candidate: Candidate, budget: Budget) -> tuple[Candidate, ScanCheck
 
     for policy in _LEAN:
         take({}, policy)
-    policy = min(found)[3] if found else _LEAN[0]  # a TPU's compiler refuses what is too large
+    # A TPU's compiler refuses what is too large
+    policy = min(found)[3] if found else _LEAN[0]
     streamed = [STREAMED] if candidate.can_stream else []
     leaner = candidate.leaner[-1:]
-    for settings in (*streamed, *leaner, *(STREAMED | one for one in leaner if streamed)):
+    for settings in (
+        *streamed,
+        *leaner,
+        *(STREAMED | one for one in leaner if streamed),
+    ):
         take(settings, policy)
     return min(found)[2:] if found else (candidate, policy)
 
 
 def _rounded(unit: int, most: int) -> Iterator[int]:
-    """Multiples of a unit up to a most: all of the first 63, then 32 for each doubling."""
+    """Multiples of a unit up to a most: all of the first 63, then 32 for each
+    doubling.
+    """
     count = 1
     while count * unit <= most:
         yield count * unit
@@ -166,7 +216,8 @@ def _rounded(unit: int, most: int) -> Iterator[int]:
 def find_meshes(candidate: Candidate, budget: Budget) -> list[tuple[Plan, Candidate]]:
     """What fits the budget on each mesh, as `planned`.
 
-    The fewest FLOPs come first (to two digits: padding differs), and of equals what sends less.
+    The fewest FLOPs come first (to two digits: padding differs), and of equals what
+    sends less.
     """
     found = []
     for mesh in meshes(candidate):
@@ -177,14 +228,23 @@ def find_meshes(candidate: Candidate, budget: Budget) -> list[tuple[Plan, Candid
             budget.show(str(error).splitlines()[0])
     if not found:
         raise BudgetError(
-            f"no mesh of {candidate.devices} devices fits {budget.device} a device under any policy: give "
-            f"more devices, raise the budget, shorten the context, or freeze weights (lora)."
+            f"no mesh of {candidate.devices} devices fits {budget.device} a device"
+            " under any policy: give more devices, raise the budget, shorten the"
+            " context, or freeze weights (lora)."
         )
-    return sorted(found, key=lambda one: (float(f"{one[0].report.flops.matmul:.1e}"), one[0].report.sent))
+    return sorted(
+        found,
+        key=lambda one: (
+            float(f"{one[0].report.flops.matmul:.1e}"),
+            one[0].report.sent,
+        ),
+    )
 
 
 def meshes(candidate: Candidate) -> list[MeshConfig]:
-    """The config's own mesh and those of the documentation's table that the model and the batch allow."""
+    """The config's own mesh and those of the documentation's table that the model and
+    the batch allow.
+    """
     devices, data = candidate.devices, candidate.config.data
     assert devices is not None
     found: dict[str, MeshConfig] = {}
@@ -196,18 +256,25 @@ def meshes(candidate: Candidate) -> list[MeshConfig]:
                 found.setdefault(repr(sized), sized)
     if not found:
         raise ConfigError(
-            f"no mesh of {devices} devices divides data.batch_size = {data.batch_size} (in "
-            f"{candidate.config.trainer.update.microbatches} microbatches), data.seq_len = {data.seq_len} or "
-            f"the model's axes evenly; give another number of devices."
+            f"no mesh of {devices} devices divides data.batch_size = {data.batch_size}"
+            f" (in {candidate.config.trainer.update.microbatches} microbatches),"
+            f" data.seq_len = {data.seq_len} or the model's axes evenly; give another"
+            " number of devices."
         )
     return list(found.values())
 
 
 def _documented(devices: int, candidate: Candidate) -> Iterator[MeshConfig]:
-    """FSDP; experts, positions or heads over all devices, and over half of them, with FSDP over the rest."""
+    """FSDP; experts, positions or heads over all devices, and over half of them, with
+    FSDP over the rest.
+    """
     yield MeshConfig({"data": devices})
-    if find_target(candidate.target).devices(1)[0].platform == "gpu":  # whole stacks would be copied
-        yield MeshConfig({"data": devices}, param_mapping={"experts": "data", "embed": "data"})
+    if (
+        find_target(candidate.target).devices(1)[0].platform == "gpu"
+    ):  # whole stacks would be copied
+        yield MeshConfig(
+            {"data": devices}, param_mapping={"experts": "data", "embed": "data"}
+        )
     for size in filter(lambda size: size > 1, (devices, devices // 2)):
         rest = {"data": devices // size}
         of_experts = {"experts": "expert"}
@@ -224,7 +291,9 @@ def _documented(devices: int, candidate: Candidate) -> Iterator[MeshConfig]:
         for names in (("kv_heads", "mlp"), ("kv_heads",)):
             of_heads = dict.fromkeys(names, "tensor")
             yield MeshConfig(
-                {**rest, "tensor": size}, {"batch": "data", **of_heads}, {"embed": "data", **of_heads}
+                {**rest, "tensor": size},
+                {"batch": "data", **of_heads},
+                {"embed": "data", **of_heads},
             )
 
 
@@ -232,6 +301,11 @@ def divided(mesh: MeshConfig) -> str:
     """What is divided into how many parts, as `batch, embed: 4; kv_heads: 2`."""
     pairs = [*mesh.compute_mapping.items(), *mesh.param_mapping.items()]
     divided = {
-        axis: dict.fromkeys(name for name, axes in pairs if axis in ensure_tuple(axes)) for axis in mesh.axes
+        axis: dict.fromkeys(name for name, axes in pairs if axis in ensure_tuple(axes))
+        for axis in mesh.axes
     }
-    return "; ".join(f"{', '.join(divided[axis])}: {size}" for axis, size in mesh.axes.items() if size != 1)
+    return "; ".join(
+        f"{', '.join(divided[axis])}: {size}"
+        for axis, size in mesh.axes.items()
+        if size != 1
+    )

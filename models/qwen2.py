@@ -1,4 +1,6 @@
-"""Qwen2 and Qwen2.5 (Qwen team 2024): a Llama whose queries, keys and values have biases."""
+"""Qwen2 and Qwen2.5 (Qwen team 2024): a Llama whose queries, keys and values have
+biases.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -13,7 +15,9 @@ from models.hf_io.formats import HfFormat, register_format
 class Qwen2Config(DecoderConfig):
     """A Qwen2 decoder; `attention.bias` does not give the output projection one."""
 
-    attention: AttentionConfig = field(default_factory=lambda: AttentionConfig(bias=True))
+    attention: AttentionConfig = field(
+        default_factory=lambda: AttentionConfig(bias=True)
+    )
 
     def layer(self, number: int) -> LayerSpec:
         """What one layer is."""

@@ -1,4 +1,6 @@
-"""Qwen3 (Yang et al. 2025), dense and with experts: RMS norms of queries and keys over each head."""
+"""Qwen3 (Yang et al. 2025), dense and with experts: RMS norms of queries and keys over
+each head.
+"""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -28,8 +30,13 @@ def _read_dense_layers(given: hf.ConfigFields, found: hf.Found) -> None:
     step, num_layers = given("decoder_sparse_step", 1) or 1, found["num_layers"]
     dense = given("mlp_only_layers", [])
     if strange := [layer for layer in dense if layer not in range(num_layers)]:
-        raise ValueError(f"mlp_only_layers names layer {shown(strange[0])}; there are 0 to {num_layers - 1}.")
-    found["experts.dense_layers"] = [i for i in range(num_layers) if i in dense or (i + 1) % step]
+        raise ValueError(
+            f"mlp_only_layers names layer {shown(strange[0])}; there are 0 to"
+            f" {num_layers - 1}."
+        )
+    found["experts.dense_layers"] = [
+        i for i in range(num_layers) if i in dense or (i + 1) % step
+    ]
 
 
 _SHARED = {**hf.DECODER_FIELDS, "use_qk_norm": hf.only(True)}
@@ -51,7 +58,10 @@ MOE_FIELDS = {
     "load_balance": hf.LOAD_BALANCE,
     "dense_layers": hf.computed(
         _read_dense_layers,
-        lambda config: {"decoder_sparse_step": 1, "mlp_only_layers": list(config.experts.dense_layers)},
+        lambda config: {
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": list(config.experts.dense_layers),
+        },
     ),
 }
 MOE_TENSORS = {"router": "gate"}

@@ -1,11 +1,13 @@
-"""Replays the end of a run, and finds by how much each of its sequences lowered the loss of held-out text.
+"""Replays the end of a run, and finds by how much each of its sequences lowered the
+loss of held-out text.
 
     python -m models.replay_lm --run_dir runs/mine --from_step 80
     python -m stacked_remat.ghost top runs/mine/replay
 
-Trains again from a checkpoint of `models.train_lm` to its last one, on the same batches, and differentiates
-the held-out loss through all these steps (`stacked_remat.ghost.replay`). Writes a log of scores as the
-`ghost` section of a config does, with the leaf `replay` and no losses; a score is by how much the loss would
+Trains again from a checkpoint of `models.train_lm` to its last one, on the same
+batches, and differentiates the held-out loss through all these steps
+(`stacked_remat.ghost.replay`). Writes a log of scores as the `ghost` section of a
+config does, with the leaf `replay` and no losses; a score is by how much the loss would
 be higher without the sequence in that step, to first order.
 """
 
@@ -54,27 +56,45 @@ _EPS_ROOT = 1e-30  # Adam's square root has no derivative at zero
 def main(arguments: Sequence[str], console: Console | None = None) -> int:
     """The command: returns the exit status."""
     console = Console() if console is None else console
-    return run_command(lambda arguments, _: _replay(arguments, console), arguments, shown_on(console))
+    return run_command(
+        lambda arguments, _: _replay(arguments, console), arguments, shown_on(console)
+    )
 
 
 def _replay(arguments: Sequence[str], console: Console) -> int:
     parser = command_parser("replay_lm", __doc__)
     add = parser.add_argument
-    add("--run_dir", type=local_path, required=True, help="a run folder of models.train_lm")
-    add("--from_step", type=int, help="of the checkpoint to begin with; the one before the latest by default")
+    add(
+        "--run_dir",
+        type=local_path,
+        required=True,
+        help="a run folder of models.train_lm",
+    )
+    add(
+        "--from_step",
+        type=int,
+        help="of the checkpoint to begin with; the one before the latest by default",
+    )
     add("--batches", type=int, default=1, help="of held-out text (default 1)")
     options = parser.parse_args(arguments)
     check_one_process("models.replay_lm")
     first, last = _span(options.run_dir / "checkpoints", options.from_step)
     config = _checked(read_run_config(options.run_dir, first))
-    log = ghost.ScoreLog(options.run_dir / "replay", resumed_after=0)  # without the rows of an earlier one
-    tokenizer = load_tokenizer(config.tokenizer_name, config.data.chat_date, rows=config.vocab_size)
+    # Without the rows of an earlier one
+    log = ghost.ScoreLog(options.run_dir / "replay", resumed_after=0)
+    tokenizer = load_tokenizer(
+        config.tokenizer_name, config.data.chat_date, rows=config.vocab_size
+    )
     progress = ConsoleProgress(console)
-    data = open_training_data(config.data, tokenizer, seed=config.trainer.seed, progress=progress)
+    data = open_training_data(
+        config.data, tokenizer, seed=config.trainer.seed, progress=progress
+    )
     try:
         batches = _batches(options.run_dir, data, first, last)
         state = restored_state(options.run_dir, config, first)
-        held_out = validation_batches(GhostValidationConfig(batches=options.batches), data.held_out, {})
+        held_out = validation_batches(
+            GhostValidationConfig(batches=options.batches), data.held_out, {}
+        )
         texts = [one.held_out.batch(one.index) for one in held_out]
     finally:
         data.training.close()
@@ -84,18 +104,26 @@ def _replay(arguments: Sequence[str], console: Console) -> int:
     try:
         loss, found = _replayed(config, Steps)(state, stacked, texts, weights)
     except eqx.EquinoxRuntimeError as error:
-        raise ConfigError(f"The replay has no scores: {str(error).splitlines()[0]}") from error
+        raise ConfigError(
+            f"The replay has no scores: {str(error).splitlines()[0]}"
+        ) from error
     if not np.isfinite(loss):
-        raise ConfigError("The replay has no scores: a loss or gradient of a step is not finite.")
+        raise ConfigError(
+            "The replay has no scores: a loss or gradient of a step is not finite."
+        )
     for index, batch in enumerate(batches):
         ids, shown = named_examples(batch, tokenizer.decode)
         own = -np.asarray(found[index])
         unknown = np.full(own.shape, np.nan, np.float32)
-        log.append(ghost.StepScores(first + index + 1, ids, unknown, {"replay": own}, texts=shown))
+        log.append(
+            ghost.StepScores(
+                first + index + 1, ids, unknown, {"replay": own}, texts=shown
+            )
+        )
     log.flush()
     shown_on(console)(
-        f"replayed steps {first + 1} to {last}; held-out loss {float(loss):.4f} after them\n"
-        f"  python -m stacked_remat.ghost top {log.folder}"
+        f"replayed steps {first + 1} to {last}; held-out loss {float(loss):.4f} after"
+        f" them\n  python -m stacked_remat.ghost top {log.folder}"
     )
     return 0
 
@@ -107,29 +135,34 @@ def _span(folder: Path, first: int | None) -> tuple[int, int]:
     if not earlier:
         found = ", ".join(map(str, steps)) or "none"
         raise ConfigError(
-            f"{folder} has checkpoints of the steps {found}; a replay goes from an earlier one to the last. "
-            f"Name one of them with --from_step, or train with more of them: trainer.checkpoint.every_steps "
-            f"and keep_last."
+            f"{folder} has checkpoints of the steps {found}; a replay goes from an"
+            " earlier one to the last. Name one of them with --from_step, or train"
+            " with more of them: trainer.checkpoint.every_steps and keep_last."
         )
     return earlier[-1], steps[-1]
 
 
 def _checked(config: LmRunConfig) -> LmRunConfig:
-    """The config with attention that has second derivatives, if its steps have derivatives."""
+    """The config with attention that has second derivatives, if its steps have
+    derivatives.
+    """
     for key, is_set in (
         ("trainer.update.fused", config.trainer.update.fused),
         ("trainer.streaming", config.trainer.streaming),
     ):
         if is_set:
-            raise ConfigError(f"A run with {key} can't be replayed: its steps have no derivatives.")
+            raise ConfigError(
+                f"A run with {key} can't be replayed: its steps have no derivatives."
+            )
     if isinstance(config.optimizer, LionConfig):
         raise ConfigError(
-            "A run with optimizer.type: lion can't be replayed: its updates are signs of gradients, whose "
-            "derivative is zero. Score its examples by the dot products of a `ghost` section, or train with "
-            "another optimizer."
+            "A run with optimizer.type: lion can't be replayed: its updates are signs"
+            " of gradients, whose derivative is zero. Score its examples by the dot"
+            " products of a `ghost` section, or train with another optimizer."
         )
     attention = dataclasses.replace(config.model.attention, backend="exact")
-    update = dataclasses.replace(config.trainer.update, on_nonfinite="stop")  # a skip has no derivative
+    # A skip has no derivative
+    update = dataclasses.replace(config.trainer.update, on_nonfinite="stop")
     return dataclasses.replace(
         config,
         model=dataclasses.replace(config.model, attention=attention),
@@ -137,8 +170,12 @@ def _checked(config: LmRunConfig) -> LmRunConfig:
     )
 
 
-def _batches(run_dir: Path, data: TrainingData, first: int, last: int) -> list[TokenBatch]:
-    data.training.set_state(checkpoint_run(run_dir / "checkpoints", step=first)["position"]["data"])
+def _batches(
+    run_dir: Path, data: TrainingData, first: int, last: int
+) -> list[TokenBatch]:
+    data.training.set_state(
+        checkpoint_run(run_dir / "checkpoints", step=first)["position"]["data"]
+    )
     return [jax.device_put(data.training.next()) for _ in range(last - first)]
 
 
@@ -154,7 +191,9 @@ class _WeightedBatch(eqx.Module):
 
 
 def _replayed(config: LmRunConfig, Steps: Axis) -> Any:
-    """A function to the held-out loss, and its derivatives by the weights of the sequences."""
+    """A function to the held-out loss, and its derivatives by the weights of the
+    sequences.
+    """
     optimizer, trainer = run_optimizer(config, _EPS_ROOT), config.trainer
 
     def weighted(model: Any, part: Any) -> Any:
@@ -162,17 +201,25 @@ def _replayed(config: LmRunConfig, Steps: Axis) -> Any:
         loss = hax.sum(parts * part.factors).scalar()
         return (loss, sums), {"loss": loss}
 
-    def loss(model: Any, part: Any) -> Any:  # of a model without losses that the batch has together
+    def loss(
+        model: Any, part: Any
+    ) -> Any:  # of a model without losses that the batch has together
         (own, _), metrics = weighted(model, part)
         return own, metrics
 
     def step(state: TrainState, batch: TokenBatch, weights: NamedArray) -> TrainState:
-        of_batch = LossWithSums(weighted, auxiliary_of_sums) if config.model.has_auxiliary_losses else loss
+        of_batch = (
+            LossWithSums(weighted, auxiliary_of_sums)
+            if config.model.has_auxiliary_losses
+            else loss
+        )
         run: Any = TrainStep.of(trainer, loss_function=of_batch, optimizer=optimizer)
         return run(_WeightedBatch(batch, weights), state)[0]
 
     @eqx.filter_jit
-    def run(state: TrainState, batches: TokenBatch, texts: list[TokenBatch], shares: Any) -> Any:
+    def run(
+        state: TrainState, batches: TokenBatch, texts: list[TokenBatch], shares: Any
+    ) -> Any:
         def held_out(state: TrainState) -> Any:
             losses = [next_token_loss(state.model, text)[1]["loss"] for text in texts]
             return jnp.sum(shares * jnp.stack(losses))

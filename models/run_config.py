@@ -1,4 +1,6 @@
-"""The config of a run, resolved once into what is trained; and the models that names stand for, runs too."""
+"""The config of a run, resolved once into what is trained; and the models that names
+stand for, runs too.
+"""
 
 import contextlib
 import dataclasses
@@ -53,7 +55,8 @@ CHECKPOINTS = "checkpoints"
 
 @dataclass(frozen=True)
 class LmRunConfig:
-    """Trains a language model, or resumes its run, by a config of everything that a run depends on.
+    """Trains a language model, or resumes its run, by a config of everything that a run
+    depends on.
 
         python -m models.train_lm --config_path FILE --trainer.num_steps 500
 
@@ -61,32 +64,40 @@ class LmRunConfig:
 
     Attributes:
         model: the architecture, by `type`.
-        initialize_from_hf: the model to begin with: a folder in Hugging Face's format or a name on its Hub
-            (`owner/model`, `owner/model@revision`), a run folder, whose latest checkpoint is read, or
-            adapters of PEFT. Adapters are merged, and don't go with `lora`. null for random weights. The
-            architecture is that model's where `model` says nothing of it, and has to be equal otherwise; its
+        initialize_from_hf: the model to begin with: a folder in Hugging Face's format
+            or a name on its Hub (`owner/model`, `owner/model@revision`), a run folder,
+            whose latest checkpoint is read, or adapters of PEFT. Adapters are merged,
+            and don't go with `lora`. null for random weights. The architecture is that
+            model's where `model` says nothing of it, and has to be equal otherwise; its
             `type` always has to, if it is written.
-        vocab_size: rows of the embedding; if null, those in that folder, or one for each of the tokenizer's.
-        lora: adapters to train instead of the model's own weights, which then get neither gradients nor
-            optimizer state; null to train these.
-        remat: memory policy of the model's stack of layers: an alias (true, false, nested, offload, ...), a
-            preset of the model (attention_saved, ...), the fields of a `ScanCheckpointPolicy`, or `auto` for
-            the one with the fewest FLOPs that fits `budget` (`models.plan_lm` shows what is tried),
-            found by compiling the step before the first one. Where none fits, `auto` tries them with
-            `trainer.streaming` too, if the run trains adapters or has `trainer.update.fused`.
-        budget: device memory for `remat: auto`, such as 72GiB; leave a tenth of the device free.
+        vocab_size: rows of the embedding; if null, those in that folder, or one for
+            each of the tokenizer's.
+        lora: adapters to train instead of the model's own weights, which then get
+            neither gradients nor optimizer state; null to train these.
+        remat: memory policy of the model's stack of layers: an alias (true, false,
+            nested, offload, ...), a preset of the model (attention_saved, ...), the
+            fields of a `ScanCheckpointPolicy`, or `auto` for the one with the fewest
+            FLOPs that fits `budget` (`models.plan_lm` shows what is tried), found by
+            compiling the step before the first one. Where none fits, `auto` tries them
+            with `trainer.streaming` too, if the run trains adapters or has
+            `trainer.update.fused`.
+        budget: device memory for `remat: auto`, such as 72GiB; leave a tenth of the
+            device free.
         host_budget: the same for the host; null for no limit.
         data: the text.
-        z_loss: factor of the squared log-sum-exp of the logits in the loss of training, which keeps them from
-            drifting; that of held-out text lacks it.
+        z_loss: factor of the squared log-sum-exp of the logits in the loss of training,
+            which keeps them from drifting; that of held-out text lacks it.
         ghost: scores of training sequences against held-out text; null for none.
-        distributed: how the processes of a run on several hosts connect: `auto` where JAX finds a cluster
-            (Slurm, Open MPI, Kubernetes, Cloud TPU), `off`, or the arguments of `jax.distributed.initialize`.
+        distributed: how the processes of a run on several hosts connect: `auto` where
+            JAX finds a cluster (Slurm, Open MPI, Kubernetes, Cloud TPU), `off`, or the
+            arguments of `jax.distributed.initialize`.
         optimizer: the optimizer, by `type` (AdamW if none is named), and its schedule.
         trainer: length, updates, precision, checkpoints, reports and the run folder.
     """
 
-    model: DecoderConfig = field(default_factory=lambda: decode_config(Qwen3MoeConfig, {}, "by default"))
+    model: DecoderConfig = field(
+        default_factory=lambda: decode_config(Qwen3MoeConfig, {}, "by default")
+    )
     initialize_from_hf: str | None = None
     vocab_size: int | None = None
     lora: LoraConfig | None = None
@@ -106,19 +117,23 @@ class LmRunConfig:
         key = f"remat ({self.remat})" if isinstance(self.remat, str) else "remat"
         check_remat_names(self.model.remat_names, self.policy, key)
         if not 0 <= self.z_loss < math.inf:
-            raise ValueError(f"z_loss must not be negative or infinite, got {self.z_loss}; 0 turns it off.")
+            raise ValueError(
+                f"z_loss must not be negative or infinite, got {self.z_loss}; 0 turns"
+                " it off."
+            )
         self._check_streaming()
         self._check_ghost()
         if self.model.balances_by_bias and (self.lora or self.trainer.update.fused):
             raise ValueError(
-                "model.bias: by_load goes with neither lora, under which biases are frozen, nor "
-                "trainer.update.fused. Write model.bias: frozen."
+                "model.bias: by_load goes with neither lora, under which biases are"
+                " frozen, nor trainer.update.fused. Write model.bias: frozen."
             )
         learning_rate_schedule(self.optimizer, self.trainer.num_steps)
         if self.data.batch_size % self.trainer.update.microbatches:
             raise ValueError(
-                f"data.batch_size = {self.data.batch_size} can't be cut into trainer.update.microbatches = "
-                f"{self.trainer.update.microbatches} equal parts; make batch_size a multiple of microbatches."
+                f"data.batch_size = {self.data.batch_size} can't be cut into"
+                f" trainer.update.microbatches = {self.trainer.update.microbatches}"
+                " equal parts; make batch_size a multiple of microbatches."
             )
 
     def _check_streaming(self) -> None:
@@ -126,22 +141,24 @@ class LmRunConfig:
             return
         if self.lora is None and not self.trainer.update.fused:
             raise ValueError(
-                "trainer.streaming keeps the layers on the host, and without trainer.update.fused the "
-                "optimizer would need the gradients, the weights and the state of all of them on the device. "
-                "Give trainer.update.fused: true, or train adapters (lora)."
+                "trainer.streaming keeps the layers on the host, and without"
+                " trainer.update.fused the optimizer would need the gradients, the"
+                " weights and the state of all of them on the device. Give"
+                " trainer.update.fused: true, or train adapters (lora)."
             )
         if self.policy is None:
             return
         unread = [
             f"{name}={value!r}"
             for name, value in self.policy.settings()
-            if (name, value) == ("save_carries", False) or name == "offload_block_internals"
+            if (name, value) == ("save_carries", False)
+            or name == "offload_block_internals"
         ]
         if unread:
             raise ValueError(
-                f"With trainer.streaming the backward pass reads each layer from the host again, and remat "
-                f"with {' and '.join(unread)} would keep all of them on the device. Use true, offload, "
-                f"nested or max_carries."
+                "With trainer.streaming the backward pass reads each layer from the"
+                f" host again, and remat with {' and '.join(unread)} would keep all of"
+                " them on the device. Use true, offload, nested or max_carries."
             )
 
     def _check_ghost(self) -> None:
@@ -150,35 +167,47 @@ class LmRunConfig:
         steps = self.trainer.num_steps
         if self.trainer.update.fused:
             raise ValueError(
-                "ghost takes the gradient of held-out text for the whole model, and trainer.update.fused "
-                "keeps no gradient of the whole model: leave out one of them."
+                "ghost takes the gradient of held-out text for the whole model, and"
+                " trainer.update.fused keeps no gradient of the whole model: leave out"
+                " one of them."
             )
         if self.policy is None:
             raise ValueError(
-                "remat: auto finds the policy by the memory of a step without scores, and ghost takes more: "
-                "name a policy, such as nested, or leave out ghost."
+                "remat: auto finds the policy by the memory of a step without scores,"
+                " and ghost takes more: name a policy, such as nested, or leave out"
+                " ghost."
             )
         if self.ghost.every > steps:
             raise ValueError(
-                f"ghost.every = {self.ghost.every} is never reached with trainer.num_steps = {steps}."
+                f"ghost.every = {self.ghost.every} is never reached with"
+                f" trainer.num_steps = {steps}."
             )
-        unknown = [name for name in self.ghost.validation.sources if name not in self.data.sources]
+        unknown = [
+            name
+            for name in self.ghost.validation.sources
+            if name not in self.data.sources
+        ]
         if unknown:
             valid = ", ".join(self.data.sources) or "none, since data.sources is empty"
             raise ValueError(
-                f"ghost.validation.sources names {unknown[0]!r}, which data.sources lacks. Valid: {valid}."
+                f"ghost.validation.sources names {unknown[0]!r}, which data.sources"
+                f" lacks. Valid: {valid}."
             )
 
     @functools.cached_property
     def policy(self) -> ScanCheckpointPolicy | None:
         """The policy that `remat` stands for; None for `auto`."""
-        return check_remat(self.remat, self.budget, self.host_budget, self.model.remat_presets)
+        return check_remat(
+            self.remat, self.budget, self.host_budget, self.model.remat_presets
+        )
 
     @functools.cached_property
     def loss(self) -> LossFunction:
         """The loss to minimise."""
         if self.model.has_auxiliary_losses:
-            return LossWithSums(functools.partial(loss_and_sums, z_loss=self.z_loss), auxiliary_of_sums)
+            return LossWithSums(
+                functools.partial(loss_and_sums, z_loss=self.z_loss), auxiliary_of_sums
+            )
         return functools.partial(next_token_loss, z_loss=self.z_loss)
 
     @functools.cached_property
@@ -193,15 +222,18 @@ class LmRunConfig:
 
     @property
     def Vocab(self) -> Axis:
-        """The rows of the embedding; only of a config whose `vocab_size` is given or resolved."""
+        """The rows of the embedding; only of a config whose `vocab_size` is given or
+        resolved.
+        """
         assert self.vocab_size is not None
         return Axis("vocab", self.vocab_size)
 
     def resolved(self, *, check_folder: bool = True) -> Self:
-        """The config with the architecture, the rows of the embedding and the tokenizer that the run has.
+        """The config with the architecture, the rows of the embedding and the tokenizer
+        that the run has.
 
-        With `check_folder`, the folder of `initialize_from_hf` and the tokenizer are also read where they
-        don't decide it.
+        With `check_folder`, the folder of `initialize_from_hf` and the tokenizer are
+        also read where they don't decide it.
         """
         model, rows, tokenizer = self.model, self.vocab_size, self.data.tokenizer
         needs_folder = says_nothing(model) or (tokenizer is None and rows is None)
@@ -214,31 +246,44 @@ class LmRunConfig:
             found, found_rows = pretrained_config(model, begun.config), begun.Vocab.size
             differing = unlike_folder(model, found)
             if rows is not None and rows != found_rows:
-                differing.append(f"vocab_size: {rows} in the config, {found_rows} in the folder")
+                differing.append(
+                    f"vocab_size: {rows} in the config, {found_rows} in the folder"
+                )
             if differing:
                 raise ConfigError(
                     f"The model of the config is not the one in {begun.root}:\n  "
                     + "\n  ".join(differing)
-                    + "\nCorrect it, or leave out all of `model` that a folder has, to take the folder's."
+                    + "\nCorrect it, or leave out all of `model` that a folder has, to"
+                    " take the folder's."
                 )
             model, rows = found, found_rows
-        if tokenizer is not None and (rows is None or check_folder or tokenizer == _BYTES):  # needs no file
+        if tokenizer is not None and (
+            rows is None or check_folder or tokenizer == _BYTES
+        ):  # needs no file
             tokens = load_tokenizer(tokenizer, rows=rows)
             rows = tokens.vocab_size if rows is None else rows
         data = dataclasses.replace(self.data, tokenizer=tokenizer)
-        return dataclasses.replace(self, model=written_out(model), vocab_size=rows, data=data)
+        return dataclasses.replace(
+            self, model=written_out(model), vocab_size=rows, data=data
+        )
 
     def _check_begun(self, begun: "FoundModel") -> None:
         run_dir = self.trainer.run_dir
-        if run_dir is not None and Path(run_dir).expanduser().resolve() == begun.root.resolve():
+        if (
+            run_dir is not None
+            and Path(run_dir).expanduser().resolve() == begun.root.resolve()
+        ):
             raise ConfigError(
-                f"{run_dir} is trainer.run_dir and initialize_from_hf. Give this run another folder."
+                f"{run_dir} is trainer.run_dir and initialize_from_hf. Give this run"
+                " another folder."
             )
         if self.lora is not None and begun.has_adapters:
-            # What is merged again on other devices has other last bits, and would not be the frozen weights.
+            # What is merged again on other devices has other last bits, and would not
+            # be the frozen weights.
             raise ConfigError(
-                f"lora trains no adapters on top of those of initialize_from_hf ({begun.name}). Export that "
-                f"whole with models.export_hf, and begin with the export."
+                "lora trains no adapters on top of those of initialize_from_hf"
+                f" ({begun.name}). Export that whole with models.export_hf, and begin"
+                " with the export."
             )
 
 
@@ -248,10 +293,12 @@ class FoundModel:
 
     Attributes:
         name: of its folder, or on the Hub.
-        root: that folder: in Hugging Face's format, of adapters, or of a run. Weights of the Hub come later.
+        root: that folder: in Hugging Face's format, of adapters, or of a run. Weights
+            of the Hub come later.
         config: its architecture, with the dtype in which to compute.
         tokenizer_name: names its tokenizer; empty if it has none.
-        published: the folder in Hugging Face's format that it is, or began with; None if there is none.
+        published: the folder in Hugging Face's format that it is, or began with; None
+            if there is none.
         base_name: names the model that it began with or adapts; None if there is none.
         base: that model, if its weights are read with adapters.
         run: the config of the run that trained it, if one did.
@@ -278,55 +325,99 @@ class FoundModel:
     def tokenizer(self) -> Tokenizer:
         """Its tokenizer, with the date of the run, or of today, in chats."""
         date = (self.run and self.run.data.chat_date) or str(datetime.date.today())
-        return load_tokenizer(self.tokenizer_name or str(self.root), date, rows=self.Vocab.size)
+        return load_tokenizer(
+            self.tokenizer_name or str(self.root), date, rows=self.Vocab.size
+        )
 
     @functools.cached_property
     def ends(self) -> tuple[int, ...]:
-        """The tokens that end a text: the tokenizer's, then others that the folder of a chat model names."""
-        found = () if self.published is None else end_tokens(self.published, self.Vocab.size)
+        """The tokens that end a text: the tokenizer's, then others that the folder of a
+        chat model names.
+        """
+        found = (
+            ()
+            if self.published is None
+            else end_tokens(self.published, self.Vocab.size)
+        )
         return (self.tokenizer.end, *sorted({*found} - {self.tokenizer.end}))
 
 
 def find_model(
-    name: str, step: int | None = None, dtype: str | None = None, tokenizer: str | None = None
+    name: str,
+    step: int | None = None,
+    dtype: str | None = None,
+    tokenizer: str | None = None,
 ) -> FoundModel:
     """The model that a name stands for, of which no weights are read.
 
     Args:
-        name: a run folder, a folder in Hugging Face's format or of PEFT's adapters, or a name on the Hub.
+        name: a run folder, a folder in Hugging Face's format or of PEFT's adapters, or
+            a name on the Hub.
         step: of the run's checkpoint; the latest if not given.
-        dtype: in which to compute; the one that the run or the folder's `config.json` names if not given.
+        dtype: in which to compute; the one that the run or the folder's `config.json`
+            names if not given.
         tokenizer: replaces the model's own.
     """
     found = _found(name, step, ())
-    config = found.config if dtype is None else dataclasses.replace(found.config, compute_dtype=dtype)
-    return dataclasses.replace(found, config=config, tokenizer_name=tokenizer or found.tokenizer_name)
+    config = (
+        found.config
+        if dtype is None
+        else dataclasses.replace(found.config, compute_dtype=dtype)
+    )
+    return dataclasses.replace(
+        found, config=config, tokenizer_name=tokenizer or found.tokenizer_name
+    )
 
 
 def _found(name: str, step: int | None, within: tuple[Path, ...]) -> FoundModel:
     """What the name stands for in the models of these folders, which begin with it."""
     root = model_folder(name, weights=False)
     if root in within:
-        raise WeightsError(f"The model in {root} begins with itself. Name another base there.")
+        raise WeightsError(
+            f"The model in {root} begins with itself. Name another base there."
+        )
     within, base = (*within, root), None
     if (root / CHECKPOINTS).is_dir():
         run = read_run_config(root, step)
         if (begun := run.initialize_from_hf) is not None:
-            with contextlib.suppress(*([] if run.lora else [OSError, ValueError])):  # it may be gone
+            with contextlib.suppress(
+                *([] if run.lora else [OSError, ValueError])
+            ):  # it may be gone
                 base = _found(begun, None, within)
-        own = (name, root, run.model, run.Vocab, run.tokenizer_name, base and base.published, begun)
+        own = (
+            name,
+            root,
+            run.model,
+            run.Vocab,
+            run.tokenizer_name,
+            base and base.published,
+            begun,
+        )
         return FoundModel(*own, base=base if run.lora else None, run=run, step=step)
     if step is not None:
-        raise ConfigError(f"--step has no effect with {name}, which is no run folder. Leave it out.")
+        raise ConfigError(
+            f"--step has no effect with {name}, which is no run folder. Leave it out."
+        )
     tokenizer = name if (root / "tokenizer.json").is_file() else ""
     if (adapted := adapted_model(root, name)) is not None:
         base = _found(adapted, None, within)
         tokenizer = tokenizer or base.tokenizer_name
-        return FoundModel(name, root, base.config, base.Vocab, tokenizer, base.published, adapted, base)
+        return FoundModel(
+            name,
+            root,
+            base.config,
+            base.Vocab,
+            tokenizer,
+            base.published,
+            adapted,
+            base,
+        )
     (config, rows), fields = read_hf_config(root), read_json(root / "config.json")
     config = with_own_head(config, root)
     is_bfloat16 = "bfloat16" in (fields.get("dtype"), fields.get("torch_dtype"))
-    config = dataclasses.replace(config, compute_dtype="bfloat16" if is_bfloat16 else "float32")
+    config = dataclasses.replace(
+        config, compute_dtype="bfloat16" if is_bfloat16 else "float32"
+    )
     return FoundModel(name, root, config, Axis("vocab", rows), tokenizer, root)
 
 
@@ -341,15 +432,19 @@ def _own_tokenizer(begun: FoundModel) -> str:
     for pattern in _OTHER_TOKENIZERS:
         for other in begun.root.glob(pattern):
             raise ConfigError(
-                f"{begun.name} has no tokenizer.json, but {other.name}, which is not read. Convert it with "
-                f"transformers, AutoTokenizer.from_pretrained({begun.name!r}).save_pretrained(FOLDER), and "
-                f"name that folder as data.tokenizer."
+                f"{begun.name} has no tokenizer.json, but {other.name}, which is not"
+                " read. Convert it with transformers,"
+                f" AutoTokenizer.from_pretrained({begun.name!r})"
+                ".save_pretrained(FOLDER),"
+                " and name that folder as data.tokenizer."
             )
     return _BYTES
 
 
 def tokenizer_remark(config: LmRunConfig) -> str:
-    """The tokenizer of a resolved config, and a word where it is bytes for a pretrained model."""
+    """The tokenizer of a resolved config, and a word where it is bytes for a pretrained
+    model.
+    """
     name = config.tokenizer_name
     if name != _BYTES or config.initialize_from_hf is None:
         return name
@@ -357,7 +452,10 @@ def tokenizer_remark(config: LmRunConfig) -> str:
     if begun.tokenizer_name == _BYTES:  # of a run
         return name
     if begun.tokenizer_name:
-        return f"{name}, as data.tokenizer says, and not that of {begun.name} ({begun.tokenizer_name})"
+        return (
+            f"{name}, as data.tokenizer says, and not that of {begun.name}"
+            f" ({begun.tokenizer_name})"
+        )
     return f"{name}, since {begun.name} has no tokenizer; data.tokenizer names another"
 
 
@@ -371,7 +469,8 @@ def read_run_config(run_dir: Path, step: int | None = None) -> LmRunConfig:
             raise ConfigError("it has no vocab_size")
     except Exception as error:  # a damaged checkpoint may raise anything
         raise ConfigError(
-            f"The config in the checkpoint {folder} can't be used: {str(error).rstrip('.')}. It is damaged, "
-            f"or of another version: choose another with --step, or train again."
+            f"The config in the checkpoint {folder} can't be used:"
+            f" {str(error).rstrip('.')}. It is damaged, or of another version: choose"
+            " another with --step, or train again."
         ) from error
     return config

@@ -1,4 +1,6 @@
-"""How a run scores its training sequences: what the `ghost` section of its config says."""
+"""How a run scores its training sequences: what the `ghost` section of its config
+says.
+"""
 
 import functools
 import math
@@ -30,11 +32,14 @@ def check_scoring(config: LmRunConfig) -> None:
     if config.ghost is None:
         return
     if config.model.tiles > 1:
-        raise ConfigError("ghost scores layers that are not cut: leave out model.tiles, or leave out ghost.")
+        raise ConfigError(
+            "ghost scores layers that are not cut: leave out model.tiles, or leave out"
+            " ghost."
+        )
     if "experts" in config.trainer.mesh.compute_mapping:
         raise ConfigError(
-            "ghost scores experts that are whole on each device: leave out experts in both mappings of "
-            "trainer.mesh, or leave out ghost."
+            "ghost scores experts that are whole on each device: leave out experts in"
+            " both mappings of trainer.mesh, or leave out ghost."
         )
     try:
         import_pyarrow()
@@ -42,18 +47,31 @@ def check_scoring(config: LmRunConfig) -> None:
         raise ConfigError(f"ghost: {error}") from error
     if jax.process_count() > 1:
         raise ConfigError(
-            f"ghost is not supported on {jax.process_count()} processes, each of which has only its own rows "
-            f"of a batch: leave out ghost, or train in one process."
+            f"ghost is not supported on {jax.process_count()} processes, each of which"
+            " has only its own rows of a batch: leave out ghost, or train in one"
+            " process."
         )
-    if config.ghost.norms and math.prod(mesh_sizes(config.trainer.mesh, jax.device_count()).values()) > 1:
-        raise ConfigError("ghost.norms takes one device: leave it out, or name one in trainer.mesh.axes.")
+    if (
+        config.ghost.norms
+        and math.prod(mesh_sizes(config.trainer.mesh, jax.device_count()).values()) > 1
+    ):
+        raise ConfigError(
+            "ghost.norms takes one device: leave it out, or name one in"
+            " trainer.mesh.axes."
+        )
 
 
-def scored_against(config: LmRunConfig, data: TrainingData) -> tuple[ValidationBatch, ...]:
-    """The held-out batches that sequences are scored against; none without a `ghost` section."""
+def scored_against(
+    config: LmRunConfig, data: TrainingData
+) -> tuple[ValidationBatch, ...]:
+    """The held-out batches that sequences are scored against; none without a `ghost`
+    section.
+    """
     if config.ghost is None:
         return ()
-    return validation_batches(config.ghost.validation, data.held_out, data.held_out_by_source)
+    return validation_batches(
+        config.ghost.validation, data.held_out, data.held_out_by_source
+    )
 
 
 def run_scoring(
@@ -63,7 +81,9 @@ def run_scoring(
     folder: RunFolder,
     done: int,
 ) -> Scoring | None:
-    """The scoring of a run that has done so many steps; None without a `ghost` section."""
+    """The scoring of a run that has done so many steps; None without a `ghost`
+    section.
+    """
     if config.ghost is None:
         return None
     return Scoring(
@@ -76,6 +96,8 @@ def run_scoring(
     )
 
 
-def _sequence_losses(model: Decoder, batch: TokenBatch, z_loss: float) -> tuple[NamedArray, Metrics]:
+def _sequence_losses(
+    model: Decoder, batch: TokenBatch, z_loss: float
+) -> tuple[NamedArray, Metrics]:
     (losses, _), metrics = example_losses(model, batch, z_loss)
     return losses, metrics

@@ -1,4 +1,6 @@
-"""The state that a run begins with: its model, adapters and optimizer state; and models that are found."""
+"""The state that a run begins with: its model, adapters and optimizer state; and models
+that are found.
+"""
 
 import dataclasses
 import functools
@@ -22,7 +24,13 @@ from models.hf_io.decoder_weights import read_decoder
 from models.hf_io.hub import model_folder
 from models.run_config import CHECKPOINTS, FoundModel, LmRunConfig, find_model
 from stacked_remat import ScanCheckpointSpec, Stacked, streaming
-from stacked_remat.lora import LoraConfig, LoraLinear, apply_lora, lora_filter, merge_lora
+from stacked_remat.lora import (
+    LoraConfig,
+    LoraLinear,
+    apply_lora,
+    lora_filter,
+    merge_lora,
+)
 from stacked_remat.training import (
     BATCH_AXIS,
     POSITION_AXIS,
@@ -44,14 +52,23 @@ from stacked_remat.training.trainer_config import FloatName
 def run_optimizer(
     config: LmRunConfig, eps_root: float = 0.0
 ) -> optax.GradientTransformation | FusedOptimizer:
-    """The optimizer with the schedule and dtypes of a run; `eps_root` as `build_optimizer` takes it."""
+    """The optimizer with the schedule and dtypes of a run; `eps_root` as
+    `build_optimizer` takes it.
+    """
     most, steps = config.optimizer.max_grad_norm, config.trainer.num_steps
-    options: Any = {"state_dtype": config.trainer.precision.optimizer_state, "eps_root": eps_root}
-    unclipped = build_optimizer(dataclasses.replace(config.optimizer, max_grad_norm=None), steps, **options)
+    options: Any = {
+        "state_dtype": config.trainer.precision.optimizer_state,
+        "eps_root": eps_root,
+    }
+    unclipped = build_optimizer(
+        dataclasses.replace(config.optimizer, max_grad_norm=None), steps, **options
+    )
     if config.trainer.update.fused:
         return FusedOptimizer(unclipped, most)
     if most is not None and config.model.balances_by_bias:
-        return optax.chain(optax.masked(optax.clip_by_global_norm(most), _but_router_biases), unclipped)
+        return optax.chain(
+            optax.masked(optax.clip_by_global_norm(most), _but_router_biases), unclipped
+        )
     return build_optimizer(config.optimizer, steps, **options)
 
 
@@ -64,11 +81,17 @@ def _but_router_biases(model: Any) -> Any:
             return marks
         return eqx.tree_at(lambda one: one.bias.array, marks, False)
 
-    return jax.tree.map(mark, model, is_leaf=lambda node: isinstance(node, SparseExperts))
+    return jax.tree.map(
+        mark, model, is_leaf=lambda node: isinstance(node, SparseExperts)
+    )
 
 
-def with_adapters(model: Decoder, lora: LoraConfig | None, *, key: PRNGKeyArray) -> tuple[Decoder, Trainable]:
-    """The model to train, and which of its arrays: only adapters, or all without `lora`."""
+def with_adapters(
+    model: Decoder, lora: LoraConfig | None, *, key: PRNGKeyArray
+) -> tuple[Decoder, Trainable]:
+    """The model to train, and which of its arrays: only adapters, or all without
+    `lora`.
+    """
     if lora is None:
         return model, eqx.is_inexact_array
     try:
@@ -78,50 +101,71 @@ def with_adapters(model: Decoder, lora: LoraConfig | None, *, key: PRNGKeyArray)
         raise ConfigError(f"Bad config: {error}") from error
     if isinstance(adapted.head, LoraLinear):
         raise ConfigError(
-            "The loss takes the weight of the head, which can't be adapted: leave it out of lora.targets."
+            "The loss takes the weight of the head, which can't be adapted: leave it"
+            " out of lora.targets."
         )
     return adapted, lora_filter(adapted)
 
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Where a model is made or read, under which policy, and whether its layers are on the host."""
+    """Where a model is made or read, under which policy, and whether its layers are on
+    the host.
+    """
 
     partitioning: Partitioning
     remat: ScanCheckpointSpec
     streamed: bool
 
     @staticmethod
-    def of(run: LmRunConfig | None, over: Partitioning | None = None, remat: Any = True) -> "Placement":
-        """On the first device if no others are given; layers on the host if they are there in the run."""
+    def of(
+        run: LmRunConfig | None, over: Partitioning | None = None, remat: Any = True
+    ) -> "Placement":
+        """On the first device if no others are given; layers on the host if they are
+        there in the run.
+        """
         assert remat is not None, "remat: auto has to be resolved first"
         streamed = run is not None and run.trainer.streaming
         return Placement(over or Partitioning.one_device(), remat, streamed)
 
-    def random(self, config: DecoderConfig, Vocab: Axis, dtype: FloatName, key: PRNGKeyArray) -> Decoder:
+    def random(
+        self, config: DecoderConfig, Vocab: Axis, dtype: FloatName, key: PRNGKeyArray
+    ) -> Decoder:
         """A model with random weights."""
 
-        def init_stack(Layers: Axis, Block: Any, *, remat: ScanCheckpointSpec) -> Callable[..., Stacked]:
+        def init_stack(
+            Layers: Axis, Block: Any, *, remat: ScanCheckpointSpec
+        ) -> Callable[..., Stacked]:
             def init(*args: Any, **kwargs: Any) -> Any:
                 return cast_parameters(Block.init(*args, **kwargs), dtype)
 
-            return (streaming if self.streamed else Stacked).init(Layers, init, remat=remat)
+            return (streaming if self.streamed else Stacked).init(
+                Layers, init, remat=remat
+            )
 
-        model = Decoder.init(config, Vocab, remat=self.remat, init_stack=init_stack, key=key)
+        model = Decoder.init(
+            config, Vocab, remat=self.remat, init_stack=init_stack, key=key
+        )
         return cast_parameters(model, dtype)
 
     def shapes(self, found: FoundModel, dtype: FloatName) -> Decoder:
         """The shapes of its weights in this dtype, with their shardings."""
-        make = functools.partial(self.random, found.config, found.Vocab, dtype, jax.random.key(0))
+        make = functools.partial(
+            self.random, found.config, found.Vocab, dtype, jax.random.key(0)
+        )
         return self.partitioning.shapes_of(make)
 
     def load_model(self, found: FoundModel, dtype: FloatName) -> Decoder:
         """The model with its adapters merged, its weights in this dtype."""
         model = merge_lora(self.read_model(found, dtype), donate=True)
-        return jax.tree.map(lambda leaf: jax.device_put(leaf.astype(dtype), leaf.sharding), model)
+        return jax.tree.map(
+            lambda leaf: jax.device_put(leaf.astype(dtype), leaf.sharding), model
+        )
 
     def read_model(self, found: FoundModel, dtype: FloatName) -> Decoder:
-        """The model with its adapters; weights of a run in the run's own dtype, others in this one."""
+        """The model with its adapters; weights of a run in the run's own dtype, others
+        in this one.
+        """
         base = found.base and dataclasses.replace(found.base, config=found.config)
         if found.run is not None:
             return self._read_run(found, found.run, base)
@@ -129,32 +173,54 @@ class Placement:
             return load_adapters(self.load_model(base, dtype), model_folder(found.name))
         return read_decoder(model_folder(found.name), self.shapes(found, dtype))
 
-    def _read_run(self, found: FoundModel, run: LmRunConfig, base: FoundModel | None) -> Decoder:
-        folder, dtype, key = found.root / CHECKPOINTS, run.trainer.precision.parameters, _model_key(run)
+    def _read_run(
+        self, found: FoundModel, run: LmRunConfig, base: FoundModel | None
+    ) -> Decoder:
+        folder, dtype, key = (
+            found.root / CHECKPOINTS,
+            run.trainer.precision.parameters,
+            _model_key(run),
+        )
         if run.lora is None:
-            return load_checkpoint(folder, self.shapes(found, dtype), step=found.step, part="trained")
+            return load_checkpoint(
+                folder, self.shapes(found, dtype), step=found.step, part="trained"
+            )
         if base is not None:
             weights = self.load_model(base, dtype)
         else:
-            weights = self.partitioning.init_sharded(self.random, found.config, found.Vocab, dtype, key)
+            weights = self.partitioning.init_sharded(
+                self.random, found.config, found.Vocab, dtype, key
+            )
         adapted, trainable = with_adapters(weights, run.lora, key=key)
-        trained, frozen = eqx.partition(self.partitioning.shard_weights(adapted), trainable)
+        trained, frozen = eqx.partition(
+            self.partitioning.shard_weights(adapted), trainable
+        )
         check_unsaved(folder, {"frozen": frozen}, step=found.step)
-        return eqx.combine(load_checkpoint(folder, trained, step=found.step, part="trained"), frozen)
+        return eqx.combine(
+            load_checkpoint(folder, trained, step=found.step, part="trained"), frozen
+        )
 
 
-def initial_state(config: LmRunConfig, partitioning: Partitioning | None = None) -> TrainState:
+def initial_state(
+    config: LmRunConfig, partitioning: Partitioning | None = None
+) -> TrainState:
     """The state before the first step.
 
     Args:
-        partitioning: where the arrays are made, none of them whole on a device; on the first device if not
-            given. With `trainer.streaming`, the layers are made on the host, one after the other.
+        partitioning: where the arrays are made, none of them whole on a device; on the
+            first device if not given. With `trainer.streaming`, the layers are made on
+            the host, one after the other.
     """
     placement = Placement.of(config, partitioning, config.policy)
-    begin, init = functools.partial(_begun, config, placement), placement.partitioning.init_sharded
+    begin, init = (
+        functools.partial(_begun, config, placement),
+        placement.partitioning.init_sharded,
+    )
     if config.initialize_from_hf is None:
         return init(begin)
-    found = dataclasses.replace(find_model(config.initialize_from_hf), config=config.model)
+    found = dataclasses.replace(
+        find_model(config.initialize_from_hf), config=config.model
+    )
     return init(begin, placement.load_model(found, config.trainer.precision.parameters))
 
 
@@ -164,20 +230,32 @@ def state_shapes(
     *,
     remat: ScanCheckpointSpec | None = None,
 ) -> TrainState:
-    """The shapes of `initial_state`, with their shardings, under another policy if given; costs no memory."""
-    placement = Placement.of(config, partitioning, config.policy if remat is None else remat)
-    return placement.partitioning.shapes_of(functools.partial(_begun, config, placement))
+    """The shapes of `initial_state`, with their shardings, under another policy if
+    given; costs no memory.
+    """
+    placement = Placement.of(
+        config, partitioning, config.policy if remat is None else remat
+    )
+    return placement.partitioning.shapes_of(
+        functools.partial(_begun, config, placement)
+    )
 
 
-def restored_state(run_dir: Path, config: LmRunConfig, step: int | None = None) -> TrainState:
-    """The state of a run's checkpoint; the weights under adapters are read or made again."""
+def restored_state(
+    run_dir: Path, config: LmRunConfig, step: int | None = None
+) -> TrainState:
+    """The state of a run's checkpoint; the weights under adapters are read or made
+    again.
+    """
     like = (state_shapes if config.lora is None else initial_state)(config)
     saved, rest = eqx.partition(like, saved_arrays(like))
     check_unsaved(run_dir / CHECKPOINTS, rest, step=step)
     return eqx.combine(load_checkpoint(run_dir / CHECKPOINTS, saved, step=step), rest)
 
 
-def _begun(config: LmRunConfig, placement: Placement, weights: Decoder | None = None) -> TrainState:
+def _begun(
+    config: LmRunConfig, placement: Placement, weights: Decoder | None = None
+) -> TrainState:
     """The state before the first step with these weights, or with random ones."""
     key, dtype = _model_key(config), config.trainer.precision.parameters
     if weights is None:
@@ -199,7 +277,9 @@ def batch_shapes(data: DataConfig, partitioning: Partitioning) -> TokenBatch:
         axes = (Axis(BATCH_AXIS, data.batch_size), Axis(POSITION_AXIS, data.seq_len))
         tokens = hax.zeros(axes, dtype=jnp.int32)
         documents = tokens if data.separate_documents else None
-        return TokenBatch(tokens, tokens, hax.ones(axes, dtype=jnp.float32), documents, documents)
+        return TokenBatch(
+            tokens, tokens, hax.ones(axes, dtype=jnp.float32), documents, documents
+        )
 
     return partitioning.batch_shapes(eqx.filter_eval_shape(first_batch))
 
@@ -207,4 +287,6 @@ def batch_shapes(data: DataConfig, partitioning: Partitioning) -> TokenBatch:
 def saved_arrays(state: TrainState) -> TrainState:
     """True for the arrays that checkpoints hold: all but those that are frozen."""
     marks = jax.tree.map(lambda _: True, state)
-    return dataclasses.replace(marks, frozen=jax.tree.map(lambda _: False, state.frozen))
+    return dataclasses.replace(
+        marks, frozen=jax.tree.map(lambda _: False, state.frozen)
+    )

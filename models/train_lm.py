@@ -2,8 +2,8 @@
 
     python -m models.train_lm --config_path my-model.yaml [--trainer.num_steps 500 ...]
 
-Leaves the resolved config, metrics and checkpoints in the run folder. The same command resumes a run that was
-stopped or killed, if `trainer.run_dir` names its folder.
+Leaves the resolved config, metrics and checkpoints in the run folder. The same command
+resumes a run that was stopped or killed, if `trainer.run_dir` names its folder.
 """
 
 import contextlib
@@ -68,10 +68,14 @@ from stacked_remat.training.run_folder import check_same_in_all
 from stacked_remat.training.throughput import peak_memory_bytes
 
 
-def train_lm(config: LmRunConfig, progress: ConsoleProgress, stop: StopSignals) -> TrainingResult:
-    """Runs the training that `config` describes, from the last checkpoint in its run folder if there is one.
+def train_lm(
+    config: LmRunConfig, progress: ConsoleProgress, stop: StopSignals
+) -> TrainingResult:
+    """Runs the training that `config` describes, from the last checkpoint in its run
+    folder if there is one.
 
-    After the first step, a signal that `stop` receives ends the run between two steps, with a checkpoint.
+    After the first step, a signal that `stop` receives ends the run between two steps,
+    with a checkpoint.
     """
     step, tokenizer = _prepared_in_all(config, progress)
     config, partitioning = step.config, step.partitioning
@@ -97,14 +101,21 @@ def train_lm(config: LmRunConfig, progress: ConsoleProgress, stop: StopSignals) 
         folder = _run_folder(config, closing)
         closing.enter_context(partitioning.active())
         options: Any = {"run_config": config.entries, "saved": saved_arrays}
-        checkpoints = Checkpoints(folder.checkpoints, config.trainer.checkpoint, **options)
+        checkpoints = Checkpoints(
+            folder.checkpoints, config.trainer.checkpoint, **options
+        )
         closing.callback(checkpoints.close)
         state, position = _first_state(config, partitioning, checkpoints)
         if position is not None:
-            data.training.set_state(position.data)  # refuses other data while the folder is still as it was
-            progress.message(f"resuming after step {position.step} of an earlier process")
+            # Refuses other data while the folder is still as it was
+            data.training.set_state(position.data)
+            progress.message(
+                f"resuming after step {position.step} of an earlier process"
+            )
         trackers = _trackers(config, folder, position, closing)
-        scoring = run_scoring(config, validation, tokenizer, folder, position.step if position else 0)
+        scoring = run_scoring(
+            config, validation, tokenizer, folder, position.step if position else 0
+        )
         if jax.process_index() == 0:
             folder.begin(config.entries)
         progress.message(_summary(config, data.summary, state, folder))
@@ -130,7 +141,8 @@ def main(arguments: Sequence[str]) -> int:
     """The command.
 
     Returns:
-        0 when the run is finished, 1 after an error, 75 when a signal ended it: the same command resumes it.
+        0 when the run is finished, 1 after an error, 75 when a signal ended it: the
+            same command resumes it.
     """
     connected = ended_together = False
 
@@ -139,15 +151,25 @@ def main(arguments: Sequence[str]) -> int:
         config = parse_config(LmRunConfig, arguments)
         start_processes(config.distributed)
         connected = jax.distributed.is_initialized()
-        progress = ConsoleProgress(None if jax.process_index() == 0 else Console(quiet=True))
+        progress = ConsoleProgress(
+            None if jax.process_index() == 0 else Console(quiet=True)
+        )
         with ending_with_others():
             result = train_lm(config, progress, stop)
         ended_together = True
         return 0 if result.stopped_by is None else EXIT_INTERRUPTED
 
-    early = " before a step was done; the same command starts again, from the last checkpoint if there is one"
+    early = (
+        " before a step was done; the same command starts again, from the last"
+        " checkpoint if there is one"
+    )
     try:
-        status = run_command(run, arguments, ConsoleProgress().message, interrupted=(EXIT_INTERRUPTED, early))
+        status = run_command(
+            run,
+            arguments,
+            ConsoleProgress().message,
+            interrupted=(EXIT_INTERRUPTED, early),
+        )
     except Exception:
         if not connected:
             raise
@@ -156,17 +178,22 @@ def main(arguments: Sequence[str]) -> int:
     if connected and status == 1:
         end_after_error(status)
     if not ended_together and jax.distributed.is_initialized():
-        end_process(status)  # at its own end JAX would wait for the others, and they for this process
+        # At its own end JAX would wait for the others, and they for this process
+        end_process(status)
     return status
 
 
 def _asked_to_stop(stop: StopSignals) -> Callable[[], str | None]:
-    """A function that says which signal asks to stop, if one came; from its first call on, none raises."""
+    """A function that says which signal asks to stop, if one came; from its first call
+    on, none raises.
+    """
     largest = LargestOfAll()
 
     def asked() -> str | None:
         stop.defer()
-        number = largest(0 if stop.received is None else int(signal.Signals[stop.received]))
+        number = largest(
+            0 if stop.received is None else int(signal.Signals[stop.received])
+        )
         return signal.Signals(number).name if number else None
 
     return asked
@@ -184,9 +211,9 @@ def _first_state(
     position = Position(**saved)
     if position.step > config.trainer.num_steps:
         raise ConfigError(
-            f"trainer.num_steps = {config.trainer.num_steps}, and the run in {checkpoints.folder.parent} has "
-            f"done {position.step} steps. Ask for more, or give this run a folder of its own with "
-            f"--trainer.run_dir."
+            f"trainer.num_steps = {config.trainer.num_steps}, and the run in"
+            f" {checkpoints.folder.parent} has done {position.step} steps. Ask for"
+            " more, or give this run a folder of its own with --trainer.run_dir."
         )
     return state, position
 
@@ -203,9 +230,10 @@ def _run_folder(config: LmRunConfig, closing: contextlib.ExitStack) -> RunFolder
             closing.enter_context(lock_run_folder(root))
         elif not root.is_dir():
             raise ConfigError(
-                f"process {jax.process_index()} does not see the run folder that process 0 made; in this "
-                f"process it is {root.absolute()}. All processes must see one folder: give --trainer.run_dir "
-                f"an absolute path on a file system that all hosts share."
+                f"process {jax.process_index()} does not see the run folder that"
+                f" process 0 made; in this process it is {root.absolute()}. All"
+                " processes must see one folder: give --trainer.run_dir an absolute"
+                " path on a file system that all hosts share."
             )
         return RunFolder.open(
             root,
@@ -217,16 +245,26 @@ def _run_folder(config: LmRunConfig, closing: contextlib.ExitStack) -> RunFolder
     return in_turn(opened)
 
 
-def _prepared_in_all(config: LmRunConfig, progress: ConsoleProgress) -> tuple[Candidate, Tokenizer]:
+def _prepared_in_all(
+    config: LmRunConfig, progress: ConsoleProgress
+) -> tuple[Candidate, Tokenizer]:
     """`_prepared` in all processes; refuses configs that differ."""
-    check_same_in_all(config.entries, "Start all with the same config file and arguments.")
+    check_same_in_all(
+        config.entries, "Start all with the same config file and arguments."
+    )
     prepared = agreed(functools.partial(_prepared, config, progress))
-    check_same_in_all(prepared[0].config.entries, "Write the policy as `remat`, in place of `auto`.")
+    check_same_in_all(
+        prepared[0].config.entries, "Write the policy as `remat`, in place of `auto`."
+    )
     return prepared
 
 
-def _prepared(config: LmRunConfig, progress: ConsoleProgress) -> tuple[Candidate, Tokenizer]:
-    """The step with its final model, policy and streaming, if it can fit and run here."""
+def _prepared(
+    config: LmRunConfig, progress: ConsoleProgress
+) -> tuple[Candidate, Tokenizer]:
+    """The step with its final model, policy and streaming, if it can fit and run
+    here.
+    """
     check_trackers(config.trainer.trackers)
     check_scoring(config)
     Candidate(config).check_batch()
@@ -238,7 +276,9 @@ def _prepared(config: LmRunConfig, progress: ConsoleProgress) -> tuple[Candidate
     if step.policy.offloads:
         check_offload()
     rows = step.config.vocab_size
-    return step, load_tokenizer(step.config.tokenizer_name, config.data.chat_date, rows=rows)
+    return step, load_tokenizer(
+        step.config.tokenizer_name, config.data.chat_date, rows=rows
+    )
 
 
 def _fitting(step: Candidate, progress: ConsoleProgress) -> Candidate:
@@ -258,44 +298,69 @@ def _fitting(step: Candidate, progress: ConsoleProgress) -> Candidate:
 
 
 def _trackers(
-    config: LmRunConfig, folder: RunFolder, position: Position | None, closing: contextlib.ExitStack
+    config: LmRunConfig,
+    folder: RunFolder,
+    position: Position | None,
+    closing: contextlib.ExitStack,
 ) -> list[Tracker]:
     if jax.process_index() != 0:
         return []
     done = position and position.step
-    more = build_trackers(config.trainer.trackers, folder.root, config.entries, resumed_after=done)
-    trackers = [JsonLinesTracker(folder.metrics, resumed_after=-1 if done is None else done), *more]
+    more = build_trackers(
+        config.trainer.trackers, folder.root, config.entries, resumed_after=done
+    )
+    trackers = [
+        JsonLinesTracker(folder.metrics, resumed_after=-1 if done is None else done),
+        *more,
+    ]
     for tracker in trackers:
         closing.callback(tracker.close)
     return trackers
 
 
 def _conclude(
-    config: LmRunConfig, result: TrainingResult, folder: RunFolder, first: int, seconds: float
+    config: LmRunConfig,
+    result: TrainingResult,
+    folder: RunFolder,
+    first: int,
+    seconds: float,
 ) -> str:
-    """What this process did from step `first` on, how the losses changed, and the commands that come next."""
+    """What this process did from step `first` on, how the losses changed, and the
+    commands that come next.
+    """
     if result.stopped_by is not None:
         return (
-            f"stopped by {result.stopped_by} after step {int(result.state.step)}; the same command with "
-            f"--trainer.run_dir {folder.root} resumes it"
+            f"stopped by {result.stopped_by} after step {int(result.state.step)}; the"
+            f" same command with --trainer.run_dir {folder.root} resumes it"
         )
     if jax.process_index() == 0:
-        folder.finish({"held_out_before": result.held_out_before, "held_out_after": result.held_out_after})
+        folder.finish(
+            {
+                "held_out_before": result.held_out_before,
+                "held_out_after": result.held_out_after,
+            }
+        )
     steps = int(result.state.step) - first
     step_tokens = config.data.batch_size * config.data.seq_len
     minutes, rest = divmod(round(seconds), 60)
     peak = peak_memory_bytes()
     used = [] if peak is None else [f"peak memory {readable_bytes(peak)}"]
     losses = [
-        f"{name.replace('held_out', 'held-out', 1)} loss {result.held_out_before[name]:.4f} -> {after:.4f}"
+        f"{name.replace('held_out', 'held-out', 1)} loss"
+        f" {result.held_out_before[name]:.4f} -> {after:.4f}"
         for name, after in result.held_out_after.items()
-        if name in result.held_out_before  # a run resumed with accept_changes may have other sources
+        if name
+        # a run resumed with accept_changes may have other sources
+        in result.held_out_before
     ]
     own = Path(sys.executable)
     python = own.relative_to(Path.cwd()) if own.is_relative_to(Path.cwd()) else "python"
     return "\n".join(
         [
-            f"{steps:,} steps of {step_tokens:,} tokens in {minutes}:{rest:02} with compiling and evaluation",
+            (
+                f"{steps:,} steps of {step_tokens:,} tokens in {minutes}:{rest:02} with"
+                " compiling and evaluation"
+            ),
             *used,
             *losses,
             f"checkpoints, config and metrics are in {folder.root}",
@@ -304,17 +369,23 @@ def _conclude(
     )
 
 
-def _summary(config: LmRunConfig, text: str, state: TrainState, folder: RunFolder) -> str:
+def _summary(
+    config: LmRunConfig, text: str, state: TrainState, folder: RunFolder
+) -> str:
     parameters, trained = (
-        sum(leaf.size for leaf in jax.tree.leaves(eqx.filter(tree, eqx.is_inexact_array)))
+        sum(
+            leaf.size
+            for leaf in jax.tree.leaves(eqx.filter(tree, eqx.is_inexact_array))
+        )
         for tree in (state.model, state.trained)
     )
     some = "" if parameters == trained else f", {trained:,} of them trained"
     step_tokens = config.data.batch_size * config.data.seq_len
     return (
-        f"{parameters:,} parameters{some}; {len(state.step.devices())} {jax.default_backend()} device(s)\n"
-        f"{text}; tokenizer {tokenizer_remark(config)}\n"
-        f"{config.trainer.num_steps} steps of {step_tokens:,} tokens; run folder {folder.root}"
+        f"{parameters:,} parameters{some}; {len(state.step.devices())}"
+        f" {jax.default_backend()} device(s)\n{text}; tokenizer"
+        f" {tokenizer_remark(config)}\n{config.trainer.num_steps} steps of"
+        f" {step_tokens:,} tokens; run folder {folder.root}"
     )
 
 

@@ -1,11 +1,13 @@
-"""Random programs with the library and without it, from seeds, until a time or a number of seeds is over.
+"""Random programs with the library and without it, from seeds, until a time or a number
+of seeds is over.
 
     python -m scripts.attack --seeds 0:10000 --jobs 2 --log runs/attack.jsonl
     python -m scripts.attack --seeds 17:18 --smallest
 
-Each seed is a program of `tests/random_programs`. The log has a line of JSON for each, and a run goes on
-where the log ends. Programs run in processes of their own: one that crashes or hangs is logged, and the next
-seed follows in a new process. The status is 1 where the library failed.
+Each seed is a program of `tests/random_programs`. The log has a line of JSON for each,
+and a run goes on where the log ends. Programs run in processes of their own: one that
+crashes or hangs is logged, and the next seed follows in a new process. The status is 1
+where the library failed.
 """
 
 import argparse
@@ -22,7 +24,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-# Not xla_cpu_use_fusion_emitters=false, with which XLA (jaxlib 0.10.2) makes NaN of some references.
+# Not xla_cpu_use_fusion_emitters=false, with which XLA (jaxlib 0.10.2) makes NaN of
+# some references.
 FLAGS = [
     "--xla_force_host_platform_device_count=8",
     "--xla_backend_optimization_level=0",
@@ -34,21 +37,41 @@ PROGRAMS_OF_A_PROCESS = 100  # JAX keeps what it traced and compiled
 
 def arguments() -> argparse.Namespace:
     """What the command was given."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--seeds", default="0:100", help="from the first to before the last, A:B")
-    parser.add_argument("--seconds", type=float, help="start no program after this time")
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
+    parser.add_argument(
+        "--seeds", default="0:100", help="from the first to before the last, A:B"
+    )
+    parser.add_argument(
+        "--seconds", type=float, help="start no program after this time"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="processes at once")
-    parser.add_argument("--only", help="programs with this entry point, part, transformation or run")
-    parser.add_argument("--log", type=Path, help="a file of JSON lines; seeds that are in it are skipped")
-    parser.add_argument("--timeout", type=float, default=600, help="seconds after which a program hangs")
-    parser.add_argument("--small", action="store_true", help="programs with fewer layers and transformations")
-    parser.add_argument("--smallest", action="store_true", help="look for a simpler program that fails")
+    parser.add_argument(
+        "--only", help="programs with this entry point, part, transformation or run"
+    )
+    parser.add_argument(
+        "--log",
+        type=Path,
+        help="a file of JSON lines; seeds that are in it are skipped",
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=600, help="seconds after which a program hangs"
+    )
+    parser.add_argument(
+        "--small",
+        action="store_true",
+        help="programs with fewer layers and transformations",
+    )
+    parser.add_argument(
+        "--smallest", action="store_true", help="look for a simpler program that fails"
+    )
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
 def work(options: argparse.Namespace) -> None:
-    """Run the programs of the seeds on the standard input, and print a line for each."""
+    """Run the programs of the seeds on the standard input, and print a line for
+    each.
+    """
     import jax
 
     jax.config.update("jax_enable_x64", True)
@@ -66,11 +89,16 @@ def work(options: argparse.Namespace) -> None:
         found = {"kind": outcome.kind, "detail": outcome.detail, "spec": str(spec)}
         if options.smallest and outcome.is_failure:
             found["smallest"] = str(checking.smallest(spec, outcome.kind))
-        print(json.dumps(found | {"seconds": round(time.process_time() - start, 2)}), flush=True)
+        print(
+            json.dumps(found | {"seconds": round(time.process_time() - start, 2)}),
+            flush=True,
+        )
 
 
 class Worker:
-    """A process that runs programs, and is replaced by another where it dies or hangs."""
+    """A process that runs programs, and is replaced by another where it dies or
+    hangs.
+    """
 
     def __init__(self, options: argparse.Namespace):
         self.options = options
@@ -81,9 +109,13 @@ class Worker:
     def start(self) -> subprocess.Popen[str]:
         """A new process, whose lines go to a queue."""
         command = [sys.executable, "-m", "scripts.attack", "--worker"]
-        command += [f"--{name}" for name in ("small", "smallest") if getattr(self.options, name)]
+        command += [
+            f"--{name}" for name in ("small", "smallest") if getattr(self.options, name)
+        ]
         environment = {"JAX_PLATFORMS": "cpu", "PYTHONWARNINGS": "ignore", **os.environ}
-        environment["XLA_FLAGS"] = f"{environment.get('XLA_FLAGS', '')} {' '.join(FLAGS)}"
+        environment["XLA_FLAGS"] = (
+            f"{environment.get('XLA_FLAGS', '')} {' '.join(FLAGS)}"
+        )
         process = subprocess.Popen(
             command,
             env=environment,
@@ -122,7 +154,10 @@ class Worker:
             line = self.lines.get(timeout=self.options.timeout)
         except queue.Empty:
             self.stop()
-            return {"kind": "hang", "detail": f"no result after {self.options.timeout} s"}
+            return {
+                "kind": "hang",
+                "detail": f"no result after {self.options.timeout} s",
+            }
         if not line:
             status = self.process.wait()
             self.stop()
@@ -140,7 +175,13 @@ def is_wanted(seed: int, options: argparse.Namespace) -> bool:
     from tests.random_programs.programs import draw
 
     spec = draw(seed, is_small=options.small)
-    return options.only in (spec.entry, spec.run, spec.dtype, *spec.parts, *spec.transforms)
+    return options.only in (
+        spec.entry,
+        spec.run,
+        spec.dtype,
+        *spec.parts,
+        *spec.transforms,
+    )
 
 
 def seeds_to_run(options: argparse.Namespace) -> Iterator[int]:
@@ -148,7 +189,9 @@ def seeds_to_run(options: argparse.Namespace) -> Iterator[int]:
     first, last = map(int, options.seeds.split(":"))
     done = set[int]()
     if options.log is not None and options.log.exists():
-        done = {json.loads(line)["seed"] for line in options.log.read_text().splitlines()}
+        done = {
+            json.loads(line)["seed"] for line in options.log.read_text().splitlines()
+        }
     for seed in range(first, last):
         if seed not in done and is_wanted(seed, options):
             yield seed
@@ -181,7 +224,9 @@ def main() -> int:
         thread.start()
     for thread in threads:
         thread.join()
-    print(f"{counts.total()} programs in {time.monotonic() - start:.0f} s:", dict(counts))
+    print(
+        f"{counts.total()} programs in {time.monotonic() - start:.0f} s:", dict(counts)
+    )
     return int(bool(counts.keys() - {"equal", "refused", "invalid"}))
 
 

@@ -31,11 +31,16 @@ PEERS = (
     "haliax offload",
 )
 """The rows that the chart of memory shows."""
-THEMES = {"light": ("#1f2328", "#8c959f", "#0969da"), "dark": ("#f0f6fc", "#8b949e", "#4493f8")}
+THEMES = {
+    "light": ("#1f2328", "#8c959f", "#0969da"),
+    "dark": ("#f0f6fc", "#8b949e", "#4493f8"),
+}
 """Colours of text, of other libraries, and of this one."""
 
 LOOPS = ("True", "nested", "max_carries=20")
-"""The rows of this library in the chart of long loops, which shows those of all others too."""
+"""The rows of this library in the chart of long loops, which shows those of all others
+too.
+"""
 
 
 def charts() -> Iterator[tuple[Path, Figure]]:
@@ -55,24 +60,41 @@ def memory_chart(result: Mapping[str, Any], colors: Sequence[str]) -> Figure:
     rows = {row["name"]: row for row in result["rows"] if row["inner"] == inner}
     names = [*PEERS, *(f"stacked_remat {name}" for name in OURS)]
     device, host = (
-        [rows[name][key] / 2**30 for name in names] for key in ("temporaries", "host_temporaries")
+        [rows[name][key] / 2**30 for name in names]
+        for key in ("temporaries", "host_temporaries")
     )
     first, version = result["rows"][0], result["versions"]["jax"]
     figure, axes = _axes(6.6, 1 + 0.27 * len(names), text)
     about = (
         "Temporaries of one gradient, GiB",
-        f"{first['layers']} layers x + silu(x·up)·down, width {first['width']:,}, inner width {inner:,},",
-        f"{first['tokens']:,} tokens, bfloat16; compiled for an {result['target'].upper()}"
-        f" with JAX {version}, not run",
+        (
+            f"{first['layers']} layers x + silu(x·up)·down, width {first['width']:,},"
+            f" inner width {inner:,},"
+        ),
+        (
+            f"{first['tokens']:,} tokens, bfloat16; compiled for an"
+            f" {result['target'].upper()} with JAX {version}, not run"
+        ),
     )
     shades = [ours if name.startswith("stacked_remat") else peers for name in names]
     axes.barh(range(len(names)), device, color=shades)
     ends = axes.barh(range(len(names)), host, left=device, color=shades, alpha=0.35)
-    values = [f"{a:.2f}" + (f" + {b:.2f}" if b else "") for a, b in zip(device, host, strict=True)]
+    values = [
+        f"{a:.2f}" + (f" + {b:.2f}" if b else "")
+        for a, b in zip(device, host, strict=True)
+    ]
     axes.bar_label(ends, values, padding=4, color=text)
-    axes.set_yticks(range(len(names)), [name.removeprefix("stacked_remat ") for name in names])
-    keys = {"stacked_remat": (ours, 1), "others": (peers, 1), "pale: on the host": (ours, 0.35)}
-    patches = {label: Patch(color=color, alpha=alpha) for label, (color, alpha) in keys.items()}
+    axes.set_yticks(
+        range(len(names)), [name.removeprefix("stacked_remat ") for name in names]
+    )
+    keys = {
+        "stacked_remat": (ours, 1),
+        "others": (peers, 1),
+        "pale: on the host": (ours, 0.35),
+    }
+    patches = {
+        label: Patch(color=color, alpha=alpha) for label, (color, alpha) in keys.items()
+    }
     _legend(figure, patches, text, "\n".join(about))
     axes.set_xlim(0, max(a + b for a, b in zip(device, host, strict=True)) * 1.15)
     return figure
@@ -85,21 +107,35 @@ def loops_chart(result: Mapping[str, Any], colors: Sequence[str]) -> Figure:
     names = sorted(rows, key=lambda name: (name in LOOPS, -rows[name]["milliseconds"]))
     figure = Figure((6.6, 1 + 0.27 * len(names)), layout="constrained")
     every = figure.subplots(1, 2, sharey=True)
-    columns = {"milliseconds": "milliseconds", "temporary_kib": "temporaries, KiB (logarithmic)"}
+    columns = {
+        "milliseconds": "milliseconds",
+        "temporary_kib": "temporaries, KiB (logarithmic)",
+    }
     for axes, (key, label) in zip(every, columns.items(), strict=True):
         _bare(axes, text)
         values = [rows[name][key] for name in names]
-        bars = axes.barh(names, values, color=[ours if name in LOOPS else peers for name in names])
+        bars = axes.barh(
+            names, values, color=[ours if name in LOOPS else peers for name in names]
+        )
         axes.bar_label(bars, [f"{value:,}" for value in values], padding=4, color=text)
         axes.set_title(label, loc="left", color=text, fontsize=10)
         axes.set_xlim(0, 1.25 * max(values))
     memory = [rows[name]["temporary_kib"] for name in names]
-    every[1].set_xscale("log")  # or keeping every state would leave no room for the others
+    # Or keeping every state would leave no room for the others
+    every[1].set_xscale("log")
     every[1].set_xlim(min(memory) / 2, 10 * max(memory))
     every[0].invert_yaxis()
-    about = f"Gradient of {result['steps']:,} steps of a state of {result['size']:,} numbers"
+    about = (
+        f"Gradient of {result['steps']:,} steps of a state of {result['size']:,}"
+        " numbers"
+    )
     keys = {"stacked_remat": Patch(color=ours), "others": Patch(color=peers)}
-    _legend(figure, keys, text, f"{about}, run on a CPU with JAX {result['versions']['jax']}")
+    _legend(
+        figure,
+        keys,
+        text,
+        f"{about}, run on a CPU with JAX {result['versions']['jax']}",
+    )
     return figure
 
 
@@ -119,7 +155,9 @@ def _bare(axes: Axes, text: str) -> None:
     axes.xaxis.set_visible(False)
 
 
-def _legend(figure: Figure, patches: Mapping[str, Patch], text: str, title: str | None = None) -> None:
+def _legend(
+    figure: Figure, patches: Mapping[str, Patch], text: str, title: str | None = None
+) -> None:
     legend = figure.legend(
         patches.values(),
         patches.keys(),
@@ -136,7 +174,9 @@ def _legend(figure: Figure, patches: Mapping[str, Patch], text: str, title: str 
 
 def write(figure: Figure, path: Any) -> None:
     """Write an SVG whose words are text, and which is the same whenever it is drawn."""
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "stacked_remat"}):
+    with matplotlib.rc_context(
+        {"svg.fonttype": "none", "svg.hashsalt": "stacked_remat"}
+    ):
         figure.savefig(path, format="svg", transparent=True, metadata={"Date": None})
 
 

@@ -1,7 +1,9 @@
-"""Build the source archive and from it the wheel, install that in its own environment, and use it there.
+"""Build the source archive and from it the wheel, install that in its own environment,
+and use it there.
 
-Both are left in `dist/` and must pass `twine check --strict`. The wheel must hold one top-level package, and
-that package must import and fold with only the core dependencies, at the versions of constraints/py3XX.txt.
+Both are left in `dist/` and must pass `twine check --strict`. The wheel must hold one
+top-level package, and that package must import and fold with only the core
+dependencies, at the versions of constraints/py3XX.txt.
 
     python scripts/check_wheel.py
 """
@@ -22,7 +24,8 @@ PACKAGE = "stacked_remat"
 PROOF = """
 import importlib.metadata, importlib.util, sys
 for extra in ("draccus", "matplotlib", "pytest"):
-    assert importlib.util.find_spec(extra) is None, f"{extra} is here, so this is no core install"
+    found = importlib.util.find_spec(extra)
+    assert found is None, f"{extra} is here, so this is no core install"
 
 import equinox as eqx
 import jax
@@ -36,7 +39,8 @@ assert stacked_remat.__version__ == importlib.metadata.version("stacked_remat")
 packages = ("lora", "memory", "nnx", "ops", "training")
 imported = [name for name in packages if f"stacked_remat.{name}" in sys.modules]
 assert not imported, f"import stacked_remat imports {imported}"
-assert stacked_remat.memory.report and stacked_remat.ops.causal_attention and stacked_remat.lora.apply_lora
+assert stacked_remat.memory.report
+assert stacked_remat.ops.causal_attention and stacked_remat.lora.apply_lora
 try:
     stacked_remat.training
 except ModuleNotFoundError as error:
@@ -54,21 +58,28 @@ class Block(eqx.Module):
         return x + jnp.tanh(self.scale * x)
 
 Layers = hax.Axis("layers", 5)
-blocks = Stacked.init(Layers, Block, remat=True)(key=jax.random.split(jax.random.key(0), Layers.size))
+keys = jax.random.split(jax.random.key(0), Layers.size)
+blocks = Stacked.init(Layers, Block, remat=True)(key=keys)
 x = expected = jnp.arange(3.0)
 for block in blocks.unstacked():
     expected = block(expected)
-assert jnp.allclose(blocks.fold(x), expected, atol=1e-6), "the fold differs from the loop"
-print(f"stacked_remat {importlib.metadata.version('stacked_remat')} folds with jax {jax.__version__} alone")
+is_close = jnp.allclose(blocks.fold(x), expected, atol=1e-6)
+assert is_close, "the fold differs from the loop"
+version = importlib.metadata.version("stacked_remat")
+print(f"stacked_remat {version} folds with jax {jax.__version__} alone")
 """
 
 
 def run(*command: str | Path, **options) -> None:
-    subprocess.run([str(part) for part in command], check=True, stdin=subprocess.DEVNULL, **options)
+    subprocess.run(
+        [str(part) for part in command], check=True, stdin=subprocess.DEVNULL, **options
+    )
 
 
 def build(temporary: Path) -> Path:
-    """Build both with the hatchling that is installed, so that its version is pinned too."""
+    """Build both with the hatchling that is installed, so that its version is pinned
+    too.
+    """
     shutil.rmtree(DIST, ignore_errors=True)
     hatchling = (sys.executable, "-m", "hatchling", "build", "-d", DIST, "-t")
     run(*hatchling, "sdist", cwd=ROOT)
@@ -85,18 +96,25 @@ def check_contents(wheel: Path) -> None:
     """Raise unless the wheel holds exactly the package's files and its metadata."""
     with zipfile.ZipFile(wheel) as archive:
         held = {name for name in archive.namelist() if ".dist-info/" not in name}
-    files = (path.relative_to(ROOT) for path in (ROOT / PACKAGE).rglob("*") if path.is_file())
+    files = (
+        path.relative_to(ROOT) for path in (ROOT / PACKAGE).rglob("*") if path.is_file()
+    )
     in_checkout = {str(path) for path in files if "__pycache__" not in path.parts}
-    assert f"{PACKAGE}/py.typed" in in_checkout, "type checkers would not read the wheel"
+    assert f"{PACKAGE}/py.typed" in in_checkout, (
+        "type checkers would not read the wheel"
+    )
     if held != in_checkout:
         raise SystemExit(
-            f"the wheel and {PACKAGE}/ differ: only in the wheel {sorted(held - in_checkout)}, "
-            f"only in the checkout {sorted(in_checkout - held)}"
+            f"the wheel and {PACKAGE}/ differ: only in the wheel"
+            f" {sorted(held - in_checkout)}, only in the checkout"
+            f" {sorted(in_checkout - held)}"
         )
 
 
 def install(wheel: Path, venv: Path) -> Path:
-    """Make a clean environment with the wheel and its core dependencies; return its interpreter."""
+    """Make a clean environment with the wheel and its core dependencies; return its
+    interpreter.
+    """
     constraints = ROOT / "constraints" / f"py3{sys.version_info.minor}.txt"
     pins = ["-c", constraints] if constraints.exists() else []
     python = venv / "bin" / "python"
@@ -105,7 +123,16 @@ def install(wheel: Path, venv: Path) -> Path:
         run("uv", "pip", "install", "--quiet", "--python", python, *pins, wheel)
     else:
         run(sys.executable, "-m", "venv", venv)
-        run(python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *pins, wheel)
+        run(
+            python,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--disable-pip-version-check",
+            *pins,
+            wheel,
+        )
     return python
 
 

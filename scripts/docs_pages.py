@@ -1,4 +1,6 @@
-"""Pages of the documentation that are generated when it is built, as hooks of mkdocs."""
+"""Pages of the documentation that are generated when it is built, as hooks of
+mkdocs.
+"""
 
 import json
 import multiprocessing
@@ -26,16 +28,22 @@ def on_files(files: Files, config: Any) -> Files:
     scripts = gallery.examples()
     os.environ["JAX_PLATFORMS"] = "cpu"  # also of the processes
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(max_workers=2, mp_context=spawn, max_tasks_per_child=1) as pool:
+    with ProcessPoolExecutor(
+        max_workers=2, mp_context=spawn, max_tasks_per_child=1
+    ) as pool:
         printed = list(pool.map(gallery.run, scripts))
     for script, outputs in zip(scripts, printed, strict=True):
         name = f"gallery/{script.stem}.md"
-        files.append(File.generated(config, name, content=gallery.page(script, outputs)))
+        files.append(
+            File.generated(config, name, content=gallery.page(script, outputs))
+        )
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Puts in tables, the config reference and links to examples; refuses a figure that no result has."""
+    """Puts in tables, the config reference and links to examples; refuses a figure that
+    no result has.
+    """
     if page.file.generated_by:  # above: examples and what programs printed
         return markdown
     try:
@@ -47,5 +55,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 def on_page_content(html: str, page: Any, **_: Any) -> str:
     """Gives the calculator what compile-only reports say."""
-    script = f'<script type="application/json" id="reported-memory">{json.dumps(cases())}</script>'
+    script = (
+        '<script type="application/json"'
+        f' id="reported-memory">{json.dumps(cases())}</script>'
+    )
     return html.replace("<!-- reported-memory -->", script)

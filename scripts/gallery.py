@@ -1,6 +1,7 @@
 """Runs the examples of `docs/gallery`, and makes a page of each.
 
-An example is a Python script whose cells begin with `# %%`, those of text with `# %% [markdown]`.
+An example is a Python script whose cells begin with `# %%`, those of text with `# %%
+[markdown]`.
 """
 
 import contextlib
@@ -13,12 +14,15 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 GALLERY = ROOT / "docs" / "gallery"
 
-_EXAMPLE = re.compile(r"(?<=\]\()([\w./-]+)\.py(?=\))")  # a link that works where the repository is read
+# A link that works where the repository is read
+_EXAMPLE = re.compile(r"(?<=\]\()([\w./-]+)\.py(?=\))")
 _CELL = re.compile(r"^# %%( \[markdown\])?\n", re.MULTILINE)
 
 
 class Cell(NamedTuple):
-    """A cell of an example: Markdown or Python, and the line of the script on which it begins, from 1."""
+    """A cell of an example: Markdown or Python, and the line of the script on which it
+    begins, from 1.
+    """
 
     text: str
     is_code: bool
@@ -38,20 +42,27 @@ def cells_of(script: Path) -> list[Cell]:
     """
     source = script.read_text(encoding="utf-8")
     if not re.match(r"# %% \[markdown\]\n# # ", source):
-        raise ValueError(f"{script} must begin with `# %% [markdown]` and a title, `# # Title`")
+        raise ValueError(
+            f"{script} must begin with `# %% [markdown]` and a title, `# # Title`"
+        )
     _, *parts = _CELL.split(source)
     found, line = [], 1
     for mark, part in zip(parts[::2], parts[1::2], strict=True):
         text = part.strip("\n")
         found.append(
-            Cell(text if mark is None else re.sub("^# ?", "", text, flags=re.M), mark is None, line + 1)
+            Cell(
+                text if mark is None else re.sub("^# ?", "", text, flags=re.M),
+                mark is None,
+                line + 1,
+            )
         )
         line += 1 + part.count("\n")
     return found
 
 
 def run(script: Path) -> list[str]:
-    """What each cell prints; runs them in this process, one after the other, in one namespace.
+    """What each cell prints; runs them in this process, one after the other, in one
+    namespace.
 
     Raises:
         ValueError: fewer than two of its cells print.
@@ -66,7 +77,9 @@ def run(script: Path) -> list[str]:
                 exec(program, namespace)
         outputs.append(printed.getvalue())
     if sum(map(bool, outputs)) < 2:
-        raise ValueError(f"{script}: an example prints in at least two cells, to show what happens")
+        raise ValueError(
+            f"{script}: an example prints in at least two cells, to show what happens"
+        )
     return outputs
 
 
@@ -82,7 +95,11 @@ def page(script: Path, outputs: Sequence[str]) -> str:
     file = f"[Python, with the cells of a notebook]({script.name}){{ download }}"
     parts = [title, file, with_links_to_pages(introduction.strip())]
     for cell, output in zip(rest, outputs[1:], strict=True):
-        parts.append(f"```python\n{cell.text}\n```" if cell.is_code else with_links_to_pages(cell.text))
+        parts.append(
+            f"```python\n{cell.text}\n```"
+            if cell.is_code
+            else with_links_to_pages(cell.text)
+        )
         if output:
             parts.append(f"```text\n{output.rstrip()}\n```")
     return "\n\n".join(parts) + "\n"

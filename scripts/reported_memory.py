@@ -1,7 +1,9 @@
-"""What compile-only reports say of the stacks that the calculator of the documentation predicts.
+"""What compile-only reports say of the stacks that the calculator of the documentation
+predicts.
 
-Each case is an input of `estimate` in `docs/javascripts/calculator.js` and what a row of
-`benchmarks/results` says of the same program. The page shows both; a test compares them.
+Each case is an input of `estimate` in `docs/javascripts/calculator.js` and what a row
+of `benchmarks/results` says of the same program. The page shows both; a test compares
+them.
 """
 
 import json
@@ -31,17 +33,29 @@ def cases() -> list[dict[str, Any]]:
 
 
 def _rows(pattern: str) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
-    """Every row of the files that match, after the file and the inputs that all cases have."""
+    """Every row of the files that match, after the file and the inputs that all cases
+    have.
+    """
     for path in sorted(RESULTS.rglob(pattern)):
         found = json.loads(path.read_text(encoding="utf-8"))
         for row in found["rows"]:
             if "refused" not in row:
-                sizes = {key: row[key] for key in ("layers", "tokens", "width") if key in row}
-                yield str(path.relative_to(RESULTS)), {"target": found["target"], **sizes}, row
+                sizes = {
+                    key: row[key] for key in ("layers", "tokens", "width") if key in row
+                }
+                yield (
+                    str(path.relative_to(RESULTS)),
+                    {"target": found["target"], **sizes},
+                    row,
+                )
 
 
-def _case(source: str, name: str, row: dict[str, Any], policy: str, given: dict[str, Any]) -> dict[str, Any]:
-    reported = {key: row[key] for key in ("temporaries", "total", "host", "matmul_flops")}
+def _case(
+    source: str, name: str, row: dict[str, Any], policy: str, given: dict[str, Any]
+) -> dict[str, Any]:
+    reported = {
+        key: row[key] for key in ("temporaries", "total", "host", "matmul_flops")
+    }
     given = {"dtype": "bfloat16", "policy": _POLICIES[policy], **given}
     return {"source": source, "name": name, "input": given, "reported": reported}
 
@@ -52,8 +66,17 @@ def _stacks() -> Iterator[dict[str, Any]]:
         library, _, name = row["name"].partition(" ")
         policy, _, frozen = name.partition(", frozen")
         if library == "stacked_remat" and policy in _POLICIES:
-            given |= {"inner": [row["inner"]], "update": "frozen" if frozen else "gradient"}
-            yield _case(source, f"{row['layers']} layers, inner {row['inner']}, {name}", row, policy, given)
+            given |= {
+                "inner": [row["inner"]],
+                "update": "frozen" if frozen else "gradient",
+            }
+            yield _case(
+                source,
+                f"{row['layers']} layers, inner {row['inner']}, {name}",
+                row,
+                policy,
+                given,
+            )
 
 
 def _patterns() -> Iterator[dict[str, Any]]:
@@ -64,7 +87,9 @@ def _patterns() -> Iterator[dict[str, Any]]:
         of, _, policy = name.rpartition(", ")
         if form == "StackedPattern":
             kinds = known[of]
-            given["inner"] = [row["inner"] // kinds.shares[kind] for kind in kinds.cycle]
+            given["inner"] = [
+                row["inner"] // kinds.shares[kind] for kind in kinds.cycle
+            ]
             given["layers"] = len(kinds.pattern(row["layers"]))
             yield _case(source, name, row, policy, given)
 
@@ -73,12 +98,21 @@ def _updates() -> Iterator[dict[str, Any]]:
     """A step of SGD within the backward pass, at several depths."""
     for source, given, row in _rows("streaming_[hv]*.json"):
         if row["block"] == "mlp" and row["name"] == "nested, resident":
-            given |= {"tokens": 65_536, "width": 2_048, "inner": [16_384], "update": "fused"}
-            yield _case(source, f"{row['layers']} layers, update, nested", row, "nested", given)
+            given |= {
+                "tokens": 65_536,
+                "width": 2_048,
+                "inner": [16_384],
+                "update": "fused",
+            }
+            yield _case(
+                source, f"{row['layers']} layers, update, nested", row, "nested", given
+            )
 
 
 def _steps() -> Iterator[dict[str, Any]]:
-    """Training steps of decoders; what a layer holds is taken from the row of `True` with as many tokens."""
+    """Training steps of decoders; what a layer holds is taken from the row of `True`
+    with as many tokens.
+    """
     for model, (layers, width) in _DECODERS.items():
         known: dict[tuple[str, int], dict[str, Any]] = {}
         for source, given, row in _rows(f"{model}_*.json"):
@@ -88,5 +122,15 @@ def _steps() -> Iterator[dict[str, Any]]:
                     "constant": row["arguments"] + row["outputs"],
                 }
             elif (source, row["tokens"]) in known:
-                given |= {"layers": layers, "width": width, "reported": known[source, row["tokens"]]}
-                yield _case(source, f"{row['tokens']} tokens, {row['policy']}", row, row["policy"], given)
+                given |= {
+                    "layers": layers,
+                    "width": width,
+                    "reported": known[source, row["tokens"]],
+                }
+                yield _case(
+                    source,
+                    f"{row['tokens']} tokens, {row['policy']}",
+                    row,
+                    row["policy"],
+                    given,
+                )

@@ -3,9 +3,10 @@
     python scripts/upstream_suite.py haliax [pytest arguments]
     python scripts/upstream_suite.py flax [pytest arguments]
 
-Fetches the source distribution of the installed version, whose tests the wheel does not hold. In Haliax's
-tests `Stacked`, `BlockSeq`, `ScanCheckpointPolicy`, `scan`, `fold` and `map` are this library's; in those of
-Flax NNX `nnx.scan` is `stacked_remat.nnx.remat_scan`. The cases of `not_expected` are expected to fail, each
+Fetches the source distribution of the installed version, whose tests the wheel does not
+hold. In Haliax's tests `Stacked`, `BlockSeq`, `ScanCheckpointPolicy`, `scan`, `fold`
+and `map` are this library's; in those of Flax NNX `nnx.scan` is
+`stacked_remat.nnx.remat_scan`. The cases of `not_expected` are expected to fail, each
 for its reason; one that passes is an error.
 """
 
@@ -30,7 +31,8 @@ class Suite:
 
     Attributes:
         files: the paths of the tests in the source distribution.
-        replace: puts this library's names into its modules, before the tests import them.
+        replace: puts this library's names into its modules, before the tests import
+            them.
         not_expected: how the names of tests begin that don't apply, and the reason.
         selected: which tests are run, as pytest's `-k`.
     """
@@ -61,18 +63,28 @@ def use_for_haliax() -> None:
     import stacked_remat
 
     def policy(
-        *, simple: bool = False, save_inputs: bool = True, disable: bool = False, **fields: Any
+        *,
+        simple: bool = False,
+        save_inputs: bool = True,
+        disable: bool = False,
+        **fields: Any,
     ) -> stacked_remat.ScanCheckpointPolicy:
-        """Without the fields that have no meaning here, as docs/migrating-from-haliax.md says."""
+        """Without the fields that have no meaning here, as
+        docs/migrating-from-haliax.md says.
+        """
         if disable:
             fields = {"save_block_internals": True}
         return stacked_remat.ScanCheckpointPolicy(**fields)
 
     names = ("Stacked", "BlockSeq", "scan", "fold", "map")
-    ours = {name: getattr(stacked_remat, name) for name in names} | {"ScanCheckpointPolicy": policy}
+    ours = {name: getattr(stacked_remat, name) for name in names} | {
+        "ScanCheckpointPolicy": policy
+    }
     for module in (haliax, haliax.nn, haliax.nn.scan):
         for name, replacement in ours.items():
-            if hasattr(module, name) and not isinstance(getattr(module, name), type(haliax)):
+            if hasattr(module, name) and not isinstance(
+                getattr(module, name), type(haliax)
+            ):
                 setattr(module, name, replacement)
 
 
@@ -82,27 +94,46 @@ def use_for_flax() -> None:
 
     from stacked_remat.nnx import remat_scan
 
-    def scan(f: Any = None, *, graph: Any = None, graph_updates: Any = None, **options: Any) -> Any:
-        return functools.partial(scan, **options) if f is None else remat_scan(f, **options)
+    def scan(
+        f: Any = None, *, graph: Any = None, graph_updates: Any = None, **options: Any
+    ) -> Any:
+        return (
+            functools.partial(scan, **options)
+            if f is None
+            else remat_scan(f, **options)
+        )
 
     nnx.scan = scan
 
 
 _TOP = "looks for a scan at the top of the program; here "
 _TRACES = "counts how often the function is traced; here each call traces it"
-_SHARED = "without graph updates nnx.scan carries what is written to shared state; with them it drops it"
-_PREFIX = "axes of nnx.prefix are for nnx.scan without graph updates; here they are StateAxes"
+_SHARED = (
+    "without graph updates nnx.scan carries what is written to shared state; with them"
+    " it drops it"
+)
+_PREFIX = (
+    "axes of nnx.prefix are for nnx.scan without graph updates; here they are StateAxes"
+)
 _WORDS = "the words of an error of nnx.scan without graph updates"
 SUITES = {
     "haliax": Suite(
         ("tests/test_scan.py", "tests/test_hof.py", "tests/test_utils.py"),
         use_for_haliax,
         {
-            "test_checkpoint_carries[cos-": f"{_TOP}it is inside the checkpoint that lets the backward pass "
-            "replay the stack",
-            "test_checkpoint_carries[nested-": f"{_TOP}the sweep is a function with a derivative of its own",
-            "test_scan_via_with_bool_unroll": "counts the calls of the attribute haliax.scan",
-            "test_fold_with_bool_unroll": "counts the calls of the attribute haliax.fold",
+            "test_checkpoint_carries[cos-": (
+                f"{_TOP}it is inside the checkpoint that lets the backward pass "
+                "replay the stack"
+            ),
+            "test_checkpoint_carries[nested-": (
+                f"{_TOP}the sweep is a function with a derivative of its own"
+            ),
+            "test_scan_via_with_bool_unroll": (
+                "counts the calls of the attribute haliax.scan"
+            ),
+            "test_fold_with_bool_unroll": (
+                "counts the calls of the attribute haliax.fold"
+            ),
         },
     ),
     "flax": Suite(
@@ -120,7 +151,9 @@ SUITES = {
             "test_scan_broadcast_keys_functional": _PREFIX,
             "test_all_carry_new_reference_error1": _WORDS,
             "test_scan_carry_identity_error": _WORDS,
-            "test_scan_input_output_aliasing": "with graph updates an output may be a variable of arguments",
+            "test_scan_input_output_aliasing": (
+                "with graph updates an output may be a variable of arguments"
+            ),
         },
         "TestScan or test_add_remove_axis_in_transform",
     ),
@@ -128,10 +161,23 @@ SUITES = {
 
 
 def fetch(library: str, files: tuple[str, ...], folder: Path) -> list[str]:
-    """Unpack the tests of the installed version into `folder`, and return where they are."""
-    pip = (sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", library)
+    """Unpack the tests of the installed version into `folder`, and return where they
+    are.
+    """
+    pip = (
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--no-deps",
+        "--no-binary",
+        library,
+    )
     # uv makes no pip
-    subprocess.run([sys.executable, "-m", "ensurepip"], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(
+        [sys.executable, "-m", "ensurepip"], check=True, stdout=subprocess.DEVNULL
+    )
     version = importlib.metadata.version(library)
     subprocess.run([*pip, "--dest", str(folder), f"{library}=={version}"], check=True)
     (archive,) = folder.glob(f"{library}-*.tar.gz")
@@ -146,8 +192,23 @@ def main(arguments: list[str]) -> int:
     suite = SUITES[arguments[0]]
     with tempfile.TemporaryDirectory() as folder:
         tests = fetch(arguments[0], suite.files, Path(folder))
-        own = ["-c", "/dev/null", "--rootdir", folder, "-q", "-p", "no:cacheprovider", "-p", "no:warnings"]
-        own += ["-rx", "-k", suite.selected]  # lists the cases that are expected to fail
+        own = [
+            "-c",
+            "/dev/null",
+            "--rootdir",
+            folder,
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "-p",
+            "no:warnings",
+        ]
+        # Lists the cases that are expected to fail
+        own += [
+            "-rx",
+            "-k",
+            suite.selected,
+        ]
         return int(pytest.main([*own, *arguments[1:], *tests], plugins=[suite]))
 
 

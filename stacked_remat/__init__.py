@@ -18,7 +18,10 @@ from ._fused.update import (
     fused_update as fused_update,
 )
 from ._offload_check import OffloadError as OffloadError, check_offload as check_offload
-from ._policy import ScanCheckpointPolicy as ScanCheckpointPolicy, ScanCheckpointSpec as ScanCheckpointSpec
+from ._policy import (
+    ScanCheckpointPolicy as ScanCheckpointPolicy,
+    ScanCheckpointSpec as ScanCheckpointSpec,
+)
 from ._scan.api import fold as fold, lax_scan as lax_scan, map as map, scan as scan
 from ._scan.marks import (
     LayerStack as LayerStack,
@@ -28,7 +31,11 @@ from ._scan.marks import (
     unsliced as unsliced,
 )
 from ._scan.sweep_back import SweepBack as SweepBack
-from ._scan.visitor import LayerResult as LayerResult, LayerVisit as LayerVisit, SweepResult as SweepResult
+from ._scan.visitor import (
+    LayerResult as LayerResult,
+    LayerVisit as LayerVisit,
+    SweepResult as SweepResult,
+)
 from ._stacked import Stacked as Stacked
 from ._stacked_pattern import StackedPattern as StackedPattern
 from ._tiled import tiled as tiled
@@ -55,4 +62,6 @@ def __getattr__(name: str) -> typing.Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), "ghost", "lora", "memory", "nnx", "ops", "streaming", "training"})
+    return sorted(
+        {*globals(), "ghost", "lora", "memory", "nnx", "ops", "streaming", "training"}
+    )

@@ -1,7 +1,8 @@
 """Barriers that only some platforms need, chosen as a program is lowered.
 
-A program may be lowered for another platform than the one that traces it, or for several: `jax.export` does.
-So what only one platform needs is a primitive with a lowering rule of that platform.
+A program may be lowered for another platform than the one that traces it, or for
+several: `jax.export` does. So what only one platform needs is a primitive with a
+lowering rule of that platform.
 """
 
 from collections.abc import Callable
@@ -19,7 +20,9 @@ _barrier_p.multiple_results = True
 
 
 def barrier_on(platforms: tuple[str, ...], tree: PyTree) -> PyTree:
-    """`lax.optimization_barrier` in programs for these platforms (`"cuda"`, `"tpu"`), nothing in others."""
+    """`lax.optimization_barrier` in programs for these platforms (`"cuda"`, `"tpu"`),
+    nothing in others.
+    """
     leaves, structure = jax.tree.flatten(tree)
     return jax.tree.unflatten(structure, _barrier_p.bind(*leaves, platforms=platforms))
 
@@ -31,20 +34,25 @@ def _lowered_for(platform: str) -> Callable[..., Any]:
     return mlir.lower_fun(barrier, multiple_results=True)
 
 
-def _differentiated(primals: Any, tangents: Any, *, platforms: tuple[str, ...]) -> tuple[Any, Any]:
+def _differentiated(
+    primals: Any, tangents: Any, *, platforms: tuple[str, ...]
+) -> tuple[Any, Any]:
     tangents = [ad.instantiate_zeros(tangent) for tangent in tangents]
     return barrier_on(platforms, [*primals]), barrier_on(platforms, tangents)
 
 
 def _transposed(cotangents: Any, *_: Any, platforms: tuple[str, ...]) -> Any:
-    return barrier_on(platforms, [ad.instantiate_zeros(cotangent) for cotangent in cotangents])
+    return barrier_on(
+        platforms, [ad.instantiate_zeros(cotangent) for cotangent in cotangents]
+    )
 
 
 def _batched(arrays: Any, dims: Any, *, platforms: tuple[str, ...]) -> tuple[Any, Any]:
     return barrier_on(platforms, [*arrays]), dims
 
 
-_barrier_p.def_impl(lambda *arrays, platforms: [*arrays])  # one operation by itself has nothing to hold
+# One operation by itself has nothing to hold
+_barrier_p.def_impl(lambda *arrays, platforms: [*arrays])
 _barrier_p.def_abstract_eval(lambda *types, platforms: types)
 ad.primitive_jvps[_barrier_p] = _differentiated
 ad.primitive_transposes[_barrier_p] = _transposed

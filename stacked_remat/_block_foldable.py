@@ -68,23 +68,33 @@ class PolicyOptions(TypedDict, total=False):
 class _InitStacked(Protocol):
     @overload
     def __call__(
-        self, Layers: Axis | int, Block: BuiltByInit[P, B], **options: Unpack[PolicyOptions]
+        self,
+        Layers: Axis | int,
+        Block: BuiltByInit[P, B],
+        **options: Unpack[PolicyOptions],
     ) -> "Callable[P, Stacked[B]]": ...
 
     @overload
     def __call__(
-        self, Layers: Axis | int, Block: Callable[P, B], **options: Unpack[PolicyOptions]
+        self,
+        Layers: Axis | int,
+        Block: Callable[P, B],
+        **options: Unpack[PolicyOptions],
     ) -> "Callable[P, Stacked[B]]": ...
 
 
 class _InitBlockSeq(Protocol):
     def __call__(
-        self, Layers: Axis | int, Block: Callable[..., B], **options: Unpack[PolicyOptions]
+        self,
+        Layers: Axis | int,
+        Block: Callable[..., B],
+        **options: Unpack[PolicyOptions],
     ) -> "Callable[..., BlockSeq[B]]": ...
 
 
 class InitOf:
-    """For type checkers: `init` of a class of layers, and of a subclass, `class Tower(Stacked[Block])`.
+    """For type checkers: `init` of a class of layers, and of a subclass, `class
+    Tower(Stacked[Block])`.
 
     A stack of `Never` is a class that does not say what its layers are.
     """
@@ -93,28 +103,36 @@ class InitOf:
     def __get__(self, layers: object, cls: "type[Stacked[Never]]") -> _InitStacked: ...
 
     @overload
-    def __get__(self, layers: object, cls: "type[BlockSeq[Never]]") -> _InitBlockSeq: ...
+    def __get__(
+        self, layers: object, cls: "type[BlockSeq[Never]]"
+    ) -> _InitBlockSeq: ...
 
     @overload
-    def __get__(self, layers: object, cls: type[S]) -> Callable[..., Callable[..., S]]: ...
+    def __get__(
+        self, layers: object, cls: type[S]
+    ) -> Callable[..., Callable[..., S]]: ...
 
     def __get__(self, layers: object, cls: Any) -> Any: ...
 
 
 class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
-    """Layers that can be folded, scanned and mapped over: a `Stacked`, a `StackedPattern` or a `BlockSeq`.
+    """Layers that can be folded, scanned and mapped over: a `Stacked`, a
+    `StackedPattern` or a `BlockSeq`.
 
-    As in a list, `len(blocks)` is the number of layers, `blocks[i]` one of them, `blocks[2:5]` a stack of
-    some, and `for block in blocks` goes through all.
+    As in a list, `len(blocks)` is the number of layers, `blocks[i]` one of them,
+    `blocks[2:5]` a stack of some, and `for block in blocks` goes through all.
 
     Attributes:
         Layers: the axis of the layers; a constructor takes their number too.
-        remat: the checkpoint policy of `fold` and `scan`, unless the call gives another.
+        remat: the checkpoint policy of `fold` and `scan`, unless the call gives
+            another.
     """
 
     slices_its_own_layers: ClassVar[bool] = True
 
-    if TYPE_CHECKING:  # `eqx.AbstractVar` is a field, which comes first, for a type checker
+    if (
+        TYPE_CHECKING
+    ):  # `eqx.AbstractVar` is a field, which comes first, for a type checker
 
         @property
         def Layers(self) -> Axis: ...
@@ -134,36 +152,46 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
             remat: ScanCheckpointSpec | None = None,
             gradient_checkpointing: ScanCheckpointSpec | None = None,
         ) -> Callable[..., Any]:
-            """Build the layers: of a `Stacked` all at once, of a `BlockSeq` one after the other.
+            """Build the layers: of a `Stacked` all at once, of a `BlockSeq` one after
+            the other.
 
             Args:
-                Layers: the axis to stack along; a number is an axis of this size named `layers`.
-                Block: a module class, with a static `init` (Haliax style) or a constructor (Equinox style),
-                    or any function that returns a module.
-                remat: the checkpoint policy; `True` by default. See `ScanCheckpointPolicy`.
+                Layers: the axis to stack along; a number is an axis of this size named
+                    `layers`.
+                Block: a module class, with a static `init` (Haliax style) or a
+                    constructor (Equinox style), or any function that returns a module.
+                remat: the checkpoint policy; `True` by default. See
+                    `ScanCheckpointPolicy`.
                 gradient_checkpointing: another name for `remat`.
 
             Returns:
-                A function of the block's arguments, which returns layers of this class. Named arrays with
-                the axis and plain arrays of at least one dimension are split over the layers, keys among
-                them; the rest is shared. `shared` and `per_layer` choose for one argument.
+                A function of the block's arguments, which returns layers of this class.
+                Named arrays with the axis and plain arrays of at least one dimension
+                are split over the layers, keys among them; the rest is shared. `shared`
+                and `per_layer` choose for one argument.
 
             Raises:
-                ValueError: for an argument of another length than the axis, and for a key, or a list with a
-                    Python value for each layer, that is neither split nor marked.
-                TypeError: for what is no axis or number, and if `Block` is an instance, or doesn't build an
-                    `eqx.Module`.
+                ValueError: for an argument of another length than the axis, and for a
+                    key, or a list with a Python value for each layer, that is neither
+                    split nor marked.
+                TypeError: for what is no axis or number, and if `Block` is an instance,
+                    or doesn't build an `eqx.Module`.
             """
             what = f"{cls.__name__}.init"
             if remat is not None and gradient_checkpointing is not None:
-                raise ValueError("remat and gradient_checkpointing name one argument. Pass one of them.")
+                raise ValueError(
+                    "remat and gradient_checkpointing name one argument. Pass one of"
+                    " them."
+                )
             given = gradient_checkpointing if remat is None else remat
             policy = resolve_policy(True if given is None else given)
             axis, build = layers_axis(Layers, what), block_builder(Block, what)
             caller = Caller(what, argument_namer(build, skip=0))
 
             def build_layers(*args: PyTree, **kwargs: PyTree) -> PyTree:
-                return cls(cls._build_all(build, axis, caller, args, kwargs), axis, policy)
+                return cls(
+                    cls._build_all(build, axis, caller, args, kwargs), axis, policy
+                )
 
             return build_layers
 
@@ -173,10 +201,14 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
         return self.Layers
 
     @overload
-    def fold(self, init: T, state: State, /, *args: PyTree, **kwargs: PyTree) -> tuple[T, State]: ...
+    def fold(
+        self, init: T, state: State, /, *args: PyTree, **kwargs: PyTree
+    ) -> tuple[T, State]: ...
 
     @overload
-    def fold(self, init: T, /, *args: PyTree, state: State, **kwargs: PyTree) -> tuple[T, State]: ...
+    def fold(
+        self, init: T, /, *args: PyTree, state: State, **kwargs: PyTree
+    ) -> tuple[T, State]: ...
 
     @overload
     def fold(
@@ -200,27 +232,31 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
         reverse: bool | None = None,
         **kwargs: PyTree,
     ) -> PyTree:
-        """Apply the layers one after the other: `for block in layers: carry = block(carry, *args, **kwargs)`.
+        """Apply the layers one after the other: `for block in layers: carry =
+        block(carry, *args, **kwargs)`.
 
         Args:
             init: the carry that goes into the first layer, a tree of arrays.
-            *args: passed on to the blocks. Named arrays with the layers' axis and plain arrays of at least
-                one dimension are split over the layers; the rest is shared. `shared(x)` gives every layer the
-                whole array, and `per_layer(x)` splits it or is an error. Of an `eqx.nn.State` each layer gets
-                what it keeps there itself; it returns `(carry, state)`.
+            *args: passed on to the blocks. Named arrays with the layers' axis and plain
+                arrays of at least one dimension are split over the layers; the rest is
+                shared. `shared(x)` gives every layer the whole array, and
+                `per_layer(x)` splits it or is an error. Of an `eqx.nn.State` each layer
+                gets what it keeps there itself; it returns `(carry, state)`.
             remat: a policy for this call instead of the stack's own.
-            unroll: how many layers one iteration runs; `True` for all, which alone counts where layers are
-                cut, of several kinds or on the host.
+            unroll: how many layers one iteration runs; `True` for all, which alone
+                counts where layers are cut, of several kinds or on the host.
             reverse: go from the last layer to the first.
             **kwargs: as `*args`.
 
         Returns:
-            The carry after the last layer that is applied, with the shapes of `init`. With a `State` among
-            the arguments `(carry, state)`: the whole, with what the layers return in it.
+            The carry after the last layer that is applied, with the shapes of `init`.
+            With a `State` among the arguments `(carry, state)`: the whole, with what
+            the layers return in it.
 
         Raises:
-            ValueError, TypeError: as `stacked_remat.scan` does; also for an option that is also a parameter
-                of the block; for several states, and a layer that reads or returns another's.
+            ValueError, TypeError: as `stacked_remat.scan` does; also for an option that
+                is also a parameter of the block; for several states, and a layer that
+                reads or returns another's.
         """
         run = _applied(self, "fold", None, remat=remat, unroll=unroll, reverse=reverse)
         return run(init, *args, **kwargs)
@@ -237,7 +273,8 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
     ) -> tuple[T, PyTree]:
         """As `fold`, for blocks that return `(carry, output)`; also stacks the outputs.
 
-        A state among a layer's outputs is not stacked: the whole one, as of `fold`, is in its place.
+        A state among a layer's outputs is not stacked: the whole one, as of `fold`, is
+        in its place.
         """
         run = _applied(self, "scan", None, remat=remat, unroll=unroll, reverse=reverse)
         return run(init, *args, **kwargs)
@@ -250,11 +287,12 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
         unroll: int | bool | None = None,
         reverse: bool | None = None,
     ) -> Callable[..., Y]:
-        """Fold with `fn(block, carry, *args, **kwargs)` in place of the blocks' own call.
+        """Fold with `fn(block, carry, *args, **kwargs)` in place of the blocks' own
+        call.
 
         Returns:
-            A function of the initial carry and the further arguments. What `fn` closes over is shared
-            by all layers.
+            A function of the initial carry and the further arguments. What `fn` closes
+            over is shared by all layers.
         """
         return _applied(self, "fold", fn, remat=remat, unroll=unroll, reverse=reverse)
 
@@ -266,26 +304,32 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
         unroll: int | bool | None = None,
         reverse: bool | None = None,
     ) -> Callable[..., tuple[T, Y]]:
-        """Scan with `fn(block, carry, *args, **kwargs) -> (carry, output)` in place of the blocks' call."""
+        """Scan with `fn(block, carry, *args, **kwargs) -> (carry, output)` in place of
+        the blocks' call.
+        """
         return _applied(self, "scan", fn, remat=remat, unroll=unroll, reverse=reverse)
 
     def vmap(self, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
-        """Apply all layers to the same arguments with `vmap`; the outputs get the layers' axis in front.
+        """Apply all layers to the same arguments with `vmap`; the outputs get the
+        layers' axis in front.
 
-        Arguments are split and shared as in `fold`. Costs the internals of all layers at once.
+        Arguments are split and shared as in `fold`. Costs the internals of all layers
+        at once.
         """
         return _applied(self, "map", None)(None, *args, **kwargs)
 
     def vmap_via(self, fn: Callable[Concatenate[M, ...], Y]) -> Callable[..., Y]:
-        """As `vmap`, with `fn(block, *args, **kwargs)` in place of the blocks' own call."""
+        """As `vmap`, with `fn(block, *args, **kwargs)` in place of the blocks' own
+        call.
+        """
         return functools.partial(_applied(self, "map", fn), None)
 
     def __call__(self, *args: PyTree, **kwargs: PyTree) -> Never:
         """Refused, since it doesn't say how the layers are applied."""
         raise TypeError(
-            f"A {type(self).__name__} is not called. Write blocks.fold(x) to apply its layers one after the "
-            "other, blocks.scan(x) if each returns (carry, output), blocks.vmap(shared(x)) to give all the "
-            "same."
+            f"A {type(self).__name__} is not called. Write blocks.fold(x) to apply its"
+            " layers one after the other, blocks.scan(x) if each returns (carry,"
+            " output), blocks.vmap(shared(x)) to give all the same."
         )
 
     def with_remat(self, remat: ScanCheckpointSpec) -> Self:
@@ -298,13 +342,17 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
 
     @abc.abstractmethod
     def get_layer(self, index: Any) -> M:
-        """One layer; negative indices count from the end, and one outside of the layers is an `IndexError`.
+        """One layer; negative indices count from the end, and one outside of the layers
+        is an `IndexError`.
 
-        In a `Stacked` it may be traced; the nearest layer is taken for one outside, as always in JAX.
+        In a `Stacked` it may be traced; the nearest layer is taken for one outside, as
+        always in JAX.
         """
 
     def to_state_dict(self, prefix: str | None = None) -> StateDict:
-        """The layers' arrays in the form of a torch `Sequential`, under `prefix.0.key`, `prefix.1.key`, …"""
+        """The layers' arrays in the form of a torch `Sequential`, under `prefix.0.key`,
+        `prefix.1.key`, …
+        """
         return layers_to_state_dict(self.unstacked(), prefix)
 
     def __len__(self) -> int:
@@ -320,7 +368,9 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
     def __getitem__(self, index: slice) -> Self: ...
 
     def __getitem__(self, index: Any) -> PyTree:
-        return self._layers(index) if isinstance(index, slice) else self.get_layer(index)
+        return (
+            self._layers(index) if isinstance(index, slice) else self.get_layer(index)
+        )
 
     @abc.abstractmethod
     def _layers(self, rows: slice) -> Self:
@@ -328,7 +378,9 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
 
     @abc.abstractmethod
     def _own_part(self, state: State, what: str) -> PyTree:
-        """What of a state is the layers' own, marked to be divided among them; `what` is for errors."""
+        """What of a state is the layers' own, marked to be divided among them; `what`
+        is for errors.
+        """
 
     @property
     @abc.abstractmethod
@@ -341,8 +393,12 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
         return None
 
     @abc.abstractmethod
-    def _run(self, loop: Loop, init: PyTree, args: PyTree, kwargs: PyTree) -> tuple[PyTree, PyTree]:
-        """Run a loop over the layers with further arguments; the last carry, and the outputs."""
+    def _run(
+        self, loop: Loop, init: PyTree, args: PyTree, kwargs: PyTree
+    ) -> tuple[PyTree, PyTree]:
+        """Run a loop over the layers with further arguments; the last carry, and the
+        outputs.
+        """
 
 
 # Functions, because Equinox makes a module of a method for each call.
@@ -358,13 +414,20 @@ def loop_over(
     **options: Any,
 ) -> Loop:
     """The loop of a method over layers, which calls `fn`, or the blocks themselves."""
-    given = {name for name, value in {"remat": remat, **options}.items() if value is not None}
-    for kind in {type(block) for block in layers._kinds} if given and fn is None else ():
+    given = {
+        name for name, value in {"remat": remat, **options}.items() if value is not None
+    }
+    for kind in (
+        {type(block) for block in layers._kinds} if given and fn is None else ()
+    ):
         for name in sorted(given & {*signature_of(kind.__call__).parameters}):
-            via = f"{method.removesuffix('_vjp')}_via(lambda block, x: block(x, {name}=...), {name}=...)(x)"
+            via = (
+                f"{method.removesuffix('_vjp')}_via(lambda block, x: block(x,"
+                f" {name}=...), {name}=...)(x)"
+            )
             raise TypeError(
-                f"{name}= may be for {method} or for {kind.__name__}.__call__, which has a parameter "
-                f"`{name}` too. Rename that one, or write {via}."
+                f"{name}= may be for {method} or for {kind.__name__}.__call__, which"
+                f" has a parameter `{name}` too. Rename that one, or write {via}."
             )
     owner = fn or next((type(block).__call__ for block in layers._kinds), operator.call)
     names = argument_namer(owner, skip=1 if verb == "map" else 2, first=("stacked",))
@@ -375,14 +438,19 @@ def loop_over(
 
 
 def _applied(
-    layers: BlockFoldable[Any], verb: Verb, fn: Callable[..., Any] | None, **options: Any
+    layers: BlockFoldable[Any],
+    verb: Verb,
+    fn: Callable[..., Any] | None,
+    **options: Any,
 ) -> Callable[..., Any]:
     loop = loop_over(layers, "vmap" if verb == "map" else verb, verb, fn, **options)
     call, what = loop.call, loop.call.caller.what
 
     def run(init: PyTree, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
         check_unmarked(init)
-        whole, (args, kwargs) = divide_state(init, (args, kwargs), layers, layers._own_part, what)
+        whole, (args, kwargs) = divide_state(
+            init, (args, kwargs), layers, layers._own_part, what
+        )
         warn_of_ambiguous(init, ((None, *args), kwargs), layers.Layers, call.caller)
         with only_own_state(whole, what):
             carry, outputs = layers._run(loop, init, args, kwargs)
@@ -402,11 +470,13 @@ def block_builder(Block: Any, what: str) -> Callable[..., Any]:
     )
     if is_block or not callable(Block):
         raise TypeError(
-            f"{what} takes the class of the blocks, or a function that builds one, and calls it for every "
-            f"layer; got {describe(Block)}. Write {what}(Layers, Block)(...), or of layers that are built "
-            "Stacked.of(layers)."
+            f"{what} takes the class of the blocks, or a function that builds one, and"
+            f" calls it for every layer; got {describe(Block)}. Write {what}(Layers,"
+            " Block)(...), or of layers that are built Stacked.of(layers)."
         )
-    init = inspect.getattr_static(Block, "init", None) if inspect.isclass(Block) else None
+    init = (
+        inspect.getattr_static(Block, "init", None) if inspect.isclass(Block) else None
+    )
     # An ordinary method of this name, which needs a block, is for something else.
     return Block if init is None or inspect.isfunction(init) else getattr(Block, "init")  # noqa: B009
 
@@ -415,20 +485,27 @@ def axis_of_modules(layers: Any, Layers: Any, what: str) -> Axis:
     """The axis of a list of modules, which may be given by its name."""
     if not isinstance(layers, Sequence):
         raise TypeError(
-            f"{what} takes a list of modules, one for each layer; got {describe(layers)}. Make a list of it."
+            f"{what} takes a list of modules, one for each layer; got"
+            f" {describe(layers)}. Make a list of it."
         )
     for i, layer in enumerate(layers):
         check_module(layer, f"layers[{i}] of {what}")
     axis = axis_or_name(Layers, what)
     axis = Axis(axis, len(layers)) if isinstance(axis, str) else axis
     if axis.size != len(layers):
-        raise ValueError(f"`{axis.name}` has {axis.size} layers, but {what} was given {len(layers)}.")
+        raise ValueError(
+            f"`{axis.name}` has {axis.size} layers, but {what} was given {len(layers)}."
+        )
     return axis
 
 
 def check_module(value: Any, where: str) -> None:
     if not isinstance(value, eqx.Module):
-        got = f"the class {value.__name__}" if isinstance(value, type) else describe(value)
+        got = (
+            f"the class {value.__name__}"
+            if isinstance(value, type)
+            else describe(value)
+        )
         raise TypeError(f"{where} is {got}. Let it be an eqx.Module.")
 
 
@@ -440,10 +517,13 @@ def check_layer_index(index: Any, Layers: Axis) -> int:
         raise
     except TypeError:
         raise TypeError(
-            f"The layers of `{Layers.name}` have one index, an integer or a slice; got {text(index)}. Write "
-            "blocks[1], blocks[1:3], or blocks[1].weight[2] for a part of a layer."
+            f"The layers of `{Layers.name}` have one index, an integer or a slice; got"
+            f" {text(index)}. Write blocks[1], blocks[1:3], or blocks[1].weight[2] for"
+            " a part of a layer."
         ) from None
     if not -Layers.size <= position < Layers.size:
         held = f"layers 0 to {Layers.size - 1}" if Layers.size else "no layers"
-        raise IndexError(f"Layer {position} does not exist: `{Layers.name}` has {held}.")
+        raise IndexError(
+            f"Layer {position} does not exist: `{Layers.name}` has {held}."
+        )
     return position % Layers.size

@@ -1,4 +1,6 @@
-"""`BlockSeq`: layers that need not be alike, with the methods and the policies of `Stacked`."""
+"""`BlockSeq`: layers that need not be alike, with the methods and the policies of
+`Stacked`.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn, Self
@@ -15,7 +17,12 @@ from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
 from ._scan.arguments import Caller
 from ._scan.checks import layers_axis
 from ._scan.layer_axis import layer_getter
-from ._scan.layer_state import for_layer, of_one_layer, part_of, stack_outputs_and_states
+from ._scan.layer_state import (
+    for_layer,
+    of_one_layer,
+    part_of,
+    stack_outputs_and_states,
+)
 from ._scan.layers import Loop, scan_unrolled
 from ._scan.marks import changed, is_array
 from ._state_dict import layers_from_state_dict
@@ -25,10 +32,11 @@ from ._static import PyTree
 class BlockSeq(BlockFoldable[M]):
     """A sequence of layers, applied one after the other by a Python loop.
 
-    The layers may differ in shapes, structure and control flow, and what goes from one to the next may change
-    its shape and structure. It supports policies and splits arguments exactly as `Stacked` does. Compile time
-    and program size grow with the number of layers: prefer `Stacked` where layers are alike, and
-    `StackedPattern` where they are of a few kinds.
+    The layers may differ in shapes, structure and control flow, and what goes from one
+    to the next may change its shape and structure. It supports policies and splits
+    arguments exactly as `Stacked` does. Compile time and program size grow with the
+    number of layers: prefer `Stacked` where layers are alike, and `StackedPattern`
+    where they are of a few kinds.
 
     Attributes:
         blocks: the layers.
@@ -60,12 +68,14 @@ class BlockSeq(BlockFoldable[M]):
         ```python
         blocks = BlockSeq.of([stem, jax.nn.relu, *blocks, head])
         y = blocks.fold(x, remat="nested")
-        y, state = BlockSeq.of(model).fold(x, state, key=jax.random.split(key, len(model)))
+        keys = jax.random.split(key, len(model))
+        y, state = BlockSeq.of(model).fold(x, state, key=keys)
         ```
 
         Args:
-            layers: in order. Each of a `Sequential` becomes one of its own, which takes a state and a key
-                whether the layer does or not; a function becomes an `eqx.nn.Lambda`.
+            layers: in order. Each of a `Sequential` becomes one of its own, which takes
+                a state and a key whether the layer does or not; a function becomes an
+                `eqx.nn.Lambda`.
             Layers: their axis, its name, or their number.
             remat: the checkpoint policy. See `ScanCheckpointPolicy`.
 
@@ -79,16 +89,28 @@ class BlockSeq(BlockFoldable[M]):
             blocks = [eqx.nn.Sequential([layer]) for layer in layers]
         elif isinstance(layers, Sequence):
             as_it_is = eqx.Module | type
-            blocks = [Lambda(x) if callable(x) and not isinstance(x, as_it_is) else x for x in layers]
+            blocks = [
+                Lambda(x) if callable(x) and not isinstance(x, as_it_is) else x
+                for x in layers
+            ]
         make: Any = cls
-        return make(blocks, axis_of_modules(blocks, Layers, f"{cls.__name__}.of"), remat)
+        return make(
+            blocks, axis_of_modules(blocks, Layers, f"{cls.__name__}.of"), remat
+        )
 
     @classmethod
     def _build_all(
-        cls, build: Callable[..., Any], Layers: Axis, caller: Caller, args: PyTree, kwargs: PyTree
+        cls,
+        build: Callable[..., Any],
+        Layers: Axis,
+        caller: Caller,
+        args: PyTree,
+        kwargs: PyTree,
     ) -> list[PyTree]:
         calls = map(layer_getter((args, kwargs), Layers, caller), range(Layers.size))
-        return [build(*layer_args, **layer_kwargs) for layer_args, layer_kwargs in calls]
+        return [
+            build(*layer_args, **layer_kwargs) for layer_args, layer_kwargs in calls
+        ]
 
     def _own_part(self, state: State, what: str) -> State:
         return part_of(state, self.blocks, what, whole=of_one_layer(self.blocks))
@@ -97,7 +119,9 @@ class BlockSeq(BlockFoldable[M]):
     def _kinds(self) -> Sequence[M]:
         return self.blocks
 
-    def _run(self, loop: Loop, init: PyTree, args: PyTree, kwargs: PyTree) -> tuple[PyTree, PyTree]:
+    def _run(
+        self, loop: Loop, init: PyTree, args: PyTree, kwargs: PyTree
+    ) -> tuple[PyTree, PyTree]:
         caller = loop.call.caller
 
         def arguments_of(inputs: PyTree) -> tuple[list[PyTree], dict[str, PyTree]]:
@@ -110,15 +134,17 @@ class BlockSeq(BlockFoldable[M]):
         arrays, rest = eqx.partition(((None, *args), kwargs), is_array)
         arguments = eqx.combine(jax.tree.map(jnp.asarray, arrays), rest)
         layer = layer_getter(arguments, self.Layers, caller)
-        inputs = [(block, for_layer(layer(i), block)) for i, block in enumerate(self.blocks)]
+        inputs = [
+            (block, for_layer(layer(i), block)) for i, block in enumerate(self.blocks)
+        ]
         carry, ys = scan_unrolled(loop, init, inputs, arguments_of, self.Layers)
         return carry, stack_outputs_and_states(ys, self.Layers, caller.what)
 
     def fold_vjp(self, *args: PyTree, **kwargs: PyTree) -> NoReturn:
         """Not supported: a `TypeError` that says what to use instead."""
         raise TypeError(
-            "A BlockSeq has no fold_vjp and no scan_vjp: its layers may differ, so no loop visits them. Use "
-            "jax.vjp of its fold or scan, or a Stacked."
+            "A BlockSeq has no fold_vjp and no scan_vjp: its layers may differ, so no"
+            " loop visits them. Use jax.vjp of its fold or scan, or a Stacked."
         )
 
     scan_vjp = fold_vjp
@@ -134,6 +160,8 @@ class BlockSeq(BlockFoldable[M]):
         return changed(self, blocks=blocks, Layers=self.Layers.resize(len(blocks)))
 
     def from_state_dict(self, state_dict: StateDict, prefix: str | None = None) -> Self:
-        """This sequence with its arrays read from `prefix.0.key`, …, with errors as in `Stacked`."""
+        """This sequence with its arrays read from `prefix.0.key`, …, with errors as in
+        `Stacked`.
+        """
         layers = layers_from_state_dict(self.blocks, state_dict, prefix)
         return eqx.tree_at(lambda sequence: list(sequence.blocks), self, layers)

@@ -1,4 +1,6 @@
-"""`checkpoint`: a region whose intermediate values are computed again, and names for those that are not."""
+"""`checkpoint`: a region whose intermediate values are computed again, and names for
+those that are not.
+"""
 
 import contextlib
 import functools
@@ -31,40 +33,47 @@ def checkpoint(
     save: bool | Iterable[str] | JaxPolicy = False,
     offload: Iterable[str] = (),
 ) -> Callable[P, R]:
-    """A function whose intermediate values are computed again in the backward pass, not kept for it.
+    """A function whose intermediate values are computed again in the backward pass, not
+    kept for it.
 
     ```python
     y = checkpoint(block)(x, mask)
-    y = checkpoint(block, save=["scores"])(x, mask)  # but for what checkpoint_name names "scores"
-    y = checkpoint(block, save=jax.checkpoint_policies.dots_saveable)(x, mask)  # but for matrix products
+    y = checkpoint(block, save=["scores"])(x, mask)  # keeps checkpoint_name "scores"
+    policy = jax.checkpoint_policies.dots_saveable
+    y = checkpoint(block, save=policy)(x, mask)  # keeps matrix products
     ```
 
-    Values and derivatives are those of `fun`, of any order and in both modes; without derivatives it costs
-    nothing more. It is `jax.checkpoint` for functions of anything: arguments and results are trees of plain
-    and named arrays, modules, functions, strings and other Python values. Within transformations the arrays
-    are traced, NumPy's too; the rest, Python numbers too, reaches `fun` as it is. No array is kept alive
-    after the call.
+    Values and derivatives are those of `fun`, of any order and in both modes; without
+    derivatives it costs nothing more. It is `jax.checkpoint` for functions of anything:
+    arguments and results are trees of plain and named arrays, modules, functions,
+    strings and other Python values. Within transformations the arrays are traced,
+    NumPy's too; the rest, Python numbers too, reaches `fun` as it is. No array is kept
+    alive after the call.
 
     Args:
-        fun: a function or a module. Arrays that it closes over, traced or not, get their gradients too.
-        save: the intermediate values that are kept. As `save_block_internals` of a `ScanCheckpointPolicy`:
-            names that `checkpoint_name` gives inside `fun`, one of `jax.checkpoint_policies`, or `True` for
-            all that the backward pass reads.
-        offload: names of those that are moved to host memory until then, as `offload_block_internals`.
+        fun: a function or a module. Arrays that it closes over, traced or not, get
+            their gradients too.
+        save: the intermediate values that are kept. As `save_block_internals` of a
+            `ScanCheckpointPolicy`: names that `checkpoint_name` gives inside `fun`, one
+            of `jax.checkpoint_policies`, or `True` for all that the backward pass
+            reads.
+        offload: names of those that are moved to host memory until then, as
+            `offload_block_internals`.
 
     Raises:
-        TypeError: for arguments of a wrong type; where values are offloaded and `fun` has ordered effects.
-        ValueError: for settings that contradict each other, and for a policy of JAX that `JAX_REMAT3=1`
-            does not support.
+        TypeError: for arguments of a wrong type; where values are offloaded and `fun`
+            has ordered effects.
+        ValueError: for settings that contradict each other, and for a policy of JAX
+            that `JAX_REMAT3=1` does not support.
 
-    Memory: the arguments and what is saved, from the forward to the backward pass; the intermediate values
-    while the region itself is reversed. Cost: `fun` once more for each gradient, so 4/3 of forward and
-    backward, less what is saved.
+    Memory: the arguments and what is saved, from the forward to the backward pass; the
+    intermediate values while the region itself is reversed. Cost: `fun` once more for
+    each gradient, so 4/3 of forward and backward, less what is saved.
     """
     if not callable(fun):
         raise TypeError(
-            f"checkpoint takes a function; got {type(fun).__name__}. Its arguments come after it: "
-            "checkpoint(fun)(x)."
+            f"checkpoint takes a function; got {type(fun).__name__}. Its arguments come"
+            " after it: checkpoint(fun)(x)."
         )
     kept = Kept.of(save, offload)
 
@@ -73,7 +82,9 @@ def checkpoint(
         if nothing_is_traced() or kept == EVERYTHING:
             return fun(*args, **kwargs)
         with saving_internals(kept.names):
-            return recomputed(fun, kept.policy(), offloads=bool(kept.offloaded))(*args, **kwargs)
+            return recomputed(fun, kept.policy(), offloads=bool(kept.offloaded))(
+                *args, **kwargs
+            )
 
     return checkpointed
 
@@ -82,8 +93,12 @@ def checkpoint(
 _saved_internals = jax.make_user_context(default_value=True)
 
 
-def saving_internals(names: Iterable[str] | Literal[True]) -> contextlib.AbstractContextManager[None]:
-    """A context in which a region is traced that keeps these internals, but for what those around it drop."""
+def saving_internals(
+    names: Iterable[str] | Literal[True],
+) -> contextlib.AbstractContextManager[None]:
+    """A context in which a region is traced that keeps these internals, but for what
+    those around it drop.
+    """
     around = _saved_internals.value
     if names is True:
         return _saved_internals(around)
@@ -92,12 +107,14 @@ def saving_internals(names: Iterable[str] | Literal[True]) -> contextlib.Abstrac
 
 
 def internals_are_saved(name: str | None = None) -> bool:
-    """Whether the scans around a layer keep its internals for the backward pass; called while it is traced.
+    """Whether the scans around a layer keep its internals for the backward pass; called
+    while it is traced.
 
-    A block may then choose what it computes: where layers are recomputed, a result that would save the
-    backward pass work is not kept. `False` within `checkpoint` too, unless it has `save=True`; a
-    `jax.checkpoint` around a scan is not seen. With a `name` it asks for the internals of this checkpoint
-    name, which may be kept where the rest is not; a policy of JAX (`dots_saveable`, ...) keeps none by name.
+    A block may then choose what it computes: where layers are recomputed, a result that
+    would save the backward pass work is not kept. `False` within `checkpoint` too,
+    unless it has `save=True`; a `jax.checkpoint` around a scan is not seen. With a
+    `name` it asks for the internals of this checkpoint name, which may be kept where
+    the rest is not; a policy of JAX (`dots_saveable`, ...) keeps none by name.
     """
     saved = _saved_internals.value
     return saved is True or (name is not None and name in saved)
@@ -106,7 +123,9 @@ def internals_are_saved(name: str | None = None) -> bool:
 def recomputed(
     fun: Callable[..., Any], policy: JaxPolicy | None, *, offloads: bool = False
 ) -> Callable[..., Any]:
-    """`jax.checkpoint` of a function of trees with leaves of all kinds; keeps none alive after a call."""
+    """`jax.checkpoint` of a function of trees with leaves of all kinds; keeps none
+    alive after a call.
+    """
 
     def checkpointed(*args: PyTree, **kwargs: PyTree) -> PyTree:
         arrays, static = eqx.partition((fun, args, kwargs), eqx.is_array)
@@ -124,7 +143,9 @@ def recomputed(
     return checkpointed
 
 
-def _without_ordered_effects(fun: Callable[[PyTree], PyTree], arrays: PyTree) -> Callable[[PyTree], PyTree]:
+def _without_ordered_effects(
+    fun: Callable[[PyTree], PyTree], arrays: PyTree
+) -> Callable[[PyTree], PyTree]:
     """`fun` for arguments like `arrays`, which is traced here."""
     closed, found = jax.make_jaxpr(fun, return_shape=True)(arrays)
     check_effects(closed.jaxpr, (), offloads=True)
@@ -138,17 +159,21 @@ def _without_ordered_effects(fun: Callable[[PyTree], PyTree], arrays: PyTree) ->
 
 
 def checkpoint_name(tree: T, name: str) -> T:
-    """Name the arrays of a tree, so that `save_block_internals=[name]` and the like can pick them.
+    """Name the arrays of a tree, so that `save_block_internals=[name]` and the like can
+    pick them.
 
-    The identity in value and gradient; leaves that are not arrays pass through. What is kept is the value
-    that comes out of here, so use it, not the argument. Several values may share a name.
+    The identity in value and gradient; leaves that are not arrays pass through. What is
+    kept is the value that comes out of here, so use it, not the argument. Several
+    values may share a name.
     """
     if not isinstance(name, str):
         raise TypeError(
-            f"A checkpoint name is a string; got {shown(name)}. The tree comes first: checkpoint_name(tree, "
-            "name)."
+            f"A checkpoint name is a string; got {shown(name)}. The tree comes first:"
+            " checkpoint_name(tree, name)."
         )
-    return jax.tree.map(lambda leaf: _named(leaf, name) if is_array(leaf) else leaf, tree)
+    return jax.tree.map(
+        lambda leaf: _named(leaf, name) if is_array(leaf) else leaf, tree
+    )
 
 
 def _named(leaf: Array, name: str) -> Array:

@@ -1,7 +1,8 @@
-"""The one place that works around JAX and Haliax, or uses their private parts; each says why.
+"""The one place that works around JAX and Haliax, or uses their private parts; each
+says why.
 
-JAX 0.10.2 and 0.12, and Haliax 1.4.dev453, need it, unless another version is named. Most are functions for
-which JAX has no public name.
+JAX 0.10.2 and 0.12, and Haliax 1.4.dev453, need it, unless another version is named.
+Most are functions for which JAX has no public name.
 """
 
 import contextlib
@@ -42,19 +43,29 @@ HiPrim: Any = getattr(hijax, "HiPrim", None) or getattr(hijax, "VJPHiPrimitive")
 
 
 def cluster_size() -> int | None:
-    """The number of processes of the cluster that JAX finds in the environment; None if it finds none."""
+    """The number of processes of the cluster that JAX finds in the environment; None if
+    it finds none.
+    """
     known = jax._src.clusters.ClusterEnv._cluster_types
-    found = next((env for env in known if not env.opt_in_only_method and env.is_env_present()), None)
+    found = next(
+        (env for env in known if not env.opt_in_only_method and env.is_env_present()),
+        None,
+    )
     return None if found is None else found.get_process_count()
 
 
 def exchange(name: str, text: str, seconds: int) -> list[str] | None:
-    """Exchange texts between processes without a collective, in their order; None where that takes longer."""
+    """Exchange texts between processes without a collective, in their order; None where
+    that takes longer.
+    """
     client: Any = jax._src.distributed.global_state.client
     client.key_value_set(f"{name}/{jax.process_index()}", text)
     try:
         every = range(jax.process_count())
-        return [client.blocking_key_value_get(f"{name}/{index}", 1000 * seconds) for index in every]
+        return [
+            client.blocking_key_value_get(f"{name}/{index}", 1000 * seconds)
+            for index in every
+        ]
     except jax.errors.JaxRuntimeError as error:
         if "DEADLINE_EXCEEDED" in str(error):
             return None
@@ -63,7 +74,9 @@ def exchange(name: str, text: str, seconds: int) -> list[str] | None:
 
 @functools.cache
 def cudnn_is_installed() -> bool:
-    """Whether JAX can compile calls of cuDNN, for a GPU that is there or not; they fail late otherwise."""
+    """Whether JAX can compile calls of cuDNN, for a GPU that is there or not; they fail
+    late otherwise.
+    """
     versions: Any = getattr(jax._src.lib, "cuda_versions", None)
     with contextlib.suppress(RuntimeError):  # cuDNN not found
         return versions is not None and versions.cudnn_get_version() > 0
@@ -73,14 +86,26 @@ def cudnn_is_installed() -> bool:
 def cudnn_attention(
     query: jax.Array, key: jax.Array, value: jax.Array, scale: float, window: int | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Causal attention of `[batch, position, heads, head_dim]`, and float32 log-sum-exp, positions last."""
+    """Causal attention of `[batch, position, heads, head_dim]`, and float32
+    log-sum-exp, positions last.
+    """
     fused: Any = jax._src.cudnn.fused_attention_stablehlo
-    options = {"scale": scale, "mask_type": fused.MaskType.CAUSAL, "sliding_window_length": window}
-    return fused.dot_product_attention(query, key, value, **options, return_residual=True)
+    options = {
+        "scale": scale,
+        "mask_type": fused.MaskType.CAUSAL,
+        "sliding_window_length": window,
+    }
+    return fused.dot_product_attention(
+        query, key, value, **options, return_residual=True
+    )
 
 
 def cudnn_attention_gradients(
-    inputs: Sequence[jax.Array], results: Sequence[jax.Array], ct: jax.Array, scale: float, window: int | None
+    inputs: Sequence[jax.Array],
+    results: Sequence[jax.Array],
+    ct: jax.Array,
+    scale: float,
+    window: int | None,
 ) -> Sequence[jax.Array]:
     fused: Any = jax._src.cudnn.fused_attention_stablehlo
     newer = inspect.signature(fused.dot_product_attention).parameters
@@ -97,8 +122,12 @@ def cudnn_attention_gradients(
     )
 
 
-def splash_gradients(kernel: Any, residuals: tuple[Any, ...], cotangent: jax.Array) -> Sequence[jax.Array]:
-    """The gradients of query, key and value, the first of `residuals`; output and log-sum-exp are last."""
+def splash_gradients(
+    kernel: Any, residuals: tuple[Any, ...], cotangent: jax.Array
+) -> Sequence[jax.Array]:
+    """The gradients of query, key and value, the first of `residuals`; output and
+    log-sum-exp are last.
+    """
     tables = kernel.dq_mask_info, kernel.dkv_mask_info
     backward: Any = splash_attention_kernel._splash_attention_bwd
     return backward(**kernel.kwargs, res=(*residuals, *tables), do=cotangent)[3:6]
@@ -107,9 +136,10 @@ def splash_gradients(kernel: Any, residuals: tuple[Any, ...], cotangent: jax.Arr
 def compiled_with_text(lowered: Any, platform: str) -> tuple[Any, str]:
     """A lowered program, compiled, and the text of what it was compiled to.
 
-    Instead of the first, the error where memory is too small. libtpu (0.0.51) writes the text to a file then
-    too, and JAX (0.10.2) can't read that of several devices. From its cache JAX may take a program that was
-    compiled from other source lines, which its text then has.
+    Instead of the first, the error where memory is too small. libtpu (0.0.51) writes
+    the text to a file then too, and JAX (0.10.2) can't read that of several devices.
+    From its cache JAX may take a program that was compiled from other source lines,
+    which its text then has.
     """
     if platform != "tpu":
         with jax._src.config.compilation_cache_include_metadata_in_key(True):
@@ -124,13 +154,16 @@ def compiled_with_text(lowered: Any, platform: str) -> tuple[Any, str]:
                 raise
             compiled = error
         # The kernels within it are programs too, and smaller.
-        texts = [path.read_text() for path in Path(folder).glob("*.after_optimizations.txt")]
+        texts = [
+            path.read_text() for path in Path(folder).glob("*.after_optimizations.txt")
+        ]
     return compiled, max(texts, key=len, default="")
 
 
 @contextlib.contextmanager
 def no_axis_mapping() -> Iterator[None]:
-    """Within it Haliax gives no product a sharding, as inside a `jax.shard_map` over the whole mesh.
+    """Within it Haliax gives no product a sharding, as inside a `jax.shard_map` over
+    the whole mesh.
 
     An empty `haliax.axis_mapping` would replicate all.
     """
@@ -142,8 +175,11 @@ def no_axis_mapping() -> Iterator[None]:
 _transpose = ad.primitive_transposes[device_put_p]
 
 
-def _transpose_to_source(cotangents: Any, *operands: Any, srcs: Any, **params: Any) -> Any:
-    """Cotangents of arrays that were moved to the host come back to where the arrays were.
+def _transpose_to_source(
+    cotangents: Any, *operands: Any, srcs: Any, **params: Any
+) -> Any:
+    """Cotangents of arrays that were moved to the host come back to where the arrays
+    were.
 
     JAX refuses them otherwise, so that offloaded residuals have no second derivatives.
     """
@@ -161,24 +197,33 @@ ad.primitive_transposes[device_put_p] = _transpose_to_source
 
 
 def is_concrete(array: Any) -> bool:
-    """Whether the value of an array is known: it is not traced by `jit`, `vmap` or the like."""
+    """Whether the value of an array is known: it is not traced by `jit`, `vmap` or the
+    like.
+    """
     return jax._src.core.is_concrete(array)
 
 
 def is_eager() -> bool:
-    """Whether no program is traced around the caller: arrays are at most differentiated or mapped.
+    """Whether no program is traced around the caller: arrays are at most differentiated
+    or mapped.
 
-    So not within `jax.jit`, `jax.checkpoint`, a loop of JAX or `jax.shard_map`, or under `jax.disable_jit`.
+    So not within `jax.jit`, `jax.checkpoint`, a loop of JAX or `jax.shard_map`, or
+    under `jax.disable_jit`.
     """
     trace: Any = jax._src.core.trace_ctx.trace
     kinds = jax._src.interpreters.ad, jax._src.interpreters.batching
     while type(trace).__module__ in [kind.__name__ for kind in kinds]:
         trace = trace.parent_trace
-    return isinstance(trace, jax._src.core.EvalTrace) and not jax._src.config.disable_jit.value
+    return (
+        isinstance(trace, jax._src.core.EvalTrace)
+        and not jax._src.config.disable_jit.value
+    )
 
 
 def numbers_are_checked() -> bool:
-    """Whether JAX looks for NaN or infinity in results; for an executable its error is an internal one."""
+    """Whether JAX looks for NaN or infinity in results; for an executable its error is
+    an internal one.
+    """
     return jax._src.config.debug_nans.value or jax._src.config.debug_infs.value
 
 
@@ -209,54 +254,83 @@ VALUE_TYPES = (
 
 
 def trace_context() -> Any:
-    """What a trace, and where it runs, depend on beside its function and the types of its inputs."""
+    """What a trace, and where it runs, depend on beside its function and the types of
+    its inputs.
+    """
     mapping = haliax.partitioning.current_thread_local_mapping()
     of_jax = jax._src.config.trace_context(), jax._src.config.default_device.value
     return of_jax, None if mapping is None else tuple(map(str, mapping.items()))
 
 
 def ordered_effects(jaxpr: Any) -> list[str]:
-    """Names of the effects of a jaxpr that have an order; JAX lowers none beside host memory, nor says so."""
+    """Names of the effects of a jaxpr that have an order; JAX lowers none beside host
+    memory, nor says so.
+    """
     found = jax._src.effects.ordered_effects.filter_in(jaxpr.effects)
     return sorted({type(effect).__name__ for effect in found})
 
 
 def nothing_is_traced() -> bool:
-    """Whether no function is being traced, mapped or differentiated around the caller."""
+    """Whether no function is being traced, mapped or differentiated around the
+    caller.
+    """
     return jax._src.core.trace_state_clean()
 
 
 def named_axes(effects: Iterable[Any]) -> set[Any]:
-    return {found.name for found in effects if isinstance(found, jax._src.core.NamedAxisEffect)}
+    return {
+        found.name
+        for found in effects
+        if isinstance(found, jax._src.core.NamedAxisEffect)
+    }
 
 
 def batch_jaxpr(
     closed: Any, axis: Any, is_mapped: Sequence[bool], must_be: Sequence[bool]
 ) -> tuple[Any, list[bool]]:
-    """A jaxpr mapped over the axis of a batching rule, always the first, and which outputs are mapped."""
-    return jax._src.interpreters.batching.batch_jaxpr(closed, axis, tuple(is_mapped), tuple(must_be))
+    """A jaxpr mapped over the axis of a batching rule, always the first, and which
+    outputs are mapped.
+    """
+    return jax._src.interpreters.batching.batch_jaxpr(
+        closed, axis, tuple(is_mapped), tuple(must_be)
+    )
 
 
 def without_constants(closed: Any) -> tuple[Any, list[Any]]:
     """A traced jaxpr whose constants are its first inputs, and these."""
-    return jax._src.interpreters.partial_eval.convert_constvars_jaxpr(closed.jaxpr), list(closed.consts)
+    return jax._src.interpreters.partial_eval.convert_constvars_jaxpr(
+        closed.jaxpr
+    ), list(closed.consts)
 
 
 def made_on_host(type_: Any, make: Callable[[Any], Any]) -> Any:
-    """An array of a type in host memory, with equal entries, which `make` makes from their type."""
-    host, device = jax.memory.Space.Host, type_.update(memory_space=jax.memory.Space.Device)
+    """An array of a type in host memory, with equal entries, which `make` makes from
+    their type.
+    """
+    host, device = (
+        jax.memory.Space.Host,
+        type_.update(memory_space=jax.memory.Space.Device),
+    )
     if not type_.shape:
         return jax.device_put(make(device), host)
-    # A scan stacks on the host one entry at a time; the whole stack would be made on the device.
+    # A scan stacks on the host one entry at a time; the whole stack would be made on
+    # the device.
     entry = make(jax.extend.core.mapped_aval(type_.shape[0], 0, device))
-    return lax.scan(lambda _, __: (None, jax.device_put(entry, host)), None, None, length=type_.shape[0])[1]
+    return lax.scan(
+        lambda _, __: (None, jax.device_put(entry, host)),
+        None,
+        None,
+        length=type_.shape[0],
+    )[1]
 
 
 _zeros_like_aval = jax._src.ad_util.aval_zeros_likers[jax.core.ShapedArray]
 
 
 def _zeros(aval: Any) -> Any:
-    """Zero tangents and cotangents of arrays on the host are made there, where they have their type."""
+    """Zero tangents and cotangents of arrays on the host are made there, where they
+    have their type.
+    """
     if aval.memory_space != jax.memory.Space.Host or aval.dtype == jax.dtypes.float0:
         return _zeros_like_aval(aval)
     return made_on_host(aval, _zeros_like_aval)
@@ -267,17 +341,30 @@ _insert_rounding: Any = jax._src.ad_checkpoint._insert_reduce_precision
 
 
 def _round_real_numbers(jaxpr: Any, count: int) -> Any:
-    """What a `jax.checkpoint` keeps stays as it is if some is complex: JAX's rounding refuses that."""
-    kept = (getattr(out.aval, "dtype", bool) for out in jaxpr.outvars[len(jaxpr.outvars) - count :])
+    """What a `jax.checkpoint` keeps stays as it is if some is complex: JAX's rounding
+    refuses that.
+    """
+    kept = (
+        getattr(out.aval, "dtype", bool)
+        for out in jaxpr.outvars[len(jaxpr.outvars) - count :]
+    )
     is_complex = any(jnp.issubdtype(dtype, jnp.complexfloating) for dtype in kept)
     return jaxpr if is_complex else _insert_rounding(jaxpr, count)
 
 
 jax._src.ad_checkpoint._insert_reduce_precision = _round_real_numbers
-if jax.__version_info__ < (0, 12):  # it can't lower what its scans make of hijax in `jax.checkpoint`
+if jax.__version_info__ < (
+    0,
+    12,
+):  # it can't lower what its scans make of hijax in `jax.checkpoint`
     _closed_call: Any = jax._src.core.closed_call_p
-    _closed_call.to_lojax = lambda *args, call_jaxpr, **_: jax.extend.core.jaxpr_as_fun(call_jaxpr)(*args)
+    _closed_call.to_lojax = lambda *args, call_jaxpr, **_: jax.extend.core.jaxpr_as_fun(
+        call_jaxpr
+    )(*args)
 # `checkpoint_name` is the identity, and JAX cannot transpose it.
-ad.primitive_transposes[jax._src.ad_checkpoint.name_p] = lambda cotangent, _, **__: [cotangent]
-# Haliax's products call it, and JAX 0.11 has none. A symbolic dimension of `jax.export` is no int.
+ad.primitive_transposes[jax._src.ad_checkpoint.name_p] = lambda cotangent, _, **__: [
+    cotangent
+]
+# Haliax's products call it, and JAX 0.11 has none. A symbolic dimension of `jax.export`
+# is no int.
 jax.core.is_constant_dim = lambda dimension: isinstance(dimension, int)  # pyright: ignore[reportAttributeAccessIssue]

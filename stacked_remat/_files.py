@@ -14,12 +14,16 @@ from typing import Any
 
 @contextlib.contextmanager
 def replaced_whole(path: Path, *, shared: bool = False) -> Iterator[Path]:
-    """A path beside `path` to write a file or a folder to, which takes its place on success.
+    """A path beside `path` to write a file or a folder to, which takes its place on
+    success.
 
-    On failure `path` stays as it was. A folder replaces only an empty folder, or none. What a killed process
-    left is removed, unless it is `shared`: written by several processes at once.
+    On failure `path` stays as it was. A folder replaces only an empty folder, or none.
+    What a killed process left is removed, unless it is `shared`: written by several
+    processes at once.
     """
-    unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8] if shared else 'unfinished'}")
+    unfinished = path.with_name(
+        f".{path.name}.{uuid.uuid4().hex[:8] if shared else 'unfinished'}"
+    )
     _remove(unfinished)
     try:
         yield unfinished
@@ -44,34 +48,42 @@ def read_json_fields(path: Path) -> dict[str, Any]:
         fields = json.loads(path.read_bytes())
     except (RecursionError, ValueError) as error:
         raise ValueError(
-            f"{path} is not valid JSON: {error}. It may be truncated; fetch or save it again."
+            f"{path} is not valid JSON: {error}. It may be truncated; fetch or save it"
+            " again."
         ) from error
     if not isinstance(fields, dict):
-        raise ValueError(f"{path} holds a {type(fields).__name__}; a JSON object was expected.")
+        raise ValueError(
+            f"{path} holds a {type(fields).__name__}; a JSON object was expected."
+        )
     return fields
 
 
 @contextlib.contextmanager
 def opened_safetensors(path: Path) -> Iterator[Any]:
-    """A safetensors file whose tensors are NumPy arrays; a ValueError where it can't be read as one."""
+    """A safetensors file whose tensors are NumPy arrays; a ValueError where it can't be
+    read as one.
+    """
     safetensors = import_safetensors()
     try:
         with safetensors.safe_open(path, "numpy") as file:
             yield file
     except (safetensors.SafetensorError, OSError) as error:
         raise ValueError(
-            f"{path} can't be read as a safetensors file ({error}). It may be truncated; fetch or save it "
-            f"again."
+            f"{path} can't be read as a safetensors file ({error}). It may be"
+            " truncated; fetch or save it again."
         ) from error
 
 
 @contextlib.contextmanager
 def written_safetensors(folder: Path) -> Iterator[None]:
-    """Turns what safetensors raises for an error of the system into an OSError that names the folder."""
+    """Turns what safetensors raises for an error of the system into an OSError that
+    names the folder.
+    """
     try:
         yield
     except (import_safetensors().SafetensorError, OSError) as error:
-        code = re.search(r"os error (\d+)", str(error))  # safetensors has it only in its message
+        # Safetensors has it only in its message
+        code = re.search(r"os error (\d+)", str(error))
         number = int(code[1]) if code else getattr(error, "errno", None) or errno.EIO
         raise OSError(number, os.strerror(number), str(folder)) from error
 
@@ -81,6 +93,7 @@ def import_safetensors() -> Any:
         import safetensors.numpy
     except ImportError as error:
         raise ImportError(
-            "Weights and adapters are in files of safetensors: pip install 'stacked_remat[weights]'."
+            "Weights and adapters are in files of safetensors: pip install"
+            " 'stacked_remat[weights]'."
         ) from error
     return safetensors

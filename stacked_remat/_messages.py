@@ -1,4 +1,6 @@
-"""Text that people read and write: messages with axes, lists and suggestions, and numbers of bytes."""
+"""Text that people read and write: messages with axes, lists and suggestions, and
+numbers of bytes.
+"""
 
 import difflib
 import re
@@ -35,7 +37,9 @@ def shown(value: Any) -> str:
 
 
 def printable(text: str) -> str:
-    """A text from a file, in quotes and cut where it is long or holds letters that can't be printed."""
+    """A text from a file, in quotes and cut where it is long or holds letters that
+    can't be printed.
+    """
     return text if text.isprintable() and len(text) < 500 else reprlib.repr(text)
 
 
@@ -43,16 +47,25 @@ def float_problems(dtypes: Mapping[str, str]) -> list[str]:
     """One line for each tensor of a safetensors file whose dtype is not a float."""
     floats = ("F64", "F32", "F16", "BF16")
     return [
-        f"not a float: {printable(name)} is {dtype}, expected one of {', '.join(floats)}"
+        f"not a float: {printable(name)} is {dtype}, expected one of"
+        f" {', '.join(floats)}"
         for name, dtype in dtypes.items()
         if dtype not in floats
     ]
 
 
 def entry_problems(expected: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
-    """One line for each entry that is missing, unknown, or not as expected, such as in its shape."""
-    lines = [f"missing: {key} {shape}" for key, shape in expected.items() if key not in found]
-    lines += [f"unknown: {printable(key)} {shape}" for key, shape in found.items() if key not in expected]
+    """One line for each entry that is missing, unknown, or not as expected, such as in
+    its shape.
+    """
+    lines = [
+        f"missing: {key} {shape}" for key, shape in expected.items() if key not in found
+    ]
+    lines += [
+        f"unknown: {printable(key)} {shape}"
+        for key, shape in found.items()
+        if key not in expected
+    ]
     return lines + [
         f"mismatched: {key} is {found[key]}, expected {shape}"
         for key, shape in expected.items()
@@ -61,7 +74,8 @@ def entry_problems(expected: Mapping[str, Any], found: Mapping[str, Any]) -> lis
 
 
 def parse_bytes(size: int | str) -> int:
-    """Read a number of bytes: an integer, or text such as `"80GiB"`, `"1.5 TiB"` or `"80GB"`.
+    """Read a number of bytes: an integer, or text such as `"80GiB"`, `"1.5 TiB"` or
+    `"80GB"`.
 
     Raises:
         ValueError: for anything else, saying what can be read.
@@ -72,8 +86,9 @@ def parse_bytes(size: int | str) -> int:
     match = re.fullmatch(written, size) if isinstance(size, str) else None
     if match is None:
         raise ValueError(
-            f"cannot read {size!r:.60} as a number of bytes: expected a non-negative integer or text such as "
-            "'80GiB' (2**30 each), '80GB' (10**9 each), '512MiB' or '1.5TiB'"
+            f"cannot read {size!r:.60} as a number of bytes: expected a non-negative"
+            " integer or text such as '80GiB' (2**30 each), '80GB' (10**9 each),"
+            " '512MiB' or '1.5TiB'"
         )
     number, unit = match.groups()
     power = "BKMGT".index(unit[0].upper())

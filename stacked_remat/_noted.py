@@ -9,12 +9,16 @@ import jax
 from ._static import PyTree
 
 DERIVATIVE_OF_RESULT = "derivative of result"
-"""The rule of a function whose `jax.custom_vjp`s are only a cheaper way to the derivative of its result."""
+"""The rule of a function whose `jax.custom_vjp`s are only a cheaper way to the
+derivative of its result.
+"""
 
 
 @dataclass(eq=False)  # a context of jax.jit must have a hash
 class Notes:
-    """The calls that one trace noted: their rules and types, by the name of the call's equation."""
+    """The calls that one trace noted: their rules and types, by the name of the call's
+    equation.
+    """
 
     calls: dict[str, tuple[Any, list[Any]]] = field(default_factory=dict)
 
@@ -24,18 +28,23 @@ class Notes:
         What `jax.grad` and `jax.vmap` make of a call has its name and other arrays.
         """
         rule, types = self.calls.get(str(equation.params.get("name")), (None, []))
-        is_call = rule == DERIVATIVE_OF_RESULT or types == _types([*equation.invars, *equation.outvars])
+        is_call = rule == DERIVATIVE_OF_RESULT or types == _types(
+            [*equation.invars, *equation.outvars]
+        )
         return rule if is_call else None
 
 
-# `with noting(notes):` notes the calls of a trace; with a function of functions, it makes what is called.
+# `with noting(notes):` notes the calls of a trace; with a function of functions, it
+# makes what is called.
 noting = jax.make_user_context(default_value=None)
 
 
 def noted(rule: Any, fn: Callable, otherwise: Callable | None = None) -> Callable:
-    """`fn`, which within `noting` is traced as one `jit` equation that the notes know by its name.
+    """`fn`, which within `noting` is traced as one `jit` equation that the notes know
+    by its name.
 
-    `rule` may hold no traced values. Elsewhere it is `otherwise`, which may, or `fn` itself.
+    `rule` may hold no traced values. Elsewhere it is `otherwise`, which may, or `fn`
+    itself.
     """
     notes = noting.value
     if notes is None:
@@ -58,5 +67,7 @@ def noted(rule: Any, fn: Callable, otherwise: Callable | None = None) -> Callabl
 
 
 def _types(arrays: Iterable[Any]) -> list[Any]:
-    avals = (array.aval if hasattr(array, "aval") else jax.typeof(array) for array in arrays)
+    avals = (
+        array.aval if hasattr(array, "aval") else jax.typeof(array) for array in arrays
+    )
     return [(aval.shape, aval.dtype) for aval in avals]

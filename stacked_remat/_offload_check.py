@@ -1,7 +1,9 @@
-"""Tests by running it whether a device's compiler moves carries to the host and back correctly.
+"""Tests by running it whether a device's compiler moves carries to the host and back
+correctly.
 
-Offloading is an annotation that XLA carries out, and it has silently given wrong results: one
-release read offloaded residuals of a scan in the wrong order on GPUs (openxla/xla#46231).
+Offloading is an annotation that XLA carries out, and it has silently given wrong
+results: one release read offloaded residuals of a scan in the wrong order on GPUs
+(openxla/xla#46231).
 """
 
 import functools
@@ -22,8 +24,13 @@ _POLICIES: tuple[ScanCheckpointPolicy, ...] = (
     ScanCheckpointPolicy(save_carries=OFFLOAD, nested=True),
     ScanCheckpointPolicy(offload_block_internals=["hidden"]),
 )
-_LAYERS, _WIDTH = Axis("layers", 8), 128  # slices of a whole tile: smaller ones fail on TPUs (jax#24115)
-_TOLERANCE = 1e-3  # of the largest entry; a carry that is read out of order is wrong by its own size
+# Slices of a whole tile: smaller ones fail on TPUs (jax#24115)
+_LAYERS, _WIDTH = (
+    Axis("layers", 8),
+    128,
+)
+# of the largest entry; a carry that is read out of order is wrong by its own size
+_TOLERANCE = 1e-3
 
 
 class OffloadError(RuntimeError):
@@ -31,13 +38,16 @@ class OffloadError(RuntimeError):
 
 
 def check_offload() -> None:
-    """Make sure that the default device computes the same gradients with offloading as without.
+    """Make sure that the default device computes the same gradients with offloading as
+    without.
 
-    Runs a stack of 8 layers of 128 x 128 under the policies that offload, once per process and device. Call
-    it before training with a policy that offloads; for another device in `jax.default_device(device)`.
+    Runs a stack of 8 layers of 128 x 128 under the policies that offload, once per
+    process and device. Call it before training with a policy that offloads; for another
+    device in `jax.default_device(device)`.
 
     Raises:
-        OffloadError: they differ, or the compiler refuses the program; says what to use instead.
+        OffloadError: they differ, or the compiler refuses the program; says what to use
+            instead.
 
     Cost: four small compilations, and 6 MiB of device memory.
     """
@@ -53,19 +63,22 @@ def _check(device: Any) -> None:
         try:
             found = _gradients(policy)
         except jax.errors.JaxRuntimeError as error:
-            wrong.append(f"{policy!r}: the compiler refuses it: {str(error).splitlines()[0]}")
+            wrong.append(
+                f"{policy!r}: the compiler refuses it: {str(error).splitlines()[0]}"
+            )
             continue
         error = np.max(np.abs(found - expected)) / np.max(np.abs(expected))
         if not error <= _TOLERANCE:  # NaN too
             wrong.append(f"{policy!r}: off by {error:.2g} of the largest entry")
     if wrong:
         raise OffloadError(
-            f"Offloading gives wrong gradients on {device.device_kind} ({device.platform}) with jax "
-            f"{jax.__version__}:\n  "
+            f"Offloading gives wrong gradients on {device.device_kind}"
+            f" ({device.platform}) with jax {jax.__version__}:\n  "
             + "\n  ".join(wrong)
-            + '\nUse a policy that stays on the device (remat="nested", or nested with fewer carries: '
-            "ScanCheckpointPolicy(max_carries=k)), or another version of JAX. A known cause on GPUs is "
-            "openxla/xla#46231, fixed after jaxlib 0.11.0."
+            + '\nUse a policy that stays on the device (remat="nested", or nested with'
+            " fewer carries: ScanCheckpointPolicy(max_carries=k)), or another version"
+            " of JAX. A known cause on GPUs is openxla/xla#46231, fixed after jaxlib"
+            " 0.11.0."
         )
 
 
@@ -76,5 +89,8 @@ def _gradients(remat: ScanCheckpointSpec) -> np.ndarray:
     def loss(weights: Array, x: Array) -> Array:
         return jnp.sum(fold(layer, _LAYERS, remat=remat)(x, weights) ** 2)
 
-    weights = jax.random.normal(jax.random.key(0), (_LAYERS.size, _WIDTH, _WIDTH)) * _WIDTH**-0.5
+    weights = (
+        jax.random.normal(jax.random.key(0), (_LAYERS.size, _WIDTH, _WIDTH))
+        * _WIDTH**-0.5
+    )
     return np.asarray(jax.jit(jax.grad(loss))(weights, weights[0] * _WIDTH**0.5))

@@ -1,9 +1,10 @@
 """What the backward pass of a scan over layers keeps, moves to the host, or recomputes.
 
-A block takes a *carry* and its own inputs (its weights and whatever else is split over the layers), and
-returns the next carry. Its derivative reads the inputs, of which no copy is made, and some of the
-intermediate values, the *internals*. A `ScanCheckpointPolicy` says of carries and internals whether the
-forward pass keeps them for the backward pass; `_scan/` follows it.
+A block takes a *carry* and its own inputs (its weights and whatever else is split over
+the layers), and returns the next carry. Its derivative reads the inputs, of which no
+copy is made, and some of the intermediate values, the *internals*. A
+`ScanCheckpointPolicy` says of carries and internals whether the forward pass keeps them
+for the backward pass; `_scan/` follows it.
 """
 
 import dataclasses
@@ -20,7 +21,9 @@ from ._schedule import Schedule, bounded, equal, shrinking, whole_number
 if TYPE_CHECKING:
     Names: TypeAlias = Iterable[str]
     SavedInternals: TypeAlias = bool | Names | JaxPolicy
-else:  # what configs write: draccus reads the annotations of fields, and decodes no Iterable and no Callable
+else:
+    # What configs write: draccus reads the annotations of fields, and decodes no
+    # Iterable and no Callable.
     Names = list[str]
     SavedInternals = bool | Names
 
@@ -32,46 +35,54 @@ _CARRIES: dict[bool | str, Any] = {True: "device", OFFLOAD: "host", False: None}
 class ScanCheckpointPolicy:
     """A gradient checkpoint policy for `fold`, `scan`, `map`, `Stacked` and `BlockSeq`.
 
-    With N layers, a carry of C bytes, internals of I bytes a layer and a block that costs F to evaluate, a
-    gradient costs:
+    With N layers, a carry of C bytes, internals of I bytes a layer and a block that
+    costs F to evaluate, a gradient costs:
 
     | `remat=` | kept for the backward pass | FLOPs |
     |---|---|---|
     | `False`, `"save_all"` | N·(C + I) | 3·N·F |
     | `True`, `"full"` | N·C, and I for one layer at a time | 4·N·F |
     | `"offload"` | N·C on the host, and I | 4·N·F |
-    | `ScanCheckpointPolicy(save_block_internals=[names])` | N·(C + named values), and I | less than 4·N·F |
+    | `save_block_internals=[names]` | N·(C + named values), and I | less than 4·N·F |
     | `"nested"` | about √(2N)·C, and I | just under 5·N·F |
     | `"recompute"` | nothing until the backward pass begins, then N·C and I | 5·N·F |
-    | any, for layers of several kinds | as above, with I of the widest | as above, with F the mean |
+    | any, for layers of several kinds | as above, with the widest I | with the mean F |
 
-    C is of the leaves that replays and derivatives read. Others, an output buffer that steps only write to or
-    a sum that they add to, are kept once.
+    C is of the leaves that replays and derivatives read. Others, an output buffer that
+    steps only write to or a sum that they add to, are kept once.
 
-    Policies are frozen, hashable and compare by value. Contradictory settings are refused when one is built.
+    Policies are frozen, hashable and compare by value. Contradictory settings are
+    refused when one is built.
 
     Attributes:
-        save_carries: `True` keeps the carry that goes into each layer. `"offload"` moves it to the host until
-            the backward pass. `False` keeps none: the backward pass first replays the stack, from its input
-            and the internals that were saved.
-        save_block_internals: names given by `checkpoint_name` inside the block that are kept, or `True` for
-            everything that the backward pass reads: no checkpointing at all. With `nested`, they are kept for
-            the segment being reversed. One of `jax.checkpoint_policies` (`dots_saveable`, ...), or any
-            function of that kind, chooses by operation; `JAX_REMAT3=1` takes only those that go by names.
+        save_carries: `True` keeps the carry that goes into each layer. `"offload"`
+            moves it to the host until the backward pass. `False` keeps none: the
+            backward pass first replays the stack, from its input and the internals that
+            were saved.
+        save_block_internals: names given by `checkpoint_name` inside the block that are
+            kept, or `True` for everything that the backward pass reads: no
+            checkpointing at all. With `nested`, they are kept for the segment being
+            reversed. One of `jax.checkpoint_policies` (`dots_saveable`, ...), or any
+            function of that kind, chooses by operation; `JAX_REMAT3=1` takes only those
+            that go by names.
         offload_block_internals: names that are moved to the host instead.
-        nested: cut the layers into segments, keep the carry at the start of each, and replay one segment at a
-            time (Chen et al. 2016, "Training deep nets with sublinear memory cost"). `True` cuts into
-            segments that each have a layer less than the one before, which needs the fewest carries for one
-            replay, √(2N); or, where the boundaries are offloaded, into √N of one length. Where the internals
-            of a layer take at most C/2, `True` keeps those of the segment being reversed, which is of such a
-            length that the memory is about the same, and the FLOPs are 4·N·F. `k` cuts into k segments of one
-            length, at most one a layer.
-        max_carries: keep at most so many carries alive instead, with the least recomputation that allows it
-            (Griewank and Walther 2000, "Algorithm 799: revolve").
-        first_layers: how many layers, from the one that runs first, keep their internals; the rest follow the
-            other settings, which then cut, offload or keep carries. It uses the memory that the rest leaves
-            free: with `nested=True, first_layers=k` the carries cost about (k + √(2(N - k)))·C, the internals
-            k·I, and the FLOPs are 2·k·F fewer.
+        nested: cut the layers into segments, keep the carry at the start of each, and
+            replay one segment at a time (Chen et al. 2016, "Training deep nets with
+            sublinear memory cost"). `True` cuts into segments that each have a layer
+            less than the one before, which needs the fewest carries for one replay,
+            √(2N); or, where the boundaries are offloaded, into √N of one length. Where
+            the internals of a layer take at most C/2, `True` keeps those of the segment
+            being reversed, which is of such a length that the memory is about the same,
+            and the FLOPs are 4·N·F. `k` cuts into k segments of one length, at most one
+            a layer.
+        max_carries: keep at most so many carries alive instead, with the least
+            recomputation that allows it (Griewank and Walther 2000, "Algorithm 799:
+            revolve").
+        first_layers: how many layers, from the one that runs first, keep their
+            internals; the rest follow the other settings, which then cut, offload or
+            keep carries. It uses the memory that the rest leaves free: with
+            `nested=True, first_layers=k` the carries cost about (k + √(2(N - k)))·C,
+            the internals k·I, and the FLOPs are 2·k·F fewer.
 
     Raises:
         ValueError: for contradictory settings, with the reason.
@@ -87,62 +98,110 @@ class ScanCheckpointPolicy:
 
     def __post_init__(self):
         if not isinstance(self.save_carries, bool) and self.save_carries != OFFLOAD:
-            raise TypeError(f'save_carries is True, False or "offload"; got {self.save_carries!r}.')
-        kept = Kept.of(self.save_block_internals, self.offload_block_internals, "_block_internals")
+            raise TypeError(
+                f'save_carries is True, False or "offload"; got {self.save_carries!r}.'
+            )
+        kept = Kept.of(
+            self.save_block_internals, self.offload_block_internals, "_block_internals"
+        )
         checked: dict[str, Any] = {
             "save_block_internals": kept.internals,
             "offload_block_internals": kept.offloaded,
-            "first_layers": whole_number("first_layers", self.first_layers, "a number of layers", least=0),
+            "first_layers": whole_number(
+                "first_layers", self.first_layers, "a number of layers", least=0
+            ),
         }
         if not isinstance(self.nested, bool):
-            checked["nested"] = whole_number("nested", self.nested, "True or a number of segments")
+            checked["nested"] = whole_number(
+                "nested", self.nested, "True or a number of segments"
+            )
         if self.max_carries is not None:
             meaning = "a number of carries, of which the stack's input is one,"
-            checked["max_carries"] = whole_number("max_carries", self.max_carries, meaning, least=2)
+            checked["max_carries"] = whole_number(
+                "max_carries", self.max_carries, meaning, least=2
+            )
         for name, value in checked.items():
             object.__setattr__(self, name, value)
-        written = {name: f"{name}={as_written(value)}" for name, value in self.settings()}
+        written = {
+            name: f"{name}={as_written(value)}" for name, value in self.settings()
+        }
         for one, other, reason in self._contradictions():
             if one in written and other in written:
-                raise ValueError(f"{written[one]} and {written[other]} contradict each other: {reason}")
+                raise ValueError(
+                    f"{written[one]} and {written[other]} contradict each other:"
+                    f" {reason}"
+                )
 
     def _contradictions(self) -> Iterator[tuple[str, str, str]]:
         """Two settings that can't be made both: why, and what to write instead."""
         yield "nested", "max_carries", "each says how the layers are cut. Keep one."
         if self.save_carries is False:
             for name in ("nested", "max_carries", "first_layers"):
-                yield name, "save_carries", 'to start from the stack\'s input alone use "recompute".'
+                yield (
+                    name,
+                    "save_carries",
+                    'to start from the stack\'s input alone use "recompute".',
+                )
         if self.save_carries == OFFLOAD:
-            yield "max_carries", "save_carries", "only one cut has boundaries on the host. Use nested=k."
+            yield (
+                "max_carries",
+                "save_carries",
+                "only one cut has boundaries on the host. Use nested=k.",
+            )
         for name in ("nested", "max_carries"):
-            reason = "a segment's internals live while it is reversed. Save them, or offload the carries."
+            reason = (
+                "a segment's internals live while it is reversed. Save them, or offload"
+                " the carries."
+            )
             yield name, "offload_block_internals", reason
         if self.is_nested:
             return
         for name in ("save_block_internals", "offload_block_internals"):
-            yield "first_layers", name, "the others keep carries, unless they are cut (nested, max_carries)."
-        # (Haliax writes save_carries=False here; carries that no derivative reads are not kept.)
+            yield (
+                "first_layers",
+                name,
+                "the others keep carries, unless they are cut (nested, max_carries).",
+            )
+        # (Haliax writes save_carries=False here; carries that no derivative reads are
+        # not kept.)
         if self.saves_everything and self.save_carries == OFFLOAD:
-            yield "save_block_internals", "save_carries", "all is on the device. Name what to keep instead."
+            yield (
+                "save_block_internals",
+                "save_carries",
+                "all is on the device. Name what to keep instead.",
+            )
 
     def settings(self) -> list[tuple[str, Any]]:
         """Fields that differ from their defaults, in order."""
-        values = ((field, getattr(self, field.name)) for field in dataclasses.fields(self))
-        return [(field.name, value) for field, value in values if value is not field.default and value != ()]
+        values = (
+            (field, getattr(self, field.name)) for field in dataclasses.fields(self)
+        )
+        return [
+            (field.name, value)
+            for field, value in values
+            if value is not field.default and value != ()
+        ]
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, ScanCheckpointPolicy) and self._identity == other._identity
+        return (
+            isinstance(other, ScanCheckpointPolicy)
+            and self._identity == other._identity
+        )
 
     def __hash__(self) -> int:
         return hash(self._identity)
 
     @property
     def _identity(self) -> tuple[Any, ...]:
-        """The settings with their types, since `nested=True` is not `nested=1` though `True == 1`."""
+        """The settings with their types, since `nested=True` is not `nested=1` though
+        `True == 1`.
+        """
         return tuple((name, type(value), value) for name, value in self.settings())
 
     def __repr__(self) -> str:
-        shown = ", ".join(f"{name}={as_written(value)}" for name, value in self.settings())
+        shown = ", ".join(
+            f"{name}={as_written(value)}" for name, value in self.settings()
+        )
         return f"ScanCheckpointPolicy({shown})"
 
     @property
@@ -164,26 +223,32 @@ class ScanCheckpointPolicy:
         is_cut = self.is_nested or self.first_layers > 0
         if is_cut and not isinstance(length, SupportsIndex):
             raise ValueError(
-                f"{self!r} cuts the layers into segments, and their number is symbolic ({length}). Export "
-                'with a length that is known, or use remat=True or "offload".'
+                f"{self!r} cuts the layers into segments, and their number is symbolic"
+                f" ({length}). Export with a length that is known, or use remat=True or"
+                ' "offload".'
             )
         if self.first_layers >= max(length, 1):
             return Remat(length, EVERYTHING)
         internals: Any = self.save_block_internals
-        kept, carries = Kept(internals, tuple(self.offload_block_internals)), _CARRIES[self.save_carries]
+        kept, carries = (
+            Kept(internals, tuple(self.offload_block_internals)),
+            _CARRIES[self.save_carries],
+        )
         if is_cut and length > 1:
             schedule = self.schedule(length - self.first_layers)
             return Remat(length, kept, carries, schedule, self.first_layers)
         return Remat(length, kept, "device" if kept == EVERYTHING else carries)
 
     def schedule(self, length: int) -> Schedule:
-        """How `length` layers are cut, which also tells the carries alive and the evaluations.
+        """How `length` layers are cut, which also tells the carries alive and the
+        evaluations.
 
-        A policy that is not nested keeps the carry of each layer. One with `first_layers` cuts those after
-        them, so `length` is their number.
+        A policy that is not nested keeps the carry of each layer. One with
+        `first_layers` cuts those after them, so `length` is their number.
 
         Raises:
-            ValueError: `length` is not positive, or the cut is too small for so many layers.
+            ValueError: `length` is not positive, or the cut is too small for so many
+                layers.
         """
         length = whole_number("length", length, "the number of layers")
         if not self.is_nested:
@@ -215,20 +280,24 @@ def resolve_policy(spec: ScanCheckpointSpec) -> ScanCheckpointPolicy:
         return ScanCheckpointPolicy(save_block_internals=spec)
     if not isinstance(spec, bool | str):
         raise TypeError(
-            "remat is a ScanCheckpointPolicy of stacked_remat, a bool, an alias or one of "
-            f"jax.checkpoint_policies; got {shown(spec)}. For names write "
-            "ScanCheckpointPolicy(save_block_internals=[...]), for a number of segments nested=k."
+            "remat is a ScanCheckpointPolicy of stacked_remat, a bool, an alias or one"
+            f" of jax.checkpoint_policies; got {shown(spec)}. For names write"
+            " ScanCheckpointPolicy(save_block_internals=[...]), for a number of"
+            " segments nested=k."
         )
     if spec not in ALIASES:
         raise ValueError(
-            f"Unknown remat policy {spec!r}. Use one of {', '.join(map(repr, ALIASES))}, a "
-            "ScanCheckpointPolicy, or one of jax.checkpoint_policies."
+            f"Unknown remat policy {spec!r}. Use one of"
+            f" {', '.join(map(repr, ALIASES))}, a ScanCheckpointPolicy, or one of"
+            " jax.checkpoint_policies."
         )
     return ALIASES[spec]
 
 
 def _of_haliax(policy: HaliaxPolicy) -> ScanCheckpointPolicy:
-    """The same policy here; inputs of layers are never copied, and each loop chooses `prevent_cse`."""
+    """The same policy here; inputs of layers are never copied, and each loop chooses
+    `prevent_cse`.
+    """
     if policy.disable or policy.simple:
         return ALIASES[not policy.disable]
     same = ("save_carries", "save_block_internals", "offload_block_internals", "nested")

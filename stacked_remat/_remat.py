@@ -1,4 +1,6 @@
-"""What a checkpoint policy means for a number of layers: what a scan or a sweep over them executes."""
+"""What a checkpoint policy means for a number of layers: what a scan or a sweep over
+them executes.
+"""
 
 import functools
 from collections.abc import Callable, Iterable
@@ -11,21 +13,28 @@ from jax import lax
 
 from ._schedule import Schedule, equal
 
-Carries: TypeAlias = Literal["device", "host"] | None  # where they are kept, if they are
+# Where they are kept, if they are
+Carries: TypeAlias = Literal["device", "host"] | None
 JaxPolicy: TypeAlias = Callable[..., Any]
-"""From an operation, its operands' types and its parameters to whether the result is saved or offloaded."""
+"""From an operation, its operands' types and its parameters to whether the result is
+saved or offloaded.
+"""
 
 
 @dataclass(frozen=True)
 class Kept:
-    """Which internals of a layer are kept for its derivative: all, names, or by a policy of JAX."""
+    """Which internals of a layer are kept for its derivative: all, names, or by a
+    policy of JAX.
+    """
 
     internals: bool | tuple[str, ...] | JaxPolicy = False
     offloaded: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, save: Any, offload: Any, field: str = "") -> "Kept":
-        """What a user wrote for two fields, whose names begin with `save` and `offload`."""
+        """What a user wrote for two fields, whose names begin with `save` and
+        `offload`.
+        """
         if save is jax.checkpoint_policies.everything_saveable:
             save = True
         elif save is jax.checkpoint_policies.nothing_saveable:
@@ -38,13 +47,16 @@ class Kept:
         kept = cls(save, offloaded)
         if both := [name for name in offloaded if save is True or name in kept._saved]:
             raise ValueError(
-                f"{both} are in both save{field}={as_written(save)} and offload{field}. Keep one."
+                f"{both} are in both save{field}={as_written(save)} and offload{field}."
+                " Keep one."
             )
         return kept
 
     @property
     def names(self) -> tuple[str, ...] | Literal[True]:
-        """The names of what is kept anywhere; True for everything. What a policy of JAX keeps has none."""
+        """The names of what is kept anywhere; True for everything. What a policy of JAX
+        keeps has none.
+        """
         return True if self.internals is True else (*self._saved, *self.offloaded)
 
     @property
@@ -52,23 +64,32 @@ class Kept:
         return self.internals if isinstance(self.internals, tuple) else ()
 
     def policy(self, carry_name: str = "") -> JaxPolicy:
-        """The `jax.checkpoint` policy of a layer, which moves its carry to the host if that has a name.
+        """The `jax.checkpoint` policy of a layer, which moves its carry to the host if
+        that has a name.
 
-        Of names alone it is one of JAX's own, which are data and so survive `JAX_REMAT3=1`.
+        Of names alone it is one of JAX's own, which are data and so survive
+        `JAX_REMAT3=1`.
         """
         offloaded = (carry_name, *self.offloaded) if carry_name else self.offloaded
         if not callable(self.internals):
             return _named_policy(self._saved, offloaded)
-        if getattr(jax.config, "jax_remat3", False) and not _goes_by_names(self.internals):
+        if getattr(jax.config, "jax_remat3", False) and not _goes_by_names(
+            self.internals
+        ):
             raise ValueError(
-                f"JAX_REMAT3=1 keeps values by name alone and does not support {as_written(self.internals)}. "
-                'Name the values inside the block with checkpoint_name(value, "name") and save ["name"], or '
-                "unset JAX_REMAT3."
+                "JAX_REMAT3=1 keeps values by name alone and does not support"
+                f" {as_written(self.internals)}. Name the values inside the block with"
+                ' checkpoint_name(value, "name") and save ["name"], or unset'
+                " JAX_REMAT3."
             )
-        return _joined_policy(self.internals, offloaded) if offloaded else self.internals
+        return (
+            _joined_policy(self.internals, offloaded) if offloaded else self.internals
+        )
 
     def checkpoint(self, layer: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a layer of a rolled loop; with the barriers of `jax.checkpoint` where nothing is kept."""
+        """Wrap a layer of a rolled loop; with the barriers of `jax.checkpoint` where
+        nothing is kept.
+        """
         if self.internals is True:
             return layer
         return jax.checkpoint(layer, policy=self.policy(), prevent_cse=self == NOTHING)
@@ -79,10 +100,11 @@ EVERYTHING, NOTHING = Kept(True), Kept()
 
 @dataclass(frozen=True)
 class Remat:
-    """A policy for a number of layers, of which the first keep their carries, and `first_kept`.
+    """A policy for a number of layers, of which the first keep their carries, and
+    `first_kept`.
 
-    With a schedule, it says which carries of the others are kept, and `kept` lives while a segment is
-    reversed. Where `carries` is None the layers first run again.
+    With a schedule, it says which carries of the others are kept, and `kept` lives
+    while a segment is reversed. Where `carries` is None the layers first run again.
     """
 
     length: int
@@ -94,7 +116,9 @@ class Remat:
 
     @property
     def offloads(self) -> bool:
-        return self.carries == "host" or bool(self.kept.offloaded or self.first_kept.offloaded)
+        return self.carries == "host" or bool(
+            self.kept.offloaded or self.first_kept.offloaded
+        )
 
     @property
     def boundaries_on_host(self) -> bool:
@@ -102,12 +126,16 @@ class Remat:
         return self.carries == "host" and self.schedule is not None
 
     def swept(self) -> "Remat":
-        """The same for a sweep: layers that are not cut are segments of one layer, or all of them first."""
+        """The same for a sweep: layers that are not cut are segments of one layer, or
+        all of them first.
+        """
         if self.schedule is not None or not self.length:
             return self
         if self.kept == NOTHING:
             return replace(self, schedule=equal(self.length, self.length))
-        return replace(self, first_layers=self.length, first_kept=self.kept, kept=NOTHING)
+        return replace(
+            self, first_layers=self.length, first_kept=self.kept, kept=NOTHING
+        )
 
 
 @functools.cache  # one object per policy: JAX's caches are keyed by its identity
@@ -143,27 +171,38 @@ def _goes_by_names(policy: JaxPolicy) -> bool:
 
 
 def check_jax_policy(policy: JaxPolicy) -> None:
-    """Call it on an operation: a function of another kind fails, or returns something else."""
+    """Call it on an operation: a function of another kind fails, or returns something
+    else.
+    """
     try:
         answer = policy(lax.sin_p, jax.ShapeDtypeStruct((), jnp.float32))
     except Exception as error:
         answer = error
-    if type(answer).__name__ not in ("bool", "RecomputeType", "SaveableType", "Offloadable"):
+    if type(answer).__name__ not in (
+        "bool",
+        "RecomputeType",
+        "SaveableType",
+        "Offloadable",
+    ):
         raise TypeError(
-            f"{as_written(policy)} is not a checkpoint policy as jax.checkpoint takes them. Use one of "
-            "jax.checkpoint_policies (dots_saveable), or one that a function there returns "
-            "(save_only_these_names(...))."
+            f"{as_written(policy)} is not a checkpoint policy as jax.checkpoint takes"
+            " them. Use one of jax.checkpoint_policies (dots_saveable), or one that a"
+            " function there returns (save_only_these_names(...))."
         )
 
 
 def _names(field: str, value: Any) -> tuple[str, ...]:
     """Checkpoint names that a user wrote for a field, sorted."""
-    names: set[Any] = {*value} if isinstance(value, Iterable) and not isinstance(value, str) else {None}
+    names: set[Any] = (
+        {*value}
+        if isinstance(value, Iterable) and not isinstance(value, str)
+        else {None}
+    )
     if not all(isinstance(name, str) for name in names):
         write = value if isinstance(value, str) else "name"
         raise TypeError(
-            f"{field} is a list of names that checkpoint_name gives inside the block; got {value!r}. Write "
-            f"{field}=[{write!r}]."
+            f"{field} is a list of names that checkpoint_name gives inside the block;"
+            f" got {value!r}. Write {field}=[{write!r}]."
         )
     return tuple(sorted(names))
 
@@ -172,6 +211,13 @@ def as_written(value: Any) -> str:
     """A setting as the user wrote it: a list for a tuple, the name of a function."""
     if callable(value):
         known = vars(jax.checkpoint_policies).items()
-        name = next((f"jax.checkpoint_policies.{name}" for name, policy in known if policy is value), None)
+        name = next(
+            (
+                f"jax.checkpoint_policies.{name}"
+                for name, policy in known
+                if policy is value
+            ),
+            None,
+        )
         return name or getattr(value, "__qualname__", repr(value))
     return repr([*value] if isinstance(value, tuple) else value)

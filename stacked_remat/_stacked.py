@@ -1,7 +1,8 @@
 """`Stacked`: one copy of a block whose arrays have a leading `Layers` axis.
 
-A stack of layers of one kind is a single module with the layers' arrays stacked, so that applying it is a
-scan: the block is traced and compiled once, however deep the stack. What a scan does is in `_scan/`.
+A stack of layers of one kind is a single module with the layers' arrays stacked, so
+that applying it is a scan: the block is traced and compiled once, however deep the
+stack. What a scan does is in `_scan/`.
 """
 
 import abc
@@ -13,11 +14,23 @@ import haliax.nn
 import jax.tree_util as jtu
 from equinox.nn import State
 from haliax import Axis
-from haliax.state_dict import StateDict, flatten_modules_for_export, unflatten_modules_from_export
+from haliax.state_dict import (
+    StateDict,
+    flatten_modules_for_export,
+    unflatten_modules_from_export,
+)
 from jax.core import Tracer
 from jax.tree_util import KeyPath
 
-from ._block_foldable import B, BlockFoldable, M, axis_of_modules, check_layer_index, check_module, loop_over
+from ._block_foldable import (
+    B,
+    BlockFoldable,
+    M,
+    axis_of_modules,
+    check_layer_index,
+    check_module,
+    loop_over,
+)
 from ._placement import on_device
 from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
 from ._scan.arguments import Caller, check_stacked, warn_of_ambiguous
@@ -25,7 +38,16 @@ from ._scan.checks import axis_or_name, layers_axis
 from ._scan.layer_axis import layer_getter, split_tree
 from ._scan.layer_state import arrays_in_indices, marked_alike, part_of
 from ._scan.layers import Loop, layers_at_once, map_layers, scan_layers
-from ._scan.marks import Marked, applied, changed, check_unmarked, is_array, is_named, is_split, per_kind
+from ._scan.marks import (
+    Marked,
+    applied,
+    changed,
+    check_unmarked,
+    is_array,
+    is_named,
+    is_split,
+    per_kind,
+)
 from ._scan.stacking import name_stacked, stack_layers, take_rows
 from ._scan.step import Verb
 from ._scan.sweep_back import SweepBack, fold_forward
@@ -47,23 +69,28 @@ class StackedKinds(BlockFoldable[M]):
         reverse: bool | None = None,
         **kwargs: PyTree,
     ) -> tuple[PyTree, SweepBack]:
-        """As `fold`; also returns a function that sweeps back over the layers: a `SweepBack`.
+        """As `fold`; also returns a function that sweeps back over the layers: a
+        `SweepBack`.
 
         ```python
         y, sweep_back = blocks.fold_vjp(x)
-        result = sweep_back(y_cotangent, visitor, state)  # calls visitor(visit, state) for every layer
+        # Calls visitor(visit, state) for every layer.
+        result = sweep_back(y_cotangent, visitor, state)
         ```
 
-        Arguments as in `fold`. A visitor is traced once for each kind of layers: `visit.layer` is a block of
-        its kind, `visit.layer_index` counts all layers. The layers of the result are a stack of this class.
+        Arguments as in `fold`. A visitor is traced once for each kind of layers:
+        `visit.layer` is a block of its kind, `visit.layer_index` counts all layers. The
+        layers of the result are a stack of this class.
 
         Raises:
             ValueError: as `fold`; and for policies that drop carries (`"recompute"`).
 
-        Cost: the forward pass keeps what the policy says. `sweep_back` replays as the policy says, and never
-        holds the gradients of all layers.
+        Cost: the forward pass keeps what the policy says. `sweep_back` replays as the
+        policy says, and never holds the gradients of all layers.
         """
-        return self._vjp("fold", init, args, kwargs, remat=remat, unroll=unroll, reverse=reverse)
+        return self._vjp(
+            "fold", init, args, kwargs, remat=remat, unroll=unroll, reverse=reverse
+        )
 
     def scan_vjp(
         self,
@@ -75,36 +102,59 @@ class StackedKinds(BlockFoldable[M]):
         reverse: bool | None = None,
         **kwargs: PyTree,
     ) -> tuple[tuple[PyTree, PyTree], SweepBack]:
-        """As `fold_vjp`, for blocks that return `(carry, output)`; gives `((carry, outputs), sweep_back)`.
+        """As `fold_vjp`, for blocks that return `(carry, output)`; gives `((carry,
+        outputs), sweep_back)`.
 
-        For layers of several kinds `outputs` and their cotangent are dicts with those of each kind.
+        For layers of several kinds `outputs` and their cotangent are dicts with those
+        of each kind.
         """
-        return self._vjp("scan", init, args, kwargs, remat=remat, unroll=unroll, reverse=reverse)
+        return self._vjp(
+            "scan", init, args, kwargs, remat=remat, unroll=unroll, reverse=reverse
+        )
 
     def _vjp(
-        self, verb: Verb, init: PyTree, args: tuple[PyTree, ...], kwargs: dict[str, Any], **options: Any
+        self,
+        verb: Verb,
+        init: PyTree,
+        args: tuple[PyTree, ...],
+        kwargs: dict[str, Any],
+        **options: Any,
     ) -> tuple[PyTree, SweepBack]:
         loop = loop_over(self, f"{verb}_vjp", verb, **options)
         check_unmarked(init)
         warn_of_ambiguous(init, ((None, *args), kwargs), self.Layers, loop.call.caller)
         blocks = self._per_kind(lambda _, stack: Marked(stack.stacked, "stored"))
-        arguments, template = ((blocks, *args), kwargs), eqx.filter(self, is_array, inverse=True)
+        arguments, template = (
+            ((blocks, *args), kwargs),
+            eqx.filter(self, is_array, inverse=True),
+        )
         return fold_forward(loop, init, arguments, template)
 
     def from_state_dict(self, state_dict: StateDict, prefix: str | None = None) -> Self:
-        """These layers with their arrays read from keys `prefix.0.key`, `prefix.1.key`, …
+        """These layers with their arrays read from keys `prefix.0.key`, `prefix.1.key`,
+        …
 
         Raises:
-            ValueError: names every layer that is missing, mismatched or unknown, and arrays that all layers
-                of a stack share and that differ there.
+            ValueError: names every layer that is missing, mismatched or unknown, and
+                arrays that all layers of a stack share and that differ there.
         """
         pattern = self._pattern
-        order = [pattern.names[kind] for kind in pattern.kinds] if pattern else [""] * self.Layers.size
+        order = (
+            [pattern.names[kind] for kind in pattern.kinds]
+            if pattern
+            else [""] * self.Layers.size
+        )
         types = {name: layer_types(self._stacks[name]) for name in {*order}}
-        layers = layers_from_state_dict([types[name] for name in order], state_dict, prefix)
+        layers = layers_from_state_dict(
+            [types[name] for name in order], state_dict, prefix
+        )
 
         def read(name: str, stack: "Stacked[M]") -> M:
-            own = [layer for layer, other in zip(layers, order, strict=True) if other == name]
+            own = [
+                layer
+                for layer, other in zip(layers, order, strict=True)
+                if other == name
+            ]
             return stack_as(stack.stacked, own, stack.Layers) if own else stack.stacked
 
         return self._with_blocks(self._per_kind(read))
@@ -127,7 +177,11 @@ class StackedKinds(BlockFoldable[M]):
     def _mapped(self, fn: Callable[..., Any], *given: "StackedKinds") -> Self:
         def of_kind(name: str, stack: "Stacked[M]") -> M:
             blocks = [Marked(each._stacks[name].stacked, "stored") for each in given]
-            return map_layers(fn, *split_tree((blocks, {}), stack.Layers, Caller(fn.__name__)), fn.__name__)
+            return map_layers(
+                fn,
+                *split_tree((blocks, {}), stack.Layers, Caller(fn.__name__)),
+                fn.__name__,
+            )
 
         return self._with_blocks(self._per_kind(of_kind))
 
@@ -152,7 +206,9 @@ class StackedKinds(BlockFoldable[M]):
     def _own_part(self, state: State, what: str) -> PyTree:
         return self._per_kind(lambda _, stack: part_of(state, stack.stacked, what))
 
-    def _run(self, loop: Loop, init: PyTree, args: PyTree, kwargs: PyTree) -> tuple[PyTree, PyTree]:
+    def _run(
+        self, loop: Loop, init: PyTree, args: PyTree, kwargs: PyTree
+    ) -> tuple[PyTree, PyTree]:
         is_map = loop.call.verb == "map"
 
         def blocks(_: str, stack: "Stacked[M]") -> Marked:
@@ -163,12 +219,18 @@ class StackedKinds(BlockFoldable[M]):
 
 
 def layer_types(stack: "Stacked[M]") -> M:
-    """One layer, of a stack that may have none, with the type of each array, on the device."""
+    """One layer, of a stack that may have none, with the type of each array, on the
+    device.
+    """
 
     def first(stack: "Stacked") -> PyTree:
         caller = Caller(type(stack).__name__, name_in_stack)
-        layout, arrays, shared = split_tree(Marked(stack.stacked, "stored"), stack.Layers, caller)
-        return on_device(layout.layer([at_least_one(array)[0] for array in arrays], shared))
+        layout, arrays, shared = split_tree(
+            Marked(stack.stacked, "stored"), stack.Layers, caller
+        )
+        return on_device(
+            layout.layer([at_least_one(array)[0] for array in arrays], shared)
+        )
 
     return eqx.filter_eval_shape(first, stack)
 
@@ -178,22 +240,25 @@ def name_in_stack(path: KeyPath) -> str:
 
 
 class Stacked(StackedKinds[M]):
-    """Layers of one kind, applied one after the other (`fold`, `scan`) or in parallel (`vmap`).
+    """Layers of one kind, applied one after the other (`fold`, `scan`) or in parallel
+    (`vmap`).
 
     ```python
     Layers = hax.Axis("layers", 48)
-    blocks = Stacked.init(Layers, Block, remat="nested")(config, key=jax.random.split(key, Layers.size))
+    keys = jax.random.split(key, Layers.size)
+    blocks = Stacked.init(Layers, Block, remat="nested")(config, key=keys)
     y = blocks.fold(x)
     ```
 
-    All layers have the same structure, shapes and Python control flow. Blocks with named axes and blocks of
-    plain arrays both work. For layers of several kinds use `StackedPattern`, for others `BlockSeq`.
+    All layers have the same structure, shapes and Python control flow. Blocks with
+    named axes and blocks of plain arrays both work. For layers of several kinds use
+    `StackedPattern`, for others `BlockSeq`.
 
     Indexing, slicing and iterating copy the arrays of the layers that they take.
 
     Attributes:
-        stacked: the block, its named arrays with the axis `Layers` in front, its plain arrays with it as
-            first dimension.
+        stacked: the block, its named arrays with the axis `Layers` in front, its plain
+            arrays with it as first dimension.
 
     Raises:
         TypeError: for what is no axis, and for a block that is not an `eqx.Module`.
@@ -213,7 +278,9 @@ class Stacked(StackedKinds[M]):
         try:
             check_stacked(stacked, self.Layers, Caller(what, name_in_stack))
         except ValueError as error:
-            raise ValueError(f"{error} Build the stack by {what}.init(Layers, Block)(...).") from None
+            raise ValueError(
+                f"{error} Build the stack by {what}.init(Layers, Block)(...)."
+            ) from None
 
     @classmethod
     def of(
@@ -231,44 +298,60 @@ class Stacked(StackedKinds[M]):
         ```
 
         Args:
-            layers: modules of one structure, in order, at least one; or one module whose arrays all have a
-                first dimension for the layers.
-            Layers: their axis, its name, or their number; of one module its axis or number.
+            layers: modules of one structure, in order, at least one; or one module
+                whose arrays all have a first dimension for the layers.
+            Layers: their axis, its name, or their number; of one module its axis or
+                number.
             remat: the checkpoint policy. See `ScanCheckpointPolicy`.
 
         Returns:
-            A stack of this class, with copies of the arrays of a list. Python numbers that differ between
-            layers become an array with one for each, so a block can compute with them and not decide by
-            them (`if self.rate > 0`).
+            A stack of this class, with copies of the arrays of a list. Python numbers
+            that differ between layers become an array with one for each, so a block can
+            compute with them and not decide by them (`if self.rate > 0`).
 
         Raises:
-            ValueError: for another number of layers than the axis has; for layers that differ otherwise than
-                in numbers: names the path and both values.
-            TypeError: for anything but a sequence of modules, or one with the number of layers.
+            ValueError: for another number of layers than the axis has; for layers that
+                differ otherwise than in numbers: names the path and both values.
+            TypeError: for anything but a sequence of modules, or one with the number of
+                layers.
         """
         what = f"{cls.__name__}.of"
         build: Any = cls
-        if isinstance(layers, eqx.Module) and not isinstance(axis := axis_or_name(Layers, what), str):
+        if isinstance(layers, eqx.Module) and not isinstance(
+            axis := axis_or_name(Layers, what), str
+        ):
             stacked = arrays_in_indices(name_stacked(layers, axis, what), (axis.size,))
             return build(stacked, axis, remat)
         given: Any = layers
         axis = axis_of_modules(given, Layers, what)
         if not given:
-            raise ValueError(f"{what} takes at least one layer. Build the stack by {cls.__name__}.init.")
+            raise ValueError(
+                f"{what} takes at least one layer. Build the stack by"
+                f" {cls.__name__}.init."
+            )
         return build(stack_layers(marked_alike(given), axis, what), axis, remat)
 
     @classmethod
     def _build_all(
-        cls, build: Callable[..., Any], Layers: Axis, caller: Caller, args: PyTree, kwargs: PyTree
+        cls,
+        build: Callable[..., Any],
+        Layers: Axis,
+        caller: Caller,
+        args: PyTree,
+        kwargs: PyTree,
     ) -> PyTree:
         def build_one(*args: PyTree, **kwargs: PyTree) -> PyTree:
             return arrays_in_indices(build(*args, **kwargs))
 
-        return map_layers(build_one, *split_tree((args, kwargs), Layers, caller), caller.what)
+        return map_layers(
+            build_one, *split_tree((args, kwargs), Layers, caller), caller.what
+        )
 
     def get_layer(self, index: Any) -> M:
         is_traced = isinstance(index, Tracer)
-        return self._layer_getter()(index if is_traced else check_layer_index(index, self.Layers))
+        return self._layer_getter()(
+            index if is_traced else check_layer_index(index, self.Layers)
+        )
 
     def __iter__(self) -> Iterator[M]:
         return map(self._layer_getter(), range(self.Layers.size))
@@ -277,10 +360,16 @@ class Stacked(StackedKinds[M]):
         return self._at(range(self.Layers.size)[rows])
 
     def _at(self, rows: Sequence[int]) -> Self:
-        check_stacked(self.stacked, self.Layers, Caller(type(self).__name__, name_in_stack))
+        check_stacked(
+            self.stacked, self.Layers, Caller(type(self).__name__, name_in_stack)
+        )
 
         def take(leaf: Any) -> Any:
-            return take_rows(leaf, self.Layers, rows) if is_split(leaf, self.Layers) else leaf
+            return (
+                take_rows(leaf, self.Layers, rows)
+                if is_split(leaf, self.Layers)
+                else leaf
+            )
 
         stacked = jtu.tree_map(take, self.stacked, is_leaf=is_named)
         return changed(self, stacked=stacked, Layers=self.Layers.resize(len(rows)))
@@ -297,6 +386,7 @@ class Stacked(StackedKinds[M]):
         return layer_getter(Marked(self.stacked, "stored"), self.Layers, caller)
 
 
-# Haliax's maps of trees, quantization and state dicts go layer by layer through what is such a stack for
-# `isinstance`. Equinox (0.13) disables `register` of its modules, which have no fields to check here.
+# Haliax's maps of trees, quantization and state dicts go layer by layer through what is
+# such a stack for `isinstance`. Equinox (0.13) disables `register` of its modules,
+# which have no fields to check here.
 abc.ABCMeta.register(haliax.nn.Stacked, Stacked)

@@ -1,4 +1,6 @@
-"""`StackedPattern`: layers of several kinds, each kind a `Stacked`, applied in one scan."""
+"""`StackedPattern`: layers of several kinds, each kind a `Stacked`, applied in one
+scan.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self
@@ -18,30 +20,35 @@ from ._sweep.kinds import Pattern
 
 
 class StackedPattern(StackedKinds[M]):
-    """Layers of several kinds in any order, each kind stacked, applied one after the other in one loop.
+    """Layers of several kinds in any order, each kind stacked, applied one after the
+    other in one loop.
 
     ```python
     Layers = hax.Axis("layers", 26)
     kinds = {"local": LocalBlock, "global": GlobalBlock}
     pattern = ("local",) * 5 + ("global",)  # again and again, as far as the layers go
-    blocks = StackedPattern.init(Layers, kinds, pattern, remat="nested")(config, key=keys)
+    init = StackedPattern.init(Layers, kinds, pattern, remat="nested")
+    blocks = init(config, key=keys)
     y = blocks.fold(x)
     ```
 
-    `fold` and `scan` equal `for block in blocks: carry = block(carry, ...)`, under every policy. Program size
-    and compile time grow with the number of kinds and not with that of layers.
+    `fold` and `scan` equal `for block in blocks: carry = block(carry, ...)`, under
+    every policy. Program size and compile time grow with the number of kinds and not
+    with that of layers.
 
-    All kinds take the same carry and the same arguments (`per_kind` gives each its own). Outputs may differ:
-    `scan` returns a dict with those of each kind, stacked over the layers of this kind.
+    All kinds take the same carry and the same arguments (`per_kind` gives each its
+    own). Outputs may differ: `scan` returns a dict with those of each kind, stacked
+    over the layers of this kind.
 
     Attributes:
-        stacks: for each kind a `Stacked` of its layers, in order; its own policy is not used.
+        stacks: for each kind a `Stacked` of its layers, in order; its own policy is not
+            used.
         pattern: the kind of each layer.
 
     Raises:
         TypeError: for what is no axis, a dict of `Stacked` or a sequence of names.
-        ValueError: for a pattern with unknown kinds, or of another length than the axis; for stacks that do
-            not have the layers that the pattern says.
+        ValueError: for a pattern with unknown kinds, or of another length than the
+            axis; for stacks that do not have the layers that the pattern says.
     """
 
     stacks: dict[str, Stacked[M]]
@@ -56,16 +63,16 @@ class StackedPattern(StackedKinds[M]):
         _check_pattern(self.pattern, self.stacks, what)
         if len(self.pattern) != self.Layers.size:
             raise ValueError(
-                f"`{self.Layers.name}` has {self.Layers.size} layers, and the pattern {len(self.pattern)}. "
-                "Give the kind of every layer."
+                f"`{self.Layers.name}` has {self.Layers.size} layers, and the pattern"
+                f" {len(self.pattern)}. Give the kind of every layer."
             )
         for name, stack in self.stacks.items():
             wanted = self.Layers.resize(self.pattern.count(name))
             found = stack.Layers if isinstance(stack, Stacked) else type(stack).__name__
             if found != wanted:
                 raise ValueError(
-                    f"By the pattern stacks[{name!r}] is a Stacked of {wanted}; got {found}. Build them by "
-                    f"{what}.init(Layers, kinds, pattern)(...)."
+                    f"By the pattern stacks[{name!r}] is a Stacked of {wanted}; got"
+                    f" {found}. Build them by {what}.init(Layers, kinds, pattern)(...)."
                 )
 
     @classmethod
@@ -80,14 +87,18 @@ class StackedPattern(StackedKinds[M]):
         """Build the layers, those of a kind all at once.
 
         Args:
-            Layers: the axis of all layers; a number is an axis of this size named `layers`.
-            kinds: for the name of each kind, what builds a block, as `Stacked.init` takes it.
-            pattern: the kind of each layer. A shorter one is repeated, as far as the layers go.
+            Layers: the axis of all layers; a number is an axis of this size named
+                `layers`.
+            kinds: for the name of each kind, what builds a block, as `Stacked.init`
+                takes it.
+            pattern: the kind of each layer. A shorter one is repeated, as far as the
+                layers go.
             remat: the checkpoint policy. See `ScanCheckpointPolicy`.
 
         Returns:
-            A function of the blocks' arguments, split and shared as by `Stacked.init`: of what is split, the
-            layers of each kind get their parts. `per_kind` gives each kind other arguments.
+            A function of the blocks' arguments, split and shared as by `Stacked.init`:
+            of what is split, the layers of each kind get their parts. `per_kind` gives
+            each kind other arguments.
 
         Raises:
             ValueError, TypeError: as `Stacked.init`; for a pattern with unknown kinds.
@@ -97,19 +108,25 @@ class StackedPattern(StackedKinds[M]):
         _check_pattern(pattern, kinds, what)
         if len(pattern) > axis.size:
             raise ValueError(
-                f"{what}: the pattern is of {len(pattern)} layers, and `{axis.name}` has {axis.size}. "
-                "Give one that is not longer."
+                f"{what}: the pattern is of {len(pattern)} layers, and `{axis.name}`"
+                f" has {axis.size}. Give one that is not longer."
             )
         names = [pattern[i % len(pattern)] for i in range(axis.size)] if pattern else []
-        builders = {name: block_builder(Block, what) for name, Block in sorted(kinds.items())}
+        builders = {
+            name: block_builder(Block, what) for name, Block in sorted(kinds.items())
+        }
         caller = Caller(what, argument_namer(next(iter(builders.values())), skip=0))
         named = Pattern.of(names, builders)
 
         def build_stacks(*args: PyTree, **kwargs: PyTree) -> PyTree:
             parts, _ = divide((args, kwargs), axis, named, caller)
             stacks = {}
-            for (name, builder), (of_kind, by_name) in zip(builders.items(), parts, strict=True):
-                make = Stacked.init(axis.resize(names.count(name)), builder, remat=policy)
+            for (name, builder), (of_kind, by_name) in zip(
+                builders.items(), parts, strict=True
+            ):
+                make = Stacked.init(
+                    axis.resize(names.count(name)), builder, remat=policy
+                )
                 stacks[name] = make(*of_kind, **by_name)
             build: Any = cls
             return build(stacks, tuple(names), axis, policy)
@@ -128,17 +145,28 @@ class StackedPattern(StackedKinds[M]):
     def _layers(self, rows: slice) -> Self:
         kinds, chosen = self.pattern[rows], range(len(self))[rows]
         stacks = {
-            name: stack._at([self.pattern[:i].count(name) for i in chosen if self.pattern[i] == name])
+            name: stack._at(
+                [
+                    self.pattern[:i].count(name)
+                    for i in chosen
+                    if self.pattern[i] == name
+                ]
+            )
             for name, stack in self.stacks.items()
         }
-        return changed(self, stacks=stacks, pattern=kinds, Layers=self.Layers.resize(len(kinds)))
+        return changed(
+            self, stacks=stacks, pattern=kinds, Layers=self.Layers.resize(len(kinds))
+        )
 
     @property
     def _stacks(self) -> dict[str, Stacked[M]]:
         return dict(sorted(self.stacks.items()))
 
     def _with_blocks(self, blocks: PyTree) -> Self:
-        stacks = {name: stack._with_blocks(blocks.values[name]) for name, stack in self._stacks.items()}
+        stacks = {
+            name: stack._with_blocks(blocks.values[name])
+            for name, stack in self._stacks.items()
+        }
         return changed(self, stacks=stacks)
 
     @property
@@ -147,16 +175,25 @@ class StackedPattern(StackedKinds[M]):
 
 
 def _check_pattern(pattern: Any, kinds: Any, what: str) -> None:
-    if not isinstance(kinds, Mapping) or not kinds or not all(isinstance(name, str) for name in kinds):
+    if (
+        not isinstance(kinds, Mapping)
+        or not kinds
+        or not all(isinstance(name, str) for name in kinds)
+    ):
         raise TypeError(
             f"{what} takes the kinds of layers as a dict with a name for each, "
             f'{{"local": LocalBlock, "global": GlobalBlock}}; got {kinds!r}.'
         )
-    is_names = isinstance(pattern, Sequence) and all(isinstance(name, str) for name in pattern)
+    is_names = isinstance(pattern, Sequence) and all(
+        isinstance(name, str) for name in pattern
+    )
     if isinstance(pattern, str) or not is_names:
-        raise TypeError(f'{what} takes a pattern of names, ("local", "local", "global"); got {pattern!r}.')
+        raise TypeError(
+            f'{what} takes a pattern of names, ("local", "local", "global"); got'
+            f" {pattern!r}."
+        )
     if unknown := [name for name in pattern if name not in kinds]:
         raise ValueError(
-            f"{what}: the pattern has a layer of kind {unknown[0]!r}, and the kinds are "
-            f"{', '.join(map(repr, kinds))}."
+            f"{what}: the pattern has a layer of kind {unknown[0]!r}, and the kinds are"
+            f" {', '.join(map(repr, kinds))}."
         )

@@ -1,4 +1,6 @@
-"""Converts layers to and from state dicts with keys like those of a torch `Sequential`: `prefix.0.key`."""
+"""Converts layers to and from state dicts with keys like those of a torch `Sequential`:
+`prefix.0.key`.
+"""
 
 import collections
 import re
@@ -24,23 +26,33 @@ M = TypeVar("M", bound=eqx.Module)
 
 def layers_to_state_dict(layers: Iterable[eqx.Module], prefix: str | None) -> StateDict:
     """The arrays of all layers, each under its index."""
-    return haliax.state_dict.to_state_dict(_with_lists(eqx.filter([*layers], is_array)), prefix)
+    return haliax.state_dict.to_state_dict(
+        _with_lists(eqx.filter([*layers], is_array)), prefix
+    )
 
 
-def layers_from_state_dict(templates: Sequence[M], state_dict: StateDict, prefix: str | None) -> list[M]:
+def layers_from_state_dict(
+    templates: Sequence[M], state_dict: StateDict, prefix: str | None
+) -> list[M]:
     """The layers, like the templates, with their arrays read from `state_dict`."""
     shapes = eqx.filter_eval_shape(lambda: layers_to_state_dict(templates, prefix))
     expected = {key: tuple(value.shape) for key, value in shapes.items()}
     _check_entries(expected, len(templates), state_dict, prefix)
     # Haliax can't read NumPy's arrays into named ones where there are several devices.
-    found: Any = collections.ChainMap({key: jnp.asarray(state_dict[key]) for key in expected}, state_dict)
+    found: Any = collections.ChainMap(
+        {key: jnp.asarray(state_dict[key]) for key in expected}, state_dict
+    )
     arrays, rest = eqx.partition([*templates], is_array)
     filled = haliax.state_dict.from_state_dict(_with_lists(arrays), found, prefix)
-    return eqx.combine(jtu.tree_unflatten(jtu.tree_structure(arrays), jtu.tree_leaves(filled)), rest)
+    return eqx.combine(
+        jtu.tree_unflatten(jtu.tree_structure(arrays), jtu.tree_leaves(filled)), rest
+    )
 
 
 def stack_as(stacked: M, layers: Sequence[M], axis: Axis) -> M:
-    """The layers as one stacked tree; arrays that all layers share in `stacked` are shared again."""
+    """The layers as one stacked tree; arrays that all layers share in `stacked` are
+    shared again.
+    """
 
     def choose(path: KeyPath, old: PyTree, new: PyTree, *of_layers: Any) -> PyTree:
         if is_split(old, axis) or not (is_named(old) or is_array(old)):
@@ -49,16 +61,22 @@ def stack_as(stacked: M, layers: Sequence[M], axis: Axis) -> M:
         for index, array in enumerate(arrays):
             if not np.array_equal(array, arrays[0]):
                 raise ValueError(
-                    f"All layers of the stack share {jtu.keystr(path)[1:]}, but in the state dict layer "
-                    f"{index} differs from layer 0. Give the array the axis `{axis.name}` in the stack."
+                    f"All layers of the stack share {jtu.keystr(path)[1:]}, but in the"
+                    f" state dict layer {index} differs from layer 0. Give the array"
+                    f" the axis `{axis.name}` in the stack."
                 )
         return of_layers[0]
 
-    return jtu.tree_map_with_path(choose, stacked, stack_trees(layers, axis), *layers, is_leaf=is_named)
+    return jtu.tree_map_with_path(
+        choose, stacked, stack_trees(layers, axis), *layers, is_leaf=is_named
+    )
 
 
 def _check_entries(
-    expected: Mapping[str, tuple[int, ...]], count: int, state_dict: StateDict, prefix: str | None
+    expected: Mapping[str, tuple[int, ...]],
+    count: int,
+    state_dict: StateDict,
+    prefix: str | None,
 ) -> None:
     """Refuse a state dict that does not fit so many layers."""
     pattern = re.compile(re.escape("" if prefix is None else f"{prefix}.") + r"(\d+)\.")
@@ -67,16 +85,18 @@ def _check_entries(
         number = pattern.match(key)
         return key in expected or (number is not None and int(number[1]) >= count)
 
-    found = {key: np.shape(value) for key, value in state_dict.items() if is_of_layers(key)}
+    found = {
+        key: np.shape(value) for key, value in state_dict.items() if is_of_layers(key)
+    }
     if expected and state_dict and not found:
         raise ValueError(
-            f"No key of the state dict starts with {with_prefix(prefix, '0')!r}; one is "
-            f"{next(iter(state_dict))!r}. Give the prefix that it was written with."
+            f"No key of the state dict starts with {with_prefix(prefix, '0')!r}; one is"
+            f" {next(iter(state_dict))!r}. Give the prefix that it was written with."
         )
     if problems := entry_problems(expected, found):
         raise ValueError(
-            f"The state dict does not fit the stack of {count} layers at prefix {prefix!r}:\n  "
-            + shortened(problems, "\n  ", most=8)
+            f"The state dict does not fit the stack of {count} layers at prefix"
+            f" {prefix!r}:\n  " + shortened(problems, "\n  ", most=8)
         )
 
 
@@ -84,6 +104,8 @@ def _with_lists(tree: PyTree) -> PyTree:
     """The tree with tuples made lists: Haliax's state dicts support lists only."""
 
     def to_list(node: PyTree) -> PyTree:
-        return [_with_lists(child) for child in node] if isinstance(node, tuple) else node
+        return (
+            [_with_lists(child) for child in node] if isinstance(node, tuple) else node
+        )
 
     return jtu.tree_map(to_list, tree, is_leaf=lambda node: isinstance(node, tuple))

@@ -11,7 +11,8 @@ PyTree: TypeAlias = Any  # that of jaxtyping is unknown to pyright
 class Static:
     """Carries a value through transformations, as part of the structure of a tree.
 
-    Two are equal if their values are; values that cannot be hashed, if they are the same object.
+    Two are equal if their values are; values that cannot be hashed, if they are the
+    same object.
     """
 
     def __init__(self, value: Any):

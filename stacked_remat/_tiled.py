@@ -1,4 +1,6 @@
-"""Functions applied tile by tile along an axis, so that their internals exist for one tile at a time."""
+"""Functions applied tile by tile along an axis, so that their internals exist for one
+tile at a time.
+"""
 
 import functools
 import itertools
@@ -31,50 +33,64 @@ def tiled(
     tiles: int,
     reduce: Literal["sum"] | None = None,
 ) -> Callable[..., Any]:
-    """Apply `fn` tile by tile along an axis; backward, each tile is computed again, one after the other.
+    """Apply `fn` tile by tile along an axis; backward, each tile is computed again, one
+    after the other.
 
     ```python
-    y = tiled(mlp, Pos, tiles=8)(x)                       # y = mlp(x), with the internals of an eighth of it
-    y = tiled(lambda x: jax.vmap(mlp)(x), 0, tiles=8)(x)  # along a dimension of plain arrays
+    # y = mlp(x), with the internals of an eighth of it.
+    y = tiled(mlp, Pos, tiles=8)(x)
+    # The same along a dimension of plain arrays.
+    y = tiled(lambda x: jax.vmap(mlp)(x), 0, tiles=8)(x)
     loss = tiled(sum_of_losses, Pos, tiles=32, reduce="sum")(hidden, targets)
     ```
 
-    Equals `fn` for a function that treats positions along the axis independently of each other, as an MLP, a
-    norm, a projection or a loss does; with `reduce="sum"`, for a function that sums over the axis.
+    Equals `fn` for a function that treats positions along the axis independently of
+    each other, as an MLP, a norm, a projection or a loss does; with `reduce="sum"`, for
+    a function that sums over the axis.
 
     Args:
-        fn: a function or a module, of arguments of any kind. Arrays that it closes over, and the arrays of a
-            module, are shared by all tiles, and have gradients.
-        axis: a named axis or its name: arguments that have it are split, everything else is shared. Or a
-            dimension of plain arrays: every plain array in the arguments is split along it, except in
-            `stacked_remat.shared(...)`.
-        tiles: how many, all of `ceil(size / tiles)` positions but the last, which may be smaller.
-        reduce: `"sum"` adds up outputs that lack the axis over the tiles, in float32; with a dimension of
-            plain arrays, all outputs. None refuses them.
+        fn: a function or a module, of arguments of any kind. Arrays that it closes
+            over, and the arrays of a module, are shared by all tiles, and have
+            gradients.
+        axis: a named axis or its name: arguments that have it are split, everything
+            else is shared. Or a dimension of plain arrays: every plain array in the
+            arguments is split along it, except in `stacked_remat.shared(...)`.
+        tiles: how many, all of `ceil(size / tiles)` positions but the last, which may
+            be smaller.
+        reduce: `"sum"` adds up outputs that lack the axis over the tiles, in float32;
+            with a dimension of plain arrays, all outputs. None refuses them.
 
     Returns:
-        A function of the arguments of `fn`. Outputs have the axis where `fn` gives it to them.
+        A function of the arguments of `fn`. Outputs have the axis where `fn` gives it
+        to them.
 
     Raises:
-        ValueError: nothing to split, arguments of different sizes, a single random key that is not marked
-            `shared`, or results of a tile that are not a part of those of all positions.
+        ValueError: nothing to split, arguments of different sizes, a single random key
+            that is not marked `shared`, or results of a tile that are not a part of
+            those of all positions.
 
-    Cost: `fn` once forward, and in the backward pass once more and its products. Memory: arguments, outputs
-    and their cotangents, the gradients of shared arguments in float32, and the internals of one tile. A
-    smaller last tile runs by itself, on copies of what is split, and the outputs are joined. An axis that
-    Haliax's axis mapping divides over devices is cut within each device's part. `fn` is traced for all
-    positions too, to compare its results. Random keys in closures and in `shared(...)` give every tile the
-    same numbers. All derivatives work, each computed tile by tile. Over axes of a mesh with
-    `AxisType.Explicit` other dimensions may be divided. Policies outside do not see names given inside `fn`
-    by `checkpoint_name`. In `jax.shard_map` gradients of arrays that `fn` closes over are summed over devices
-    in each tile, those of arguments once. The method is that of ALST (Bekman et al. 2025).
+    Cost: `fn` once forward, and in the backward pass once more and its products.
+    Memory: arguments, outputs and their cotangents, the gradients of shared arguments
+    in float32, and the internals of one tile. A smaller last tile runs by itself, on
+    copies of what is split, and the outputs are joined. An axis that Haliax's axis
+    mapping divides over devices is cut within each device's part. `fn` is traced for
+    all positions too, to compare its results. Random keys in closures and in
+    `shared(...)` give every tile the same numbers. All derivatives work, each computed
+    tile by tile. Over axes of a mesh with `AxisType.Explicit` other dimensions may be
+    divided. Policies outside do not see names given inside `fn` by `checkpoint_name`.
+    In `jax.shard_map` gradients of arrays that `fn` closes over are summed over devices
+    in each tile, those of arguments once. The method is that of ALST (Bekman et al.
+    2025).
     """
     if not callable(fn):
         raise TypeError(f"tiled takes a function and then an axis; got {describe(fn)}.")
     if reduce not in (None, "sum"):
         raise ValueError(f'reduce must be "sum" or None, got {reduce!r}.')
     if isinstance(axis, bool) or not isinstance(axis, int | str | Axis):
-        raise TypeError(f"axis must be a named axis, its name, or a dimension (an int); got {axis!r}.")
+        raise TypeError(
+            "axis must be a named axis, its name, or a dimension (an int); got"
+            f" {axis!r}."
+        )
     tiles = whole_number("tiles", tiles, "how many tiles to cut the axis into")
     name, size = (axis.name, axis.size) if isinstance(axis, Axis) else (axis, None)
     caller = _Caller(fn, name, size, reduce, tiles)
@@ -96,7 +112,11 @@ class _Caller(NamedTuple):
     tiles: int
 
     def __str__(self) -> str:
-        over = f"dimension {self.axis}" if isinstance(self.axis, int) else f"axis `{self.axis}`"
+        over = (
+            f"dimension {self.axis}"
+            if isinstance(self.axis, int)
+            else f"axis `{self.axis}`"
+        )
         return f"tiled over {over}"
 
     def dimension(self, leaf: Any) -> int | None:
@@ -109,12 +129,19 @@ class _Caller(NamedTuple):
 
     def output(self, leaf: Any) -> int | None:
         """The dimension of an output along the axis, or None for a sum."""
-        return None if isinstance(self.axis, int) and self.reduce == "sum" else self.dimension(leaf)
+        return (
+            None
+            if isinstance(self.axis, int) and self.reduce == "sum"
+            else self.dimension(leaf)
+        )
 
 
 def _apply(caller: _Caller, arguments: PyTree) -> PyTree:
     entries, arguments = take_marks_off(arguments)
-    dims = [None if rule == "shared" else caller.dimension(leaf) for _, leaf, rule in entries]
+    dims = [
+        None if rule == "shared" else caller.dimension(leaf)
+        for _, leaf, rule in entries
+    ]
     size, parts = _common_size(caller, entries, dims), 1
     if isinstance(caller.axis, str) and physical_axis_name(caller.axis) is not None:
         parts = physical_axis_size(caller.axis) or 1
@@ -124,18 +151,27 @@ def _apply(caller: _Caller, arguments: PyTree) -> PyTree:
     if cut.size <= cut.length:
         args, kwargs = arguments
         return checkpoint(caller.fn)(*args, **kwargs)
-    of_arrays = [dim for dim, (_, leaf, _) in zip(dims, entries, strict=True) if is_array(raw_array(leaf))]
+    of_arrays = [
+        dim
+        for dim, (_, leaf, _) in zip(dims, entries, strict=True)
+        if is_array(raw_array(leaf))
+    ]
     return _by_tile(caller, cut, arguments, tuple(of_arrays))
 
 
 def _by_tile(caller: _Caller, cut: Cut, arguments: PyTree, dims: Dims) -> PyTree:
-    """The result for arguments without marks, of whose arrays the dimensions along the axis are given."""
+    """The result for arguments without marks, of whose arrays the dimensions along the
+    axis are given.
+    """
     arrays, static = eqx.partition(arguments, is_array)
     given, structure = jax.tree.flatten(arrays)
     given = varying_alike([*map(jnp.asarray, given)])  # in `jax.shard_map`
 
     def part(arrays: Sequence[PyTree], start: int, length: int) -> list[PyTree]:
-        return [cut.read(array, dim, start, length) for array, dim in zip(arrays, dims, strict=True)]
+        return [
+            cut.read(array, dim, start, length)
+            for array, dim in zip(arrays, dims, strict=True)
+        ]
 
     def result(arrays: Sequence[PyTree]) -> tuple[PyTree, Static]:
         filled = eqx.combine(jax.tree.unflatten(structure, arrays), static)
@@ -149,7 +185,9 @@ def _by_tile(caller: _Caller, cut: Cut, arguments: PyTree, dims: Dims) -> PyTree
 
     def plan() -> tuple[PyTree, Tiling, list[PyTree]]:
         whole, _ = _trace(result, given)
-        types = jax.make_jaxpr(lambda arrays: part(arrays, 0, cut.length))(given).out_avals
+        types = jax.make_jaxpr(lambda arrays: part(arrays, 0, cut.length))(
+            given
+        ).out_avals
         tile, closed = _trace(result, types)
         _check_part(caller, cut, tile, whole)
         leaves = jax.tree.leaves(whole, is_leaf=is_named)
@@ -160,15 +198,23 @@ def _by_tile(caller: _Caller, cut: Cut, arguments: PyTree, dims: Dims) -> PyTree
     first = cut.size - last
     whole, tiling, constants = plan()
     inputs = part(given, 0, first) if last else given
-    found = run_tiles((tiling, constants), inputs) if first > cut.length else by_itself(inputs)
+    found = (
+        run_tiles((tiling, constants), inputs)
+        if first > cut.length
+        else by_itself(inputs)
+    )
     if last:
-        both = zip(found, by_itself(part(given, first, last)), tiling.outputs, strict=True)
+        both = zip(
+            found, by_itself(part(given, first, last)), tiling.outputs, strict=True
+        )
         found = [cut.joined(one, other, dim) for one, other, dim in both]
     types, rest = eqx.partition(whole, is_array)
     return eqx.combine(jax.tree.unflatten(jax.tree.structure(types), found), rest)
 
 
-def _trace(fn: Callable[..., tuple[PyTree, Static]], types: Sequence[PyTree]) -> tuple[PyTree, ClosedJaxpr]:
+def _trace(
+    fn: Callable[..., tuple[PyTree, Static]], types: Sequence[PyTree]
+) -> tuple[PyTree, ClosedJaxpr]:
     """The result of `fn` with the types of its arrays, and its jaxpr."""
     closed, (found, rest) = jax.make_jaxpr(fn, return_shape=True)(types)
     return eqx.combine(found, rest.value), closed
@@ -181,54 +227,77 @@ def _resized(leaf: Any) -> Any:
     return NamedArray(leaf.array, tuple(map(Axis.resize, leaf.axes, leaf.array.shape)))
 
 
-def _common_size(caller: _Caller, entries: Sequence[Entry], dims: Sequence[int | None]) -> int:
+def _common_size(
+    caller: _Caller, entries: Sequence[Entry], dims: Sequence[int | None]
+) -> int:
     name_of, sizes = argument_namer(caller.fn, skip=0), dict[str, int]()
     for (path, leaf, rule), dim in zip(entries, dims, strict=True):
         name = name_of(path)
         is_plain = isinstance(caller.axis, int) and is_array(leaf) and leaf.ndim > 0
         if dim is not None:
             sizes[name] = raw_array(leaf).shape[dim]
-        elif rule == "per_layer" or (rule == "default" and (is_plain or is_unsplit_key(name, leaf))):
+        elif rule == "per_layer" or (
+            rule == "default" and (is_plain or is_unsplit_key(name, leaf))
+        ):
             raise ValueError(
-                f"{caller}: {name} has the shape {raw_array(leaf).shape} without it. To give every tile all "
-                f"of it (of a random key: the same numbers), pass stacked_remat.shared({name})."
+                f"{caller}: {name} has the shape {raw_array(leaf).shape} without it. To"
+                " give every tile all of it (of a random key: the same numbers), pass"
+                f" stacked_remat.shared({name})."
             )
     if not sizes:
         raise ValueError(
-            f"{caller} was given nothing to split along it. Pass an array that has it as an argument; what "
-            "the function closes over is shared by all tiles."
+            f"{caller} was given nothing to split along it. Pass an array that has it"
+            " as an argument; what the function closes over is shared by all tiles."
         )
     expected = caller.size or next(iter(sizes.values()))
     for name, size in sizes.items():
         if size != expected:
             raise ValueError(
-                f"{caller} of {expected}: {name} has {size}. Give all the same size, or pass it to every "
-                f"tile whole, stacked_remat.shared({name})."
+                f"{caller} of {expected}: {name} has {size}. Give all the same size, or"
+                f" pass it to every tile whole, stacked_remat.shared({name})."
             )
     return expected
 
 
 def _check_part(caller: _Caller, cut: Cut, tile: PyTree, whole: PyTree) -> None:
-    """Refuse a function whose result for a tile is not a part of that for all positions."""
+    """Refuse a function whose result for a tile is not a part of that for all
+    positions.
+    """
 
     def described(tree: PyTree, positions: int) -> Iterator[str]:
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_named):
             array, dim = raw_array(leaf), caller.output(leaf)
-            shown = repr(leaf) if type(leaf) in (bool, int, float, complex, str) else "no array"
+            shown = (
+                repr(leaf)
+                if type(leaf) in (bool, int, float, complex, str)
+                else "no array"
+            )
             if is_array(array):
                 sizes = [*map(str, array.shape)]
                 if dim is not None:
-                    sizes[dim] = "n" if array.shape[dim] == positions else f"{sizes[dim]} of {positions}"
-                names = [f"{axis.name}: " for axis in leaf.axes] if is_named(leaf) else [""] * len(sizes)
-                shown = f"{array.dtype}[{', '.join(map(''.join, zip(names, sizes, strict=True)))}]"
+                    sizes[dim] = (
+                        "n"
+                        if array.shape[dim] == positions
+                        else f"{sizes[dim]} of {positions}"
+                    )
+                names = (
+                    [f"{axis.name}: " for axis in leaf.axes]
+                    if is_named(leaf)
+                    else [""] * len(sizes)
+                )
+                dims = map("".join, zip(names, sizes, strict=True))
+                shown = f"{array.dtype}[{', '.join(dims)}]"
                 if dim is None and caller.reduce is None:
                     shown += f" and lacks the axis of {positions}"
             yield f"output{jax.tree_util.keystr(path)} is {shown}"
 
     of_tile = described(tile, cut.parts * cut.length)
-    for own, of_all in itertools.zip_longest(of_tile, described(whole, cut.parts * cut.size)):
+    for own, of_all in itertools.zip_longest(
+        of_tile, described(whole, cut.parts * cut.size)
+    ):
         if own != of_all:
             raise ValueError(
-                f"{caller}: {own} for a tile, and {of_all} for all positions. The function must treat "
-                'positions independently of each other; outputs that are sums over them need reduce="sum".'
+                f"{caller}: {own} for a tile, and {of_all} for all positions. The"
+                " function must treat positions independently of each other; outputs"
+                ' that are sums over them need reduce="sum".'
             )

@@ -1,4 +1,6 @@
-"""The loop over tiles as a JAX primitive: forwards and backwards, one tile exists at a time."""
+"""The loop over tiles as a JAX primitive: forwards and backwards, one tile exists at a
+time.
+"""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -28,25 +30,37 @@ Derived = tuple["Tiling", Arrays]  # a tiling, and its constants
 
 @dataclass(frozen=True)
 class Cut:
-    """How `size` positions of each of so many devices are cut: a tile has `length` positions of each."""
+    """How `size` positions of each of so many devices are cut: a tile has `length`
+    positions of each.
+    """
 
     size: int
     parts: int
     length: int
 
-    def read(self, array: Array, dim: int | None, start: Array | int, length: int) -> Array:
-        """The tile of `length` positions of each device from `start` on; all of an array without the axis."""
+    def read(
+        self, array: Array, dim: int | None, start: Array | int, length: int
+    ) -> Array:
+        """The tile of `length` positions of each device from `start` on; all of an
+        array without the axis.
+        """
         if dim is None:
             return array
-        part = lax.dynamic_slice_in_dim(self._by_device(array, dim), start, length, dim + 1)
+        part = lax.dynamic_slice_in_dim(
+            self._by_device(array, dim), start, length, dim + 1
+        )
         return lax.collapse(part, dim, dim + 2)
 
-    def write(self, array: Array, dim: int | None, start: Array | int, tile: Array) -> Array:
+    def write(
+        self, array: Array, dim: int | None, start: Array | int, tile: Array
+    ) -> Array:
         """`array` with this tile from `start` on; without the axis, their sum."""
         if dim is None:
             return array + tile.astype(array.dtype)
         own, tile = self._by_device(array, dim), self._by_device(tile, dim)
-        return lax.dynamic_update_slice_in_dim(own, tile, start, dim + 1).reshape(array.shape)
+        return lax.dynamic_update_slice_in_dim(own, tile, start, dim + 1).reshape(
+            array.shape
+        )
 
     def joined(self, first: Array, last: Array, dim: int | None) -> Array:
         """One after the other; without the axis, their sum."""
@@ -57,12 +71,20 @@ class Cut:
 
     def _by_device(self, array: Array, dim: int) -> Array:
         own = array.shape[dim] // self.parts
-        return array.reshape(*array.shape[:dim], self.parts, own, *array.shape[dim + 1 :])
+        return array.reshape(
+            *array.shape[:dim], self.parts, own, *array.shape[dim + 1 :]
+        )
 
     def total(self, tile: ShapedArray, dim: int | None) -> ShapedArray:
         """The type of all tiles of a type; sums of them are in float32 at least."""
         if dim is not None:
-            return tile.update(shape=(*tile.shape[:dim], self.parts * self.size, *tile.shape[dim + 1 :]))
+            return tile.update(
+                shape=(
+                    *tile.shape[:dim],
+                    self.parts * self.size,
+                    *tile.shape[dim + 1 :],
+                )
+            )
         is_short = is_differentiable(tile.dtype) and jnp.finfo(tile.dtype).bits < 32
         return tile.update(dtype=jnp.dtype("float32")) if is_short else tile
 
@@ -78,24 +100,34 @@ class Cut:
 
         def of_tile(arrays: Sequence[Array], start: Array) -> Arrays:
             pairs = zip(arrays, inputs, strict=True)
-            return rule([self.read(array, dim, start, self.length) for array, dim in pairs])
+            return rule(
+                [self.read(array, dim, start, self.length) for array, dim in pairs]
+            )
 
         def body(totals: Arrays, i: Array) -> tuple[Arrays, None]:
             start = i * self.length
             found = jax.checkpoint(of_tile, prevent_cse=False)(arrays, start)
             parts = zip(totals, outputs, found, strict=True)
-            return [self.write(total, dim, start, new) for total, dim, new in parts], None
+            return [
+                self.write(total, dim, start, new) for total, dim, new in parts
+            ], None
 
         totals = zeros_after(arrays, [*map(self.total, types, outputs)])
-        totals, _ = lax.scan(body, totals, jnp.arange(self.size // self.length, dtype=jnp.int32))
-        return [total.astype(type_.dtype) for total, type_ in zip(totals, types, strict=True)]
+        totals, _ = lax.scan(
+            body, totals, jnp.arange(self.size // self.length, dtype=jnp.int32)
+        )
+        return [
+            total.astype(type_.dtype)
+            for total, type_ in zip(totals, types, strict=True)
+        ]
 
 
 @dataclass(frozen=True)
 class Tiling:
     """A function of arrays, as a jaxpr for a tile, applied tile by tile.
 
-    Inputs and outputs have a dimension along the axis; None where tiles share it, or it is a sum over tiles.
+    Inputs and outputs have a dimension along the axis; None where tiles share it, or it
+    is a sum over tiles.
     """
 
     cut: Cut
@@ -107,25 +139,38 @@ class Tiling:
     def __call__(self, *arrays: Array) -> Arrays:
         types = [var.aval for var in self.jaxpr.outvars]
         return self.cut.loop(
-            lambda tile: eval_jaxpr(self.jaxpr, (), *tile), arrays, self.inputs, self.outputs, types
+            lambda tile: eval_jaxpr(self.jaxpr, (), *tile),
+            arrays,
+            self.inputs,
+            self.outputs,
+            types,
         )
 
     @staticmethod
     def of(
-        cut: Cut, traced: ClosedJaxpr, inputs: Sequence[int | None], outputs: Sequence[int | None]
+        cut: Cut,
+        traced: ClosedJaxpr,
+        inputs: Sequence[int | None],
+        outputs: Sequence[int | None],
     ) -> Derived:
         """A traced function's tiling, and its constants, which are the first inputs."""
         jaxpr, constants = without_constants(traced)
-        return Tiling(cut, jaxpr, (*[None] * len(constants), *inputs), tuple(outputs)), constants
+        return Tiling(
+            cut, jaxpr, (*[None] * len(constants), *inputs), tuple(outputs)
+        ), constants
 
 
-def _pull_back(tiling: Tiling, nonzero: Mask, has_ct: Mask, arrays: Arrays, cotangents: Arrays) -> Arrays:
+def _pull_back(
+    tiling: Tiling, nonzero: Mask, has_ct: Mask, arrays: Arrays, cotangents: Arrays
+) -> Arrays:
     """The cotangents of some inputs of a tiling, from those of some outputs."""
     jaxpr, count = tiling.jaxpr, len(arrays)
 
     def rule(tile: Arrays) -> Arrays:
         of_tile = functools.partial(eval_jaxpr, jaxpr, ())
-        return jax.vjp(*of_part(of_tile, tile[:count], nonzero, has_ct))[1](tile[count:])[0]
+        return jax.vjp(*of_part(of_tile, tile[:count], nonzero, has_ct))[1](
+            tile[count:]
+        )[0]
 
     return tiling.cut.loop(
         rule,
@@ -152,7 +197,10 @@ class Tiles(Differentiable):
 
     def primal(self, nonzero: Mask, args: PyTree) -> Arrays:
         old = self.tiling
-        return run_tiles(Tiling.of(old.cut, primal_of(old.jaxpr, nonzero), old.inputs, old.outputs), args)
+        return run_tiles(
+            Tiling.of(old.cut, primal_of(old.jaxpr, nonzero), old.inputs, old.outputs),
+            args,
+        )
 
     def active(self, nonzero: Mask) -> Mask:
         return tuple(active_outputs(self.tiling.jaxpr, nonzero))
@@ -163,16 +211,27 @@ class Tiles(Differentiable):
         active = self.active(nonzero)
         return tangents_by(self.tiling, self.tiling, nonzero, active, primals, tangents)
 
-    def cotangents(self, nonzero: Mask, has_ct: Mask, args: PyTree, cts: Arrays) -> Arrays:
+    def cotangents(
+        self, nonzero: Mask, has_ct: Mask, args: PyTree, cts: Arrays
+    ) -> Arrays:
         back = Bound("tiles_back", _pull_back, (self.tiling, nonzero, has_ct))
-        return Rule(back, back, [*args], cts)([*args], cts) if is_eager() else jitted(back)([*args], cts)
+        return (
+            Rule(back, back, [*args], cts)([*args], cts)
+            if is_eager()
+            else jitted(back)([*args], cts)
+        )
 
     def batch(self, axis: Any, args: PyTree, dims: PyTree) -> PyTree:
         if not_mapped(self, axis, dims):
             return self(*args), [None] * len(self.out_aval)
         old, is_mapped = self.tiling, [dim is not None for dim in dims]
-        traced, _ = batch_jaxpr(ClosedJaxpr(old.jaxpr, ()), axis, is_mapped, [True] * len(old.outputs))
-        inputs = [dim if dim is None else dim + is_ for dim, is_ in zip(old.inputs, is_mapped, strict=True)]
+        traced, _ = batch_jaxpr(
+            ClosedJaxpr(old.jaxpr, ()), axis, is_mapped, [True] * len(old.outputs)
+        )
+        inputs = [
+            dim if dim is None else dim + is_
+            for dim, is_ in zip(old.inputs, is_mapped, strict=True)
+        ]
         outputs = [dim if dim is None else dim + 1 for dim in old.outputs]
         tiling = Tiling.of(old.cut, traced, inputs, outputs)
         return run_tiles(tiling, [*map(moved, args, dims)]), [0] * len(outputs)

@@ -1,7 +1,8 @@
-"""Names on loops and conditionals that say how often they run, for whoever counts a program's work.
+"""Names on loops and conditionals that say how often they run, for whoever counts a
+program's work.
 
-A trip count that comes from a table, or from data, can't be read off a traced or a compiled program. A name
-stays with the operation through transformations and compilers.
+A trip count that comes from a table, or from data, can't be read off a traced or a
+compiled program. A name stays with the operation through transformations and compilers.
 """
 
 import contextlib
@@ -16,7 +17,8 @@ Named: TypeAlias = contextlib.AbstractContextManager[Any]
 
 
 def known_trips(total: int | None, entered: int = 1, *, exact: bool = True) -> Named:
-    """Within it, a `while` loop is traced that runs `total` times in all, if known, when entered so often.
+    """Within it, a `while` loop is traced that runs `total` times in all, if known,
+    when entered so often.
 
     Not `exact` where data decide, and it is expected to run so often.
     """
@@ -35,7 +37,9 @@ def known_products(flops: int) -> Named:
 
 
 def trips_in(scopes: str) -> tuple[Fraction | None, bool]:
-    """The mean trips of a loop, by the named scopes around it, or None; and whether they are exact."""
+    """The mean trips of a loop, by the named scopes around it, or None; and whether
+    they are exact.
+    """
     for what in ("trips", "expected"):
         if found := _numbers(scopes, what):
             return Fraction(found[0], max(1, found[1])), what == "trips"
@@ -43,13 +47,17 @@ def trips_in(scopes: str) -> tuple[Fraction | None, bool]:
 
 
 def branches_in(scopes: str) -> list[Fraction]:
-    """The share that each branch of a conditional has, by the named scopes around it; empty if not known."""
+    """The share that each branch of a conditional has, by the named scopes around it;
+    empty if not known.
+    """
     taken = _numbers(scopes, "branches")
     return [Fraction(each, max(1, sum(taken))) for each in taken]
 
 
 def products_in(scopes: str) -> int | None:
-    """The FLOPs of a kernel's matrix products, by the named scopes around it; None if not known."""
+    """The FLOPs of a kernel's matrix products, by the named scopes around it; None if
+    not known.
+    """
     return next(iter(_numbers(scopes, "products", at_end=False)), None)
 
 
@@ -58,5 +66,7 @@ def _named(what: str, *numbers: int) -> Named:
 
 
 def _numbers(scopes: str, what: str, *, at_end: bool = True) -> list[int]:
-    found = re.search(rf"stacked_remat_{what}((?:_\d+)+){'[^/]*$' if at_end else ''}", scopes)
+    found = re.search(
+        rf"stacked_remat_{what}((?:_\d+)+){'[^/]*$' if at_end else ''}", scopes
+    )
     return [int(number) for number in found[1].split("_")[1:]] if found else []

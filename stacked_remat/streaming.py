@@ -1,7 +1,7 @@
 """Layers whose arrays are in host memory, and come to the device while they run.
 
-A sweep reads each layer of a stack on the host to the device when it runs, and writes its gradient, or what
-updates it, back to the host.
+A sweep reads each layer of a stack on the host to the device when it runs, and writes
+its gradient, or what updates it, back to the host.
 """
 
 from collections.abc import Callable
@@ -33,16 +33,21 @@ from ._sweep.store import empty_stack, write
 T = TypeVar("T")
 
 
-def init(Layers: Axis | int, Block: Any, *, remat: ScanCheckpointSpec = True) -> Callable[..., Stacked]:
-    """Build layers in host memory, one after the other on the device: `Stacked.init` and `to_host` in one.
+def init(
+    Layers: Axis | int, Block: Any, *, remat: ScanCheckpointSpec = True
+) -> Callable[..., Stacked]:
+    """Build layers in host memory, one after the other on the device: `Stacked.init`
+    and `to_host` in one.
 
     Args:
-        Layers: the axis to stack along; a number is an axis of this size named `layers`.
+        Layers: the axis to stack along; a number is an axis of this size named
+            `layers`.
         Block: as `Stacked.init` takes it.
         remat: the checkpoint policy.
 
     Returns:
-        A function of the block's arguments, split over the layers as `Stacked.init` splits them.
+        A function of the block's arguments, split over the layers as `Stacked.init`
+        splits them.
 
     Raises:
         ValueError, TypeError: as `Stacked.init`.
@@ -63,23 +68,35 @@ def init(Layers: Axis | int, Block: Any, *, remat: ScanCheckpointSpec = True) ->
             block = eqx.filter(arrays_in_indices(build(*args, **kwargs)), is_array)
             leaves = map(jnp.asarray, jax.tree.leaves(block))
             return [
-                _placement.to_host(leaf) if moves_to_host(leaf.shape, leaf.dtype) else leaf for leaf in leaves
+                (
+                    _placement.to_host(leaf)
+                    if moves_to_host(leaf.shape, leaf.dtype)
+                    else leaf
+                )
+                for leaf in leaves
             ]
 
         shapes, rest = eqx.partition(template.stacked, is_array)
-        made = jtu.tree_unflatten(jtu.tree_structure(shapes), _stacked_on_host(layer, arrays, Layers.size))
+        made = jtu.tree_unflatten(
+            jtu.tree_structure(shapes), _stacked_on_host(layer, arrays, Layers.size)
+        )
         return changed(template, stacked=eqx.combine(made, rest))
 
     return build_stack
 
 
-def _stacked_on_host(layer: Callable[[Any], list[PyTree]], arrays: PyTree, length: int) -> list[PyTree]:
+def _stacked_on_host(
+    layer: Callable[[Any], list[PyTree]], arrays: PyTree, length: int
+) -> list[PyTree]:
     """What `layer` returns for each layer's slices of `arrays`, stacked."""
     first = layer([array[0] for array in arrays]) if length else []
     if not length or any(isinstance(leaf, Tracer) for leaf in first):
-        return lax.scan(lambda _, slices: (None, layer(slices)), None, arrays, length=length)[1]
+        return lax.scan(
+            lambda _, slices: (None, layer(slices)), None, arrays, length=length
+        )[1]
     stacks = [empty_stack(leaf, length) for leaf in first]
-    # Not compiled as one program, whose products XLA may reorder: the bits are those of Stacked.init.
+    # Not compiled as one program, whose products XLA may reorder: the bits are those of
+    # Stacked.init.
     for index in range(length):
         leaves = layer([array[index] for array in arrays]) if index else first
         stacks = _write(stacks, index, leaves)
@@ -97,22 +114,25 @@ def to_host(model: T, *, where: Callable[[Any], Any] = lambda leaf: True) -> T:
     frozen = streaming.to_host(model, where=lambda leaf: leaf.dtype == jnp.bfloat16)
     ```
 
-    Its results and gradients are those of the model on the device. The gradient of an array on the host is on
-    the host too.
+    Its results and gradients are those of the model on the device. The gradient of an
+    array on the host is on the host too.
 
     Args:
-        model: a `Stacked`, a `StackedPattern`, or any tree with some. Shapes (`jax.ShapeDtypeStruct`) get
-            shardings in host memory, as `memory.report` takes them.
-        where: whether to move an array, a matrix of each layer: one with at least two dimensions above 1
-            there. Others are small (and XLA for TPUs reads no bfloat16 vector out of a stack on the host),
-            and stay, as does what all layers share.
+        model: a `Stacked`, a `StackedPattern`, or any tree with some. Shapes
+            (`jax.ShapeDtypeStruct`) get shardings in host memory, as `memory.report`
+            takes them.
+        where: whether to move an array, a matrix of each layer: one with at least two
+            dimensions above 1 there. Others are small (and XLA for TPUs reads no
+            bfloat16 vector out of a stack on the host), and stay, as does what all
+            layers share.
 
     Returns:
         The model.
 
     Raises:
-        ValueError: for a model without such arrays; for an array whose layers are not its first axis (names
-            the path); for shapes on devices that are not attached, whose compiler knows no host memory.
+        ValueError: for a model without such arrays; for an array whose layers are not
+            its first axis (names the path); for shapes on devices that are not
+            attached, whose compiler knows no host memory.
 
     Cost: one copy. Shardings stay as they are.
     """
@@ -123,21 +143,28 @@ def to_host(model: T, *, where: Callable[[Any], Any] = lambda leaf: True) -> T:
                 return leaf
             if is_named(leaf) and leaf.axes[0].name != stack.Layers.name:
                 raise ValueError(
-                    f"{name}.stacked{jtu.keystr(path)} ({axes_text(leaf.axes)}) has its layers not in front, "
-                    "so that a layer can't be moved by itself. Rearrange it: "
-                    f"array.rearrange(({stack.Layers.name!r}, ...))."
+                    f"{name}.stacked{jtu.keystr(path)} ({axes_text(leaf.axes)}) has its"
+                    " layers not in front, so that a layer can't be moved by itself."
+                    f" Rearrange it: array.rearrange(({stack.Layers.name!r}, ...))."
                 )
             array = raw_array(leaf)
-            is_moved = array is not None and moves_to_host(array.shape[1:], array.dtype) and where(array)
+            is_moved = (
+                array is not None
+                and moves_to_host(array.shape[1:], array.dtype)
+                and where(array)
+            )
             return jax.tree.map(_to_host, leaf) if is_moved else leaf
 
-        return changed(stack, stacked=jtu.tree_map_with_path(field, stack.stacked, is_leaf=is_named))
+        return changed(
+            stack,
+            stacked=jtu.tree_map_with_path(field, stack.stacked, is_leaf=is_named),
+        )
 
     found = _of_stacks(moved, model)
     if not _placement.has_host_arrays(found):
         raise ValueError(
-            "The model has no Stacked with an array for to_host to move. Let its layers be a Stacked, and "
-            "check where=."
+            "The model has no Stacked with an array for to_host to move. Let its layers"
+            " be a Stacked, and check where=."
         )
     return found
 
@@ -151,21 +178,31 @@ def _to_host(array: Any) -> Any:
     sharding = sharding.with_memory_kind("pinned_host")
     if sharding.memory_kind is None:
         raise ValueError(
-            f"Arrays on the host cannot be sized for {sharding.mesh.size} devices that are not attached: "
-            "their compiler knows no host memory. Size one device, or use a TPU target."
+            f"Arrays on the host cannot be sized for {sharding.mesh.size} devices that"
+            " are not attached: their compiler knows no host memory. Size one device,"
+            " or use a TPU target."
         )
     return array.update(sharding=sharding)
 
 
 def to_device(model: T) -> T:
-    """The model with the arrays of its stacks in device memory: the inverse of `to_host`."""
-    return _of_stacks(lambda _, stack: changed(stack, stacked=_placement.on_device(stack.stacked)), model)
+    """The model with the arrays of its stacks in device memory: the inverse of
+    `to_host`.
+    """
+    return _of_stacks(
+        lambda _, stack: changed(stack, stacked=_placement.on_device(stack.stacked)),
+        model,
+    )
 
 
 def _of_stacks(fn: Callable[[str, Stacked], Stacked], model: T) -> T:
     """The model with `fn(name, stack)` in the place of each stack."""
 
     def replaced(path: Any, node: PyTree) -> PyTree:
-        return fn(f"model{jtu.keystr(path)}", node) if isinstance(node, Stacked) else node
+        return (
+            fn(f"model{jtu.keystr(path)}", node) if isinstance(node, Stacked) else node
+        )
 
-    return jtu.tree_map_with_path(replaced, model, is_leaf=lambda node: isinstance(node, Stacked))
+    return jtu.tree_map_with_path(
+        replaced, model, is_leaf=lambda node: isinstance(node, Stacked)
+    )

@@ -16,7 +16,10 @@ from stacked_remat import ScanCheckpointPolicy, checkpoint_name
 # For tests of values, most of whose time is compilation.
 quick_jit = functools.partial(
     jax.jit,
-    compiler_options={"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True},
+    compiler_options={
+        "xla_backend_optimization_level": 0,
+        "xla_llvm_disable_expensive_passes": True,
+    },
 )
 
 _NAMES = ["hidden"]
@@ -30,14 +33,18 @@ POLICIES = {
     "segments": ScanCheckpointPolicy(nested=3),
     "max_carries": ScanCheckpointPolicy(max_carries=2),
     "names": ScanCheckpointPolicy(save_block_internals=_NAMES),
-    "names offloaded": ScanCheckpointPolicy(save_carries="offload", offload_block_internals=_NAMES),
+    "names offloaded": ScanCheckpointPolicy(
+        save_carries="offload", offload_block_internals=_NAMES
+    ),
     "nested, names": ScanCheckpointPolicy(nested=True, save_block_internals=_NAMES),
     "nested, internals": ScanCheckpointPolicy(nested=2, save_block_internals=True),
     "nested, offload, names": ScanCheckpointPolicy(
         nested=True, save_carries="offload", save_block_internals=_NAMES
     ),
     "first layers": ScanCheckpointPolicy(nested=True, first_layers=2),
-    "first layers, offload": ScanCheckpointPolicy(nested=True, first_layers=1, save_carries="offload"),
+    "first layers, offload": ScanCheckpointPolicy(
+        nested=True, first_layers=1, save_carries="offload"
+    ),
 }
 
 
@@ -45,38 +52,63 @@ def policies(*names: str) -> dict[str, Any]:
     return {name: POLICIES[name] for name in names}
 
 
-def assert_close(found: Any, expected: Any, rtol: float = 1e-5, atol: float = 1e-6, name: Any = "") -> None:
+def assert_close(
+    found: Any, expected: Any, rtol: float = 1e-5, atol: float = 1e-6, name: Any = ""
+) -> None:
     """Trees of the same types and close numbers."""
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+    for one, other in zip(
+        jax.tree.leaves(found), jax.tree.leaves(expected), strict=True
+    ):
         assert one.dtype == other.dtype, name
         np.testing.assert_allclose(one, other, rtol=rtol, atol=atol, err_msg=str(name))
 
 
 def assert_equal(found: Any, expected: Any) -> None:
     """Trees of equal arrays, whatever holds them."""
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+    for one, other in zip(
+        jax.tree.leaves(found), jax.tree.leaves(expected), strict=True
+    ):
         np.testing.assert_array_equal(one, other)
 
 
 def assert_close_to_scale(
-    found: Any, expected: Any, tolerance: float = 2e-5, name: Any = "", least: float = 1.0
+    found: Any,
+    expected: Any,
+    tolerance: float = 2e-5,
+    name: Any = "",
+    least: float = 1.0,
 ) -> None:
-    """Trees of the same types, and of numbers close beside the largest of their array, or `least`."""
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+    """Trees of the same types, and of numbers close beside the largest of their array,
+    or `least`.
+    """
+    for one, other in zip(
+        jax.tree.leaves(found), jax.tree.leaves(expected), strict=True
+    ):
         assert one.shape == other.shape, name
-        assert_close(one, other, 0, tolerance * max(least, float(np.abs(other).max(initial=0))), name)
+        assert_close(
+            one,
+            other,
+            0,
+            tolerance * max(least, float(np.abs(other).max(initial=0))),
+            name,
+        )
 
 
 def is_by_name(spec: Any) -> bool:
     """Whether a policy saves or offloads values by name, as it offloads carries."""
     policy = spec if isinstance(spec, ScanCheckpointPolicy) else ScanCheckpointPolicy()
-    names = policy.save_block_internals not in (False, True) or policy.offload_block_internals
+    names = (
+        policy.save_block_internals not in (False, True)
+        or policy.offload_block_internals
+    )
     offloads = spec == "offload" or policy.save_carries == "offload"
     return bool(names or offloads)
 
 
 def with_remat3(policies: Mapping[str, Any]) -> list[Any]:
-    """Policies for `parametrize`; those that save or offload values by name are marked `remat3`."""
+    """Policies for `parametrize`; those that save or offload values by name are marked
+    `remat3`.
+    """
     return [
         pytest.param(spec, marks=[pytest.mark.remat3] * is_by_name(spec), id=name)
         for name, spec in policies.items()
@@ -92,7 +124,9 @@ Hidden = hax.Axis("hidden", 3)
 
 
 def derivatives(value: Callable, *args: Any) -> tuple:
-    """The tangent, the Hessian-vector product both ways, and its derivative along the vector."""
+    """The tangent, the Hessian-vector product both ways, and its derivative along the
+    vector.
+    """
     direction = jax.tree.map(lambda leaf: jnp.cos(leaf * 3), args)
     gradient = jax.grad(value, tuple(range(len(args))))
 
@@ -125,9 +159,13 @@ class NamedBlock(eqx.Module):
         weight = hax.random.normal(key, (Hidden, Hidden.alias("out"))) * 0.5
         return NamedBlock(weight, hax.zeros(Hidden))
 
-    def __call__(self, x: hax.NamedArray, scale: float | jax.Array = 1.0) -> hax.NamedArray:
+    def __call__(
+        self, x: hax.NamedArray, scale: float | jax.Array = 1.0
+    ) -> hax.NamedArray:
         h = checkpoint_name(
-            hax.dot(x, self.weight, axis="hidden").rename({"out": "hidden"}) + self.bias, "hidden"
+            hax.dot(x, self.weight, axis="hidden").rename({"out": "hidden"})
+            + self.bias,
+            "hidden",
         )
         return x + checkpoint_name(hax.tanh(h), "activation") * scale
 
@@ -148,7 +186,9 @@ class PlainBlock(eqx.Module):
 
 
 class PlainScanBlock(PlainBlock):
-    def __call__(self, x: jax.Array, scale: float | jax.Array = 1.0) -> tuple[jax.Array, jax.Array]:
+    def __call__(
+        self, x: jax.Array, scale: float | jax.Array = 1.0
+    ) -> tuple[jax.Array, jax.Array]:
         y = super().__call__(x, scale)
         return y, jnp.sum(y**2)
 

@@ -1,4 +1,6 @@
-"""Every test runs on 8 virtual CPU devices, with strict dtype and rank promotion, and warnings are errors."""
+"""Every test runs on 8 virtual CPU devices, with strict dtype and rank promotion, and
+warnings are errors.
+"""
 
 import gc
 import os
@@ -8,8 +10,11 @@ from pathlib import Path
 
 # An accelerator's plugin may be installed where the accelerator is missing.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-# The flags of `make test` also leave out emitters that take half of XLA's time; jaxlib 0.12 always has them.
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+)
+# The flags of `make test` also leave out emitters that take half of XLA's time; jaxlib
+# 0.12 always has them.
 _QUICK = "--xla_backend_optimization_level=0" in os.environ["XLA_FLAGS"]
 if _QUICK and version("jaxlib").startswith("0.10."):
     os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
@@ -25,7 +30,9 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 # Compilation exceeds any deadline, and a failure in CI must be reproducible.
-hypothesis.settings.register_profile("stacked_remat", deadline=None, derandomize=bool(os.environ.get("CI")))
+hypothesis.settings.register_profile(
+    "stacked_remat", deadline=None, derandomize=bool(os.environ.get("CI"))
+)
 hypothesis.settings.load_profile("stacked_remat")
 
 # Tracing makes many objects, among which Python would look for cycles after every 700.
@@ -44,9 +51,10 @@ def _memory_maps() -> int:
 def earlier_objects_are_not_collected() -> None:
     """Python's garbage collector looks only at what the tests of one module make.
 
-    JAX keeps what it traces, so late in a run each `gc.collect()` of a command, or of JAX's search for leaked
-    tracers, would take more than a second. It also keeps what it compiles: every program takes some memory
-    maps, of which Linux allows a process 65,530 by default, and XLA crashes where there are no more.
+    JAX keeps what it traces, so late in a run each `gc.collect()` of a command, or of
+    JAX's search for leaked tracers, would take more than a second. It also keeps what
+    it compiles: every program takes some memory maps, of which Linux allows a process
+    65,530 by default, and XLA crashes where there are no more.
     """
     if _memory_maps() > _MOST_MAPS:
         gc.unfreeze()
@@ -64,12 +72,18 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.fixture(autouse=True)
-def reports_are_kept(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With `KEPT_REPORTS` a program that was compiled for a GPU or a TPU is not compiled again."""
+def reports_are_kept(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With `KEPT_REPORTS` a program that was compiled for a GPU or a TPU is not
+    compiled again.
+    """
     folder = os.environ.get("KEPT_REPORTS")
     if folder and request.node.get_closest_marker("target"):
         report = TracedCall.report
-        monkeypatch.setattr(TracedCall, "report", lambda call, cache=None: report(call, cache or folder))
+        monkeypatch.setattr(
+            TracedCall, "report", lambda call, cache=None: report(call, cache or folder)
+        )
 
 
 @pytest.fixture

@@ -39,16 +39,24 @@ def count(jaxpr: Any, name: str) -> int:
 
 def primitives(fn: Callable, *args: Any) -> collections.Counter[str]:
     """How often each primitive is in the program of `fn`."""
-    return collections.Counter(equation.primitive.name for equation in equations_of(fn, *args))
+    return collections.Counter(
+        equation.primitive.name for equation in equations_of(fn, *args)
+    )
 
 
 def outline(equations: Iterable[Any]) -> list[tuple]:
-    """Primitives, types of results and plain parameters: equal for programs that differ in names alone."""
+    """Primitives, types of results and plain parameters: equal for programs that differ
+    in names alone.
+    """
     return [
         (
             equation.primitive.name,
             [var.aval for var in equation.outvars],
-            {key: value for key, value in equation.params.items() if _is_plain(key, value)},
+            {
+                key: value
+                for key, value in equation.params.items()
+                if _is_plain(key, value)
+            },
         )
         for equation in equations
     ]

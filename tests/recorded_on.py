@@ -1,8 +1,10 @@
-"""The compilers for devices that are not attached, with which tests marked `target` run.
+"""The compilers for devices that are not attached, with which tests marked `target`
+run.
 
-`pytest.mark.target("cuda")` and `pytest.mark.target("tpu")` are for tests that compile for a GPU or a TPU:
-`make memory` runs these alone. With `recorded=True` they expect what `benchmarks/results` holds. Another
-version of XLA schedules programs in another way, so they run with that of the results.
+`pytest.mark.target("cuda")` and `pytest.mark.target("tpu")` are for tests that compile
+for a GPU or a TPU: `make memory` runs these alone. With `recorded=True` they expect
+what `benchmarks/results` holds. Another version of XLA schedules programs in another
+way, so they run with that of the results.
 """
 
 import functools
@@ -23,16 +25,26 @@ ON_V5P = pytest.param("v5p", marks=pytest.mark.target("tpu", recorded=True))
 
 @functools.cache
 def recorded(result: str, *keys: str) -> dict[tuple[Any, ...], dict[str, Any]]:
-    """The rows of a file of results that were not refused, by their values of these keys."""
+    """The rows of a file of results that were not refused, by their values of these
+    keys.
+    """
     rows = json.loads((RESULTS / f"{result}.json").read_text())["rows"]
-    return {tuple(row[key] for key in keys): row for row in rows if "refused" not in row}
+    return {
+        tuple(row[key] for key in keys): row for row in rows if "refused" not in row
+    }
 
 
-def why_not(plugins: tuple[str, ...], recorded: bool = False, installed: str = version("jaxlib")) -> str:
-    """Why nothing can be compiled by the plugins or compared with what was; empty if it can."""
+def why_not(
+    plugins: tuple[str, ...], recorded: bool = False, installed: str = version("jaxlib")
+) -> str:
+    """Why nothing can be compiled by the plugins or compared with what was; empty if it
+    can.
+    """
     if not any(map(importlib.util.find_spec, plugins)):
         return f"{' or '.join(plugins)} is not installed"
-    of_results = json.loads((RESULTS / "stack_memory_h200.json").read_text())["versions"]["jaxlib"]
+    of_results = json.loads((RESULTS / "stack_memory_h200.json").read_text())[
+        "versions"
+    ]["jaxlib"]
     if not recorded or installed == of_results:
         return ""
     return f"the figures are of jaxlib {of_results}, not {installed}"

@@ -1,4 +1,6 @@
-"""What layers may do under every policy: complex carries, effects, eager calls, second derivatives."""
+"""What layers may do under every policy: complex carries, effects, eager calls, second
+derivatives.
+"""
 
 import functools
 from typing import Any
@@ -27,7 +29,9 @@ from .blocks import POLICIES, assert_close, is_by_name, policies, quick_jit
 
 Layers = hax.Axis("layers", 4)
 # One policy for each kind of program.
-KINDS = policies("True", "recompute", "offload", "nested, names", "nested, offload", "first layers")
+KINDS = policies(
+    "True", "recompute", "offload", "nested, names", "nested, offload", "first layers"
+)
 every_kind = pytest.mark.parametrize("policy", KINDS.values(), ids=KINDS)
 every_stack = pytest.mark.parametrize("Stack", [Stacked, BlockSeq])
 
@@ -52,7 +56,9 @@ def weights(scale: float = 1.0):
 ONES = np.ones(3, np.float32)
 
 
-@pytest.mark.parametrize("by_name", [False, pytest.param(True, marks=pytest.mark.remat3)])
+@pytest.mark.parametrize(
+    "by_name", [False, pytest.param(True, marks=pytest.mark.remat3)]
+)
 @every_stack
 def test_complex_carries_and_constant_outputs(Stack, by_name):
     def value(weights, run):
@@ -68,21 +74,30 @@ def test_complex_carries_and_constant_outputs(Stack, by_name):
         return x, jax.tree.map(lambda *leaves: jnp.asarray(leaves), *outputs)
 
     runs = {
-        name: _scan_under(Stack, remat) for name, remat in POLICIES.items() if is_by_name(remat) == by_name
+        name: _scan_under(Stack, remat)
+        for name, remat in POLICIES.items()
+        if is_by_name(remat) == by_name
     }
     found = quick_jit(
-        lambda w: {name: jax.value_and_grad(value)(w, run) for name, run in {**runs, "loop": loop}.items()}
+        lambda w: {
+            name: jax.value_and_grad(value)(w, run)
+            for name, run in {**runs, "loop": loop}.items()
+        }
     )(weights())
     expected = found.pop("loop")
     assert_close(found, dict.fromkeys(found, expected), 1e-4, 1e-5)
 
 
 def _scan_under(Stack, policy):
-    return lambda weights, x: Stack.init(Layers, ComplexBlock, remat=policy)(weights).scan(x)
+    return lambda weights, x: Stack.init(Layers, ComplexBlock, remat=policy)(
+        weights
+    ).scan(x)
 
 
 class TestEffects:
-    @pytest.mark.parametrize("name", ["nested, offload, names", "nested, names", "offload", "first layers"])
+    @pytest.mark.parametrize(
+        "name", ["nested, offload, names", "nested, names", "offload", "first layers"]
+    )
     def test_callbacks_get_only_carries_of_the_stack(self, name):
         seen = []
 
@@ -90,13 +105,17 @@ class TestEffects:
             jax.debug.callback(lambda x: seen.append(np.asarray(x)), x)
             return checkpoint_name(x * weight, "hidden") + 1.0
 
-        value = jax.jit(jax.grad(lambda w: fold(body, Layers, remat=POLICIES[name])(ONES, w).sum()))
+        value = jax.jit(
+            jax.grad(lambda w: fold(body, Layers, remat=POLICIES[name])(ONES, w).sum())
+        )
         jax.block_until_ready(value(weights()))
         jax.effects_barrier()
         carries = [ONES]
         for weight in weights():
             carries.append(np.asarray(carries[-1] * weight + 1.0))
-        assert seen and all(any(np.allclose(x, carry) for carry in carries[:-1]) for x in seen)
+        assert seen and all(
+            any(np.allclose(x, carry) for carry in carries[:-1]) for x in seen
+        )
 
     @every_stack
     def test_ordered_callbacks_are_refused_where_values_are_offloaded(self, Stack):
@@ -105,7 +124,9 @@ class TestEffects:
                 io_callback(lambda _: None, None, x, ordered=True)
                 return super().__call__(x)
 
-        for policy in [policy for policy in POLICIES.values() if "offload" in repr(policy)]:
+        for policy in [
+            policy for policy in POLICIES.values() if "offload" in repr(policy)
+        ]:
             stack = Stack.init(Layers, Ordered, remat=policy)(weights())
             with pytest.raises(TypeError, match="ordered effects.*ordered=True"):
                 jax.eval_shape(stack.fold, ONES)
@@ -130,7 +151,9 @@ class TestEffects:
             return reference[...]
 
         def gradient(run):
-            return jax.jit(jax.grad(lambda weights: jnp.sum(run(ONES, weights))))(weights())
+            return jax.jit(jax.grad(lambda weights: jnp.sum(run(ONES, weights))))(
+                weights()
+            )
 
         found = gradient(fold(layer, Layers, remat="nested"))
         expected = gradient(lambda x, weights: functools.reduce(layer, weights, x))
@@ -142,12 +165,16 @@ def test_export_with_symbolic_shapes(policy):
     (rows,) = jax.export.symbolic_shape("rows")
 
     def value(weights, x):
-        return fold(lambda x, weight: jnp.sin(x * weight[None]), Layers, remat=policy)(x, weights).sum()
+        return fold(lambda x, weight: jnp.sin(x * weight[None]), Layers, remat=policy)(
+            x, weights
+        ).sum()
 
     x = jax.ShapeDtypeStruct((rows, 3), jnp.float32)
     exported = jax.export.export(jax.jit(jax.grad(value)))(jax.typeof(weights()), x)
     found = exported.call(weights(), jnp.ones((2, 3)))
-    np.testing.assert_allclose(found, jax.grad(value)(weights(), jnp.ones((2, 3))), rtol=1e-5)
+    np.testing.assert_allclose(
+        found, jax.grad(value)(weights(), jnp.ones((2, 3))), rtol=1e-5
+    )
 
 
 class TestStacksInStacks:
@@ -171,7 +198,9 @@ class TestStacksInStacks:
         @quick_jit
         def run(w):
             first = [self.gradient(remat, 2)(w) for remat in policies]
-            return first, [second(remat)(w) for remat in (False, "nested", KINDS["first layers"])]
+            return first, [
+                second(remat)(w) for remat in (False, "nested", KINDS["first layers"])
+            ]
 
         for expected, *found in run(stacked):
             assert_close(found, [expected] * len(found))
@@ -201,17 +230,30 @@ class TestInternalsAreSaved:
         "policy, saved",
         [
             *((policy, ["hidden", "other", None]) for policy in (False, "save_all")),
-            (ScanCheckpointPolicy(nested=True, save_block_internals=True), ["hidden", "other", None]),
-            (ScanCheckpointPolicy(nested=True, first_layers=4), ["hidden", "other", None]),
+            (
+                ScanCheckpointPolicy(nested=True, save_block_internals=True),
+                ["hidden", "other", None],
+            ),
+            (
+                ScanCheckpointPolicy(nested=True, first_layers=4),
+                ["hidden", "other", None],
+            ),
             (True, []),
             ("nested", []),
             (ScanCheckpointPolicy(nested=True, first_layers=2), []),
             (ScanCheckpointPolicy(save_block_internals=["hidden"]), ["hidden"]),
             (
-                ScanCheckpointPolicy(save_block_internals=["other"], offload_block_internals=["hidden"]),
+                ScanCheckpointPolicy(
+                    save_block_internals=["other"], offload_block_internals=["hidden"]
+                ),
                 ["hidden", "other"],
             ),
-            (ScanCheckpointPolicy(save_block_internals=jax.checkpoint_policies.dots_saveable), []),
+            (
+                ScanCheckpointPolicy(
+                    save_block_internals=jax.checkpoint_policies.dots_saveable
+                ),
+                [],
+            ),
         ],
     )
     @every_stack
@@ -219,19 +261,33 @@ class TestInternalsAreSaved:
         answers, inner = set(), set()
 
         def asking(x, answers):
-            answers.add(tuple(name for name in ("hidden", "other", None) if internals_are_saved(name)))
+            answers.add(
+                tuple(
+                    name
+                    for name in ("hidden", "other", None)
+                    if internals_are_saved(name)
+                )
+            )
             return x
 
         class AskingBlock(Block):
             def __call__(self, x):
-                return checkpoint(lambda x: asking(x, inner), save=["other"])(asking(x, answers))
+                return checkpoint(lambda x: asking(x, inner), save=["other"])(
+                    asking(x, answers)
+                )
 
-        jax.eval_shape(Stack.init(Layers, AskingBlock, remat=policy)(weights()).fold, ONES)
+        jax.eval_shape(
+            Stack.init(Layers, AskingBlock, remat=policy)(weights()).fold, ONES
+        )
         of_first = (
-            {("hidden", "other", None)} if Stack is BlockSeq and "first_layers=2" in repr(policy) else set()
+            {("hidden", "other", None)}
+            if Stack is BlockSeq and "first_layers=2" in repr(policy)
+            else set()
         )
         assert answers == {tuple(saved)} | of_first and internals_are_saved()
-        assert inner == {tuple(name for name in of_layer if name == "other") for of_layer in answers}
+        assert inner == {
+            tuple(name for name in of_layer if name == "other") for of_layer in answers
+        }
 
     def test_within_a_scan_that_recomputes_nothing_is_saved(self):
         answers = []
@@ -240,9 +296,11 @@ class TestInternalsAreSaved:
             answers.append(internals_are_saved())
             return x * weight
 
-        fold(lambda x, w: fold(inner, Layers, remat=False)(x, w), Layers.alias("outer"), remat=True)(
-            ONES, jnp.ones((4, 4, 3))
-        )
+        fold(
+            lambda x, w: fold(inner, Layers, remat=False)(x, w),
+            Layers.alias("outer"),
+            remat=True,
+        )(ONES, jnp.ones((4, 4, 3)))
         assert set(answers) == {False}
 
 

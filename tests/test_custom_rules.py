@@ -1,6 +1,8 @@
-"""Layers with `jax.custom_vjp`s whose forward rules give other values than their functions.
+"""Layers with `jax.custom_vjp`s whose forward rules give other values than their
+functions.
 
-Where something is differentiated the rules compute, as in `jax.lax.scan`, and elsewhere the functions.
+Where something is differentiated the rules compute, as in `jax.lax.scan`, and elsewhere
+the functions.
 """
 
 import functools
@@ -20,7 +22,13 @@ from .blocks import assert_close, policies, quick_jit
 LENGTH = 4
 Layers = hax.Axis("layers", LENGTH)
 POLICIES = policies(
-    "False", "True", "nested", "nested, offload", "first layers", "nested, internals", "recompute"
+    "False",
+    "True",
+    "nested",
+    "nested, offload",
+    "first layers",
+    "nested, internals",
+    "recompute",
 )
 POLICIES["names"] = ScanCheckpointPolicy(nested=3, save_block_internals=["hidden"])
 X, SHIFT = jnp.linspace(-1, 1, 2), jnp.linspace(0.2, 0.5, 2)
@@ -47,7 +55,10 @@ def scaled(scale, x, y):
     return scale * jnp.sin(x) + y
 
 
-scaled.defvjp(lambda scale, x, y: (2 * scale * jnp.sin(x) + y, x), lambda scale, x, ct: (scale * ct * x, ct))
+scaled.defvjp(
+    lambda scale, x, y: (2 * scale * jnp.sin(x) + y, x),
+    lambda scale, x, ct: (scale * ct * x, ct),
+)
 
 
 @jax.custom_vjp
@@ -71,12 +82,17 @@ def by_its_tangent(x, y):
 
 
 by_its_tangent.defjvp(
-    lambda primals, tangents: (0.8 * (jnp.sin(primals[0]) + primals[1]), 0.5 * sum(tangents))
+    lambda primals, tangents: (
+        0.8 * (jnp.sin(primals[0]) + primals[1]),
+        0.5 * sum(tangents),
+    )
 )
 
 
 def in_a_scan(fn):
-    return lambda x, y: lax.scan(lambda x, y: (fn(x, y), x), x, jnp.stack([y, 0.5 * y]))[0]
+    return lambda x, y: lax.scan(
+        lambda x, y: (fn(x, y), x), x, jnp.stack([y, 0.5 * y])
+    )[0]
 
 
 def in_a_branch(fn):
@@ -91,7 +107,9 @@ def in_a_while_loop(fn):
         return (
             x * y
             + lax.while_loop(
-                lambda state: state[0] < 2, lambda s: (s[0] + 1, fn(s[1], fixed[1])), (0, fixed[0])
+                lambda state: state[0] < 2,
+                lambda s: (s[0] + 1, fn(s[1], fixed[1])),
+                (0, fixed[0]),
             )[1]
         )
 
@@ -123,18 +141,25 @@ FUNCTIONS = [
 
 
 def layer(carry, weight, shift):
-    """A layer of whose carry the second leaf has no tangent: of it alone the functions compute."""
+    """A layer of whose carry the second leaf has no tangent: of it alone the functions
+    compute.
+    """
     x, fixed = carry
     hidden, outputs = x * weight, []
     for fn in FUNCTIONS:
         hidden = 0.7 * fn(hidden, shift)
         outputs.append(fn(fixed, fixed))
     hidden = sr.checkpoint_name(hidden, "hidden")
-    return (0.5 * x + hidden, lax.stop_gradient(0.1 * fixed + x)), (jnp.cos(hidden), sum(outputs))
+    return (0.5 * x + hidden, lax.stop_gradient(0.1 * fixed + x)), (
+        jnp.cos(hidden),
+        sum(outputs),
+    )
 
 
 def by_scan(x, weights, shift):
-    return lax.scan(lambda carry, weight: layer(carry, weight, shift), (x, 0.1 * shift), weights)
+    return lax.scan(
+        lambda carry, weight: layer(carry, weight, shift), (x, 0.1 * shift), weights
+    )
 
 
 def by_sweep(remat):
@@ -156,7 +181,9 @@ def derivatives_of(run):
         "none": run(*args),
         "all": jax.value_and_grad(value, (0, 1, 2), has_aux=True)(*args),
         "shared": jax.value_and_grad(value, 2, has_aux=True)(*args),
-        "Hessian product": jax.jvp(lambda x: gradient(x, *args[1:])[1], args[:1], (jnp.cos(X),)),
+        "Hessian product": jax.jvp(
+            lambda x: gradient(x, *args[1:])[1], args[:1], (jnp.cos(X),)
+        ),
         "batch": jax.vmap(gradient, (0, None, None))(jnp.eye(2), *args[1:]),
     }
 
@@ -193,7 +220,10 @@ def test_rules_compute_what_is_swept_with_a_visitor_and_layers_of_several_kinds(
             return 0.5 * x + (fn if self.name == "a" else wave)(x * self.weight, SHIFT)
 
     def stacks(weights):
-        kinds = {"a": Stacked(Block(weights[:2], "a"), 2), "b": Stacked(Block(weights[2:], "b"), 2)}
+        kinds = {
+            "a": Stacked(Block(weights[:2], "a"), 2),
+            "b": Stacked(Block(weights[2:], "b"), 2),
+        }
         return StackedPattern(kinds, tuple("abba"), LENGTH)
 
     def value_of(fold):
@@ -201,7 +231,9 @@ def test_rules_compute_what_is_swept_with_a_visitor_and_layers_of_several_kinds(
 
     def by_fold_vjp(weights):
         y, sweep_back = stacks(weights).fold_vjp(X, remat="nested")
-        return y, sweep_back(2 * y, lambda visit, _: sr.LayerResult(visit.vjp().carry)).carry
+        return y, sweep_back(
+            2 * y, lambda visit, _: sr.LayerResult(visit.vjp().carry)
+        ).carry
 
     def one_by_one(weights):
         x = X
@@ -212,7 +244,10 @@ def test_rules_compute_what_is_swept_with_a_visitor_and_layers_of_several_kinds(
     @quick_jit
     def results():
         own = value_of(lambda weights: stacks(weights).fold(X, remat="nested"))
-        gradients = [jax.value_and_grad(run, has_aux=True)(WEIGHTS) for run in (own, value_of(one_by_one))]
+        gradients = [
+            jax.value_and_grad(run, has_aux=True)(WEIGHTS)
+            for run in (own, value_of(one_by_one))
+        ]
         return gradients, by_fold_vjp(WEIGHTS)
 
     (found, wanted), (y, _) = results()
@@ -220,18 +255,26 @@ def test_rules_compute_what_is_swept_with_a_visitor_and_layers_of_several_kinds(
     assert_close(y, wanted[0][1])
 
 
-@pytest.mark.parametrize("remat", [False, "nested", POLICIES["first layers"], POLICIES["names"]], ids=str)
+@pytest.mark.parametrize(
+    "remat", [False, "nested", POLICIES["first layers"], POLICIES["names"]], ids=str
+)
 def test_a_rule_closes_over_traced_values(remat):
-    """Of a `jax.jit`, a `jax.vmap` or a `jax.grad` around the derivative, and of a scan's step."""
+    """Of a `jax.jit`, a `jax.vmap` or a `jax.grad` around the derivative, and of a
+    scan's step.
+    """
 
     def derivative(scan):
         def of(factor, x):
             fn = ruled(factor)
 
             def layer(x, weight):
-                return lax.scan(lambda x, _: (fn(x, weight), None), x, None, 1)[0], jnp.sum(x)
+                return lax.scan(lambda x, _: (fn(x, weight), None), x, None, 1)[
+                    0
+                ], jnp.sum(x)
 
-            gradient = jax.value_and_grad(lambda x: jnp.sum(scan(layer)(x, WEIGHTS)[0] ** 2))
+            gradient = jax.value_and_grad(
+                lambda x: jnp.sum(scan(layer)(x, WEIGHTS)[0] ** 2)
+            )
             return gradient(x), jax.jvp(lambda x: gradient(x)[1], (x,), (jnp.cos(x),))
 
         return of
@@ -255,6 +298,8 @@ def test_a_rule_of_a_user_for_a_function_of_jax(remat):
     fn.defjvp(lambda primals, tangents: (0.5 * primals[0], tangents[0]))
 
     def of(scan):
-        return jax.value_and_grad(lambda x: scan(lambda x, w: (fn(x) * w, None), x, WEIGHTS)[0].sum())(X)
+        return jax.value_and_grad(
+            lambda x: scan(lambda x, w: (fn(x) * w, None), x, WEIGHTS)[0].sum()
+        )(X)
 
     assert_close(of(lambda *args: sr.lax_scan(*args, remat=remat)), of(lax.scan))

@@ -1,4 +1,6 @@
-"""`SweepBack`s that do the same are equal, to `jax.jit` and to the branches of a conditional."""
+"""`SweepBack`s that do the same are equal, to `jax.jit` and to the branches of a
+conditional.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -34,7 +36,9 @@ class Powered(Tanh):
 
 
 class TestSweepsThatDoTheSame:
-    """A `SweepBack` is as good as another one: to `jax.jit` and to the branches of a conditional."""
+    """A `SweepBack` is as good as another one: to `jax.jit` and to the branches of a
+    conditional.
+    """
 
     def traces(self, sweeps, visitor=sgd):
         """How often `jax.jit` traces a function of such."""
@@ -50,7 +54,9 @@ class TestSweepsThatDoTheSame:
             assert_close(back(sweep_back, jnp.ones_like(y)), expected)
         return len(seen)
 
-    @pytest.mark.parametrize("remat", [False, "nested", POLICIES["nested, internals"]], ids=str)
+    @pytest.mark.parametrize(
+        "remat", [False, "nested", POLICIES["nested, internals"]], ids=str
+    )
     def test_they_are_traced_once(self, remat):
         x = jnp.ones((2, 4))
         assert self.traces(fold_vjp(matrices(seed), x, remat) for seed in range(3)) == 1
@@ -63,7 +69,10 @@ class TestSweepsThatDoTheSame:
 
         @jax.jit
         def stepped(index, weights):
-            branches = [lambda scale=scale: fold_vjp(scale * weights, x, "nested") for scale in scales]
+            branches = [
+                lambda scale=scale: fold_vjp(scale * weights, x, "nested")
+                for scale in scales
+            ]
             y, sweep_back = jax.lax.switch(index, branches)
             return sweep_back(jnp.ones_like(y), sgd).layers.stacked.weight
 
@@ -73,19 +82,23 @@ class TestSweepsThatDoTheSame:
 
     def test_branches_return_those_of_a_pattern(self):
         kinds = {"linear": Linear, "tanh": Tanh}
-        blocks = StackedPattern.init(4, kinds, ["tanh", "linear", "tanh", "tanh"], remat="nested")(
-            matrices(layers=4)
-        )
+        blocks = StackedPattern.init(
+            4, kinds, ["tanh", "linear", "tanh", "tanh"], remat="nested"
+        )(matrices(layers=4))
         x = jnp.ones((2, 4))
 
         @jax.jit
         def back(is_doubled):
             run = blocks.fold_vjp
             y, sweep_back = jax.lax.cond(is_doubled, lambda: run(2 * x), lambda: run(x))
-            return sweep_back(jnp.ones_like(y), lambda visit, _: LayerResult(visit.vjp().carry)).carry
+            return sweep_back(
+                jnp.ones_like(y), lambda visit, _: LayerResult(visit.vjp().carry)
+            ).carry
 
         for scale in (1.0, 2.0):
-            assert_close(back(scale == 2.0), jax.grad(lambda x: blocks.fold(x).sum())(scale * x))
+            assert_close(
+                back(scale == 2.0), jax.grad(lambda x: blocks.fold(x).sum())(scale * x)
+            )
 
     def test_those_that_do_something_else_are_traced_again(self):
         def with_slope(slope):
@@ -97,7 +110,13 @@ class TestSweepsThatDoTheSame:
             return line
 
         def sweeps():
-            for activation in (with_slope(1.0), with_slope(2.0), with_slope(2.0), jnp.sin, jnp.cos):
+            for activation in (
+                with_slope(1.0),
+                with_slope(2.0),
+                with_slope(2.0),
+                jnp.sin,
+                jnp.cos,
+            ):
                 yield Stacked(Activated(weights, activation), N).fold_vjp(x)
             for power in (1, 1.0, True):
                 yield Stacked(Powered(weights, power), N).fold_vjp(x)
@@ -108,7 +127,9 @@ class TestSweepsThatDoTheSame:
             carry, gradient, *_ = visit.vjp()
             kind = type(getattr(visit.layer, "power", None)).__name__
             new = visit.layer.weight - len(kind) * gradient.weight
-            return LayerResult(carry, eqx.tree_at(lambda it: it.weight, visit.layer, new))
+            return LayerResult(
+                carry, eqx.tree_at(lambda it: it.weight, visit.layer, new)
+            )
 
         weights, x = matrices(), jnp.ones((2, 4))
         assert self.traces(sweeps(), visitor) >= 9

@@ -22,12 +22,16 @@ def _entries(block):
 def _texts(error):
     """What is raised, and the same with the notes that this library adds."""
     text = f"{type(error).__name__}: {error}"
-    notes = [note for note in getattr(error, "__notes__", ()) if not note.startswith("---")]
+    notes = [
+        note for note in getattr(error, "__notes__", ()) if not note.startswith("---")
+    ]
     return [" ".join(part.split()) for part in (text, " ".join([text, *notes]))]
 
 
 @pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize("block", BLOCKS, ids=re.findall(r"^## (.*)$", PAGE, re.MULTILINE))
+@pytest.mark.parametrize(
+    "block", BLOCKS, ids=re.findall(r"^## (.*)$", PAGE, re.MULTILINE)
+)
 def test_a_mistake_says_what_the_page_says(block):
     names: dict = {}
     exec(SETUP, names)
@@ -43,4 +47,6 @@ def test_a_mistake_says_what_the_page_says(block):
 
 
 def test_the_page_has_the_hundred_most_likely_mistakes():
-    assert sum(len(lines) > 0 for block in BLOCKS for _, lines in _entries(block)) >= 100
+    assert (
+        sum(len(lines) > 0 for block in BLOCKS for _, lines in _entries(block)) >= 100
+    )

@@ -44,10 +44,16 @@ class Group(eqx.Module):
 
 def stacks(kind: type) -> dict[str, Any]:
     """A stack, and a stack of stacks."""
-    inner = [blocks(kind, key) for key in jax.random.split(jax.random.key(0), Groups.size)]
-    stacked = jax.tree.map(lambda *leaves: hax.stack(Groups, leaves), *inner, is_leaf=hax.is_named_array)
+    inner = [
+        blocks(kind, key) for key in jax.random.split(jax.random.key(0), Groups.size)
+    ]
+    stacked = jax.tree.map(
+        lambda *leaves: hax.stack(Groups, leaves), *inner, is_leaf=hax.is_named_array
+    )
     of_stacks = kind(
-        Group(stacked), Groups, *([stacked.gradient_checkpointing] if kind is hnn.Stacked else [])
+        Group(stacked),
+        Groups,
+        *([stacked.gradient_checkpointing] if kind is hnn.Stacked else []),
     )
     return {"one": inner[0], "of stacks": of_stacks}
 
@@ -63,13 +69,17 @@ def centered(leaf):
         lambda tree: scan_aware_tree_map(lambda a, b: centered(a) + b, tree, tree),
         flatten_modules_for_export,
         lambda tree: quantize_linear_layers(tree, QuantizationConfig(int8=True)),
-        lambda tree: quantize_linear_layers(tree["one"], QuantizationConfig(fp8=True, amax_history_length=5)),
+        lambda tree: quantize_linear_layers(
+            tree["one"], QuantizationConfig(fp8=True, amax_history_length=5)
+        ),
     ],
     ids=["map", "map of two", "export", "int8", "fp8"],
 )
 def test_trees_are_changed_layer_by_layer(change):
     theirs, ours = change(stacks(hnn.Stacked)), change(stacks(Stacked))
-    jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(theirs), jax.tree.leaves(ours))
+    jax.tree.map(
+        np.testing.assert_array_equal, jax.tree.leaves(theirs), jax.tree.leaves(ours)
+    )
 
 
 def test_gradients_of_quantized_layers():
@@ -77,17 +87,23 @@ def test_gradients_of_quantized_layers():
 
     def gradient(stack):
         quantized = quantize_linear_layers(stack, config)
-        return eqx.filter_jit(eqx.filter_grad(lambda stack: hax.sum(stack.fold(x)).scalar()))(quantized)
+        return eqx.filter_jit(
+            eqx.filter_grad(lambda stack: hax.sum(stack.fold(x)).scalar())
+        )(quantized)
 
     x = hax.random.normal(jax.random.key(1), Embed)
     expected = gradient(blocks(hnn.Stacked, jax.random.key(0)))
     for remat in (False, True, "nested"):
-        assert_close(gradient(blocks(Stacked, jax.random.key(0)).with_remat(remat)), expected)
+        assert_close(
+            gradient(blocks(Stacked, jax.random.key(0)).with_remat(remat)), expected
+        )
 
 
 def test_a_pattern_too():
     kinds = {"a": Block, "b": Block}
-    pattern = StackedPattern.init(Layers, kinds, ("a", "b", "a"))(key=jax.random.split(jax.random.key(0), 3))
+    pattern = StackedPattern.init(Layers, kinds, ("a", "b", "a"))(
+        key=jax.random.split(jax.random.key(0), 3)
+    )
     mapped = scan_aware_tree_map(centered, pattern)
     for layer, expected in zip(mapped, pattern, strict=True):
         weight = centered(expected.linear.weight)

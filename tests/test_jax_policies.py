@@ -8,7 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stacked_remat import BlockSeq, ScanCheckpointPolicy, Stacked, checkpoint, fold, memory
+from stacked_remat import (
+    BlockSeq,
+    ScanCheckpointPolicy,
+    Stacked,
+    checkpoint,
+    fold,
+    memory,
+)
 
 from .blocks import PlainBlock, looped, quick_jit
 
@@ -16,10 +23,14 @@ Layers = hax.Axis("layers", 7)
 KEPT = jax.checkpoint_policies
 DOTS = KEPT.dots_saveable
 OFFLOADED_DOTS = KEPT.offload_dot_with_no_batch_dims("device", "pinned_host")
-X, WEIGHTS = np.ones((3, 4), np.float32), np.linspace(0.1, 0.5, 7 * 16, dtype=np.float32).reshape(7, 4, 4)
+X, WEIGHTS = (
+    np.ones((3, 4), np.float32),
+    np.linspace(0.1, 0.5, 7 * 16, dtype=np.float32).reshape(7, 4, 4),
+)
 PRODUCT = 2 * 3 * 4 * 4  # FLOPs of one product of a layer, which makes two
 
-# With the matrix products of a layer, forward and backward: 2 + 4 where none is computed again.
+# With the matrix products of a layer, forward and backward: 2 + 4 where none is
+# computed again.
 POLICIES = {
     "dots": (DOTS, 6),
     "no batch": (KEPT.dots_with_no_batch_dims_saveable, 6),
@@ -28,10 +39,15 @@ POLICIES = {
     "everything": (KEPT.everything_saveable, 6),
     "nothing": (KEPT.nothing_saveable, 8),
     "names": (KEPT.save_only_these_names("a"), 8),
-    "offloaded carries": (ScanCheckpointPolicy(save_carries="offload", save_block_internals=DOTS), 6),
+    "offloaded carries": (
+        ScanCheckpointPolicy(save_carries="offload", save_block_internals=DOTS),
+        6,
+    ),
     "nested": (ScanCheckpointPolicy(nested=True, save_block_internals=DOTS), 8),
     "nested and offloaded": (
-        ScanCheckpointPolicy(nested=True, save_carries="offload", save_block_internals=DOTS),
+        ScanCheckpointPolicy(
+            nested=True, save_carries="offload", save_block_internals=DOTS
+        ),
         8,
     ),
 }
@@ -51,7 +67,9 @@ def expected():
 
 
 def test_are_respected(expected):
-    run = quick_jit(lambda weights: [gradient(policy)(weights) for policy, _ in POLICIES.values()])
+    run = quick_jit(
+        lambda weights: [gradient(policy)(weights) for policy, _ in POLICIES.values()]
+    )
     for found in run(WEIGHTS):
         np.testing.assert_allclose(found, expected, rtol=1e-5)
     for name, (policy, products) in POLICIES.items():
@@ -65,15 +83,19 @@ def test_serve_stacks_of_both_kinds():
     x = jnp.ones(4)
     for Stack in (Stacked, BlockSeq):
         stack = Stack.init(Layers, PlainBlock, remat=DOTS)(4, key=keys)
-        assert stack.remat == ScanCheckpointPolicy(save_block_internals=DOTS) and hash(stack.remat)
+        assert stack.remat == ScanCheckpointPolicy(save_block_internals=DOTS) and hash(
+            stack.remat
+        )
         np.testing.assert_allclose(stack.fold(x), looped(stack, x), rtol=1e-5)
 
 
 def test_are_shown_by_their_names():
-    assert "jax.checkpoint_policies.dots_saveable" in repr(ScanCheckpointPolicy(save_block_internals=DOTS))
-    assert ScanCheckpointPolicy(save_block_internals=KEPT.everything_saveable) == ScanCheckpointPolicy(
-        save_block_internals=True
+    assert "jax.checkpoint_policies.dots_saveable" in repr(
+        ScanCheckpointPolicy(save_block_internals=DOTS)
     )
+    assert ScanCheckpointPolicy(
+        save_block_internals=KEPT.everything_saveable
+    ) == ScanCheckpointPolicy(save_block_internals=True)
 
 
 @pytest.mark.parametrize("wrong", [jax.checkpoint, lambda: 1, print])
@@ -100,9 +122,16 @@ def remat3():
         jax.config.update("jax_remat3", before)
 
 
-@pytest.mark.parametrize("policy", [DOTS, ScanCheckpointPolicy(nested=True, save_block_internals=DOTS)])
+@pytest.mark.parametrize(
+    "policy", [DOTS, ScanCheckpointPolicy(nested=True, save_block_internals=DOTS)]
+)
 def test_what_remat3_does_not_support_is_refused_under_it(policy):
-    with remat3(), pytest.raises(ValueError, match="JAX_REMAT3=1 keeps values by name alone.*dots_saveable"):
+    with (
+        remat3(),
+        pytest.raises(
+            ValueError, match="JAX_REMAT3=1 keeps values by name alone.*dots_saveable"
+        ),
+    ):
         jax.eval_shape(gradient(policy), WEIGHTS)
 
 
@@ -120,23 +149,40 @@ def test_complex_values_are_kept_as_real_ones_are():
     by_operation = [DOTS, KEPT.everything_saveable, both]
 
     def step(x, weight):
-        size = jnp.real(x) @ jnp.imag(weight)  # real products are kept beside complex ones
+        # Real products are kept beside complex ones
+        size = jnp.real(x) @ jnp.imag(weight)
         return x + jnp.tanh(x @ weight) + jax.lax.complex(jnp.sin(size), jnp.cos(size))
 
     def value(y):
         return jnp.sum(jnp.real(y) ** 2) + jnp.sum(jnp.sin(jnp.imag(y)))
 
     def derivative(run):
-        return jax.grad(lambda weights: value(run(jnp.ones((2, 2), jnp.complex64), weights)))
+        return jax.grad(
+            lambda weights: value(run(jnp.ones((2, 2), jnp.complex64), weights))
+        )
 
     def loop(x, weights, step=step):
         for weight in weights:
             x = step(x, weight)
         return x
 
-    ours = [lambda x, w, p=p: loop(x, w, checkpoint(step, save=p)) for p in by_operation]
-    for policy, cut in zip(by_operation, ({}, {"nested": True}, {"nested": 2}), strict=True):
-        ours.append(fold(step, Turns, remat=ScanCheckpointPolicy(save_block_internals=policy, **cut)))
-    expected, *found = jax.jit(lambda w: [derivative(run)(w) for run in (loop, *ours)])(weights)
+    ours = [
+        lambda x, w, p=p: loop(x, w, checkpoint(step, save=p)) for p in by_operation
+    ]
+    for policy, cut in zip(
+        by_operation, ({}, {"nested": True}, {"nested": 2}), strict=True
+    ):
+        ours.append(
+            fold(
+                step,
+                Turns,
+                remat=ScanCheckpointPolicy(save_block_internals=policy, **cut),
+            )
+        )
+    expected, *found = jax.jit(lambda w: [derivative(run)(w) for run in (loop, *ours)])(
+        weights
+    )
     for result in found:
-        np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-6 * np.abs(expected).max())
+        np.testing.assert_allclose(
+            result, expected, rtol=1e-5, atol=1e-6 * np.abs(expected).max()
+        )

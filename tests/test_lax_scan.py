@@ -1,4 +1,6 @@
-"""`lax_scan` takes and refuses what `jax.lax.scan` does, and its results have the same types."""
+"""`lax_scan` takes and refuses what `jax.lax.scan` does, and its results have the same
+types.
+"""
 
 import functools
 import inspect
@@ -22,7 +24,10 @@ def step(carry, x):
 
 
 ARGUMENTS = [
-    *(((XS,), {"unroll": unroll}) for unroll in (0, 1, 2, 9, True, False, np.int64(3), np.True_)),
+    *(
+        ((XS,), {"unroll": unroll})
+        for unroll in (0, 1, 2, 9, True, False, np.int64(3), np.True_)
+    ),
     *(((XS,), {"reverse": reverse}) for reverse in (1, 0, np.True_, "yes", None)),
     *(((XS, length), {}) for length in (5, 5.0, np.int32(5), np.float32(5), "5")),
     *(((None, length), {}) for length in (3, 3.0, 3.7, True, np.int64(3))),
@@ -38,29 +43,48 @@ def arguments_step(carry, x):
 
 
 def test_it_takes_the_arguments_of_jax():
-    assert [*inspect.signature(lax.scan).parameters] == [*inspect.signature(sr.lax_scan).parameters][:-1]
+    assert [*inspect.signature(lax.scan).parameters] == [
+        *inspect.signature(sr.lax_scan).parameters
+    ][:-1]
 
     def every(scan, **options):
-        return [scan(arguments_step, 1.0, *args, **kwargs, **options) for args, kwargs in ARGUMENTS]
+        return [
+            scan(arguments_step, 1.0, *args, **kwargs, **options)
+            for args, kwargs in ARGUMENTS
+        ]
 
     of_jax = quick_jit(lambda: every(lax.scan))()
     for remat in (True, "nested"):
-        assert_close(quick_jit(lambda remat=remat: every(sr.lax_scan, remat=remat))(), of_jax)
+        assert_close(
+            quick_jit(lambda remat=remat: every(sr.lax_scan, remat=remat))(), of_jax
+        )
 
 
 @pytest.mark.parametrize(
     ("args", "options", "message"),
     [
         ((1.0, "text"), {}, "xs is 'text', and has no leading axis"),
-        ((1.0, {"a": XS, "b": [2.0]}), {}, r"xs\['b'\]\[0\] is 2.0, and has no leading axis"),
+        (
+            (1.0, {"a": XS, "b": [2.0]}),
+            {},
+            r"xs\['b'\]\[0\] is 2.0, and has no leading axis",
+        ),
         ((1.0, jnp.float32(1)), {}, r"xs is float32\[\], and has no leading axis"),
         ((1.0, 3), {"length": 3}, "xs is 3, and has no leading axis"),
         (("text", XS), {}, "The carry is 'text', which is no array"),
         ((1.0, XS), {"length": 4}, "given inputs of different lengths"),
         ((1.0, XS), {"length": "four"}, "length is the number of steps"),
         ((1.0,), {}, "xs has no array to split. Pass length="),
-        ((1.0, XS), {"unroll": -1}, "unroll is a bool or a number of steps, 0 for all of them"),
-        ((1.0, XS), {"unroll": "all"}, "unroll is a bool or a number of steps, 0 for all of them"),
+        (
+            (1.0, XS),
+            {"unroll": -1},
+            "unroll is a bool or a number of steps, 0 for all of them",
+        ),
+        (
+            (1.0, XS),
+            {"unroll": "all"},
+            "unroll is a bool or a number of steps, 0 for all of them",
+        ),
     ],
 )
 def test_it_refuses_what_jax_refuses(args, options, message):
@@ -71,14 +95,23 @@ def test_it_refuses_what_jax_refuses(args, options, message):
 
 
 def test_it_refuses_outputs_that_are_no_arrays():
-    for scan, message in ((lax.scan, "str"), (sr.lax_scan, r"The output\['a'\] is 'text'")):
+    for scan, message in (
+        (lax.scan, "str"),
+        (sr.lax_scan, r"The output\['a'\] is 'text'"),
+    ):
         with pytest.raises(TypeError, match=message):
             scan(lambda carry, x: (carry, {"a": "text"}), 1.0, XS)
     with pytest.raises(TypeError, match="takes a function first"):
         sr.lax_scan(XS, 1.0, XS)
 
 
-INIT = {"weak": 1.0, "strong": jnp.float32(2), "count": 3, "grows": jnp.asarray(2.0), "many": 2.0 * XS}
+INIT = {
+    "weak": 1.0,
+    "strong": jnp.float32(2),
+    "count": 3,
+    "grows": jnp.asarray(2.0),
+    "many": 2.0 * XS,
+}
 INIT["fixed"] = 0.5
 
 
@@ -87,7 +120,8 @@ def typed_step(carry, x):
         "weak": jnp.sin(carry["weak"]) * 1.5,
         "strong": carry["strong"] * x + carry["weak"],
         "count": carry["count"] + 1,
-        "grows": carry["grows"] * carry["strong"],  # its type is another after the first step
+        "grows": carry["grows"]
+        * carry["strong"],  # its type is another after the first step
         "many": carry["many"] * 1.5,
         "fixed": carry["fixed"],
     }
@@ -95,7 +129,9 @@ def typed_step(carry, x):
 
 
 def typed_programs(scan):
-    """Values, gradients, tangents and a batch, of functions of Python numbers and arrays."""
+    """Values, gradients, tangents and a batch, of functions of Python numbers and
+    arrays.
+    """
 
     def loss(weak, strong, xs):
         carry, ys = scan(typed_step, INIT | {"weak": weak, "strong": strong}, xs)
@@ -106,12 +142,16 @@ def typed_programs(scan):
         "jit": jax.jit(lambda init, xs: scan(typed_step, init, xs))(INIT, XS),
         "gradient": jax.grad(loss, (0, 1, 2))(0.5, jnp.float32(2), XS),
         "jvp": jax.jvp(lambda weak: loss(weak, jnp.float32(2), XS), (0.5,), (1.0,)),
-        "batch": jax.vmap(lambda weak: scan(typed_step, INIT | {"weak": weak}, XS))(jnp.arange(3.0)),
+        "batch": jax.vmap(lambda weak: scan(typed_step, INIT | {"weak": weak}, XS))(
+            jnp.arange(3.0)
+        ),
     }
 
 
 def types(tree):
-    return jax.tree.map(lambda leaf: (jax.typeof(leaf).dtype, jax.typeof(leaf).weak_type), tree)
+    return jax.tree.map(
+        lambda leaf: (jax.typeof(leaf).dtype, jax.typeof(leaf).weak_type), tree
+    )
 
 
 @pytest.mark.usefixtures("standard_promotion")
@@ -125,7 +165,9 @@ def test_dtypes_and_weak_types_are_those_of_jax(remat):
 
     of_jax = types(typed_programs(lax.scan))
     assert types(typed_programs(by_lax_scan)) == of_jax
-    carry = sr.fold(lambda carry, x: typed_step(carry, x)[0], "steps", remat=remat)(INIT, XS)
+    carry = sr.fold(lambda carry, x: typed_step(carry, x)[0], "steps", remat=remat)(
+        INIT, XS
+    )
     assert types(carry) == of_jax["eager"][0]
     assert types(by_scan(typed_step, INIT, XS)) == of_jax["eager"]
 

@@ -1,4 +1,6 @@
-"""`eqx.nn.State` through stacks equals the loop over their layers, each with its own part of the state."""
+"""`eqx.nn.State` through stacks equals the loop over their layers, each with its own
+part of the state.
+"""
 
 import functools
 from typing import Any
@@ -11,7 +13,13 @@ import numpy as np
 import pytest
 from equinox.nn import State, StateIndex
 
-from stacked_remat import BlockSeq, ScanCheckpointPolicy, Stacked, StackedPattern, shared
+from stacked_remat import (
+    BlockSeq,
+    ScanCheckpointPolicy,
+    Stacked,
+    StackedPattern,
+    shared,
+)
 
 from .blocks import assert_close, quick_jit
 
@@ -39,7 +47,9 @@ class Own(eqx.Module):
         count, mean = state.get(self.count), state.get(self.mean)
         new = 0.5 * mean["mean"].array + 0.5 * jax.lax.pmean(x, "batch")
         state = state.set(self.count, count + 1)
-        state = state.set(self.mean, {"mean": hax.named(new, Width), "scale": mean["scale"] * 1.5})
+        state = state.set(
+            self.mean, {"mean": hax.named(new, Width), "scale": mean["scale"] * 1.5}
+        )
         return x - new * mean["scale"] + 0.1 * count.astype(x.dtype), state
 
 
@@ -62,7 +72,9 @@ class Spectral(eqx.Module):
     linear: eqx.nn.SpectralNorm
 
     def __init__(self, key):
-        self.linear = eqx.nn.SpectralNorm(eqx.nn.Linear(2, 2, key=key), "weight", key=key)
+        self.linear = eqx.nn.SpectralNorm(
+            eqx.nn.Linear(2, 2, key=key), "weight", key=key
+        )
 
     def __call__(self, x, state, gain):
         y, state = self.linear(x, state)
@@ -94,13 +106,19 @@ def part(state, i):
 def joined(states):
     def stack(*leaves):
         is_named = isinstance(leaves[0], hax.NamedArray)
-        return hax.stack(Layers.resize(len(leaves)), leaves) if is_named else jnp.stack(leaves)
+        return (
+            hax.stack(Layers.resize(len(leaves)), leaves)
+            if is_named
+            else jnp.stack(leaves)
+        )
 
     return jax.tree.map(stack, *states, is_leaf=hax.is_named_array)
 
 
 def looped(blocks, x, state, gains):
-    """The loop over the layers, each with its own state; their entries are stacked again, if they were."""
+    """The loop over the layers, each with its own state; their entries are stacked
+    again, if they were.
+    """
     new = []
     for i, layer in enumerate(blocks):
         if isinstance(blocks, BlockSeq):
@@ -120,7 +138,9 @@ def folded(blocks, x, state, gains, remat):
 
 
 def outcome(run, model, x, state, gains):
-    """The result, the new state, and gradients by the model, the input, the old state and the gains."""
+    """The result, the new state, and gradients by the model, the input, the old state
+    and the gains.
+    """
     batched = jax.vmap(
         lambda model, *given: model(*given, run),
         axis_name="batch",
@@ -131,7 +151,10 @@ def outcome(run, model, x, state, gains):
     def loss(trained):
         x, state = batched(*trained)
         floats = jax.tree.leaves((x, eqx.filter(state, eqx.is_inexact_array)))
-        return sum(jnp.sum(jnp.sin(jnp.arange(y.size, dtype=y.dtype) * y.ravel())) for y in floats), (
+        return sum(
+            jnp.sum(jnp.sin(jnp.arange(y.size, dtype=y.dtype) * y.ravel()))
+            for y in floats
+        ), (
             x,
             state,
         )
@@ -153,14 +176,22 @@ def outcome(run, model, x, state, gains):
 )
 def test_a_stack_with_state_is_its_loop(build, policies):
     model, state = eqx.nn.make_with_state(Model)(build)
-    x, gains = jax.random.normal(jax.random.key(1), (4, 2)), jnp.linspace(0.5, 1.0, Layers.size)
-    runs = {name: functools.partial(folded, remat=policy) for name, policy in policies.items()}
+    x, gains = (
+        jax.random.normal(jax.random.key(1), (4, 2)),
+        jnp.linspace(0.5, 1.0, Layers.size),
+    )
+    runs = {
+        name: functools.partial(folded, remat=policy)
+        for name, policy in policies.items()
+    }
     arrays, static = eqx.partition((model, x, state, gains), eqx.is_array)
 
     @quick_jit
     def outcomes(arrays):
         given: Any = eqx.combine(arrays, static)
-        found = {name: outcome(run, *given) for name, run in {"loop": looped, **runs}.items()}
+        found = {
+            name: outcome(run, *given) for name, run in {"loop": looped, **runs}.items()
+        }
         return eqx.filter(found, eqx.is_array)
 
     found = outcomes(arrays)
@@ -211,7 +242,11 @@ def counters(Stack: Any = Stacked, kind: Any = Counter):
 def counts(model, state):
     """The count of each layer, in their order, and that of the module beside them."""
     own = state.substate(model.blocks)
-    found = [layer_count for count in jax.tree.leaves(own) for layer_count in np.ravel(count).tolist()]
+    found = [
+        layer_count
+        for count in jax.tree.leaves(own)
+        for layer_count in np.ravel(count).tolist()
+    ]
     return sorted(found), int(state.get(model.other.count))
 
 
@@ -247,34 +282,47 @@ def test_a_state_among_outputs_is_whole(Stack):
 def test_what_a_layer_does_with_states_of_others(Stack):
     model, state = counters(Stack)
     blocks, x, name = model.blocks, jnp.zeros(()), Stack.__name__
-    with pytest.raises(ValueError, match=f"layer of {name}.fold uses the state .*other.count.*not its own"):
+    with pytest.raises(
+        ValueError,
+        match=f"layer of {name}.fold uses the state .*other.count.*not its own",
+    ):
         blocks.fold_via(lambda block, x, state: model.other(x, state))(x, state)
     _, foreign = counters()
-    with pytest.raises(ValueError, match=f"layer of {name}.scan returns the state .*not its own"):
+    with pytest.raises(
+        ValueError, match=f"layer of {name}.scan returns the state .*not its own"
+    ):
         blocks.scan_via(lambda block, x, state: (x, foreign))(x, state.substate(blocks))
     shared_by_all = state.substate(model.other)  # updated in turn, in the carry
-    (_, new), state = blocks.fold_via(lambda block, carry, state: (model.other(*carry), block(x, state)[1]))(
-        (x, shared_by_all), state
-    )
+    (_, new), state = blocks.fold_via(
+        lambda block, carry, state: (model.other(*carry), block(x, state)[1])
+    )((x, shared_by_all), state)
     assert counts(model, state) == ([1] * 3, 0) and int(new.get(model.other.count)) == 3
 
 
 def test_what_is_no_call_with_a_state():
     model, state = counters()
     blocks, x = model.blocks, jnp.zeros(())
-    with pytest.raises(ValueError, match=r"its layers return \(carry, state\); one returned float32\[\]"):
+    with pytest.raises(
+        ValueError,
+        match=r"its layers return \(carry, state\); one returned float32\[\]",
+    ):
         blocks.fold_via(lambda block, x, state: x)(x, state)
-    with pytest.raises(ValueError, match=r"State without that of layer\.count.*make_with_state"):
+    with pytest.raises(
+        ValueError, match=r"State without that of layer\.count.*make_with_state"
+    ):
         blocks.fold(x, state.substate(model.other))
     with pytest.raises(TypeError, match="whatever its mark. Pass it without shared"):
         blocks.fold(x, shared(state))
     with pytest.raises(
-        ValueError, match="The carry of Stacked.fold has the state .*Pass the state as an arg"
+        ValueError,
+        match="The carry of Stacked.fold has the state .*Pass the state as an arg",
     ):
         blocks.fold((x, state))
     with pytest.raises(ValueError, match=r"scan_vjp\(x, state.substate\(blocks\)\)"):
         blocks.fold_vjp(x, state)
-    with pytest.raises(ValueError, match=r"state.* has leading dimension 3 \(shape \(3,\)\)"):
+    with pytest.raises(
+        ValueError, match=r"state.* has leading dimension 3 \(shape \(3,\)\)"
+    ):
         blocks[1:].fold(x, state)
     (_, new), sweep_back = blocks.scan_vjp(x, state.substate(blocks))
     assert isinstance(new, State) and counts(model, state.update(new)) == ([1] * 3, 0)
@@ -282,8 +330,12 @@ def test_what_is_no_call_with_a_state():
 
 def test_layers_without_a_state_of_their_own_pass_it_on():
     model, state = counters()
-    plain = Stacked.init(3, eqx.nn.Linear)(2, 2, key=jax.random.split(jax.random.key(0), 3))
-    y, new = plain.fold_via(lambda block, x, state: (block(x), state))(jnp.ones(2), state)
+    plain = Stacked.init(3, eqx.nn.Linear)(
+        2, 2, key=jax.random.split(jax.random.key(0), 3)
+    )
+    y, new = plain.fold_via(lambda block, x, state: (block(x), state))(
+        jnp.ones(2), state
+    )
     assert y.shape == (2,) and eqx.tree_equal(new, state)
 
 
@@ -292,12 +344,21 @@ def test_a_stack_of_layers_that_keep_state(of):
     steps = jnp.arange(1.0, 4.0)
     if of == "built with state":
         layers, states = zip(*map(eqx.nn.make_with_state(Counter), steps), strict=True)
-        blocks, state = Stacked.of(layers), jax.tree.map(lambda *counts: jnp.stack(counts), *states)
+        blocks, state = (
+            Stacked.of(layers),
+            jax.tree.map(lambda *counts: jnp.stack(counts), *states),
+        )
     else:
-        layers = [Counter(step) for step in steps] if of == "list" else eqx.filter_vmap(Counter)(steps)
+        layers = (
+            [Counter(step) for step in steps]
+            if of == "list"
+            else eqx.filter_vmap(Counter)(steps)
+        )
         blocks, state = eqx.nn.make_with_state(Stacked.of)(layers, 3)
     x, new = blocks.fold(jnp.zeros(()), state)
     assert x == 6.0 and jax.tree.leaves(new)[0].tolist() == [1, 1, 1]
-    assert jax.tree.structure(Stacked.of(blocks.unstacked())) == jax.tree.structure(blocks)
+    assert jax.tree.structure(Stacked.of(blocks.unstacked())) == jax.tree.structure(
+        blocks
+    )
     x, new = BlockSeq(blocks.unstacked(), blocks.Layers).fold(jnp.zeros(()), state)
     assert x == 6.0 and jax.tree.leaves(new)[0].tolist() == [1, 1, 1]

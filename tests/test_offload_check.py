@@ -1,4 +1,6 @@
-"""`check_offload` passes on a correct device, says what is wrong on others, and runs once for each device."""
+"""`check_offload` passes on a correct device, says what is wrong on others, and runs
+once for each device.
+"""
 
 import functools
 
@@ -36,7 +38,11 @@ def broken(monkeypatch, damage):
     def damaged(remat):
         runs.append(remat)
         found = gradients(True)
-        return damage(found) if remat is not True and remat.save_carries == "offload" else found
+        return (
+            damage(found)
+            if remat is not True and remat.save_carries == "offload"
+            else found
+        )
 
     monkeypatch.setattr(_offload_check, "_gradients", damaged)
     return runs
@@ -64,7 +70,9 @@ def test_a_program_that_the_compiler_refuses_is_refused(monkeypatch):
         raise jax.errors.JaxRuntimeError("INTERNAL: host offloader\nmore")
 
     broken(monkeypatch, refuse)
-    with pytest.raises(OffloadError, match="the compiler refuses it: INTERNAL: host offloader"):
+    with pytest.raises(
+        OffloadError, match="the compiler refuses it: INTERNAL: host offloader"
+    ):
         check_offload()
 
 

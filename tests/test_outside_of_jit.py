@@ -1,4 +1,6 @@
-"""Folds outside of `jax.jit`: what is compiled again, what is kept alive; and the text of programs."""
+"""Folds outside of `jax.jit`: what is compiled again, what is kept alive; and the text
+of programs.
+"""
 
 import contextvars
 import functools
@@ -86,7 +88,9 @@ def _one(weight, x):
 
 def _pattern(weight, x):
     kinds = ("a", "b", "a", "b")
-    return StackedPattern.init(Layers, {"a": _Flagged, "b": _Flagged}, kinds, remat="nested")(weight).fold(x)
+    return StackedPattern.init(
+        Layers, {"a": _Flagged, "b": _Flagged}, kinds, remat="nested"
+    )(weight).fold(x)
 
 
 def _stack(Stack, remat):
@@ -97,12 +101,19 @@ def _stack(Stack, remat):
 _ENTRIES = {
     "fold": (lambda weight, x: fold(_step, Layers, remat=False)(x, weight), _loop),
     "scan": (
-        lambda weight, x: scan(lambda *at: (_step(*at), None), Layers, remat="offload")(x, weight)[0],
+        lambda weight, x: scan(lambda *at: (_step(*at), None), Layers, remat="offload")(
+            x, weight
+        )[0],
         _loop,
     ),
-    "lax_scan": (lambda weight, x: lax_scan(lambda *at: (_step(*at), None), x, weight)[0], _loop),
+    "lax_scan": (
+        lambda weight, x: lax_scan(lambda *at: (_step(*at), None), x, weight)[0],
+        _loop,
+    ),
     "map": (
-        lambda weight, x: map_layers(_step, Layers)(per_layer(jnp.stack([x] * 4)), weight).sum(0),
+        lambda weight, x: map_layers(_step, Layers)(
+            per_layer(jnp.stack([x] * 4)), weight
+        ).sum(0),
         lambda weight, x: sum(_step(x, own) for own in weight),
     ),
     "Stacked, True": (_stack(Stacked, True), _loop),
@@ -110,8 +121,14 @@ _ENTRIES = {
     "Stacked, nested": (_stack(Stacked, POLICIES["nested, names"]), _loop),
     "StackedPattern": (_pattern, _loop),
     "BlockSeq": (_stack(BlockSeq, True), _loop),
-    "fold_vjp": (lambda weight, x: Stacked(_Flagged(weight), Layers).fold_vjp(x)[0], _loop),
-    "tiled": (lambda weight, x: tiled(functools.partial(_one, weight), 0, tiles=2)(x), _one),
+    "fold_vjp": (
+        lambda weight, x: Stacked(_Flagged(weight), Layers).fold_vjp(x)[0],
+        _loop,
+    ),
+    "tiled": (
+        lambda weight, x: tiled(functools.partial(_one, weight), 0, tiles=2)(x),
+        _one,
+    ),
     "checkpoint": (checkpoint(_one), _one),
 }
 
@@ -120,7 +137,10 @@ class TestOutsideOfJit:
     @pytest.mark.parametrize(
         "Stack, policy",
         [
-            *((Stacked, POLICIES[name]) for name in ("True", "nested, names", "first layers")),
+            *(
+                (Stacked, POLICIES[name])
+                for name in ("True", "nested, names", "first layers")
+            ),
             (BlockSeq, "offload"),
         ],
         ids=str,
@@ -135,7 +155,11 @@ class TestOutsideOfJit:
                     Stack.init(Pair, Block, remat=policy)(held)
                 )
                 if Stack is Stacked:
-                    fold(lambda x, weight, held=held: x * weight * held[0], Pair, remat=policy)(ONES, held)
+                    fold(
+                        lambda x, weight, held=held: x * weight * held[0],
+                        Pair,
+                        remat=policy,
+                    )(ONES, held)
             gc.collect()
             return len(jax.live_arrays())
 
@@ -144,13 +168,19 @@ class TestOutsideOfJit:
     @pytest.mark.parametrize("policy", [True, POLICIES["nested, names"]])
     def test_no_tracer_leaks(self, policy):
         with jax.checking_leaks():
-            jax.grad(lambda w: fold(lambda x, w: x * w, Layers, remat=policy)(ONES, w).sum())(weights())
+            jax.grad(
+                lambda w: fold(lambda x, w: x * w, Layers, remat=policy)(ONES, w).sum()
+            )(weights())
 
     @pytest.mark.parametrize(
-        "policy", [False, "recompute", "offload", POLICIES["nested, names"], "tiled"], ids=str
+        "policy",
+        [False, "recompute", "offload", POLICIES["nested, names"], "tiled"],
+        ids=str,
     )
     def test_calls_alike_compile_once(self, policy, caplog):
-        """Derivatives too, of functions with rules of their own, by whatever object the layer is."""
+        """Derivatives too, of functions with rules of their own, by whatever object the
+        layer is.
+        """
         weight = weights()
 
         def apply(x):
@@ -175,7 +205,9 @@ class TestOutsideOfJit:
             "vmap": lambda: jax.vmap(apply)(pairs),
             "Hessian-vector product": lambda: hvp(x),
             "of a batch": lambda: jax.vmap(hvp)(pairs),
-            "gradient of a gradient": lambda: jax.grad(lambda x: jax.grad(loss)(x).sum())(x),
+            "gradient of a gradient": lambda: jax.grad(
+                lambda x: jax.grad(loss)(x).sum()
+            )(x),
         }
         expected = {name: call() for name, call in calls.items()}
         with jax.log_compiles(), caplog.at_level("WARNING", logger="jax"):
@@ -189,9 +221,15 @@ class TestOutsideOfJit:
 
         def visited():
             y, sweep_back = stack.fold_vjp(x)
-            return sweep_back(jnp.ones_like(y), lambda visit, _: LayerResult(visit.vjp().carry)).carry
+            return sweep_back(
+                jnp.ones_like(y), lambda visit, _: LayerResult(visit.vjp().carry)
+            ).carry
 
-        calls = [visited, lambda: jax.jvp(stack.fold, (x,), (x,)), lambda: jax.linearize(stack.fold, x)[1](x)]
+        calls = [
+            visited,
+            lambda: jax.jvp(stack.fold, (x,), (x,)),
+            lambda: jax.linearize(stack.fold, x)[1](x),
+        ]
         expected = [call() for call in calls]
         with jax.log_compiles(), caplog.at_level("WARNING", logger="jax"):
             assert_equal([call() for call in calls], expected)
@@ -208,24 +246,37 @@ class TestOutsideOfJit:
         expected = x
         for key in keys:
             expected = noisy(expected, 0.5, key)
-        for place in (*jax.devices()[:2], NamedSharding(mesh, P("data")), NamedSharding(mesh, P())):
-            everywhere = NamedSharding(mesh, P()) if isinstance(place, NamedSharding) else place
+        for place in (
+            *jax.devices()[:2],
+            NamedSharding(mesh, P("data")),
+            NamedSharding(mesh, P()),
+        ):
+            everywhere = (
+                NamedSharding(mesh, P()) if isinstance(place, NamedSharding) else place
+            )
             inputs = jax.device_put((jnp.full(4, 0.5), keys), everywhere)
             found = run(jax.device_put(x, place), *inputs)
             assert_close(found, expected)
-            assert found.sharding.device_set == jax.device_put(x, place).sharding.device_set
+            assert (
+                found.sharding.device_set
+                == jax.device_put(x, place).sharding.device_set
+            )
         with jax.default_device(jax.devices()[1]):
-            assert run(np.ones(4, np.float32), np.full(4, 0.5, np.float32), keys).devices() == {
-                jax.devices()[1]
-            }
+            assert run(
+                np.ones(4, np.float32), np.full(4, 0.5, np.float32), keys
+            ).devices() == {jax.devices()[1]}
 
     def test_not_a_number_is_found(self):
         with jax.debug_nans(True), pytest.raises(FloatingPointError, match="nan"):
-            fold(lambda x, weight: jnp.log(x - weight - 9), Layers, remat="nested")(ONES, weights())
+            fold(lambda x, weight: jnp.log(x - weight - 9), Layers, remat="nested")(
+                ONES, weights()
+            )
 
     def test_jax_forgets_what_was_compiled(self, caplog):
         def value():
-            return fold(lambda x, weight: x * weight, Layers, remat="nested")(ONES, weights())
+            return fold(lambda x, weight: x * weight, Layers, remat="nested")(
+                ONES, weights()
+            )
 
         value()
         jax.clear_caches()
@@ -233,7 +284,9 @@ class TestOutsideOfJit:
             value()
         assert "Compiling" in caplog.text
 
-    @pytest.mark.parametrize("policy", [False, "nested", POLICIES["nested, internals"]], ids=str)
+    @pytest.mark.parametrize(
+        "policy", [False, "nested", POLICIES["nested, internals"]], ids=str
+    )
     @pytest.mark.parametrize("within", ["the layer", "jit", "jit in scan", "rule"])
     def test_arrays_in_closures_are_given_up(self, policy, within):
         def call():
@@ -248,10 +301,14 @@ class TestOutsideOfJit:
             run = {
                 "the layer": lambda x: x + held.sum(),
                 "jit": plus,
-                "jit in scan": lambda x: jax.lax.scan(lambda x, _: (plus(x), None), x, None, length=2)[0],
+                "jit in scan": lambda x: jax.lax.scan(
+                    lambda x, _: (plus(x), None), x, None, length=2
+                )[0],
                 "rule": identity,
             }[within]
-            folded = fold(lambda x, weight: run(jnp.tanh(x * weight)), Layers, remat=policy)
+            folded = fold(
+                lambda x, weight: run(jnp.tanh(x * weight)), Layers, remat=policy
+            )
             for _ in range(2):
                 folded(ONES, weights())
                 jax.grad(lambda x: folded(x, weights()).sum())(jnp.asarray(ONES))
@@ -267,7 +324,11 @@ class TestOutsideOfJit:
         def value(number):
             held = jnp.full(777, number)
             plus = jax.jit(lambda x: x + held.sum())
-            return float(fold(lambda x, weight: plus(x * weight), Layers, remat="nested")(ONES, weights())[0])
+            return float(
+                fold(lambda x, weight: plus(x * weight), Layers, remat="nested")(
+                    ONES, weights()
+                )[0]
+            )
 
         def plain(number):
             x = 1.0
@@ -281,9 +342,14 @@ class TestOutsideOfJit:
     @pytest.mark.parametrize("value", [0.0, -0.0, 1, True, 1.0, "up", 2.0])
     def test_python_values_that_are_equal_are_told_apart(self, value):
         """The block computes something else for each of them."""
-        for stack in (Stacked.init(Layers, Scaled)(weights()), Stacked(Scaled(weights(), value), Layers)):
+        for stack in (
+            Stacked.init(Layers, Scaled)(weights()),
+            Stacked(Scaled(weights(), value), Layers),
+        ):
             argument = None if stack.stacked.value is not None else value
-            np.testing.assert_allclose(stack.fold(ONES, argument), looped(stack, ONES, argument), rtol=1e-6)
+            np.testing.assert_allclose(
+                stack.fold(ONES, argument), looped(stack, ONES, argument), rtol=1e-6
+            )
 
     def test_a_method_of_a_class_that_was_replaced(self, monkeypatch):
         class Changing(Block):
@@ -296,8 +362,12 @@ class TestOutsideOfJit:
         assert float(stack.fold(ONES)[0]) == 1.0
 
     @pytest.mark.parametrize("entry", _ENTRIES)
-    def test_what_a_layer_reads_from_elsewhere_is_read_at_each_call(self, entry, monkeypatch):
-        """As a Python loop reads it, wherever it is, eagerly and by a new `jax.jit` of arrays in closures."""
+    def test_what_a_layer_reads_from_elsewhere_is_read_at_each_call(
+        self, entry, monkeypatch
+    ):
+        """As a Python loop reads it, wherever it is, eagerly and by a new `jax.jit` of
+        arrays in closures.
+        """
         x, weight = jnp.asarray(ONES), weights()
         found, plain = (functools.partial(call, weight) for call in _ENTRIES[entry])
 
@@ -309,7 +379,9 @@ class TestOutsideOfJit:
             assert_close(*(call(x) for call in both))
             assert_close(*(jax.jit(lambda call=call: call(x))() for call in both))
             assert_close(*map(gradient, both))
-            assert_close(*(jax.jit(lambda call=call: gradient(call))() for call in both))
+            assert_close(
+                *(jax.jit(lambda call=call: gradient(call))() for call in both)
+            )
             assert_close(*(jax.jvp(call, (x,), (x,))[1] for call in both))
 
         check()
@@ -325,7 +397,9 @@ class TestOutsideOfJit:
         assert_close(gradient(found), gradient(plain))
 
     @pytest.mark.parametrize("policy", [False, "nested", "tiled"])
-    def test_what_a_rule_reads_from_elsewhere_is_read_at_each_call(self, policy, monkeypatch):
+    def test_what_a_rule_reads_from_elsewhere_is_read_at_each_call(
+        self, policy, monkeypatch
+    ):
         @jax.custom_vjp
         def reversed_by_factor(x):
             return x
@@ -335,13 +409,17 @@ class TestOutsideOfJit:
             return x
 
         reversed_by_factor.defvjp(lambda x: (x, None), lambda _, ct: (ct * _factor(),))
-        forward_by_factor.defjvp(lambda primals, tangents: (primals[0], tangents[0] * _factor()))
+        forward_by_factor.defjvp(
+            lambda primals, tangents: (primals[0], tangents[0] * _factor())
+        )
         for rule in (reversed_by_factor, forward_by_factor):
 
             def value(x, rule=rule):
                 if policy == "tiled":
                     return tiled(rule, 0, tiles=3)(x).sum()
-                return fold(lambda x, weight: rule(x), Layers.resize(1), remat=policy)(x, weights()[:1]).sum()
+                return fold(lambda x, weight: rule(x), Layers.resize(1), remat=policy)(
+                    x, weights()[:1]
+                ).sum()
 
             for factor in (2.0, 3.0):
                 monkeypatch.setitem(_held, "factor", factor)
@@ -352,7 +430,9 @@ class TestOutsideOfJit:
 
         def loss(value):
             holder.value = value
-            return fold(lambda x, weight: x * weight * holder.value, Layers)(ONES, jnp.ones((4, 3))).sum()
+            return fold(lambda x, weight: x * weight * holder.value, Layers)(
+                ONES, jnp.ones((4, 3))
+            ).sum()
 
         assert [float(jax.grad(loss)(value)) for value in (1.0, 2.0)] == [12.0, 96.0]
 
@@ -366,10 +446,16 @@ class TestOutsideOfJit:
             def cosine(x):
                 return jnp.cos(x)
 
-            cosine.defjvp(lambda primals, tangents: (cosine(*primals), slope * tangents[0]))
+            cosine.defjvp(
+                lambda primals, tangents: (cosine(*primals), slope * tangents[0])
+            )
             sine.defvjp(lambda x: (jnp.sin(x), x), lambda x, ct: (cosine(x) * ct,))
-            run = fold(lambda x, weight: sine(x) * weight, Layers.resize(1), remat="nested")
-            return float(jax.grad(jax.grad(lambda x: run(x, np.ones(1, np.float32))))(1.0))
+            run = fold(
+                lambda x, weight: sine(x) * weight, Layers.resize(1), remat="nested"
+            )
+            return float(
+                jax.grad(jax.grad(lambda x: run(x, np.ones(1, np.float32))))(1.0)
+            )
 
         assert [slope_of(1.0), slope_of(2.0)] == [1.0, 2.0]
 
@@ -392,17 +478,25 @@ class TestOutsideOfJit:
 
     def test_a_layer_without_a_gradient_has_a_forward_derivative(self):
         def layer(x, weight):
-            return jax.lax.while_loop(lambda x: x[0] < 10.0, lambda x: x * weight * 20, x)
+            return jax.lax.while_loop(
+                lambda x: x[0] < 10.0, lambda x: x * weight * 20, x
+            )
 
-        found = jax.jvp(lambda x: fold(layer, Layers)(x, weights()), (jnp.ones(3),), (jnp.ones(3),))
+        found = jax.jvp(
+            lambda x: fold(layer, Layers)(x, weights()), (jnp.ones(3),), (jnp.ones(3),)
+        )
         np.testing.assert_allclose(found[0], found[1], rtol=1e-6)
 
     def test_directions_and_unrolling_do_not_share_a_program(self):
         order = [
-            scan(_outputs_carry, Layers, reverse=r)(0.0, np.arange(4.0))[1].tolist() for r in (True, False)
+            scan(_outputs_carry, Layers, reverse=r)(0.0, np.arange(4.0))[1].tolist()
+            for r in (True, False)
         ]
         assert order == [[6.0, 5.0, 3.0, 0.0], [0.0, 0.0, 1.0, 3.0]]
-        assert scan(_outputs_carry, Layers, unroll=True)(0.0, np.arange(4.0))[1].tolist() == order[1]
+        assert (
+            scan(_outputs_carry, Layers, unroll=True)(0.0, np.arange(4.0))[1].tolist()
+            == order[1]
+        )
 
     def test_another_axis_mapping_traces_again(self):
         seen = []
@@ -435,12 +529,16 @@ def test_the_call_of_one_kind_for_all_layers_is_not_their_own_call():
 def test_the_text_of_a_program_does_not_depend_on_those_before_it():
     def text(policy, wanted):
         def value(x, w):
-            return fold(lambda x, weight: jnp.sin(x * weight), Layers, remat=policy)(x, w).sum()
+            return fold(lambda x, weight: jnp.sin(x * weight), Layers, remat=policy)(
+                x, w
+            ).sum()
 
         return jax.jit(jax.grad(value, wanted)).lower(ONES, weights()).as_text()
 
     cases = [
-        (POLICIES[name], wanted) for name in ("nested, names", "first layers") for wanted in (0, 1, (0, 1))
+        (POLICIES[name], wanted)
+        for name in ("nested, names", "first layers")
+        for wanted in (0, 1, (0, 1))
     ]
     first = [text(*case) for case in cases]
     assert first[::-1] == [text(*case) for case in cases[::-1]]

@@ -1,4 +1,6 @@
-"""`import stacked_remat`: its names, its packages, and the extra that training needs."""
+"""`import stacked_remat`: its names, its packages, and the extra that training
+needs.
+"""
 
 import importlib
 import pkgutil
@@ -15,22 +17,32 @@ import stacked_remat
 from stacked_remat.training.extra import PACKAGES, check_installed
 
 ROOT = Path(__file__).resolve().parents[1]
-API_PAGES = "".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "api").glob("*.md"))
+API_PAGES = "".join(
+    page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "api").glob("*.md")
+)
 
 
 def test_every_public_name_is_there():
     assert all(hasattr(stacked_remat, name) for name in dir(stacked_remat))
-    assert {"memory", "ops", "lora", "training", "Stacked", "__version__"} <= set(dir(stacked_remat))
+    assert {"memory", "ops", "lora", "training", "Stacked", "__version__"} <= set(
+        dir(stacked_remat)
+    )
     assert re.fullmatch(r"\d+\.\d+\.\d+", stacked_remat.__version__)
-    with pytest.raises(AttributeError, match="module 'stacked_remat' has no attribute 'stack'"):
+    with pytest.raises(
+        AttributeError, match="module 'stacked_remat' has no attribute 'stack'"
+    ):
         stacked_remat.stack  # noqa: B018
 
 
 def test_the_citation_is_of_this_version():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))[
+        "project"
+    ]
     assert citation["version"] == stacked_remat.__version__
-    assert [{"name": author["name"]} for author in citation["authors"]] == project["authors"]
+    assert [{"name": author["name"]} for author in citation["authors"]] == project[
+        "authors"
+    ]
     assert {name: citation[name] for name in ("license", "keywords")} == {
         name: project[name] for name in ("license", "keywords")
     }
@@ -38,22 +50,32 @@ def test_the_citation_is_of_this_version():
 
 def test_training_says_which_extra_it_takes():
     check_installed()
-    with pytest.raises(ModuleNotFoundError, match=r"needs no_such_package.*'stacked_remat\[train\]'"):
+    with pytest.raises(
+        ModuleNotFoundError, match=r"needs no_such_package.*'stacked_remat\[train\]'"
+    ):
         check_installed((*PACKAGES, "no_such_package"))
 
 
 def _public_names(package):
-    """What `__all__` or the imports of a package make public, and what a single file defines."""
-    names = getattr(package, "__all__", None) or [name for name in vars(package) if not name.startswith("_")]
+    """What `__all__` or the imports of a package make public, and what a single file
+    defines.
+    """
+    names = getattr(package, "__all__", None) or [
+        name for name in vars(package) if not name.startswith("_")
+    ]
     for name in names:
         value = getattr(package, name)
-        local = hasattr(package, "__path__") or getattr(value, "__module__", None) == package.__name__
+        local = (
+            hasattr(package, "__path__")
+            or getattr(value, "__module__", None) == package.__name__
+        )
         if local and not isinstance(value, types.ModuleType | str | typing.TypeVar):
             yield f"{package.__name__}.{name}"
 
 
 @pytest.mark.parametrize(
-    "package", ["", ".ghost", ".lora", ".memory", ".nnx", ".ops", ".streaming", ".training"]
+    "package",
+    ["", ".ghost", ".lora", ".memory", ".nnx", ".ops", ".streaming", ".training"],
 )
 def test_every_public_name_is_on_an_api_page(package):
     names = list(_public_names(importlib.import_module(f"stacked_remat{package}")))

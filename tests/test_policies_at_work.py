@@ -9,7 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stacked_remat import BlockSeq, ScanCheckpointPolicy, Stacked, checkpoint_name, fold, scan
+from stacked_remat import (
+    BlockSeq,
+    ScanCheckpointPolicy,
+    Stacked,
+    checkpoint_name,
+    fold,
+    scan,
+)
 
 from .blocks import POLICIES, quick_jit, with_remat3
 from .jaxprs import equations_of
@@ -18,7 +25,9 @@ from .random_arrays import normal
 POLICIES = {
     **POLICIES,
     "save_all": "save_all",
-    "internals alone": ScanCheckpointPolicy(save_carries=False, save_block_internals=["hidden"]),
+    "internals alone": ScanCheckpointPolicy(
+        save_carries=False, save_block_internals=["hidden"]
+    ),
     "internals offloaded": ScanCheckpointPolicy(offload_block_internals=["hidden"]),
     "nested=1": ScanCheckpointPolicy(nested=1),
     "nested, everything": ScanCheckpointPolicy(nested=True, save_block_internals=True),
@@ -29,21 +38,29 @@ POLICIES = {
     "5 keep internals, nested=2, boundaries offloaded": ScanCheckpointPolicy(
         nested=2, save_carries="offload", first_layers=5
     ),
-    "5 keep internals, offload": ScanCheckpointPolicy(save_carries="offload", first_layers=5),
+    "5 keep internals, offload": ScanCheckpointPolicy(
+        save_carries="offload", first_layers=5
+    ),
     "2 keep internals, 3 carries": ScanCheckpointPolicy(max_carries=3, first_layers=2),
-    "3 carries, internals": ScanCheckpointPolicy(max_carries=3, save_block_internals=["hidden"]),
+    "3 carries, internals": ScanCheckpointPolicy(
+        max_carries=3, save_block_internals=["hidden"]
+    ),
 }
 Hidden = hax.Axis("hidden", 3)
 Out = hax.Axis("out", 3)
 
 
 def arguments(N):
-    """A carry, weights, a shift for each layer with the axis last, and a factor that all layers share."""
+    """A carry, weights, a shift for each layer with the axis last, and a factor that
+    all layers share.
+    """
     return normal(0, 3), 0.5 * normal(1, N, 3, 3), normal(2, 3, N), normal(3)
 
 
 def named_layer(carry, weight, shift, factor, index):
-    h = checkpoint_name(hax.dot(carry, weight, axis=Hidden).rename({"out": "hidden"}) + shift, "hidden")
+    h = checkpoint_name(
+        hax.dot(carry, weight, axis=Hidden).rename({"out": "hidden"}) + shift, "hidden"
+    )
     y = carry + factor * hax.tanh(h) / (1.0 + index)
     return y, hax.sum(y * y)
 
@@ -55,7 +72,9 @@ def plain_layer(carry, weight, shift, factor, index):
 
 
 def run_policy(remat, N, ways):
-    """The layers by `scan` with named arrays, and in reverse by `fold` with plain ones and random keys."""
+    """The layers by `scan` with named arrays, and in reverse by `fold` with plain ones
+    and random keys.
+    """
     Layers = hax.Axis("layers", N)
     index = np.arange(N, dtype=np.float32)
 
@@ -68,11 +87,15 @@ def run_policy(remat, N, ways):
             hax.named(index, Layers),
         )
 
-    def plain(carry, weight, shift, factor):  # the layer closes over the factor, which is traced
+    def plain(
+        carry, weight, shift, factor
+    ):  # the layer closes over the factor, which is traced
         def step(carry, weight, shift, index, key):
             return plain_layer(carry, weight, shift, factor * drawn(key), index)[0]
 
-        run = fold(step, "layers", remat=remat, reverse=True, unroll={7: 2, 5: True}.get(N, 1))
+        run = fold(
+            step, "layers", remat=remat, reverse=True, unroll={7: 2, 5: True}.get(N, 1)
+        )
         return run(carry, weight, shift.T, index, keys(N))
 
     scanned = scan(named_layer, Layers, remat=remat)(*named(*ways["scan"]))
@@ -87,7 +110,9 @@ def run_loop(N, ways):
         outputs.append(output)
     last, weight, shift, factor = ways["fold"]
     for i in reversed(range(N)):
-        last, _ = plain_layer(last, weight[i], shift[:, i], factor * drawn(keys(N)[i]), float(i))
+        last, _ = plain_layer(
+            last, weight[i], shift[:, i], factor * drawn(keys(N)[i]), float(i)
+        )
     return {"scan": (carry, jnp.stack(outputs)), "fold": last}
 
 
@@ -104,19 +129,25 @@ def weighted_sum(results):
     """A sum in which every entry of the results has its own weight."""
 
     def weighted(leaf):
-        return jnp.sum(leaf * jnp.cos(jnp.arange(leaf.size, dtype=leaf.dtype)).reshape(leaf.shape))
+        return jnp.sum(
+            leaf * jnp.cos(jnp.arange(leaf.size, dtype=leaf.dtype)).reshape(leaf.shape)
+        )
 
     return sum(weighted(leaf) for leaf in jax.tree.leaves(results))
 
 
 def values_and_gradients(run, N):
-    """What `run` returns for each way of running, and the gradient with respect to each way's arguments."""
+    """What `run` returns for each way of running, and the gradient with respect to each
+    way's arguments.
+    """
 
     def loss(ways):
         results = {way: jax.tree.leaves(result) for way, result in run(N, ways).items()}
         return weighted_sum(results), results
 
-    return quick_jit(jax.grad(loss, has_aux=True))({way: arguments(N) for way in ("scan", "fold")})
+    return quick_jit(jax.grad(loss, has_aux=True))(
+        {way: arguments(N) for way in ("scan", "fold")}
+    )
 
 
 @functools.cache
@@ -131,7 +162,10 @@ def test_values_and_gradients_equal_the_python_loop(remat):
 
 @pytest.mark.parametrize(
     ("name", "N"),
-    [("recompute", 1), *((name, N) for N in (1, 5, 7) for name in ("segments", "first layers"))],
+    [
+        ("recompute", 1),
+        *((name, N) for N in (1, 5, 7) for name in ("segments", "first layers")),
+    ],
 )
 def test_a_stack_of_one_layer_and_loops_that_are_unrolled(name, N):
     assert_as_looped(POLICIES[name], N)
@@ -157,9 +191,13 @@ class Elementwise(eqx.Module):
 
 
 STACKS = {
-    "Stacked": lambda remat=True: Stacked(Elementwise(jnp.ones((N, 5))), hax.Axis("layers", N), remat),
+    "Stacked": lambda remat=True: Stacked(
+        Elementwise(jnp.ones((N, 5))), hax.Axis("layers", N), remat
+    ),
     "BlockSeq": lambda remat=True: BlockSeq(
-        [Elementwise(jnp.full(5, i + 1.0)) for i in range(N)], hax.Axis("layers", N), remat
+        [Elementwise(jnp.full(5, i + 1.0)) for i in range(N)],
+        hax.Axis("layers", N),
+        remat,
     ),
 }
 
@@ -169,16 +207,22 @@ def by_fold(layers, x, remat):
 
 
 def by_scan(layers, x, remat):
-    return layers.scan_via(lambda block, carry: (block(carry), jnp.sum(carry)), remat=remat, reverse=True)(x)
+    return layers.scan_via(
+        lambda block, carry: (block(carry), jnp.sum(carry)), remat=remat, reverse=True
+    )(x)
 
 
 def kept(layers, remat, way=by_fold):
-    """The shapes of what the forward pass keeps for the backward pass, without the weights."""
+    """The shapes of what the forward pass keeps for the backward pass, without the
+    weights.
+    """
 
     def forward(layers, x):
         return way(layers, x, remat)
 
-    pullback = jax.eval_shape(lambda layers, x: jax.vjp(forward, layers, x)[1], layers, jnp.ones(3))
+    pullback = jax.eval_shape(
+        lambda layers, x: jax.vjp(forward, layers, x)[1], layers, jnp.ones(3)
+    )
     shapes = [leaf.shape for leaf in jax.tree.leaves(pullback) if leaf.size]
     return sorted(shape for shape in shapes if shape[-1:] != (5,))
 
@@ -198,7 +242,10 @@ def test_what_is_kept(way):
         ("recompute", [(3,)]),
         (ScanCheckpointPolicy(save_block_internals=["h", "unknown"]), [(N, 3), (N, 3)]),
         (ScanCheckpointPolicy(offload_block_internals=["h"]), [(N, 3), (N, 3)]),
-        (ScanCheckpointPolicy(save_carries=False, save_block_internals=["h"]), [(3,), (N, 3)]),
+        (
+            ScanCheckpointPolicy(save_carries=False, save_block_internals=["h"]),
+            [(3,), (N, 3)],
+        ),
     ]
     for remat, expected in table:
         names = isinstance(remat, ScanCheckpointPolicy) and (
@@ -210,12 +257,17 @@ def test_what_is_kept(way):
 
 @pytest.mark.parametrize("way", [by_fold, by_scan])
 def test_what_policies_without_names_keep(way):
-    """12 layers: segments of 5, 4 and 3 in 5 slots; 3 of 4 or 4 of 3 in 6 slots; one, or 12, keep all 12."""
+    """12 layers: segments of 5, 4 and 3 in 5 slots; 3 of 4 or 4 of 3 in 6 slots; one,
+    or 12, keep all 12.
+    """
     for remat in (False, "save_all"):
         assert kept(STACKS["Stacked"](), remat, way).count((N, 3)) >= 3
     for nested, carries in ((True, 5), (1, 12), (3, 6), (4, 6), (12, 12), (40, 12)):
         shapes = kept(STACKS["Stacked"](), ScanCheckpointPolicy(nested=nested), way)
-        assert sum(int(np.prod(shape)) // 3 for shape in shapes if shape[-1:] == (3,)) == carries, nested
+        assert (
+            sum(int(np.prod(shape)) // 3 for shape in shapes if shape[-1:] == (3,))
+            == carries
+        ), nested
 
 
 def host_transfers(fn, *args):
@@ -223,12 +275,15 @@ def host_transfers(fn, *args):
     return [
         equation.outvars[0].aval.shape
         for equation in equations_of(fn, *args)
-        if equation.primitive.name == "device_put" and "host" in str(equation.params["devices"]).lower()
+        if equation.primitive.name == "device_put"
+        and "host" in str(equation.params["devices"]).lower()
     ]
 
 
 @pytest.mark.remat3
-@pytest.mark.skipif(REMAT3_OF_JAX_0_10, reason="JAX 0.10's remat3 ignores offload policies")
+@pytest.mark.skipif(
+    REMAT3_OF_JAX_0_10, reason="JAX 0.10's remat3 ignores offload policies"
+)
 @pytest.mark.parametrize("Stack", STACKS)
 @pytest.mark.parametrize(
     "remat, shape, times",
@@ -238,7 +293,13 @@ def host_transfers(fn, *args):
         ("offload", (3,), N),
         (ScanCheckpointPolicy(nested=3, save_carries="offload"), (3,), 3),
         (ScanCheckpointPolicy(first_layers=2, save_carries="offload"), (3,), N - 2),
-        (ScanCheckpointPolicy(nested=3, save_carries="offload", save_block_internals=True), (3,), 3),
+        (
+            ScanCheckpointPolicy(
+                nested=3, save_carries="offload", save_block_internals=True
+            ),
+            (3,),
+            3,
+        ),
         (ScanCheckpointPolicy(offload_block_internals=["h"]), (3,), N),
     ],
     ids=str,
@@ -266,10 +327,14 @@ def test_block_seq_keeps_what_stacked_keeps():
 @pytest.mark.remat3
 @pytest.mark.skipif(REMAT3_OF_JAX_0_10, reason="JAX 0.10's remat3 knows no barriers")
 def test_barriers_are_where_layers_share_one_program():
-    """Without them XLA merges the recomputation with the forward pass. (XLA on the CPU ignores them.)"""
+    """Without them XLA merges the recomputation with the forward pass. (XLA on the CPU
+    ignores them.)
+    """
 
     def has_barriers(layers, **options):
-        gradient = jax.jit(jax.grad(lambda layers, x: jnp.sum(layers.fold(x, **options))))
+        gradient = jax.jit(
+            jax.grad(lambda layers, x: jnp.sum(layers.fold(x, **options)))
+        )
         return "optimization_barrier" in gradient.lower(layers, jnp.ones(3)).as_text()
 
     stack, sequence = STACKS["Stacked"](), STACKS["BlockSeq"]()

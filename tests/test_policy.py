@@ -1,4 +1,6 @@
-"""Fields, contradictions and aliases of policies. What they do is in test_policies_at_work.py."""
+"""Fields, contradictions and aliases of policies. What they do is in
+test_policies_at_work.py.
+"""
 
 import dataclasses
 
@@ -19,7 +21,10 @@ from stacked_remat._policy import resolve_policy
         (False, ScanCheckpointPolicy(save_block_internals=True)),
         ("recompute", ScanCheckpointPolicy(save_carries=False)),
         ("offload", ScanCheckpointPolicy(save_carries="offload")),
-        ("save_all", ScanCheckpointPolicy(save_carries=True, save_block_internals=True)),
+        (
+            "save_all",
+            ScanCheckpointPolicy(save_carries=True, save_block_internals=True),
+        ),
         ("nested", ScanCheckpointPolicy(nested=True)),
     ],
 )
@@ -29,7 +34,9 @@ def test_aliases(alias, policy):
 
 
 def test_policies_are_frozen_hashable_and_compare_by_value():
-    policy = ScanCheckpointPolicy(save_block_internals=["a", "b"], offload_block_internals=["c"])
+    policy = ScanCheckpointPolicy(
+        save_block_internals=["a", "b"], offload_block_internals=["c"]
+    )
     assert policy == ScanCheckpointPolicy(
         save_block_internals=("b", "a", "b"), offload_block_internals=("c",)
     )
@@ -55,8 +62,14 @@ def test_the_repr_shows_what_was_set():
             dict(save_block_internals=True, offload_block_internals=["a"]),
             "both save_block_internals=True and off",
         ),
-        (dict(max_carries=3, save_carries=False), "max_carries=3 and save_carries=False"),
-        (dict(first_layers=2, offload_block_internals=["a"]), "first_layers=2 and offload_block_internals"),
+        (
+            dict(max_carries=3, save_carries=False),
+            "max_carries=3 and save_carries=False",
+        ),
+        (
+            dict(first_layers=2, offload_block_internals=["a"]),
+            "first_layers=2 and offload_block_internals",
+        ),
     ],
 )
 def test_contradictions_are_refused_with_the_reason(settings, reason):
@@ -69,10 +82,22 @@ def test_contradictions_are_refused_with_the_reason(settings, reason):
     "settings, reason",
     [
         (dict(max_carries=True), "max_carries.*an int.*got True"),
-        (dict(offload_block_internals="attention"), r"Write offload_block_internals=\['attention'\]"),
-        (dict(offload_block_internals=True), "offload_block_internals is a list.*got True. Write"),
-        (dict(save_block_internals=None), "save_block_internals is a list.*got None. Write"),
-        (dict(first_layers=True), "first_layers is a number of layers .an int.; got True"),
+        (
+            dict(offload_block_internals="attention"),
+            r"Write offload_block_internals=\['attention'\]",
+        ),
+        (
+            dict(offload_block_internals=True),
+            "offload_block_internals is a list.*got True. Write",
+        ),
+        (
+            dict(save_block_internals=None),
+            "save_block_internals is a list.*got None. Write",
+        ),
+        (
+            dict(first_layers=True),
+            "first_layers is a number of layers .an int.; got True",
+        ),
     ],
 )
 def test_wrong_types_are_refused(settings, reason):
@@ -84,12 +109,18 @@ def test_wrong_types_are_refused(settings, reason):
 @pytest.mark.parametrize("field", ["first_layers", "nested", "max_carries"])
 def test_integers_of_every_kind_are_integers(field, number):
     policy = ScanCheckpointPolicy(**{field: number})
-    assert type(getattr(policy, field)) is int and policy == ScanCheckpointPolicy(**{field: 2})
+    assert type(getattr(policy, field)) is int and policy == ScanCheckpointPolicy(
+        **{field: 2}
+    )
     assert f"{field}=2" in repr(policy)
-    assert ScanCheckpointPolicy(nested=2, first_layers=number - 2) == ScanCheckpointPolicy(nested=2)
+    assert ScanCheckpointPolicy(
+        nested=2, first_layers=number - 2
+    ) == ScanCheckpointPolicy(nested=2)
 
 
-@pytest.mark.parametrize("cut", [dict(nested=True), dict(nested=3), dict(max_carries=2)])
+@pytest.mark.parametrize(
+    "cut", [dict(nested=True), dict(nested=3), dict(max_carries=2)]
+)
 def test_a_single_layer_has_nothing_to_cut(cut):
     policy = ScanCheckpointPolicy(**cut, save_block_internals=["a"])
     plain = ScanCheckpointPolicy(save_block_internals=["a"])
@@ -100,9 +131,13 @@ def test_a_single_layer_has_nothing_to_cut(cut):
 def test_haliax_policies_are_taken_as_the_same_here():
     of_haliax = hax.nn.ScanCheckpointPolicy
     for alias in (True, False, "offload", "recompute", "save_all", "nested"):
-        assert resolve_policy(of_haliax.from_bool_or_str(alias)) == resolve_policy(alias)
+        assert resolve_policy(of_haliax.from_bool_or_str(alias)) == resolve_policy(
+            alias
+        )
     written = of_haliax(nested=3, save_block_internals=["b", "a"])
-    assert resolve_policy(written) == ScanCheckpointPolicy(nested=3, save_block_internals=["a", "b"])
+    assert resolve_policy(written) == ScanCheckpointPolicy(
+        nested=3, save_block_internals=["a", "b"]
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +146,8 @@ class _Config:
 
 
 @pytest.mark.parametrize(
-    "entry", [{"nested": 4}, {"save_block_internals": ["a"]}, {"save_carries": "offload"}]
+    "entry",
+    [{"nested": 4}, {"save_block_internals": ["a"]}, {"save_carries": "offload"}],
 )
 def test_draccus_decodes_and_encodes_a_policy(entry):
     draccus = pytest.importorskip("draccus")

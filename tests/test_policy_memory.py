@@ -10,7 +10,14 @@ import numpy as np
 import pytest
 from jax import lax
 
-from stacked_remat import BlockSeq, ScanCheckpointPolicy, Stacked, checkpoint_name, fold, scan
+from stacked_remat import (
+    BlockSeq,
+    ScanCheckpointPolicy,
+    Stacked,
+    checkpoint_name,
+    fold,
+    scan,
+)
 
 from .blocks import Tanh, assert_close, quick_jit
 
@@ -37,7 +44,9 @@ def temporaries(remat, depth, Stack=Stacked):
     else:
         layers = BlockSeq([Wide(jnp.full(4, i + 1.0)) for i in range(depth)], Layers)
     gradient = jax.jit(jax.grad(lambda layers, x: jnp.sum(layers.fold(x, remat=remat))))
-    compiled = gradient.lower(layers, jax.ShapeDtypeStruct((CARRY,), jnp.float32)).compile()
+    compiled = gradient.lower(
+        layers, jax.ShapeDtypeStruct((CARRY,), jnp.float32)
+    ).compile()
     return compiled.memory_analysis().temp_size_in_bytes / (4 * CARRY)
 
 
@@ -56,14 +65,17 @@ class TestCompiledMemory:
 
     @pytest.mark.remat3
     def test_named_internals_cost_their_size(self):
-        assert growth(ScanCheckpointPolicy(save_block_internals=["unknown"])) == pytest.approx(1.0, abs=0.05)
+        assert growth(
+            ScanCheckpointPolicy(save_block_internals=["unknown"])
+        ) == pytest.approx(1.0, abs=0.05)
 
     def test_recompute_costs_no_more_than_true(self):
         assert temporaries("recompute", 64) <= 1.1 * temporaries(True, 64)
 
     def test_nested_grows_as_the_square_root(self):
         assert temporaries("nested", 64) < 0.45 * temporaries(True, 64)
-        assert growth("nested") == pytest.approx(3 / 32, abs=0.01)  # 11 carries in place of 8
+        # 11 carries in place of 8
+        assert growth("nested") == pytest.approx(3 / 32, abs=0.01)
         assert growth(ScanCheckpointPolicy(max_carries=4)) == pytest.approx(0, abs=0.01)
 
     @pytest.mark.parametrize("depth", [47, 61])
@@ -71,11 +83,16 @@ class TestCompiledMemory:
         assert temporaries("nested", depth) < 1.15 * temporaries("nested", depth + 1)
 
     def test_first_layers_cost_their_internals(self):
-        few, many = (temporaries(ScanCheckpointPolicy(nested=True, first_layers=k), 64) for k in (8, 16))
+        few, many = (
+            temporaries(ScanCheckpointPolicy(nested=True, first_layers=k), 64)
+            for k in (8, 16)
+        )
         assert (many - few) / 8 == pytest.approx(growth(False), rel=0.1)
 
     def test_more_segments_than_the_root_cost_their_boundaries(self):
-        assert temporaries(ScanCheckpointPolicy(nested=32), 64) > 1.4 * temporaries("nested", 64)
+        assert temporaries(ScanCheckpointPolicy(nested=32), 64) > 1.4 * temporaries(
+            "nested", 64
+        )
 
     @pytest.mark.remat3
     def test_offload_is_harmless_on_cpu(self):
@@ -91,20 +108,29 @@ def test_leaves_of_the_carry_that_no_layer_changes_are_kept_once(remat):
         return jnp.sin(x * material), checkpoint_name(material, "material"), at + 1
 
     def carried(material):
-        run = fold(lambda carry: jax.jit(step)(*carry), hax.Axis("t", depth), remat=remat)
+        run = fold(
+            lambda carry: jax.jit(step)(*carry), hax.Axis("t", depth), remat=remat
+        )
         x, same, _ = run((jnp.ones(size), material, 0))
         return jnp.vdot(x, same)
 
     def closed_over(material):
-        run = fold(lambda carry: step(carry[0], material, carry[1])[::2], hax.Axis("t", depth), remat=remat)
+        run = fold(
+            lambda carry: step(carry[0], material, carry[1])[::2],
+            hax.Axis("t", depth),
+            remat=remat,
+        )
         return jnp.vdot(run((jnp.ones(size), 0))[0], material)
 
     compiled = [
-        jax.jit(jax.value_and_grad(f)).lower(jnp.ones(size)).compile() for f in (carried, closed_over)
+        jax.jit(jax.value_and_grad(f)).lower(jnp.ones(size)).compile()
+        for f in (carried, closed_over)
     ]
     one, other = (program.memory_analysis().temp_size_in_bytes for program in compiled)
     assert one <= other + 8 * size
-    (value, gradient), (wanted, expected) = (program(jnp.full(size, 0.9)) for program in compiled)
+    (value, gradient), (wanted, expected) = (
+        program(jnp.full(size, 0.9)) for program in compiled
+    )
     np.testing.assert_allclose(value, wanted, rtol=1e-5)
     np.testing.assert_allclose(gradient, expected, rtol=1e-4, atol=1e-6)
 
@@ -122,36 +148,61 @@ def test_leaves_of_the_carry_that_no_derivative_reads_are_kept_for_each_segment(
         return jnp.sum(fold(step, steps, remat=remat)((q, jnp.zeros(size)))[0])
 
     policy = ScanCheckpointPolicy(nested=segments, save_block_internals=True)
-    gradient = jax.jit(jax.grad(functools.partial(final, policy))).lower(jnp.ones(size)).compile()
+    gradient = (
+        jax.jit(jax.grad(functools.partial(final, policy)))
+        .lower(jnp.ones(size))
+        .compile()
+    )
     arrays = gradient.memory_analysis().temp_size_in_bytes / (4 * size)
     assert arrays < 2 * segments + steps // segments + 12
     q = jnp.linspace(0, 1, size)
-    np.testing.assert_allclose(gradient(q), jax.grad(functools.partial(final, False))(q), rtol=1e-4)
+    np.testing.assert_allclose(
+        gradient(q), jax.grad(functools.partial(final, False))(q), rtol=1e-4
+    )
 
 
 STEPS = 12
 
 
 def writing(carry, x):
-    """Write and add to buffers in several ways, at indices that repeat and that depend on the carry."""
+    """Write and add to buffers in several ways, at indices that repeat and that depend
+    on the carry.
+    """
     at, y, (rows, sums, slices, some, many, read, sizes) = carry
     y = jnp.sin(y + x)
     index = jnp.where(y[0] > 0.3, at // 2, 7)
     rows = jax.jit(lambda rows: rows.at[index].set(y))(rows)
     sums = sums.at[index].add(y)
-    slices = lax.dynamic_update_slice(slices.reshape(-1), 2 * y, (3 * index + 1,)).reshape(slices.shape)
-    some = lax.cond(at % 3 == 0, lambda some: some.at[at].set(y[:1]), lambda some: 1.1 * some, some)
+    slices = lax.dynamic_update_slice(
+        slices.reshape(-1), 2 * y, (3 * index + 1,)
+    ).reshape(slices.shape)
+    some = lax.cond(
+        at % 3 == 0, lambda some: some.at[at].set(y[:1]), lambda some: 1.1 * some, some
+    )
     many, _ = lax.scan(
-        lambda many, k: (many.at[(at + k) % 8].set(y + k.astype(y.dtype)), None), many, jnp.arange(3)
+        lambda many, k: (many.at[(at + k) % 8].set(y + k.astype(y.dtype)), None),
+        many,
+        jnp.arange(3),
     )
     read = jnp.cos(y[0]) * read.at[at].set(y)
-    return at + 1, y, (rows, sums, slices, some, many, read, sizes.at[at].set(y.size)), y[1]
+    return (
+        at + 1,
+        y,
+        (rows, sums, slices, some, many, read, sizes.at[at].set(y.size)),
+        y[1],
+    )
 
 
 def final(run, last, y, xs, buffers):
-    carry, ys = run((jnp.int32(0), y, (*buffers, jnp.zeros(STEPS, jnp.int32))), xs, last)
-    leaves = [leaf.astype(jnp.float32).reshape(-1) for leaf in jax.tree.leaves((carry, ys))]
-    return sum(jnp.sum(jnp.sin(leaf + jnp.linspace(0, 1, leaf.size))) for leaf in leaves)
+    carry, ys = run(
+        (jnp.int32(0), y, (*buffers, jnp.zeros(STEPS, jnp.int32))), xs, last
+    )
+    leaves = [
+        leaf.astype(jnp.float32).reshape(-1) for leaf in jax.tree.leaves((carry, ys))
+    ]
+    return sum(
+        jnp.sum(jnp.sin(leaf + jnp.linspace(0, 1, leaf.size))) for leaf in leaves
+    )
 
 
 @pytest.mark.parametrize("reverse", [False, True])
@@ -164,20 +215,28 @@ def test_buffers_that_steps_write_to_have_the_gradients_of_lax_scan(reverse):
         def masked(carry, x):
             new, y = step(carry, x)
             is_over = carry[0] >= last
-            return jax.tree.map(functools.partial(jnp.where, is_over), carry, new), jnp.where(is_over, 0, y)
+            return jax.tree.map(
+                functools.partial(jnp.where, is_over), carry, new
+            ), jnp.where(is_over, 0, y)
 
         return lax.scan(masked, init, xs, reverse=reverse)
 
     def cut(remat):
         def run(init, xs, last):
-            stops = {} if remat in OFFLOADING else {"until": lambda carry: carry[0] >= last}
+            stops = (
+                {} if remat in OFFLOADING else {"until": lambda carry: carry[0] >= last}
+            )
             return scan(step, STEPS, remat=remat, reverse=reverse, **stops)(init, xs)
 
         return run
 
-    shapes = [(3, 3), (STEPS, 3), (8, 3), (STEPS, 3), (10, 3), (STEPS, 1), (8, 3), (STEPS, 3)]
+    lengths = 3, STEPS, 8, STEPS, 10, STEPS, 8, STEPS
+    shapes = [(length, 3) for length in lengths]
+    shapes[5] = (STEPS, 1)
     keys = jax.random.split(jax.random.key(int(reverse)), len(shapes))
-    ys, xs, *buffers = [jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)]
+    ys, xs, *buffers = [
+        jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)
+    ]
 
     @quick_jit
     def found_and_expected(lasts, ys, xs, buffers):
@@ -190,19 +249,30 @@ def test_buffers_that_steps_write_to_have_the_gradients_of_lax_scan(reverse):
             gradient = jax.grad(one, (1, 2, 3))
 
             def product(last, y):
-                return jax.jvp(lambda *args: gradient(last, *args), (y, xs, buffers), (y, xs, buffers))
+                return jax.jvp(
+                    lambda *args: gradient(last, *args),
+                    (y, xs, buffers),
+                    (y, xs, buffers),
+                )
 
             return jax.vmap(product)(lasts, ys)
 
         every, stopped = (
-            [of(run, lasts[k]) for run in map(cut, which)] for k, which in enumerate((OFFLOADING, CUT))
+            [of(run, lasts[k]) for run in map(cut, which)]
+            for k, which in enumerate((OFFLOADING, CUT))
         )
         found = *every, *stopped, batch(cut("nested"))
-        expected = *[of(plain, lasts[0])] * len(every), *[of(plain, lasts[1])] * len(stopped), batch(plain)
+        expected = (
+            *[of(plain, lasts[0])] * len(every),
+            *[of(plain, lasts[1])] * len(stopped),
+            batch(plain),
+        )
         return found, expected
 
     found, expected = found_and_expected(jnp.int32([STEPS, 7, 0]), ys, xs, buffers)
-    for name, pair in zip((*OFFLOADING, *CUT, "batch"), zip(found, expected, strict=True), strict=True):
+    for name, pair in zip(
+        (*OFFLOADING, *CUT, "batch"), zip(found, expected, strict=True), strict=True
+    ):
         assert_close(*pair, rtol=1e-4, atol=1e-5, name=name)
 
 
@@ -234,11 +304,18 @@ def test_a_buffer_that_steps_write_to_is_kept_once(stops):
 
     def loss(remat, y):
         init = 0, y, jnp.zeros((steps, size)), jnp.zeros((size, size))
-        return sum(jnp.sum(leaf**2) for leaf in fold(step, steps, remat=remat, until=until)(init)[2:])
+        return sum(
+            jnp.sum(leaf**2)
+            for leaf in fold(step, steps, remat=remat, until=until)(init)[2:]
+        )
 
     buffers = 4 * size * (steps + size)
     for remat in (*CUT, *(() if stops else OFFLOADING)):
-        program = jax.jit(jax.grad(functools.partial(loss, remat))).lower(jnp.ones(size)).compile()
+        program = (
+            jax.jit(jax.grad(functools.partial(loss, remat)))
+            .lower(jnp.ones(size))
+            .compile()
+        )
         found = program.memory_analysis().temp_size_in_bytes
         carries = 4 * size * (2 * steps if remat in (True, "offload") else steps // 2)
         assert found < 4.1 * buffers + carries, remat
@@ -246,11 +323,15 @@ def test_a_buffer_that_steps_write_to_is_kept_once(stops):
 
 @pytest.mark.parametrize("explicit", [True, False])
 def test_a_batch_over_devices_that_is_mapped_shares_its_weights(explicit):
-    """`nested` keeps its memory and sums gradients within layers, whatever stands around the fold."""
+    """`nested` keeps its memory and sums gradients within layers, whatever stands
+    around the fold.
+    """
     kind = jax.sharding.AxisType.Explicit if explicit else jax.sharding.AxisType.Auto
     mesh = jax.make_mesh((4,), ("data",), axis_types=(kind,), devices=jax.devices()[:4])
     with jax.set_mesh(mesh):
-        x = jax.device_put(jnp.ones((32, 8, 64)), jax.NamedSharding(mesh, jax.P("data")))
+        x = jax.device_put(
+            jnp.ones((32, 8, 64)), jax.NamedSharding(mesh, jax.P("data"))
+        )
         wraps = [
             lambda f: jax.vmap(f, spmd_axis_name=None if explicit else "data"),
             lambda f: jax.vmap(eqx.filter_jit(jax.checkpoint(f))),
@@ -260,10 +341,16 @@ def test_a_batch_over_devices_that_is_mapped_shares_its_weights(explicit):
         def temporaries(remat, wrap):
             def loss(weights, x):
                 return jnp.sum(
-                    wrap(lambda x: Stacked(Tanh(weights), hax.Axis("layers", 16), remat).fold(x))(x)
+                    wrap(
+                        lambda x: Stacked(
+                            Tanh(weights), hax.Axis("layers", 16), remat
+                        ).fold(x)
+                    )(x)
                 )
 
-            compiled = jax.jit(jax.grad(loss)).lower(jnp.zeros((16, 64, 64)), x).compile()
+            compiled = (
+                jax.jit(jax.grad(loss)).lower(jnp.zeros((16, 64, 64)), x).compile()
+            )
             return compiled.memory_analysis().temp_size_in_bytes
 
         plain = temporaries(True, lambda f: f)

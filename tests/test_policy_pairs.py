@@ -1,4 +1,6 @@
-"""Two settings of a policy together are refused, or each of them changes the program."""
+"""Two settings of a policy together are refused, or each of them changes the
+program.
+"""
 
 import functools
 import itertools
@@ -24,7 +26,11 @@ SETTINGS = [
     ("max_carries", 3),
     ("first_layers", 2),
 ]
-PAIRS = [dict(pair) for pair in itertools.combinations(SETTINGS, 2) if pair[0][0] != pair[1][0]]
+PAIRS = [
+    dict(pair)
+    for pair in itertools.combinations(SETTINGS, 2)
+    if pair[0][0] != pair[1][0]
+]
 
 
 class Block(eqx.Module):
@@ -39,7 +45,9 @@ class Block(eqx.Module):
 
 @functools.cache
 def program(Stack, policy):
-    """The gradient of a fold whose layers take one more input, with the layers' axis last."""
+    """The gradient of a fold whose layers take one more input, with the layers' axis
+    last.
+    """
     weight, shift = hax.ones((Hidden, Layers)), hax.ones((Hidden, Layers))
     layers = Stack.init(Layers, Block, remat=policy)(weight)
 
@@ -61,8 +69,14 @@ def test_two_settings_are_refused_or_respected(settings):
         assert named == list(settings), f"the reason speaks of {named} alone: {error}"
         return
     for Stack, name in itertools.product((Stacked, BlockSeq), settings):
-        if settings.get("save_block_internals") is True and settings.get("save_carries") is False:
-            continue  # as in Haliax; with either, carries that no derivative reads are not kept
-        without = ScanCheckpointPolicy(**{other: settings[other] for other in settings if other != name})
+        if (
+            settings.get("save_block_internals") is True
+            and settings.get("save_carries") is False
+        ):
+            # as in Haliax; with either, carries that no derivative reads are not kept
+            continue
+        without = ScanCheckpointPolicy(
+            **{other: settings[other] for other in settings if other != name}
+        )
         changes = program(Stack, policy) != program(Stack, without)
         assert changes, f"{name} has no effect on {Stack.__name__}"

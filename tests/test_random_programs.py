@@ -11,7 +11,8 @@ from .random_programs.parts import PARTS
 from .random_programs.programs import ENTRY_NAMES, Spec, draw
 from .random_programs.transformations import TRANSFORMS
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # JAX warns of what some programs do on purpose
+# JAX warns of what some programs do on purpose
+pytestmark = pytest.mark.filterwarnings("ignore")
 SMALL = range(24)
 LARGE = range(1000, 1012)
 FOUND = [
@@ -45,10 +46,45 @@ FOUND = [
         reference="scan",
         outputs="none",
     ),
-    Spec(1, "bare", 3, ("custom_vjp_with_another_value",), "nested", ("value_and_grad",), reference="scan"),
-    Spec(2, "until", 6, ("edge",), "nested", ("grad", "vmap"), reference="scan", outputs="none"),
-    Spec(3, "until", 6, ("edge",), "nested", ("grad", "grad"), reference="scan", outputs="none"),
-    Spec(1, "stacked_layers", 3, ("rule_with_closure",), "nested", ("grad",), reference="scan", closure=True),
+    Spec(
+        1,
+        "bare",
+        3,
+        ("custom_vjp_with_another_value",),
+        "nested",
+        ("value_and_grad",),
+        reference="scan",
+    ),
+    Spec(
+        2,
+        "until",
+        6,
+        ("edge",),
+        "nested",
+        ("grad", "vmap"),
+        reference="scan",
+        outputs="none",
+    ),
+    Spec(
+        3,
+        "until",
+        6,
+        ("edge",),
+        "nested",
+        ("grad", "grad"),
+        reference="scan",
+        outputs="none",
+    ),
+    Spec(
+        1,
+        "stacked_layers",
+        3,
+        ("rule_with_closure",),
+        "nested",
+        ("grad",),
+        reference="scan",
+        closure=True,
+    ),
     Spec(
         seed=1,
         entry="bare",
@@ -77,7 +113,9 @@ def failures(specs: list[Spec]) -> list[str]:
 
 @pytest.mark.parametrize("start", range(0, len(SMALL), 8))
 def test_small_programs(start):
-    assert not failures([draw(seed, is_small=True) for seed in SMALL[start : start + 8]])
+    assert not failures(
+        [draw(seed, is_small=True) for seed in SMALL[start : start + 8]]
+    )
 
 
 @pytest.mark.parametrize("spec", FOUND, ids=str)

@@ -1,4 +1,6 @@
-"""The Python and the commands on the documentation's pages run, and their tables and charts are true."""
+"""The Python and the commands on the documentation's pages run, and their tables and
+charts are true.
+"""
 
 import importlib.util
 import inspect
@@ -20,17 +22,29 @@ from stacked_remat import ScanCheckpointPolicy, ScanCheckpointSpec
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
-SLOW_PAGES = ("porting", "port-a-loop", "nnx", "extending", "fused-updates", "ops", "ghost", "long-loops")
+SLOW_PAGES = (
+    "porting",
+    "port-a-loop",
+    "nnx",
+    "extending",
+    "fused-updates",
+    "ops",
+    "ghost",
+    "long-loops",
+)
 
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 COMMANDS = re.compile(BLOCK.pattern.replace("python", "bash"), BLOCK.flags)
 POLICY_TABLE = re.compile(
-    r"^\| `remat=` \| kept for the backward pass \| FLOPs \|\n((?:\|.*\|\n)+)", re.MULTILINE
+    r"^\| `remat=` \| kept for the backward pass \| FLOPs \|\n((?:\|.*\|\n)+)",
+    re.MULTILINE,
 )
 
 
 def _program(page: Path) -> str:
-    """The Python blocks of a page as one program whose line numbers are those of the page."""
+    """The Python blocks of a page as one program whose line numbers are those of the
+    page.
+    """
     text = page.read_text(encoding="utf-8")
     lines = [""] * text.count("\n")
     for block in BLOCK.finditer(text):
@@ -47,7 +61,11 @@ def _name(page: Path) -> str:
 @pytest.mark.parametrize(
     "page",
     [
-        pytest.param(page, id=_name(page), marks=pytest.mark.deep if page.stem in SLOW_PAGES else ())
+        pytest.param(
+            page,
+            id=_name(page),
+            marks=pytest.mark.deep if page.stem in SLOW_PAGES else (),
+        )
         for page in PAGES
         if _program(page).strip()
     ],
@@ -57,41 +75,86 @@ def test_the_python_on_the_page_runs(page):
 
 
 def test_type_checkers_know_the_values_on_first_pages(tmp_path):
-    """Pyright knows the types of variables, parameters and lambdas, but for what Equinox leaves open."""
+    """Pyright knows the types of variables, parameters and lambdas, but for what
+    Equinox leaves open.
+    """
     pytest.importorskip("pyright")
-    rules = ("reportUnknownVariableType", "reportUnknownParameterType", "reportUnknownLambdaType")
-    config = {"extraPaths": [str(ROOT)], "typeCheckingMode": "basic", **dict.fromkeys(rules, "error")}
+    rules = (
+        "reportUnknownVariableType",
+        "reportUnknownParameterType",
+        "reportUnknownLambdaType",
+    )
+    config = {
+        "extraPaths": [str(ROOT)],
+        "typeCheckingMode": "basic",
+        **dict.fromkeys(rules, "error"),
+    }
     (tmp_path / "pyrightconfig.json").write_text(json.dumps(config))
-    programs = {page: _program(ROOT / page) for page in ("README.md", "docs/getting-started.md")}
+    programs = {
+        page: _program(ROOT / page) for page in ("README.md", "docs/getting-started.md")
+    }
     for page, program in programs.items():
         (tmp_path / page.replace("/", "_")).with_suffix(".py").write_text(program)
-    check = [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", sys.executable, "-p", tmp_path]
+    check = [
+        sys.executable,
+        "-m",
+        "pyright",
+        "--outputjson",
+        "--pythonpath",
+        sys.executable,
+        "-p",
+        tmp_path,
+    ]
     result = json.loads(subprocess.run(check, stdout=subprocess.PIPE, text=True).stdout)
     assert result["summary"]["filesAnalyzed"] == len(programs)
     found = [
-        (entry["message"], Path(entry["file"]).read_text().splitlines()[entry["range"]["start"]["line"]])
+        (
+            entry["message"],
+            Path(entry["file"])
+            .read_text()
+            .splitlines()[entry["range"]["start"]["line"]],
+        )
         for entry in result["generalDiagnostics"]
     ]
-    assert not [entry for entry in found if not re.search(r"eqx\.(filter_grad|tree_at)", entry[1])]
+    assert not [
+        entry
+        for entry in found
+        if not re.search(r"eqx\.(filter_grad|tree_at)", entry[1])
+    ]
 
 
 def test_pages_and_configs_install_from_the_checkout():
-    # A message may name `stacked_remat[data]`: pip then adds the extra to the library that is installed.
-    files = [*PAGES, *(ROOT / "docs" / "gallery").glob("*.py"), *(ROOT / "models").rglob("*.yaml")]
+    # A message may name `stacked_remat[data]`: pip then adds the extra to the library
+    # that is installed.
+    files = [
+        *PAGES,
+        *(ROOT / "docs" / "gallery").glob("*.py"),
+        *(ROOT / "models").rglob("*.yaml"),
+    ]
     text = {_name(file): file.read_text(encoding="utf-8") for file in files}
     commands = re.compile(r"pip install \S*stacked_remat\S*")
-    found = {name: sorted(set(commands.findall(own))) for name, own in text.items() if commands.search(own)}
+    found = {
+        name: sorted(set(commands.findall(own)))
+        for name, own in text.items()
+        if commands.search(own)
+    }
     assert found == {"README.md": ["pip install 'stacked_remat[data]'`,"]}
 
 
 def _policy_table(text: str) -> list[list[str]]:
     (table,) = POLICY_TABLE.findall(text)
-    return [[cell.strip() for cell in row.split("|")[1:-1]] for row in table.splitlines()[1:]]
+    return [
+        [cell.strip() for cell in row.split("|")[1:-1]]
+        for row in table.splitlines()[1:]
+    ]
 
 
 def test_the_tables_of_policies_agree_and_name_every_alias():
     table = _policy_table(inspect.getdoc(ScanCheckpointPolicy) or "")
-    assert _policy_table((ROOT / "docs" / "policies.md").read_text(encoding="utf-8")) == table
+    assert (
+        _policy_table((ROOT / "docs" / "policies.md").read_text(encoding="utf-8"))
+        == table
+    )
     named = {code for row in table for code in re.findall(r"`([^`]+)`", row[0])}
     aliases = {
         repr(alias).replace("'", '"')
@@ -114,17 +177,27 @@ def _drawn(figure: Any) -> list[str]:
 
 def test_charts_are_drawn_from_the_results():
     for path, figure in charts():
-        assert _words(path.read_text(encoding="utf-8")) == _drawn(figure), "make figures draws it again"
+        assert _words(path.read_text(encoding="utf-8")) == _drawn(figure), (
+            "make figures draws it again"
+        )
 
 
 def _printed(block, folder):
     """What a block of commands prints; every command has to succeed."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    flags = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    flags = (
+        "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    )
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", block],
         cwd=folder,
-        env={**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "XLA_FLAGS": flags, "COLUMNS": "120"},
+        env={
+            **os.environ,
+            "PATH": path,
+            "PYTHONPATH": str(ROOT),
+            "XLA_FLAGS": flags,
+            "COLUMNS": "120",
+        },
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -150,10 +223,22 @@ def test_the_commands_of_train_your_model_run_one_after_the_other(tmp_path):
         return found
 
     assert "fits 1.00 GiB" in of("models.plan_lm")
-    assert "stopped by SIGTERM" in of("kill -TERM") and "stopped with exit status 75" in of("kill -TERM")
-    assert "resuming after step" in shown["python -m models.train_lm --config_path my-model.yaml\n"]
+    assert "stopped by SIGTERM" in of(
+        "kill -TERM"
+    ) and "stopped with exit status 75" in of("kill -TERM")
+    assert (
+        "resuming after step"
+        in shown["python -m models.train_lm --config_path my-model.yaml\n"]
+    )
     result = json.loads((tmp_path / "runs" / "mine" / "result.json").read_text())
-    assert result["held_out_after"]["held_out"] < result["held_out_before"]["held_out"] - 1
+    assert (
+        result["held_out_after"]["held_out"] < result["held_out_before"]["held_out"] - 1
+    )
     assert len(of("models.generate")) > len("The statement")
     exported = {path.name for path in (tmp_path / "exported").iterdir()}
-    assert {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"} <= exported
+    assert {
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    } <= exported

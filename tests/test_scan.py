@@ -1,4 +1,6 @@
-"""fold, scan and map over named and plain arrays: what is split, what is shared, and what is refused."""
+"""fold, scan and map over named and plain arrays: what is split, what is shared, and
+what is refused.
+"""
 
 import equinox as eqx
 import haliax as hax
@@ -20,14 +22,20 @@ def data():
 
 
 def test_map_stacks_in_front_and_takes_several_arguments(data):
-    mapped = map(lambda x, y, *, power: hax.sum(x) * y**power, Depth)(data, jnp.array([2.0, 3.0]), power=2)
-    np.testing.assert_allclose(mapped.array, data.array.sum((0, 1)) * jnp.array([4.0, 9.0]), rtol=1e-5)
+    mapped = map(lambda x, y, *, power: hax.sum(x) * y**power, Depth)(
+        data, jnp.array([2.0, 3.0]), power=2
+    )
+    np.testing.assert_allclose(
+        mapped.array, data.array.sum((0, 1)) * jnp.array([4.0, 9.0]), rtol=1e-5
+    )
 
 
 def unrolled(fn, *args):
     """By how much each scan in the program of `fn` is unrolled."""
     return [
-        equation.params["unroll"] for equation in equations_of(fn, *args) if equation.primitive.name == "scan"
+        equation.params["unroll"]
+        for equation in equations_of(fn, *args)
+        if equation.primitive.name == "scan"
     ]
 
 
@@ -48,7 +56,11 @@ class TestOptionsOfMap:
     def test_remat(self):
         def kept(remat):
             run = map(lambda x: jnp.sin(jnp.sin(jnp.sin(x))), Time, remat=remat)
-            return len(jax.tree.leaves(jax.eval_shape(lambda x: jax.vjp(run, x)[1], jnp.ones((5, 3)))))
+            return len(
+                jax.tree.leaves(
+                    jax.eval_shape(lambda x: jax.vjp(run, x)[1], jnp.ones((5, 3)))
+                )
+            )
 
         assert kept(True) == 1 and kept(False) == 3
 
@@ -57,7 +69,9 @@ class TestOptionsOfMap:
 def test_only_true_unrolls_a_sweep(data, remat):
     def program(unroll):
         def run(init, data):
-            step = fold(lambda carry, x: jnp.tanh(carry + x), Time, remat=remat, unroll=unroll)
+            step = fold(
+                lambda carry, x: jnp.tanh(carry + x), Time, remat=remat, unroll=unroll
+            )
             return jnp.sum(step(init, data))
 
         return outline(equations_of(jax.grad(run), jnp.ones((3, 2)), data.array))
@@ -68,7 +82,9 @@ def test_only_true_unrolls_a_sweep(data, remat):
 def test_what_is_split_and_what_is_shared():
     seen = {}
 
-    def step(carry, split, *, module, whole, scalar, number, flag, text, nothing, function):
+    def step(
+        carry, split, *, module, whole, scalar, number, flag, text, nothing, function
+    ):
         seen.update(locals())
         return carry + jnp.sum(split)
 
@@ -94,7 +110,12 @@ def test_what_is_split_and_what_is_shared():
     assert seen["module"].plain.shape == (2,) and seen["module"].named.axes == (Width,)
     assert seen["module"].act is jnp.tanh and seen["module"].size == 7
     assert seen["whole"].axes == (Width,) and seen["scalar"].shape == ()
-    assert (seen["number"], seen["flag"], seen["text"], seen["nothing"]) == (2, True, "text", None)
+    assert (seen["number"], seen["flag"], seen["text"], seen["nothing"]) == (
+        2,
+        True,
+        "text",
+        None,
+    )
     assert seen["function"] is jnp.sin
 
 
@@ -111,7 +132,9 @@ def test_arguments_may_have_any_name(data, name):
         jnp.zeros(()), data, **by_name
     )
     np.testing.assert_allclose(both, expected, rtol=1e-5)
-    parts = map(lambda x, /, **further: hax.sum(x).array * further[name], Time)(data, **by_name)
+    parts = map(lambda x, /, **further: hax.sum(x).array * further[name], Time)(
+        data, **by_name
+    )
     np.testing.assert_allclose(jnp.sum(parts), expected, rtol=1e-5)
 
 
@@ -122,10 +145,14 @@ def test_is_scanned_and_is_mapped_share_what_they_refuse(data):
 
     mapped = map(value, Time, is_mapped=hax.is_named_array)(data, jnp.ones((9, 4)))
     np.testing.assert_allclose(mapped, data.array.sum((1, 2)) + 36, rtol=1e-5)
-    step = fold(lambda carry, *args: carry + value(*args), Time, is_scanned=hax.is_named_array)
+    step = fold(
+        lambda carry, *args: carry + value(*args), Time, is_scanned=hax.is_named_array
+    )
     total = step(jnp.zeros(()), data, jnp.ones((9, 4)))
     np.testing.assert_allclose(total, data.array.sum() + 5 * 36, rtol=1e-5)
-    shared = fold(lambda carry, x: carry + hax.sum(x).array, Time, is_scanned=False)(jnp.zeros(()), data)
+    shared = fold(lambda carry, x: carry + hax.sum(x).array, Time, is_scanned=False)(
+        jnp.zeros(()), data
+    )
     np.testing.assert_allclose(shared, 5 * data.array.sum(), rtol=1e-5)
 
 
@@ -136,15 +163,26 @@ def test_an_axis_without_inputs_is_a_loop_and_a_number_is_an_axis():
 
 
 def test_a_carry_may_be_any_tree_with_static_parts(data):
-    without_array = eqx.filter(hax.zeros(Width), False)  # of a tree that was partitioned
-    init = {"total": hax.zeros((Width, Depth)), "count": 0, "kind": "sum", "act": jnp.tanh, "none": None}
+    # Of a tree that was partitioned
+    without_array = eqx.filter(hax.zeros(Width), False)
+    init = {
+        "total": hax.zeros((Width, Depth)),
+        "count": 0,
+        "kind": "sum",
+        "act": jnp.tanh,
+        "none": None,
+    }
     init["other part"] = without_array
 
     def step(carry, x):
         return {**carry, "total": carry["total"] + x, "count": carry["count"] + 1}
 
     carry = jax.jit(
-        lambda data: {k: v for k, v in fold(step, "time")(init, data).items() if k in ("total", "count")}
+        lambda data: {
+            k: v
+            for k, v in fold(step, "time")(init, data).items()
+            if k in ("total", "count")
+        }
     )(data)
     assert int(carry["count"]) == 5
     np.testing.assert_allclose(carry["total"].array, data.array.sum(0), rtol=1e-5)
@@ -164,11 +202,21 @@ def test_outputs_may_be_any_tree(data, remat):
         return carry, {"x": x, "n": 1.5, "none": None, "raw": x.array, "kind": "x"}
 
     _, outputs = scan(step, Width, remat=remat)(0.0, data)
-    assert outputs["x"].axes == (Width, Time, Depth) and outputs["raw"].shape == (3, 5, 2)
-    assert outputs["n"].shape == (3,) and outputs["none"] is None and outputs["kind"] == "x"
+    assert outputs["x"].axes == (Width, Time, Depth) and outputs["raw"].shape == (
+        3,
+        5,
+        2,
+    )
+    assert (
+        outputs["n"].shape == (3,)
+        and outputs["none"] is None
+        and outputs["kind"] == "x"
+    )
 
 
-@pytest.mark.parametrize("unroll, layers", [(1, 1), (2, 2), (5, 5), (9, 9), (True, 5), (False, 1)])
+@pytest.mark.parametrize(
+    "unroll, layers", [(1, 1), (2, 2), (5, 5), (9, 9), (True, 5), (False, 1)]
+)
 def test_unroll_changes_the_program(unroll, layers):
     """And not the result, which is in `test_policies_at_work.py`."""
     assert unrolled(fold(jnp.add, Time, unroll=unroll), 0.0, jnp.ones(5)) == [layers]
@@ -178,33 +226,52 @@ def test_unroll_changes_the_program(unroll, layers):
 class TestErrors:
     def test_a_scalar_under_is_scanned_true(self, data):
         with pytest.raises(ValueError, match="scale has no dimension to split"):
-            fold(lambda carry, x, scale: carry, Time, is_scanned=True)(0.0, data, jnp.ones(()))
+            fold(lambda carry, x, scale: carry, Time, is_scanned=True)(
+                0.0, data, jnp.ones(())
+            )
 
     @pytest.mark.parametrize(
         "init, step, message",
         [
-            (hax.zeros((Width, Depth)), lambda c, x: c.rearrange((Depth, Width)), "Rearrange it"),
+            (
+                hax.zeros((Width, Depth)),
+                lambda c, x: c.rearrange((Depth, Width)),
+                "Rearrange it",
+            ),
             (
                 {"h": jnp.zeros(3)},
                 lambda c, x: {"g": c["h"]},
-                r"The carry goes in as a dict with 'h' and comes out as a dict with 'g'",
+                (
+                    r"The carry goes in as a dict with 'h' and comes out as a dict"
+                    r" with 'g'"
+                ),
             ),
             (
                 {"h": 0.0, "state": {"count": 0, "mean": 0.0}},
                 lambda c, x: {**c, "state": {**c["state"], "mean": None}},
-                r"The carry\['state'\]\['mean'\] goes in as float32.. and comes out as None",
+                (
+                    r"The carry\['state'\]\['mean'\] goes in as float32.. and comes out"
+                    r" as None"
+                ),
             ),
             (
                 [eqx.nn.Identity(), eqx.nn.Lambda(jnp.tanh)],
                 lambda c, x: [c[0], eqx.nn.Dropout()],
-                r"The carry\[1\] goes in as a value of type Lambda and comes out as .* Dropout",
+                (
+                    r"The carry\[1\] goes in as a value of type Lambda and comes out as"
+                    r" .* Dropout"
+                ),
             ),
             (
                 ("a", 0.0),
                 lambda c, x: ("b", 0.0),
                 r"carry\[0\] goes in as 'a' and comes out as 'b'. Keep it as it is",
             ),
-            (hax.zeros(Width), lambda c, x: c.array, "goes in as NamedArray.*comes out as float32"),
+            (
+                hax.zeros(Width),
+                lambda c, x: c.array,
+                "goes in as NamedArray.*comes out as float32",
+            ),
         ],
     )
     def test_a_carry_that_changes(self, data, init, step, message):
@@ -223,5 +290,7 @@ class TestErrors:
             return jax.linear_transpose(run, 1.0)(1.0)[0], *jax.vmap(jax.grad(run))(x)
 
         policies = (True, "nested", "offload", "recompute", False, "save_all")
-        found = jax.jit(lambda x: [derivatives(x, remat) for remat in policies])(jnp.ones(2))
+        found = jax.jit(lambda x: [derivatives(x, remat) for remat in policies])(
+            jnp.ones(2)
+        )
         np.testing.assert_allclose(found, np.full((6, 3), 120.0))

@@ -17,15 +17,18 @@ NESTED = ScanCheckpointPolicy(nested=True)
 
 
 def execute(schedule: Schedule) -> tuple[int, int]:
-    """Runs a schedule on symbolic carries; returns the most carries alive and the number of replays.
+    """Runs a schedule on symbolic carries; returns the most carries alive and the
+    number of replays.
 
-    The value of a carry is the number of the layer that it is the input of. It is alive from its write to the
-    last time that it is read.
+    The value of a carry is the number of the layer that it is the input of. It is alive
+    from its write to the last time that it is read.
     """
     slots: dict[int, int] = {}
     for layer, slot in enumerate(schedule.forward):
         slots[slot] = layer
-    log: list[tuple[str, int, int]] = [("write", slot, layer) for slot, layer in slots.items()]
+    log: list[tuple[str, int, int]] = [
+        ("write", slot, layer) for slot, layer in slots.items()
+    ]
     replays, visited = 0, []
     for run in schedule.runs:
         assert slots[run.slot] == run.start, "a replay starts from a carry that is held"
@@ -46,8 +49,14 @@ def execute(schedule: Schedule) -> tuple[int, int]:
 
 
 def execute_with_internals(schedule: Schedule) -> None:
-    """Runs a schedule where all visited layers run again first, from an input in one of some slots."""
-    held = {slot: layer for layer, slot in enumerate(schedule.forward) if slot < schedule.sources}
+    """Runs a schedule where all visited layers run again first, from an input in one of
+    some slots.
+    """
+    held = {
+        slot: layer
+        for layer, slot in enumerate(schedule.forward)
+        if slot < schedule.sources
+    }
     for run in schedule.runs:
         bottom, slot = run.top - run.visits + 1, run.top_slot - run.visits + 1
         count = max(0, bottom - run.start)
@@ -58,7 +67,9 @@ def execute_with_internals(schedule: Schedule) -> None:
 
 
 def most_alive(log: list[tuple[str, int, int]]) -> int:
-    """The most values that were written and will still be read, backwards over the log."""
+    """The most values that were written and will still be read, backwards over the
+    log.
+    """
     alive: set[tuple[int, int]] = set()
     most = 0
     for kind, slot, layer in reversed(log):
@@ -100,10 +111,16 @@ def test_equal(length: int, segments: int):
 
 
 def fewest_replays(length: int, carries: int) -> int:
-    """Of another implementation of binomial checkpointing, which does not visit the last layer twice."""
+    """Of another implementation of binomial checkpointing, which does not visit the
+    last layer twice.
+    """
     schedule = MultistageCheckpointSchedule(length, min(carries - 1, length), 0)
-    steps = itertools.takewhile(lambda action: not isinstance(action, EndReverse), schedule)
-    evaluations = sum(action.n1 - action.n0 for action in steps if isinstance(action, Forward))
+    steps = itertools.takewhile(
+        lambda action: not isinstance(action, EndReverse), schedule
+    )
+    evaluations = sum(
+        action.n1 - action.n0 for action in steps if isinstance(action, Forward)
+    )
     return evaluations + 1 - 2 * length
 
 
@@ -134,7 +151,10 @@ def test_the_forward_pass_reads_no_schedule(monkeypatch: pytest.MonkeyPatch):
         raise AssertionError("the cut is computed")
 
     monkeypatch.setattr(Schedule, "_expansions", fail)
-    for policy in (ScanCheckpointPolicy(nested=True), ScanCheckpointPolicy(max_carries=3)):
+    for policy in (
+        ScanCheckpointPolicy(nested=True),
+        ScanCheckpointPolicy(max_carries=3),
+    ):
         run = fold(lambda x, w: x * w, Axis("t", 12), remat=policy)
         jax.make_jaxpr(run)(jnp.float32(1), jnp.ones(12))
         with pytest.raises(AssertionError, match="the cut is computed"):
@@ -144,7 +164,11 @@ def test_the_forward_pass_reads_no_schedule(monkeypatch: pytest.MonkeyPatch):
 @given(st.integers(1, 60), st.integers(2, 12))
 def test_parts_within_parts(length: int, carries: int):
     def layers(tree: tuple[Tree, ...]) -> list[int]:
-        return [n for part in tree for n in ([part] if isinstance(part, int) else layers(part))]
+        return [
+            n
+            for part in tree
+            for n in ([part] if isinstance(part, int) else layers(part))
+        ]
 
     for cut in (shrinking(length), bounded(length, max_carries=carries)):
         if cut.length < 50 or carries > 2:
@@ -152,9 +176,14 @@ def test_parts_within_parts(length: int, carries: int):
 
 
 def test_parts_that_are_nested_too_deep_for_a_checkpoint_in_each():
-    too_deep = "2 carries for 520 layers .* Give a larger max_carries, or let the layers be a Stacked"
+    too_deep = (
+        "2 carries for 520 layers .* Give a larger max_carries, or let the layers be a"
+        " Stacked"
+    )
     with pytest.raises(ValueError, match=too_deep):
-        BlockSeq.of([jnp.sin] * 520, remat=ScanCheckpointPolicy(max_carries=2)).fold(jnp.ones(2))
+        BlockSeq.of([jnp.sin] * 520, remat=ScanCheckpointPolicy(max_carries=2)).fold(
+            jnp.ones(2)
+        )
 
 
 @pytest.mark.parametrize(

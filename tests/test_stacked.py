@@ -1,4 +1,6 @@
-"""The methods of `Stacked` and `BlockSeq`: which blocks and options they take, applying, and taking apart."""
+"""The methods of `Stacked` and `BlockSeq`: which blocks and options they take,
+applying, and taking apart.
+"""
 
 import pickle
 from typing import assert_type
@@ -10,7 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stacked_remat import BlockFoldable, BlockSeq, ScanCheckpointPolicy, Stacked, StackedPattern
+from stacked_remat import (
+    BlockFoldable,
+    BlockSeq,
+    ScanCheckpointPolicy,
+    Stacked,
+    StackedPattern,
+)
 
 from .blocks import Hidden, NamedBlock, PlainBlock, PlainScanBlock
 from .jaxprs import equations_of, outline
@@ -30,23 +38,40 @@ class TestInit:
         plain = Stack.init(Layers, PlainBlock)(3, key=keys())
         for i, key in enumerate(keys()):
             expected = NamedBlock.init(Hidden, key=key)
-            np.testing.assert_array_equal(named.get_layer(i).weight.array, expected.weight.array)
+            np.testing.assert_array_equal(
+                named.get_layer(i).weight.array, expected.weight.array
+            )
             assert named.get_layer(i).weight.axes == expected.weight.axes
-            np.testing.assert_array_equal(plain.get_layer(i).weight, PlainBlock(3, key=key).weight)
+            np.testing.assert_array_equal(
+                plain.get_layer(i).weight, PlainBlock(3, key=key).weight
+            )
         assert plain.get_layer(0).size == 3
 
     def test_a_number_is_an_axis(self, Stack):
         stack = Stack.init(4, PlainBlock)(3, key=keys())
         assert stack == Stack(stack.stacked if Stack is Stacked else stack.blocks, 4)
-        assert stack.Layers == stack.Block == Layers and isinstance(stack, BlockFoldable)
-        assert jax.tree.structure(pickle.loads(pickle.dumps(stack))) == jax.tree.structure(stack)
+        assert stack.Layers == stack.Block == Layers and isinstance(
+            stack, BlockFoldable
+        )
+        assert jax.tree.structure(
+            pickle.loads(pickle.dumps(stack))
+        ) == jax.tree.structure(stack)
 
     def test_the_policy_has_two_names(self, Stack):
-        assert Stack.init(Layers, PlainBlock)(3, key=keys()).remat == ScanCheckpointPolicy()
-        assert Stack.init(Layers, PlainBlock, remat=False)(3, key=keys()).remat.saves_everything
-        stack = Stack.init(Layers, PlainBlock, gradient_checkpointing="nested")(3, key=keys())
+        assert (
+            Stack.init(Layers, PlainBlock)(3, key=keys()).remat
+            == ScanCheckpointPolicy()
+        )
+        assert Stack.init(Layers, PlainBlock, remat=False)(
+            3, key=keys()
+        ).remat.saves_everything
+        stack = Stack.init(Layers, PlainBlock, gradient_checkpointing="nested")(
+            3, key=keys()
+        )
         assert stack.remat == ScanCheckpointPolicy(nested=True)
-        with pytest.raises(ValueError, match="remat and gradient_checkpointing name one argument"):
+        with pytest.raises(
+            ValueError, match="remat and gradient_checkpointing name one argument"
+        ):
             Stack.init(Layers, PlainBlock, remat=True, gradient_checkpointing=False)
 
     def test_a_subclass_comes_back_as_itself(self, Stack):
@@ -69,10 +94,15 @@ class TestApplying:
         assert plain.vmap_via(lambda block: 1.5)().shape == (4,)
         x = jnp.ones((4, 3))  # a row for each layer
         expected = jnp.stack(
-            [layer(row, s) for layer, row, s in zip(plain.unstacked(), x, self.scales, strict=True)]
+            [
+                layer(row, s)
+                for layer, row, s in zip(plain.unstacked(), x, self.scales, strict=True)
+            ]
         )
         np.testing.assert_allclose(plain.vmap(x, self.scales), expected, rtol=1e-5)
-        np.testing.assert_allclose(plain.vmap_via(PlainBlock.__call__)(x, self.scales), expected, rtol=1e-5)
+        np.testing.assert_allclose(
+            plain.vmap_via(PlainBlock.__call__)(x, self.scales), expected, rtol=1e-5
+        )
         assert named.vmap(hax.ones(Hidden)).axes == (Layers, Hidden)
 
     @pytest.mark.parametrize("verb", ["fold", "scan", "fold_via", "scan_via"])
@@ -88,12 +118,19 @@ class TestApplying:
 
             return outline(equations_of(run, stack, jnp.ones(3)))
 
-        assert program(remat=True) == program(remat="full") != program() == program(remat=False)
+        assert (
+            program(remat=True)
+            == program(remat="full")
+            != program()
+            == program(remat=False)
+        )
         if Stack is Stacked:
             assert program(unroll=2) != program()
 
     def test_reverse_goes_from_the_last_layer(self, Stack):
-        stack = Stack.init(Layers, PlainScanBlock, remat=ScanCheckpointPolicy(first_layers=1))(3, key=keys())
+        stack = Stack.init(
+            Layers, PlainScanBlock, remat=ScanCheckpointPolicy(first_layers=1)
+        )(3, key=keys())
         x, expected = jnp.arange(3.0), []
         for layer, scale in zip(reversed(stack), self.scales[::-1], strict=True):
             x, y = layer(x, scale)
@@ -115,7 +152,9 @@ class TestApplying:
             weight: jax.Array
 
             def __call__(self, x, carry=0.0, block=0.0, init=0.0, fn=0.0):
-                return x * self.weight + carry + 10.0 * block + 100.0 * init + 1000.0 * fn
+                return (
+                    x * self.weight + carry + 10.0 * block + 100.0 * init + 1000.0 * fn
+                )
 
         stack = Stack.init(Layers, Block)(jnp.arange(1.0, 5.0))
         x, ones = jnp.ones(()), jnp.ones(4)
@@ -126,12 +165,16 @@ class TestApplying:
             names = ("carry", "block", "init", "fn")[positional:]
             args, kwargs = [ones] * positional, {name: ones for name in names}
             np.testing.assert_allclose(stack.fold(x, *args, **kwargs), expected)
-            np.testing.assert_allclose(stack.fold_via(Block.__call__)(x, *args, **kwargs), expected)
+            np.testing.assert_allclose(
+                stack.fold_via(Block.__call__)(x, *args, **kwargs), expected
+            )
             assert stack.vmap(ones, *args, **kwargs).shape == (4,)
         via = stack.scan_via(lambda layer, x, self, carry: (layer(x, carry), self))
         for _, outputs in (via(x, ones, ones), via(x, carry=ones, self=ones)):
             np.testing.assert_allclose(outputs, ones)
-        np.testing.assert_allclose(stack.vmap_via(lambda b, fn, self: fn * self)(fn=ones, self=ones), ones)
+        np.testing.assert_allclose(
+            stack.vmap_via(lambda b, fn, self: fn * self)(fn=ones, self=ones), ones
+        )
 
     def test_a_function_without_a_signature(self, Stack):
         class Opaque:
@@ -150,7 +193,9 @@ class TestApplying:
 class TestStacked:
     def test_program_size_does_not_grow_with_depth(self):
         def lines(depth, remat):
-            stack = Stacked.init(hax.Axis("layers", depth), PlainBlock, remat=remat)(3, key=keys(depth))
+            stack = Stacked.init(hax.Axis("layers", depth), PlainBlock, remat=remat)(
+                3, key=keys(depth)
+            )
             gradient = jax.jit(jax.grad(lambda s, x: jnp.sum(s.fold(x))))
             return len(gradient.lower(stack, jnp.ones(3)).as_text().splitlines())
 
@@ -159,13 +204,18 @@ class TestStacked:
 
     def test_transformations_may_replace_arrays_by_anything(self):
         stack = Stacked.init(Layers, NamedBlock)(Hidden, key=keys())
-        assert jax.tree.leaves(jax.tree.map(lambda _: "leaf", stack)) == ["leaf", "leaf"]
+        assert jax.tree.leaves(jax.tree.map(lambda _: "leaf", stack)) == [
+            "leaf",
+            "leaf",
+        ]
         arrays, static = eqx.partition(stack, eqx.is_array)
         assert eqx.tree_equal(eqx.combine(arrays, static), stack)
         shapes = eqx.filter_eval_shape(lambda stack: stack, stack)
         assert shapes.stacked.bias.array.shape == (4, 3)
         assert Stacked(shapes.stacked, Layers).remat == ScanCheckpointPolicy()
-        build = eqx.filter_vmap(lambda keys: Stacked.init(Layers, PlainBlock)(3, key=keys))
+        build = eqx.filter_vmap(
+            lambda keys: Stacked.init(Layers, PlainBlock)(3, key=keys)
+        )
         ensemble = build(jax.random.split(jax.random.key(0), (2, 4)))
         assert ensemble.stacked.weight.shape == (2, 4, 3, 3)
 
@@ -179,23 +229,32 @@ def types_that_checkers_know():
     assert_type(named(Hidden, key=keys()).get_layer(0), NamedBlock)
     assert_type(plain(3, key=keys())[1:3][0], PlainBlock)
     assert_type(BlockSeq.init(Layers, PlainBlock)(3, key=keys()), BlockSeq[PlainBlock])
-    assert_type(Stacked.init(Layers, lambda keys: PlainBlock(3, key=keys))(keys()), Stacked[PlainBlock])
+    assert_type(
+        Stacked.init(Layers, lambda keys: PlainBlock(3, key=keys))(keys()),
+        Stacked[PlainBlock],
+    )
     plain(3)  # pyright: ignore[reportCallIssue]
 
     class Tower(Stacked[PlainBlock]):
         pass
 
     assert_type(Tower.init(4, PlainBlock)(3, key=keys()), Tower)
-    kinds = StackedPattern.init(4, {"a": PlainBlock, "b": PlainScanBlock}, ("a", "b"))(3, key=keys())
+    kinds = StackedPattern.init(4, {"a": PlainBlock, "b": PlainScanBlock}, ("a", "b"))(
+        3, key=keys()
+    )
     assert_type(kinds, StackedPattern[PlainBlock])
     x, state = jnp.ones(3), eqx.nn.State({})
     assert_type(plain(3, key=keys()).fold(x, 1.0), jax.Array)
     assert_type(plain(3, key=keys()).fold_via(lambda block, x: block(x))(x), jax.Array)
     kinds.fold_via(lambda block, x, state: (x, state))(x, state)
-    named_or_plain = StackedPattern.init(4, {"a": PlainBlock, "b": NamedBlock}, ("a", "b"))()
+    named_or_plain = StackedPattern.init(
+        4, {"a": PlainBlock, "b": NamedBlock}, ("a", "b")
+    )()
     assert_type(named_or_plain, StackedPattern[PlainBlock | NamedBlock])
     assert_type(kinds.fold(x, state), tuple[jax.Array, eqx.nn.State])
-    assert_type(kinds.fold(x, 1.0, state=state, remat=True), tuple[jax.Array, eqx.nn.State])
+    assert_type(
+        kinds.fold(x, 1.0, state=state, remat=True), tuple[jax.Array, eqx.nn.State]
+    )
 
 
 class TestBlockSeq:
@@ -207,7 +266,9 @@ class TestBlockSeq:
             def __call__(self, x):
                 return x * self.weight if self.gates.any() else x
 
-        blocks = [Gated(jnp.full(3, 2.0), np.array([is_open])) for is_open in (True, False)]
+        blocks = [
+            Gated(jnp.full(3, 2.0), np.array([is_open])) for is_open in (True, False)
+        ]
         sequence = BlockSeq(blocks, hax.Axis("layers", 2), False)
         found = jax.jit(lambda x: sequence.fold(x))(jnp.ones(3))
         np.testing.assert_array_equal(found, [2.0, 2.0, 2.0])
@@ -220,8 +281,14 @@ class TestBlockSeq:
     @pytest.mark.parametrize(
         "outputs, message",
         [
-            ((jnp.ones(3), jnp.ones(4)), r"layers\[0\] is float32\[3\], and layers\[1\] is float32\[4\]"),
-            (({"y": hax.ones(Hidden)}, {"y": hax.ones(Layers.alias("o"))}), r"0\]\['y'\].*hidden=3.*o=4"),
+            (
+                (jnp.ones(3), jnp.ones(4)),
+                r"layers\[0\] is float32\[3\], and layers\[1\] is float32\[4\]",
+            ),
+            (
+                ({"y": hax.ones(Hidden)}, {"y": hax.ones(Layers.alias("o"))}),
+                r"0\]\['y'\].*hidden=3.*o=4",
+            ),
             ((jnp.ones(3), (jnp.ones(3),)), r"layers\[1\] is a tuple of 1"),
         ],
     )
@@ -237,7 +304,10 @@ class TestBlockSeq:
 
 
 def test_a_layer_by_a_traced_index():
-    weights, some = jax.jit(jax.vmap(lambda stack, i: stack[i].weight, (None, 0))), jnp.asarray([2, -1, 0])
+    weights, some = (
+        jax.jit(jax.vmap(lambda stack, i: stack[i].weight, (None, 0))),
+        jnp.asarray([2, -1, 0]),
+    )
     stack = Stacked.init(Layers, PlainBlock)(3, key=keys())
     np.testing.assert_array_equal(weights(stack, some), stack.stacked.weight[some])
     with pytest.raises(TypeError, match="traced"):
@@ -271,7 +341,9 @@ def test_an_ordinary_method_named_init_builds_nothing(Stack):
 
 @both
 @pytest.mark.parametrize("verb", ["fold", "scan"])
-@pytest.mark.parametrize("name, value", [("unroll", 2), ("remat", False), ("reverse", False)])
+@pytest.mark.parametrize(
+    "name, value", [("unroll", 2), ("remat", False), ("reverse", False)]
+)
 def test_an_option_may_be_a_parameter_of_the_block(Stack, verb, name, value):
     class Block(eqx.Module):
         weight: jax.Array
@@ -283,7 +355,9 @@ def test_an_option_may_be_a_parameter_of_the_block(Stack, verb, name, value):
     stack = Stack.init(Layers, Block)(jnp.ones(4))
     getattr(stack, verb)(1.0)
     for method in (verb, f"{verb}_vjp") if Stack is Stacked else (verb,):
-        message = rf"{name}= may be for {method} or for Block.__call__.*Rename.*{verb}_via"
+        message = (
+            rf"{name}= may be for {method} or for Block.__call__.*Rename.*{verb}_via"
+        )
         with pytest.raises(TypeError, match=message):
             getattr(stack, method)(1.0, **{name: value})
     getattr(stack, f"{verb}_via")(Block.__call__, **{name: value})(1.0)
@@ -307,8 +381,16 @@ def test_it_is_a_sequence(Stack):
     layers = list(stack.unstacked())
     assert len(stack) == 4 and eqx.tree_equal(list(stack), layers)
     for i in (0, 3, -1, -4, np.int64(2)):
-        assert eqx.tree_equal(stack[i], layers[i]) and eqx.tree_equal(stack.get_layer(i), layers[i])
-    for rows in (slice(1, 3), slice(-2, None), slice(9), slice(None, None, -1), slice(2, 2)):
+        assert eqx.tree_equal(stack[i], layers[i]) and eqx.tree_equal(
+            stack.get_layer(i), layers[i]
+        )
+    for rows in (
+        slice(1, 3),
+        slice(-2, None),
+        slice(9),
+        slice(None, None, -1),
+        slice(2, 2),
+    ):
         part = stack[rows]
         assert type(part) is Stack and part.remat == stack.remat
         assert part.Layers == Layers.resize(len(layers[rows]))
@@ -323,7 +405,9 @@ def test_it_is_a_sequence(Stack):
 
 @both
 def test_slices_of_any_stack(Stack):
-    """The axis may be at any place, an array shared, and a subclass may have its own constructor."""
+    """The axis may be at any place, an array shared, and a subclass may have its own
+    constructor.
+    """
 
     class Block(eqx.Module):
         late: hax.NamedArray
@@ -341,6 +425,10 @@ def test_slices_of_any_stack(Stack):
 
     part = Tower(0.5)[1:3].with_remat(False)
     assert (
-        type(part) is Tower and part.remat.saves_everything and [block.rate for block in part] == [0.5, 0.5]
+        type(part) is Tower
+        and part.remat.saves_everything
+        and [block.rate for block in part] == [0.5, 0.5]
     )
-    np.testing.assert_array_equal([block.late.array.ravel()[0] for block in part], [1, 2])
+    np.testing.assert_array_equal(
+        [block.late.array.ravel()[0] for block in part], [1, 2]
+    )

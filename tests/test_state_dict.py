@@ -45,14 +45,21 @@ def test_what_is_not_an_array_is_not_read_from_a_state_dict(Stack):
 def test_state_dict_round_trip(Stack):
     for block, args in ((NamedBlock, (Hidden,)), (PlainBlock, (3,))):
         stack = Stack.init(Layers, block)(*args, key=keys())
-        other = Stack.init(Layers, block)(*args, key=jax.random.split(jax.random.key(9), 4))
-        sequence = BlockSeq.init(Layers, block)(*args, key=keys())  # whose state dicts are alike
+        other = Stack.init(Layers, block)(
+            *args, key=jax.random.split(jax.random.key(9), 4)
+        )
+        # Whose state dicts are alike
+        sequence = BlockSeq.init(Layers, block)(*args, key=keys())
         for prefix in (None, "model.layers"):
             state = stack.to_state_dict(prefix)
             start = "" if prefix is None else "model.layers."
-            assert set(state) == {f"{start}{i}.{name}" for i in range(4) for name in ("weight", "bias")}
+            assert set(state) == {
+                f"{start}{i}.{name}" for i in range(4) for name in ("weight", "bias")
+            }
             for saved in (state, sequence.to_state_dict(prefix)):
-                restored = other.from_state_dict({**saved, "elsewhere": jnp.ones(1)}, prefix)
+                restored = other.from_state_dict(
+                    {**saved, "elsewhere": jnp.ones(1)}, prefix
+                )
                 assert eqx.tree_equal(restored, stack)
             assert eqx.tree_equal(other[:0].from_state_dict({}, prefix), other[:0])
 
@@ -67,17 +74,25 @@ def test_every_problem_of_a_state_dict_is_named(Stack):
     with pytest.raises(ValueError) as error:
         stack.from_state_dict(state, "h")
     message = str(error.value)
-    assert "fit the stack of 4 layers" in message and "missing: h.1.weight (3, 3)" in message
+    assert (
+        "fit the stack of 4 layers" in message
+        and "missing: h.1.weight (3, 3)" in message
+    )
     assert "mismatched: h.2.weight is (2, 3), expected (3, 3)" in message
     assert "missing: h.3.bias (3,)" in message
     assert "unknown: h.4.weight (3, 3)" in message and "unknown: h.17.weight" in message
-    wrong = {f"h.{layer}.bias": jnp.ones(5) for layer in range(4)}  # as many problems as layers
+    # As many problems as layers
+    wrong = {f"h.{layer}.bias": jnp.ones(5) for layer in range(4)}
     with pytest.raises(ValueError, match=r"mismatched: h.0.bias is \(5,\)"):
         stack.from_state_dict(stack.to_state_dict("h") | wrong, "h")
-    with pytest.raises(ValueError, match="No key of the state dict starts with 'g.0'; one is 'h.0."):
+    with pytest.raises(
+        ValueError, match="No key of the state dict starts with 'g.0'; one is 'h.0."
+    ):
         stack.from_state_dict(stack.to_state_dict("h"), "g")
     number = {**stack.to_state_dict("h"), "h.0.bias": 1.0}
-    with pytest.raises(ValueError, match=r"mismatched: h.0.bias is \(\), expected \(3,\)"):
+    with pytest.raises(
+        ValueError, match=r"mismatched: h.0.bias is \(\), expected \(3,\)"
+    ):
         stack.from_state_dict(number, "h")
 
 
@@ -91,5 +106,7 @@ def test_what_all_layers_share_stays_shared_in_a_state_dict():
     state = stack.to_state_dict("h")
     numpy = {key: np.asarray(array) for key, array in state.items()}
     assert eqx.tree_equal(stack.from_state_dict(numpy, "h"), stack)
-    with pytest.raises(ValueError, match="layers of the stack share table, but .* layer 2 differs from"):
+    with pytest.raises(
+        ValueError, match="layers of the stack share table, but .* layer 2 differs from"
+    ):
         stack.from_state_dict({**state, "h.2.table": jnp.zeros(3, jnp.int32)}, "h")

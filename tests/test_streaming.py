@@ -1,4 +1,6 @@
-"""Stacks in host memory: the results of stacks on the device, and where everything is."""
+"""Stacks in host memory: the results of stacks on the device, and where everything
+is.
+"""
 
 import functools
 
@@ -29,7 +31,9 @@ Width, Out = hax.Axis("width", WIDTH), hax.Axis("out", WIDTH)
 
 
 class Block(eqx.Module):
-    """A named and a plain matrix, one that is unused, a shared array, one that is read where it is, a key."""
+    """A named and a plain matrix, one that is unused, a shared array, one that is read
+    where it is, a key.
+    """
 
     weight: hax.NamedArray
     bias: jax.Array  # [2, 3]
@@ -41,7 +45,9 @@ class Block(eqx.Module):
     def __call__(self, x, strength, offset):
         table = LayerStack.of(self.table)
         row = table.stack[table.layer_index][:, 0]
-        h = hax.tanh(hax.dot(x, self.weight, axis="width").rename({"out": "width"}) * self.scale)
+        h = hax.tanh(
+            hax.dot(x, self.weight, axis="width").rename({"out": "width"}) * self.scale
+        )
         new = x + (h + self.bias[0, 0] * row[1]) * strength + offset
         return new, jnp.sum(h.array)
 
@@ -66,7 +72,10 @@ def is_streamed(leaf):
 
 
 def on_host(tree):
-    return [jax.typeof(leaf).memory_space == jax.memory.Space.Host for leaf in jax.tree.leaves(tree)]
+    return [
+        jax.typeof(leaf).memory_space == jax.memory.Space.Host
+        for leaf in jax.tree.leaves(tree)
+    ]
 
 
 CASES = {
@@ -89,13 +98,20 @@ def test_values_and_gradients_are_those_of_layers_on_the_device():
     def loss(arguments, reverse):
         stack, x, strengths, offset = arguments
         y, outputs = stack.scan(x, strengths, shared(offset), reverse=reverse)
-        return jnp.sum(jnp.square(y.array)) + jnp.vdot(outputs, jnp.arange(LAYERS) / LAYERS), outputs
+        return (
+            jnp.sum(jnp.square(y.array))
+            + jnp.vdot(outputs, jnp.arange(LAYERS) / LAYERS),
+            outputs,
+        )
 
     gradient = eqx.filter_value_and_grad(loss, has_aux=True)
 
     @quick_jit
     def every(resident, streamed, inputs):
-        expected, found = [gradient((resident, *inputs), reverse) for reverse in (False, True)], {}
+        expected, found = (
+            [gradient((resident, *inputs), reverse) for reverse in (False, True)],
+            {},
+        )
         for name, (remat, reverse) in CASES.items():
             given = (streamed.with_remat(remat), *inputs)
             # What is not differentiated runs in another loop.
@@ -109,10 +125,15 @@ def test_values_and_gradients_are_those_of_layers_on_the_device():
     expected, found = traced.lower().compile()(*args)
     for name, (_, reverse) in CASES.items():
         wanted = expected[reverse], expected[reverse][0]
-        # Beside other code XLA may fuse, and so round, otherwise: to the scale of the array.
+        # Beside other code XLA may fuse, and so round, otherwise: to the scale of the
+        # array.
         assert_close_to_scale(found[name], wanted, 1e-6, name)
         of_block = found[name][0][1][0].stacked
-        assert on_host((of_block.weight, of_block.bias, of_block.unused)) == [True, True, True]
+        assert on_host((of_block.weight, of_block.bias, of_block.unused)) == [
+            True,
+            True,
+            True,
+        ]
         assert on_host((of_block.scale, of_block.table)) == [False, False]
 
 
@@ -135,24 +156,35 @@ class Plain(eqx.Module):
 def model(remat="nested"):
     rng = np.random.default_rng(0)
     weight = jnp.asarray(rng.normal(size=(LAYERS, WIDTH, WIDTH)) / 3, jnp.float32)
-    return Model(jnp.ones(WIDTH), Stacked(Plain(weight, jnp.zeros((LAYERS, WIDTH))), Layers, remat))
+    return Model(
+        jnp.ones(WIDTH),
+        Stacked(Plain(weight, jnp.zeros((LAYERS, WIDTH))), Layers, remat),
+    )
 
 
 @pytest.mark.usefixtures("standard_promotion")
 def test_fused_updates_leave_weights_and_state_on_the_host():
     optimizer = optax.sgd(0.1, momentum=0.9)
-    step = fused_update(lambda model, x: jnp.mean(jnp.square(model(x))), optimizer, max_grad_norm=1.0)
+    step = fused_update(
+        lambda model, x: jnp.mean(jnp.square(model(x))), optimizer, max_grad_norm=1.0
+    )
     run = jax.jit(step, donate_argnums=(0, 1))
     x = jnp.linspace(-1, 1, 4 * WIDTH).reshape(4, WIDTH)
     resident, streamed = model(), streaming.to_host(model())
     state, streamed_state = step.init(resident), step.init(streamed)
     for _ in range(3):
         resident, state, value, norm = run(resident, state, x)
-        streamed, streamed_state, streamed_value, streamed_norm = run(streamed, streamed_state, x)
-    np.testing.assert_allclose((streamed_value, streamed_norm), (value, norm), rtol=1e-6)
+        streamed, streamed_state, streamed_value, streamed_norm = run(
+            streamed, streamed_state, x
+        )
+    np.testing.assert_allclose(
+        (streamed_value, streamed_norm), (value, norm), rtol=1e-6
+    )
     assert_close((streamed, streamed_state), (resident, state), rtol=1e-5, atol=1e-6)
     assert on_host(streamed) == [False, True, False]  # not the vectors
-    assert on_host(streamed_state.stacks) == [leaf.ndim > 2 for leaf in jax.tree.leaves(state.stacks)]
+    assert on_host(streamed_state.stacks) == [
+        leaf.ndim > 2 for leaf in jax.tree.leaves(state.stacks)
+    ]
     assert not any(on_host(streamed_state.rest))
     # A state that was made before the layers moved, and then stays where it is.
     after = jax.eval_shape(step, streamed, state, x)
@@ -161,10 +193,15 @@ def test_fused_updates_leave_weights_and_state_on_the_host():
 
 
 def test_derivatives_in_all_modes():
-    """By what the layers take, by the layers themselves, and within JAX's loops and branches."""
+    """By what the layers take, by the layers themselves, and within JAX's loops and
+    branches.
+    """
     blocks = jax.tree.map(lambda leaf: leaf[:4], model().blocks.stacked)
     stack = Stacked(blocks, Layers.resize(4), "nested")
-    along, args = jax.tree.map(jnp.cos, stack), (jnp.linspace(-1, 1, WIDTH), jnp.full(WIDTH, 0.7))
+    along, args = (
+        jax.tree.map(jnp.cos, stack),
+        (jnp.linspace(-1, 1, WIDTH), jnp.full(WIDTH, 0.7)),
+    )
 
     def layer(block, x, scale):
         return x + jnp.tanh(x @ block.weight + block.bias) * scale
@@ -173,26 +210,46 @@ def test_derivatives_in_all_modes():
         return jnp.sum(blocks.fold_via(layer)(x, shared(scale)) ** 2)
 
     def loop(blocks, x, scale):
-        return jnp.sum(functools.reduce(lambda x, block: layer(block, x, scale), blocks, x) ** 2)
+        return jnp.sum(
+            functools.reduce(lambda x, block: layer(block, x, scale), blocks, x) ** 2
+        )
 
     def every(value, blocks, direction):
         def of(blocks, x):
             return value(blocks, x, args[1])
 
         def looped(blocks, x):
-            total = jax.lax.scan(lambda total, k: (total + of(blocks, k * x), None), 0.0, jnp.arange(2.0))[0]
+            total = jax.lax.scan(
+                lambda total, k: (total + of(blocks, k * x), None), 0.0, jnp.arange(2.0)
+            )[0]
             branch = jax.lax.cond(total > 0, lambda x: of(blocks, x), jnp.sum, x)
-            return total + branch + jnp.sum(jax.lax.map(lambda k: of(blocks, k * x), jnp.arange(2.0)))
+            return (
+                total
+                + branch
+                + jnp.sum(jax.lax.map(lambda k: of(blocks, k * x), jnp.arange(2.0)))
+            )
 
         def of_gradient(blocks, x):  # reads no gradient of the layers
             return jnp.sum(jnp.sin(jax.grad(of, (0, 1))(blocks, x)[1]))
 
-        along = jax.jvp(lambda blocks: jax.value_and_grad(of)(blocks, args[0]), (blocks,), (direction,))
-        reverse = [jax.grad(value, (0, 1))(blocks, args[0]) for value in (looped, of_gradient)]
-        return derivatives(functools.partial(value, blocks), *args), jax.tree.leaves((along, reverse))
+        along = jax.jvp(
+            lambda blocks: jax.value_and_grad(of)(blocks, args[0]),
+            (blocks,),
+            (direction,),
+        )
+        reverse = [
+            jax.grad(value, (0, 1))(blocks, args[0]) for value in (looped, of_gradient)
+        ]
+        return derivatives(functools.partial(value, blocks), *args), jax.tree.leaves(
+            (along, reverse)
+        )
 
-    found = jax.jit(functools.partial(every, fold))(streaming.to_host(stack), streaming.to_host(along))
-    assert_close(found, jax.jit(functools.partial(every, loop))(stack, along), 2e-5, 2e-5)
+    found = jax.jit(functools.partial(every, fold))(
+        streaming.to_host(stack), streaming.to_host(along)
+    )
+    assert_close(
+        found, jax.jit(functools.partial(every, loop))(stack, along), 2e-5, 2e-5
+    )
 
 
 def test_what_moves_and_comes_back():
@@ -203,15 +260,20 @@ def test_what_moves_and_comes_back():
     assert not any(on_host((of_block.scale, of_block.table, of_block.key, moved[1])))
     assert moved[0].remat == ScanCheckpointPolicy(nested=True)
     only = streaming.to_host(
-        blocks, where=lambda leaf: eqx.is_array(leaf) and leaf.shape[1:] == (WIDTH, WIDTH)
+        blocks,
+        where=lambda leaf: eqx.is_array(leaf) and leaf.shape[1:] == (WIDTH, WIDTH),
     )
     assert on_host((only.stacked.weight, only.stacked.bias)) == [True, False]
-    part = streaming.to_host(eqx.filter(blocks, lambda leaf: eqx.is_array(leaf) and leaf.ndim == 3))
+    part = streaming.to_host(
+        eqx.filter(blocks, lambda leaf: eqx.is_array(leaf) and leaf.ndim == 3)
+    )
     assert on_host(part.stacked.weight) and part.stacked.scale.array is None
     back = streaming.to_device(moved)
     assert not any(on_host(back)) and back[0].remat == blocks.remat
     assert eqx.tree_equal(back[0], blocks)
-    traced = eqx.filter_jit(lambda blocks: streaming.to_host(blocks, where=is_streamed))(blocks)
+    traced = eqx.filter_jit(
+        lambda blocks: streaming.to_host(blocks, where=is_streamed)
+    )(blocks)
     assert on_host((traced.stacked.weight, traced.stacked.scale)) == [True, False]
 
 
@@ -230,7 +292,9 @@ def test_layers_made_on_the_host_are_those_made_on_the_device():
         return Plain(weight, np.ones(WIDTH, np.float32))
 
     weights = jnp.ones((3, WIDTH, WIDTH))
-    made, expected = (init(3, with_constant)(weights) for init in (streaming.init, Stacked.init))
+    made, expected = (
+        init(3, with_constant)(weights) for init in (streaming.init, Stacked.init)
+    )
     assert on_host(made) == [True, False]
     jax.tree.map(np.testing.assert_array_equal, made, expected)
     nothing = streaming.init(Layers.resize(0), build)(shared(0.5), key=keys[:0])
@@ -241,7 +305,9 @@ def test_layers_that_are_not_in_front_are_refused():
     blocks = stack()
     weight = blocks.stacked.weight.rearrange(("width", "layers", "out"))
     with pytest.raises(ValueError, match=r"stacked\.weight .*layers not in front"):
-        streaming.to_host(eqx.tree_at(lambda blocks: blocks.stacked.weight, blocks, weight))
+        streaming.to_host(
+            eqx.tree_at(lambda blocks: blocks.stacked.weight, blocks, weight)
+        )
 
 
 class TwoUnsliced(eqx.Module):
@@ -250,7 +316,9 @@ class TwoUnsliced(eqx.Module):
     other: jax.Array = unsliced()  # [3, 3]
 
     def __call__(self, x):
-        matrix, other = (LayerStack.of(field).layer for field in (self.matrix, self.other))
+        matrix, other = (
+            LayerStack.of(field).layer for field in (self.matrix, self.other)
+        )
         return jnp.tanh(x @ self.weight + 0.1 * matrix) + other.sum()
 
 
@@ -258,8 +326,14 @@ class TwoUnsliced(eqx.Module):
 @pytest.mark.parametrize("remat", [True, "nested"])
 def test_one_of_two_unsliced_fields_on_the_host(hosted, remat):
     keys = jax.random.split(jax.random.key(1), 3)
-    blocks = Stacked(TwoUnsliced(*(0.3 * jax.random.normal(key, (4, 3, 3)) for key in keys)), 4, remat=remat)
-    moved = streaming.to_host(blocks, where=lambda leaf: leaf is getattr(blocks.stacked, hosted))
+    blocks = Stacked(
+        TwoUnsliced(*(0.3 * jax.random.normal(key, (4, 3, 3)) for key in keys)),
+        4,
+        remat=remat,
+    )
+    moved = streaming.to_host(
+        blocks, where=lambda leaf: leaf is getattr(blocks.stacked, hosted)
+    )
     assert streaming.is_on_host(getattr(moved.stacked, hosted))
     x = jnp.ones((3, 3))
     np.testing.assert_allclose(moved.fold(x), blocks.fold(x), rtol=1e-5)

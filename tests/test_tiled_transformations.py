@@ -1,4 +1,6 @@
-"""Random functions applied tile by tile, under transformations in random order, against the functions."""
+"""Random functions applied tile by tile, under transformations in random order, against
+the functions.
+"""
 
 import random
 
@@ -45,9 +47,9 @@ def in_loop(x):
 
 
 def in_fold(x):
-    return fold(lambda carry, scale: jnp.sin(carry * scale), Axis("layers", 3), remat="nested")(
-        x, jnp.array([0.5, 0.7, 0.9])
-    )
+    return fold(
+        lambda carry, scale: jnp.sin(carry * scale), Axis("layers", 3), remat="nested"
+    )(x, jnp.array([0.5, 0.7, 0.9]))
 
 
 SMOOTH = [jnp.sin, leaky, in_loop, in_fold, jax.checkpoint(jnp.cos), jax.jit(jnp.tanh)]
@@ -55,9 +57,12 @@ RULED = [straight_through, scaled, clipped]
 
 
 def outputs_of(rng, ops):
-    """A random function of named `x, y, w, ids`, each output of some; and whether it clips."""
+    """A random function of named `x, y, w, ids`, each output of some; and whether it
+    clips.
+    """
     first, second = (rng.choice(ops) for _ in range(2))
-    third = rng.choice([op for op in ops if op is not clipped])  # tiles clip their own parts of a sum
+    # Tiles clip their own parts of a sum
+    third = rng.choice([op for op in ops if op is not clipped])
 
     def activated(op, array):
         return hax.named(op(array.array), array.axes)
@@ -69,11 +74,16 @@ def outputs_of(rng, ops):
         "of w": lambda x, y, w, ids: activated(third, w).broadcast_axis(ids.axes),
         "ids": lambda x, y, w, ids: ids + 1,
         "sum of x": lambda x, y, w, ids: hax.sum(activated(third, x), Pos.name),
-        "sum of all": lambda x, y, w, ids: hax.sum(activated(first, hax.dot(x, w, axis=Embed) + y)),
+        "sum of all": lambda x, y, w, ids: hax.sum(
+            activated(first, hax.dot(x, w, axis=Embed) + y)
+        ),
         "count": lambda x, y, w, ids: hax.sum(ids),
     }
     chosen = rng.sample(list(pool), rng.randint(1, 4))
-    return lambda *args: [pool[name](*args) for name in chosen], clipped in (first, second)
+    return lambda *args: [pool[name](*args) for name in chosen], clipped in (
+        first,
+        second,
+    )
 
 
 def on_arrays(fn, axes):
@@ -83,11 +93,15 @@ def on_arrays(fn, axes):
 
 def loss(outputs):
     floats = [out for out in outputs if jnp.issubdtype(out.dtype, jnp.floating)]
-    return sum((jnp.sum(jnp.sin(out.astype(jnp.float32))) for out in floats), jnp.float32(0))
+    return sum(
+        (jnp.sum(jnp.sin(out.astype(jnp.float32))) for out in floats), jnp.float32(0)
+    )
 
 
 def transformation(rng, forward_mode):
-    """The name of a random function of functions from `x, y, w, ids` to a list, it, and what it maps."""
+    """The name of a random function of functions from `x, y, w, ids` to a list, it, and
+    what it maps.
+    """
     some = tuple(sorted(rng.sample(range(FLOATS), rng.randint(1, FLOATS))))
     mapped = tuple(rng.choice((None, 0, -1)) for _ in range(FLOATS + 1))
     mapped = mapped if any(dim is not None for dim in mapped) else (None, None, 0, None)
@@ -107,11 +121,20 @@ def transformation(rng, forward_mode):
     def jvp(fn):
         def run(*args):
             def of_some(*part):
-                return fn(*(part[some.index(i)] if i in some else arg for i, arg in enumerate(args)))
+                return fn(
+                    *(
+                        part[some.index(i)] if i in some else arg
+                        for i, arg in enumerate(args)
+                    )
+                )
 
             part = [args[i] for i in some]
             found, tangents = jax.jvp(of_some, part, [jnp.cos(arg) for arg in part])
-            floats = [t for out, t in zip(found, tangents, strict=True) if t.dtype == out.dtype]
+            floats = [
+                t
+                for out, t in zip(found, tangents, strict=True)
+                if t.dtype == out.dtype
+            ]
             return [*floats, *(found if value else ())]
 
         return run
@@ -130,7 +153,9 @@ def transformation(rng, forward_mode):
         "checkpoint": jax.checkpoint,
         "ours": lambda fn: checkpoint(fn),
         "scan": scanned,
-        "branch": lambda fn: lambda *args: lax.cond(jnp.sum(args[3]) > -1, fn, fn, *args),
+        "branch": lambda fn: (
+            lambda *args: lax.cond(jnp.sum(args[3]) > -1, fn, fn, *args)
+        ),
     }
     weights = [4, 4, 1, 1, 1, 1, 1]
     if forward_mode:
@@ -151,12 +176,17 @@ def case(seed):
         for shape, dim in zip(shapes, mapped, strict=True):
             if dim is not None:
                 shape.insert(len(shape) if dim else 0, 2)
-    arrays = [np.sin(1 + seed + np.arange(np.prod(shape))).reshape(shape) for shape in shapes]
+    arrays = [
+        np.sin(1 + seed + np.arange(np.prod(shape))).reshape(shape) for shape in shapes
+    ]
     args = [jnp.asarray(array, jnp.float32) for array in arrays[:FLOATS]]
     args.append(jnp.asarray(10 * arrays[FLOATS], jnp.int32))
     by_tile = tiled(fn, Pos, tiles=rng.choice((1, 2, 3, 7)), reduce="sum")
     # What is computed again clips its own cotangent, not the sum.
-    pair = [on_arrays(by_tile, axes), (jax.checkpoint if clips else lambda fn: fn)(on_arrays(fn, axes))]
+    pair = [
+        on_arrays(by_tile, axes),
+        (jax.checkpoint if clips else lambda fn: fn)(on_arrays(fn, axes)),
+    ]
     for _, step, _ in steps:
         pair = [step(one) for one in pair]
     return *(one(*args) for one in pair), [kind for kind, _, _ in steps]

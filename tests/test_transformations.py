@@ -1,11 +1,13 @@
-"""Folds under every policy within random orders of JAX's transformations, beside `jax.lax.scan`.
+"""Folds under every policy within random orders of JAX's transformations, beside
+`jax.lax.scan`.
 
-A layer has a carry of which a part does not depend on the weights, a leaf that is passed on unchanged, an
-A layer has a carry of which a part does not depend on the weights, a leaf that is passed on unchanged, an
-integer, a leaf that derivatives do not read and a buffer that it writes to; outputs of the carry, of the
-weights alone, and of nothing but a shared argument; and, where no derivative is in forward mode alone, a rule
-that gives another value and is not the derivative.
-Cases go through kinds of stacks and of derivatives; what up to two `jax.vmap`s map of each input, and what is
+A layer has a carry of which a part does not depend on the weights, a leaf that is
+passed on unchanged, an A layer has a carry of which a part does not depend on the
+weights, a leaf that is passed on unchanged, an integer, a leaf that derivatives do not
+read and a buffer that it writes to; outputs of the carry, of the weights alone, and of
+nothing but a shared argument; and, where no derivative is in forward mode alone, a rule
+that gives another value and is not the derivative. Cases go through kinds of stacks and
+of derivatives; what up to two `jax.vmap`s map of each input, and what is
 differentiated, are drawn.
 """
 
@@ -22,7 +24,15 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 import stacked_remat as sr
-from stacked_remat import BlockSeq, LayerStack, Stacked, StackedPattern, scan, shared, unsliced
+from stacked_remat import (
+    BlockSeq,
+    LayerStack,
+    Stacked,
+    StackedPattern,
+    scan,
+    shared,
+    unsliced,
+)
 
 from .blocks import Tanh as Block, assert_close_to_scale, policies, quick_jit
 
@@ -48,14 +58,24 @@ def ruled(x):
     return jnp.sin(x)
 
 
-ruled.defvjp(lambda x: (jnp.sin(1.2 * x), x), lambda x, ct: (3 * jnp.clip(ct, -0.3, 0.3) * jnp.cos(x) ** 2,))
+ruled.defvjp(
+    lambda x: (jnp.sin(1.2 * x), x),
+    lambda x, ct: (3 * jnp.clip(ct, -0.3, 0.3) * jnp.cos(x) ** 2,),
+)
 
 
 def layer(carry, w, scale, given, rule, wave=jnp.sin):
     (x, own, passed, count, drift, buffer), (shift, apart) = carry, given
     kept = checkpoint_name(wave(x @ w + shift), "hidden")
-    new = (x * passed + rule(kept) * scale, jnp.cos(own * shift), passed, count + 1, drift - 0.5 * x)
-    buffer = buffer.at[count // 2].set(own * kept)  # the last of three rows is left as it is
+    new = (
+        x * passed + rule(kept) * scale,
+        jnp.cos(own * shift),
+        passed,
+        count + 1,
+        drift - 0.5 * x,
+    )
+    # The last of three rows is left as it is
+    buffer = buffer.at[count // 2].set(own * kept)
     return (*new, buffer), {
         "carry": jnp.sum(x**2),
         "weights": jnp.sum(w**2) * scale,
@@ -78,11 +98,24 @@ class Tanh(Sine):
 
 def total(run: Callable, shift: str, rule: Callable, inputs: dict) -> jax.Array:
     x, own, passed = inputs["x"], inputs["own"], inputs["passed"]
-    init = (x, own, passed, jnp.int32(0), jnp.cos(x), jnp.stack([passed, own, own * passed]))
-    carry, outputs = run(init, inputs["w"], inputs["scale"], (inputs[shift], inputs["apart"]), rule)
+    init = (
+        x,
+        own,
+        passed,
+        jnp.int32(0),
+        jnp.cos(x),
+        jnp.stack([passed, own, own * passed]),
+    )
+    carry, outputs = run(
+        init, inputs["w"], inputs["scale"], (inputs[shift], inputs["apart"]), rule
+    )
     weights = jnp.linspace(0.5, 2, LENGTH)
-    outputs = sum(jnp.vdot(weights, outputs[name].astype(jnp.float32)) for name in sorted(outputs))
-    return sum(jnp.sum(jnp.sin(leaf)) for leaf in (*carry[:3], *carry[4:])) + 0.1 * jnp.sin(outputs)
+    outputs = sum(
+        jnp.vdot(weights, outputs[name].astype(jnp.float32)) for name in sorted(outputs)
+    )
+    return sum(
+        jnp.sum(jnp.sin(leaf)) for leaf in (*carry[:3], *carry[4:])
+    ) + 0.1 * jnp.sin(outputs)
 
 
 def by_scan(policy, init, w, scale, given, rule):
@@ -111,12 +144,16 @@ def by_pattern(policy, init, w, scale, given, rule):
     kinds = {"sine": Stacked(Sine(w[::2]), pair), "tanh": Stacked(Tanh(w[1::2]), pair)}
     blocks = StackedPattern(kinds, ("sine", "tanh") * 2, Layers, policy)
     carry, found = blocks.scan(init, scale, shared(given), rule)
-    return carry, jax.tree.map(lambda a, b: jnp.stack([a, b], 1).reshape(-1), found["sine"], found["tanh"])
+    return carry, jax.tree.map(
+        lambda a, b: jnp.stack([a, b], 1).reshape(-1), found["sine"], found["tanh"]
+    )
 
 
 def reference(wave, init, w, scale, given, rule):
     xs = w, scale, jnp.arange(LENGTH)
-    return lax.scan(lambda carry, x: layer(carry, *x[:2], given, rule, wave(x[2])), init, xs)
+    return lax.scan(
+        lambda carry, x: layer(carry, *x[:2], given, rule, wave(x[2])), init, xs
+    )
 
 
 def alternating(index):
@@ -142,7 +179,9 @@ class Case:
         draw = random.Random(seed)
         around = [
             *(("vmap", self._some(draw)) for _ in range(draw.choice([1, 1, 2]))),
-            *draw.sample(["jit", "checkpoint", "ours", "cond", "loop"], draw.choice([0, 1, 2])),
+            *draw.sample(
+                ["jit", "checkpoint", "ours", "cond", "loop"], draw.choice([0, 1, 2])
+            ),
         ]
         draw.shuffle(around)
         self.around = around
@@ -157,7 +196,10 @@ class Case:
         return tuple(draw.sample(sorted(INPUTS), draw.randint(1, len(INPUTS))))
 
     def __repr__(self) -> str:
-        return f"{self.mode} by {self.wanted} of {self.around} {self.stack.__name__} {self.shift}"
+        return (
+            f"{self.mode} by {self.wanted} of {self.around} {self.stack.__name__}"
+            f" {self.shift}"
+        )
 
     def inputs(self) -> dict:
         """Each input with an axis for each `vmap` that maps it, the outermost first."""
@@ -165,7 +207,10 @@ class Case:
         for step in self.around:
             if step[0] == "vmap":
                 factors = jnp.linspace(0.7, 1.2, EXAMPLES)
-                found |= {name: jnp.stack([factor * found[name] for factor in factors]) for name in step[1]}
+                found |= {
+                    name: jnp.stack([factor * found[name] for factor in factors])
+                    for name in step[1]
+                }
         return found
 
     def result(self, run: Callable):
@@ -176,7 +221,9 @@ class Case:
 
             def value(inputs):
                 gradient = jax.grad(inside)(inputs)
-                return sum(jnp.sum(jnp.sin(gradient[name])) for name in self.wanted) + inside(inputs)
+                return sum(
+                    jnp.sum(jnp.sin(gradient[name])) for name in self.wanted
+                ) + inside(inputs)
 
         for step in self.around:
             value = wrapped(step, value)
@@ -194,7 +241,9 @@ def derivative(word: str, fn: Callable) -> Callable:
     if word == "jvp":
         return lambda wanted: jax.jvp(fn, (wanted,), (jax.tree.map(direction, wanted),))
     leaves = lambda wanted: jax.tree.leaves(fn(wanted))  # noqa: E731
-    return jax.value_and_grad(lambda wanted: sum(jnp.vdot(leaf, direction(leaf)) for leaf in leaves(wanted)))
+    return jax.value_and_grad(
+        lambda wanted: sum(jnp.vdot(leaf, direction(leaf)) for leaf in leaves(wanted))
+    )
 
 
 def direction(leaf: jax.Array) -> jax.Array:
@@ -204,7 +253,9 @@ def direction(leaf: jax.Array) -> jax.Array:
 def wrapped(step, value: Callable) -> Callable:
     match step:
         case ("vmap", names):
-            return jax.vmap(value, ({name: 0 if name in names else None for name in INPUTS},))
+            return jax.vmap(
+                value, ({name: 0 if name in names else None for name in INPUTS},)
+            )
         case "jit":
             return jax.jit(value)
         case "checkpoint":
@@ -215,27 +266,36 @@ def wrapped(step, value: Callable) -> Callable:
             return lambda inputs: lax.cond(
                 jnp.sum(inputs["shift"]) > -100, value, lambda i: 0 * value(i), inputs
             )
-    return lambda inputs: lax.scan(lambda held, _: (held + value(inputs), None), 0 * value(inputs), length=2)[
-        0
-    ]
+    return lambda inputs: lax.scan(
+        lambda held, _: (held + value(inputs), None), 0 * value(inputs), length=2
+    )[0]
 
 
 @pytest.mark.parametrize("name", POLICIES)
-@pytest.mark.parametrize("cases", [range(1), pytest.param(range(1, 3), marks=pytest.mark.deep)], ids=str)
+@pytest.mark.parametrize(
+    "cases", [range(1), pytest.param(range(1, 3), marks=pytest.mark.deep)], ids=str
+)
 def test_every_order_of_transformations(name, cases):
     cases = [Case(list(POLICIES).index(name) + len(POLICIES) * k) for k in cases]
 
     def results():
         for case in cases:
             ours = functools.partial(case.stack, POLICIES[name])
-            yield case.result(ours), case.result(functools.partial(reference, STACKS[case.stack]))
+            yield (
+                case.result(ours),
+                case.result(functools.partial(reference, STACKS[case.stack])),
+            )
 
-    for case, (found, expected) in zip(cases, quick_jit(lambda: list(results()))(), strict=True):
+    for case, (found, expected) in zip(
+        cases, quick_jit(lambda: list(results()))(), strict=True
+    ):
         assert_close_to_scale(found, expected, name=case)
 
 
 def test_hessian_products_where_internals_are_kept():
-    """What is kept of a layer is the same for values and tangents, in which products have barriers."""
+    """What is kept of a layer is the same for values and tangents, in which products
+    have barriers.
+    """
     x, w = jnp.linspace(-1, 1, WIDTH)[None], INPUTS["w"]
     order, pattern = [0, 2, 3, 1], tuple("abba")
 
@@ -250,15 +310,24 @@ def test_hessian_products_where_internals_are_kept():
         name: lambda w, policy=policy: Stacked(Block(w), LENGTH).fold(x, remat=policy)
         for name, policy in POLICIES.items()
     }
-    folds["until"] = lambda w: sr.fold(lambda x, w: Block(w)(x), LENGTH, until=lambda x: x.sum() > 99)(x, w)
+    folds["until"] = lambda w: sr.fold(
+        lambda x, w: Block(w)(x), LENGTH, until=lambda x: x.sum() > 99
+    )(x, w)
 
     def product(fold):
-        return jax.jvp(jax.grad(lambda w: jnp.sum(fold(w) ** 2)), (w,), (jnp.cos(w),))[1]
+        return jax.jvp(jax.grad(lambda w: jnp.sum(fold(w) ** 2)), (w,), (jnp.cos(w),))[
+            1
+        ]
 
     @quick_jit
     def found():
         own = {name: product(fold) for name, fold in folds.items()}
-        return own, product(of_pattern), product(plain(range(LENGTH))), product(plain(order))
+        return (
+            own,
+            product(of_pattern),
+            product(plain(range(LENGTH))),
+            product(plain(order)),
+        )
 
     own, pattern_product, expected, in_order = found()
     for name, result in own.items():

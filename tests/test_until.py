@@ -1,4 +1,6 @@
-"""Loops that stop on their own: equal to the masked loop, and only the steps that run take time."""
+"""Loops that stop on their own: equal to the masked loop, and only the steps that run
+take time.
+"""
 
 import functools
 
@@ -39,15 +41,17 @@ def masked(carry, xs, w):
     def one(carry, x):
         new, y = step(carry, x, w)
         done = is_over(carry)
-        return jax.tree.map(lambda a, b: jnp.where(done, a, b), carry, new), jnp.where(done, 0, y)
+        return jax.tree.map(lambda a, b: jnp.where(done, a, b), carry, new), jnp.where(
+            done, 0, y
+        )
 
     return jax.lax.scan(one, carry, xs)
 
 
 def stopped(remat, **options):
-    return lambda carry, xs, w: sr.scan(step, Time, remat=remat, until=is_over, **options)(
-        carry, xs, shared(w)
-    )
+    return lambda carry, xs, w: sr.scan(
+        step, Time, remat=remat, until=is_over, **options
+    )(carry, xs, shared(w))
 
 
 def loss(scan, last, v, xs, w):
@@ -58,7 +62,9 @@ def loss(scan, last, v, xs, w):
 def random_arguments(seed):
     keys = jax.random.split(jax.random.key(seed), 3)
     shapes = (2,), (N, 2), (2, 2)
-    return [jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)]
+    return [
+        jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)
+    ]
 
 
 assert_close = functools.partial(blocks.assert_close, rtol=1e-4, atol=1e-5)
@@ -74,7 +80,9 @@ def test_values_outputs_and_gradients_are_those_of_the_masked_loop_wherever_it_s
         return {name: gradient(scan, last, *args) for name, scan in scans.items()}
 
     for last in range(N + 2):
-        expected = (found := of_all(jnp.int32(last), *random_arguments(last))).pop("masked")
+        expected = (found := of_all(jnp.int32(last), *random_arguments(last))).pop(
+            "masked"
+        )
         for name in found:
             assert_close(found[name], expected)
 
@@ -85,9 +93,15 @@ def test_derivatives_in_all_modes_and_of_a_batch_that_stops_at_different_steps()
     @quick_jit
     def both(lasts):
         def of(scan):
-            in_batch = jax.vmap(jax.value_and_grad(loss, (2, 4), has_aux=True), (None, 0, None, None, None))
+            in_batch = jax.vmap(
+                jax.value_and_grad(loss, (2, 4), has_aux=True),
+                (None, 0, None, None, None),
+            )
             in_all_modes = [
-                derivatives(lambda *args, last=lasts[i]: loss(scan, last, *args)[0], *args) for i in (0, 2)
+                derivatives(
+                    lambda *args, last=lasts[i]: loss(scan, last, *args)[0], *args
+                )
+                for i in (0, 2)
             ]
             return in_all_modes, in_batch(scan, lasts, *args)
 
@@ -101,18 +115,29 @@ def test_a_step_that_has_no_derivative_where_the_loop_is_over():
         def root(carry):
             return carry[0] - 1, carry[1] + jnp.sqrt(carry[0])
 
-        return sum(sr.fold(root, 6, remat=remat, until=lambda carry: carry[0] <= 0)((x, 0 * x)))
+        return sum(
+            sr.fold(root, 6, remat=remat, until=lambda carry: carry[0] <= 0)((x, 0 * x))
+        )
 
     def expected(x):
         left = x - jnp.arange(6.0)
-        return jnp.sum(jnp.where(left > 0, jnp.sqrt(jnp.where(left > 0, left, 1)), 0)) + x - jnp.ceil(x)
+        return (
+            jnp.sum(jnp.where(left > 0, jnp.sqrt(jnp.where(left > 0, left, 1)), 0))
+            + x
+            - jnp.ceil(x)
+        )
 
     @quick_jit
     def both(xs):
         def of(value):
-            return [*(derivatives(value, x) for x in xs), jax.vmap(jax.value_and_grad(value))(xs)]
+            return [
+                *(derivatives(value, x) for x in xs),
+                jax.vmap(jax.value_and_grad(value))(xs),
+            ]
 
-        return [of(functools.partial(last, remat=remat)) for remat in (False, "nested")], of(expected)
+        return [
+            of(functools.partial(last, remat=remat)) for remat in (False, "nested")
+        ], of(expected)
 
     found, want = both(jnp.array([2.0, 4.5]))
     for each in found:
@@ -143,7 +168,9 @@ def test_a_batch_whose_later_inputs_have_no_derivative_at_a_state_that_is_over()
 
         def run(x, levels, rate):
             levels = levels[::-1] if reverse else levels
-            x, path = sr.scan(step, 4, remat=remat, until=is_over, reverse=reverse)(x, levels, shared(rate))
+            x, path = sr.scan(step, 4, remat=remat, until=is_over, reverse=reverse)(
+                x, levels, shared(rate)
+            )
             return x, jnp.sum(path)
 
         return run
@@ -187,15 +214,19 @@ def test_devices_that_stop_at_different_steps(check_vma):
         def local(x, scale):
             return jax.lax.psum(last(x[0], scale), "d")
 
-        return jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=jax.P(), check_vma=check_vma)(
-            xs, scale
-        )
+        return jax.shard_map(
+            local, mesh=mesh, in_specs=spec, out_specs=jax.P(), check_vma=check_vma
+        )(xs, scale)
 
     def on_one(xs, scale):
         return sum(last(x, scale) for x in xs)
 
     args = jnp.array([0.5, 1.0, 2.0, 3.0]), jnp.float32(0.7)
-    assert_close(*quick_jit(lambda: [jax.value_and_grad(f, (0, 1))(*args) for f in (on_devices, on_one)])())
+    assert_close(
+        *quick_jit(
+            lambda: [jax.value_and_grad(f, (0, 1))(*args) for f in (on_devices, on_one)]
+        )()
+    )
 
 
 def test_without_jit_no_step_runs_after_the_last():
@@ -210,13 +241,17 @@ def test_without_jit_no_step_runs_after_the_last():
         x, ys = run(1.0)
     assert (float(x), ys.tolist(), steps) == (4.0, [True] * 2 + [False] * 4, [1.0, 2.0])
     assert_close(run(1.0), (x, ys))
-    assert sr.fold(lambda c: (2 * c[0], c[1]), 6, until=lambda c: c[0] > 3)((1.0, jnp.tanh)) == (
+    assert sr.fold(lambda c: (2 * c[0], c[1]), 6, until=lambda c: c[0] > 3)(
+        (1.0, jnp.tanh)
+    ) == (
         4.0,
         jnp.tanh,
     )
 
 
-@pytest.mark.parametrize(("policy", "most"), [(True, 2), ("nested", 3), ("max_carries", 5)])
+@pytest.mark.parametrize(
+    ("policy", "most"), [(True, 2), ("nested", 3), ("max_carries", 5)]
+)
 def test_steps_that_do_not_run_cost_nothing(policy, most):
     evaluations = []
 
@@ -225,7 +260,9 @@ def test_steps_that_do_not_run_cost_nothing(policy, most):
         return jnp.sin(x) + 1
 
     remat = ScanCheckpointPolicy(max_carries=20) if policy == "max_carries" else policy
-    fold = sr.fold(counted, hax.Axis("time", 10_000), remat=remat, until=lambda x: x[1] > 1.9)
+    fold = sr.fold(
+        counted, hax.Axis("time", 10_000), remat=remat, until=lambda x: x[1] > 1.9
+    )
     x = jnp.array([0.5, 0.9])
     run = quick_jit(jax.value_and_grad(lambda x: jnp.sum(fold(x))))
     expected, steps = x, 0
@@ -238,12 +275,17 @@ def test_steps_that_do_not_run_cost_nothing(policy, most):
 
 
 def test_what_cannot_stop_is_refused():
-    with pytest.raises(ValueError, match="With until=, a policy can neither offload nor drop"):
+    with pytest.raises(
+        ValueError, match="With until=, a policy can neither offload nor drop"
+    ):
         sr.fold(lambda x: x * 2, Time, remat="recompute", until=lambda x: x > 3)(1.0)
     with pytest.raises(
-        ValueError, match=r"The carry\['a'\] goes in as float32\[\] and comes out as float32\[2\]"
+        ValueError,
+        match=r"The carry\['a'\] goes in as float32\[\] and comes out as float32\[2\]",
     ):
-        sr.fold(lambda c: {"a": jnp.ones(2)}, Time, until=lambda c: jnp.all(c["a"] > 3))({"a": jnp.ones(())})
+        sr.fold(
+            lambda c: {"a": jnp.ones(2)}, Time, until=lambda c: jnp.all(c["a"] > 3)
+        )({"a": jnp.ones(())})
 
 
 @pytest.mark.parametrize("remat", [False, "nested"])
@@ -261,9 +303,16 @@ def test_lax_scan_is_that_of_jax(remat):
             carry, ys = scan(f, init, xs, length, reverse, **options)
             return jnp.sum(carry) + jnp.sum(ys["y"] ** 2), (carry, ys)
 
-        return [jax.value_and_grad(value, has_aux=True)(jnp.ones(2), *case) for case in cases]
+        return [
+            jax.value_and_grad(value, has_aux=True)(jnp.ones(2), *case)
+            for case in cases
+        ]
 
-    assert_close(*quick_jit(lambda: (of(sr.lax_scan, remat=remat, unroll=2), of(jax.lax.scan)))())
+    assert_close(
+        *quick_jit(lambda: (of(sr.lax_scan, remat=remat, unroll=2), of(jax.lax.scan)))()
+    )
     for wrong in (-3, "two"):
-        with pytest.raises((TypeError, ValueError), match="length is the number of steps"):
+        with pytest.raises(
+            (TypeError, ValueError), match="length is the number of steps"
+        ):
             sr.lax_scan(f, jnp.ones(2), None, wrong)

@@ -1,4 +1,6 @@
-"""A program, an array or a weakly typed carry that is used again gives what it gives by itself."""
+"""A program, an array or a weakly typed carry that is used again gives what it gives by
+itself.
+"""
 
 import functools
 import itertools
@@ -42,7 +44,10 @@ def folded(remat):
 
 def of_two_kinds(weights):
     pair = LAYERS.resize(2)
-    kinds = {"a": Stacked(Sine(weights[:2]), pair), "b": Stacked(Padded(weights[2:]), pair)}
+    kinds = {
+        "a": Stacked(Sine(weights[:2]), pair),
+        "b": Stacked(Padded(weights[2:]), pair),
+    }
     return StackedPattern(kinds, ("a", "b") * 2, LAYERS)
 
 
@@ -95,7 +100,10 @@ def test_second_derivatives_after_a_gradient():
 
     def second(function):
         def first(weights, x):
-            return sum(jnp.sum(jnp.sin(leaf)) for leaf in jax.grad(function, (0, 1))(weights, x))
+            return sum(
+                jnp.sum(jnp.sin(leaf))
+                for leaf in jax.grad(function, (0, 1))(weights, x)
+            )
 
         return jax.grad(first, (0, 1))(weights, x)
 
@@ -123,7 +131,9 @@ class Padded(eqx.Module):
     w: jax.Array
 
     def __call__(self, x, a, b, c):
-        summed = jax.lax.associative_scan(jnp.add, checkpoint_name(x * self.w * c, "act"))
+        summed = jax.lax.associative_scan(
+            jnp.add, checkpoint_name(x * self.w * c, "act")
+        )
         return a * jnp.cos(summed) + jax.lax.pad(b[:2] * x[:2], 0.5, [(0, 1, 0)])
 
 
@@ -134,12 +144,16 @@ def stacks():
 
 def test_fused_updates_given_one_array_twice():
     def loss(blocks, x):
-        return jnp.sum(blocks.fold(x, shared(x), shared(x), shared(ONE), remat=NAMES) ** 2)
+        return jnp.sum(
+            blocks.fold(x, shared(x), shared(x), shared(ONE), remat=NAMES) ** 2
+        )
 
     step = fused_update(loss, optax.sgd(0.1))
     for blocks in stacks():
         found = eqx.filter_jit(step)(blocks, step.init(blocks), ONE)
-        expected = jax.tree.map(lambda w, g: w - 0.1 * g, blocks, jax.grad(loss)(blocks, ONE))
+        expected = jax.tree.map(
+            lambda w, g: w - 0.1 * g, blocks, jax.grad(loss)(blocks, ONE)
+        )
         assert_close(found.model, expected, rtol=1e-5, atol=1e-6)
 
 
@@ -150,7 +164,9 @@ def test_outputs_are_of_the_same_types_under_every_policy():
         return jnp.sum(carry), ys
 
     for policy in (True, "nested", ScanCheckpointPolicy(first_layers=1), "offload"):
-        gradient = jax.jit(jax.grad(functools.partial(value, policy=policy), has_aux=True))
+        gradient = jax.jit(
+            jax.grad(functools.partial(value, policy=policy), has_aux=True)
+        )
         assert [leaf.weak_type for leaf in gradient(jnp.ones(3))[1]] == [True, True]
 
 
@@ -158,7 +174,9 @@ def test_layers_that_keep_internals_beside_a_python_number_in_the_carry():
     """The forward and the reverse sweep are given it with and without a weak type."""
 
     def inner(x):
-        return jax.lax.scan(lambda c, y: (jnp.sin(c) * y + 0.1, c), x, jnp.array([0.5, 1.5]))[0]
+        return jax.lax.scan(
+            lambda c, y: (jnp.sin(c) * y + 0.1, c), x, jnp.array([0.5, 1.5])
+        )[0]
 
     def layer(carry, w):
         return inner((carry[0] @ w) * carry[1]), carry[1] * 1.1
@@ -177,27 +195,43 @@ def test_layers_that_keep_internals_beside_a_python_number_in_the_carry():
 
 
 def test_outputs_that_the_loss_does_not_use_may_be_all_that_has_internals():
-    """The forward sweep cannot know which are used, and without them a layer may have none that is kept."""
+    """The forward sweep cannot know which are used, and without them a layer may have
+    none that is kept.
+    """
     x, start = jnp.linspace(0.5, 1.5, 18).reshape(9, 2), jnp.linspace(0.3, 1, 2)
     layers = {
         "product": lambda c, x: (c * x, jnp.sin(c)),
         "linear": lambda c, x: (0.9 * c + x, jnp.sin(checkpoint_name(2 * c, "h"))),
         "of several": lambda c, x: (c * x, (jnp.sin(c), c**2 * x)),
     }
-    cuts = [{"nested": True}, {"nested": 2}, {"nested": 4}, {"max_carries": 3}, {"max_carries": 6}]
+    cuts = [
+        {"nested": True},
+        {"nested": 2},
+        {"nested": 4},
+        {"max_carries": 3},
+        {"max_carries": 6},
+    ]
     cuts += [{"nested": 3, "first_layers": 2}, {"nested": 3, "save_carries": "offload"}]
     pairs = zip(cuts, itertools.cycle((True, ["h"])), strict=False)
     kept = [ScanCheckpointPolicy(**cut, save_block_internals=own) for cut, own in pairs]
     runs = [(policy, until) for policy in kept for until in (None, lambda c: c[0] > 99)]
-    runs = [(False, None), *((policy, until) for policy, until in runs if not (until and policy.offloads))]
+    runs = [
+        (False, None),
+        *((policy, until) for policy, until in runs if not (until and policy.offloads)),
+    ]
 
     def gradient(layer, policy, until):
         run = scan(layer, 9, remat=policy, until=until)
-        return jax.grad(lambda x, start: jnp.sum(run(start, x)[0] ** 2), (0, 1))(x, start)
+        return jax.grad(lambda x, start: jnp.sum(run(start, x)[0] ** 2), (0, 1))(
+            x, start
+        )
 
     @quick_jit
     def gradients():
-        return {name: [gradient(layer, *run) for run in runs] for name, layer in layers.items()}
+        return {
+            name: [gradient(layer, *run) for run in runs]
+            for name, layer in layers.items()
+        }
 
     for name, (expected, *found) in gradients().items():
         for one, run in zip(found, runs[1:], strict=True):
@@ -213,10 +247,14 @@ def test_effects_of_layers_whose_internals_are_kept_see_the_carry():
         return (q + jnp.sin(q) * x, count + 1), None
 
     def loss(x, remat):
-        return jnp.sum(scan(step, 9, remat=remat)((jnp.float32(1), jnp.float32(0)), x)[0][0])
+        return jnp.sum(
+            scan(step, 9, remat=remat)((jnp.float32(1), jnp.float32(0)), x)[0][0]
+        )
 
     policy = ScanCheckpointPolicy(nested=3, save_block_internals=True)
-    jax.block_until_ready(jax.jit(jax.grad(loss), static_argnums=1)(jnp.ones(9), policy))
+    jax.block_until_ready(
+        jax.jit(jax.grad(loss), static_argnums=1)(jnp.ones(9), policy)
+    )
     jax.effects_barrier()
     assert sorted({*seen}) == [*range(9)] and {*map(seen.count, range(9))} == {3}
 
@@ -231,7 +269,9 @@ class Counted(eqx.Module):
 def test_cotangents_of_integers_within_a_loop_that_is_linearized():
     def gradient(h):
         carry = {"h": h, "k": jnp.asarray(1)}
-        _, pullback = jax.vjp(Stacked(Counted(0.5 * jnp.ones((2, 3, 3))), 2).fold, carry)
+        _, pullback = jax.vjp(
+            Stacked(Counted(0.5 * jnp.ones((2, 3, 3))), 2).fold, carry
+        )
         return pullback({"h": h, "k": np.zeros((), jax.dtypes.float0)})[0]["h"]
 
     total = jax.grad(lambda h: jnp.sum(jax.lax.map(lambda a: gradient(h * a), h)))

@@ -1,4 +1,6 @@
-"""The reverse sweep with a visitor: gradients, order, updates in place, states, and what is refused."""
+"""The reverse sweep with a visitor: gradients, order, updates in place, states, and
+what is refused.
+"""
 
 import functools
 from collections.abc import Callable
@@ -28,13 +30,21 @@ from .random_arrays import normal
 
 N = 5
 WITH_VISITORS = policies(
-    "False", "offload", "nested", "max_carries", "names offloaded", "nested, offload, names", "first layers"
+    "False",
+    "offload",
+    "nested",
+    "max_carries",
+    "names offloaded",
+    "nested, offload, names",
+    "first layers",
 )
 Layers, Batch, Expert, Embed = hax.make_axes(layers=N, batch=2, expert=3, embed=4)
 
 
 class Block(eqx.Module):
-    """Named and plain arrays, two of them not sliced, one shared by all, an integer, a function, a number."""
+    """Named and plain arrays, two of them not sliced, one shared by all, an integer, a
+    function, a number.
+    """
 
     weight: hax.NamedArray
     scale: jax.Array
@@ -47,7 +57,9 @@ class Block(eqx.Module):
 
     def __call__(self, carry, offset, *, bias):
         x, count = carry
-        h = checkpoint_name(hax.dot(x, self.weight, axis="embed").rename({"out": "embed"}), "hidden")
+        h = checkpoint_name(
+            hax.dot(x, self.weight, axis="embed").rename({"out": "embed"}), "hidden"
+        )
         h = h * self.gain + self.row(self.number % 3) + LayerStack.of(self.shift).layer
         x = x + self.activation(h) * self.scale**self.power + offset + bias
         return (x, count + self.number), hax.sum(x * x, axis="embed")
@@ -56,7 +68,11 @@ class Block(eqx.Module):
         """One expert's, without a copy of the others."""
         if isinstance(self.experts, LayerStack):
             layer_index, stack = self.experts.layer_index, self.experts.stack
-            assert stack.axes == (Layers, Expert, Embed) and self.experts.layer.axes == (Expert, Embed)
+            assert stack.axes == (
+                Layers,
+                Expert,
+                Embed,
+            ) and self.experts.layer.axes == (Expert, Embed)
             return hax.named(stack.array[layer_index, choice], Embed)
         return hax.named(self.experts.array[choice], Embed)
 
@@ -111,10 +127,14 @@ def expected(reverse):
 
 
 def visitor(visit, seen):
-    """Uses all that there is: it updates the layer, and returns both states and all cotangents."""
+    """Uses all that there is: it updates the layer, and returns both states and all
+    cotangents.
+    """
     carry, layer, args, kwargs = visit.vjp()
     where = lambda block: (block.weight, block.experts, block.shift)  # noqa: E731
-    new = jax.tree.map(lambda leaf, of: leaf - 0.1 * of, where(visit.layer), where(layer))
+    new = jax.tree.map(
+        lambda leaf, of: leaf - 0.1 * of, where(visit.layer), where(layer)
+    )
     order, count = seen
     return LayerResult(
         carry,
@@ -128,7 +148,12 @@ def visitor(visit, seen):
 
 @pytest.mark.parametrize("remat", with_remat3(WITH_VISITORS))
 def test_a_visitor_sees_the_gradients_of_the_loop_and_updates_it(remat):
-    reverse = remat in (False, "nested", POLICIES["first layers"])  # the others show the other order
+    # The others show the other order
+    reverse = remat in (
+        False,
+        "nested",
+        POLICIES["first layers"],
+    )
     blocks, carry, offset, bias = example()
     outputs, (of_blocks, of_x, of_offset, of_bias), means = expected(reverse)
 
@@ -152,7 +177,9 @@ def test_a_visitor_sees_the_gradients_of_the_loop_and_updates_it(remat):
     assert_close(visited.args, of_offset)
     assert_close(visited.kwargs["bias"], of_bias)
     for name in ("weight", "experts", "shift"):
-        found, before, of = (getattr(it.stacked, name) for it in (visited.layers, blocks, of_blocks))
+        found, before, of = (
+            getattr(it.stacked, name) for it in (visited.layers, blocks, of_blocks)
+        )
         assert_close(found, before - 0.1 * of)
     assert_close(visited.layers.stacked.scale, blocks.stacked.scale)
     assert isinstance(visited.layers, Stacked)
@@ -168,11 +195,15 @@ def matrices(seed=0, layers=N, size=4):
 
 def sgd(visit, state):
     carry, gradient, *_ = visit.vjp()
-    return LayerResult(carry, Tanh(visit.layer.weight - 0.1 * gradient.weight), state=state)
+    return LayerResult(
+        carry, Tanh(visit.layer.weight - 0.1 * gradient.weight), state=state
+    )
 
 
 def gradient_of(weights, x):
-    return jax.jit(jax.grad(lambda weights: jnp.sum(looped(map(Tanh, weights), x))))(weights)
+    return jax.jit(jax.grad(lambda weights: jnp.sum(looped(map(Tanh, weights), x))))(
+        weights
+    )
 
 
 def fold_vjp(weights, x, remat):
@@ -206,11 +237,14 @@ def test_only_what_is_used_is_computed():
         return memory.count_flops(jax.make_jaxpr(step)(weights, x)).matmul
 
     product = 2 * 2 * 4 * 4
-    assert products(carry_only) == 6 * 3 * product  # forward, the layer again, its input's cotangent
+    # Forward, the layer again, its input's cotangent
+    assert products(carry_only) == 6 * 3 * product
     assert products(sgd) == 6 * 4 * product  # and the weights'
 
 
-@pytest.mark.parametrize("remat", ["nested", "offload", ScanCheckpointPolicy(max_carries=3)])
+@pytest.mark.parametrize(
+    "remat", ["nested", "offload", ScanCheckpointPolicy(max_carries=3)]
+)
 def test_updates_are_written_in_place(remat):
     weights, x = matrices(layers=48, size=64), jnp.ones((2, 64))
 
@@ -218,7 +252,9 @@ def test_updates_are_written_in_place(remat):
         y, sweep_back = fold_vjp(weights, x, remat)
         return sweep_back(jnp.ones_like(y), sgd).layers.stacked.weight
 
-    stats = jax.jit(step, donate_argnums=0).lower(weights, x).compile().memory_analysis()
+    stats = (
+        jax.jit(step, donate_argnums=0).lower(weights, x).compile().memory_analysis()
+    )
     assert stats.alias_size_in_bytes == weights.nbytes
     assert stats.temp_size_in_bytes < 0.15 * weights.nbytes
 
@@ -240,7 +276,10 @@ def test_layers_on_the_host_are_read_and_written_there():
     found = jax.jit(steps)(host, x)
     for new, same in zip(found, ahead, strict=True):
         assert new.sharding.memory_kind == same.sharding.memory_kind == "pinned_host"
-        assert_close(jax.device_put(same, weights.sharding), jax.device_put(new, weights.sharding))
+        assert_close(
+            jax.device_put(same, weights.sharding),
+            jax.device_put(new, weights.sharding),
+        )
         assert_close(jax.device_put(new, weights.sharding), weights - 0.1 * want)
 
 
@@ -254,7 +293,9 @@ def test_results_of_a_visitor_have_no_derivatives_and_eager_calls_on_the_host():
 
     for remat in (True, "nested", False):
         run = functools.partial(of_visitor, remat=remat)
-        with pytest.raises(TypeError, match="the results of a sweep with a visitor have no derivatives"):
+        with pytest.raises(
+            TypeError, match="the results of a sweep with a visitor have no derivatives"
+        ):
             jax.grad(lambda weights, run=run: run(weights)[1])(weights)
         gradient = jax.jit(jax.grad(run, has_aux=True))(weights)[0]
         assert_close(gradient, gradient_of(weights, x))
@@ -286,13 +327,19 @@ class Row(eqx.Module):
 
     def __call__(self, x):
         weight, gain = LayerStack.of(self.weight, "blocks"), LayerStack.of(self.gain)
-        return x * weight.stack["blocks", weight.layer_index].array * gain.stack[gain.layer_index]
+        return (
+            x
+            * weight.stack["blocks", weight.layer_index].array
+            * gain.stack[gain.layer_index]
+        )
 
 
 @pytest.mark.parametrize("layers", [0, 2])
 def test_no_layers_and_layers_under_another_name(layers):
     Blocks = hax.Axis("blocks", layers)
-    blocks = Stacked(Row(random(0, Blocks, Embed), jnp.linspace(0.5, 1, layers)), Blocks)
+    blocks = Stacked(
+        Row(random(0, Blocks, Embed), jnp.linspace(0.5, 1, layers)), Blocks
+    )
     x = jnp.ones(4)
     want = looped(blocks, x)
 
@@ -301,7 +348,12 @@ def test_no_layers_and_layers_under_another_name(layers):
         found = jax.value_and_grad(lambda x: jnp.sum(blocks.fold(x, remat=remat)))(x)
         y, sweep_back = blocks.fold_vjp(x, remat=remat)
         of_y = jax.grad(lambda x: jnp.sum(blocks.fold_vjp(x, remat=remat)[0]))(x)
-        return found, y, of_y, sweep_back(x, lambda visit, _: LayerResult(visit.vjp().carry))
+        return (
+            found,
+            y,
+            of_y,
+            sweep_back(x, lambda visit, _: LayerResult(visit.vjp().carry)),
+        )
 
     for remat in (True, False, "nested", "offload"):
         (found, of_x), y, of_y, result = run(x, remat)
@@ -311,19 +363,34 @@ def test_no_layers_and_layers_under_another_name(layers):
 
 
 def test_unsliced_fields_anywhere():
-    """Read through a static slice, in a stack within a stack, outside of folds, and from the host."""
-    stacks = [Stacked(Slice(matrices(seed, 3)), hax.Axis("inner", 3)) for seed in range(2)]
-    outer = Stacked(Inner(jax.tree.map(lambda *leaves: jnp.stack(leaves), *stacks)), hax.Axis("layers", 2))
+    """Read through a static slice, in a stack within a stack, outside of folds, and
+    from the host.
+    """
+    stacks = [
+        Stacked(Slice(matrices(seed, 3)), hax.Axis("inner", 3)) for seed in range(2)
+    ]
+    outer = Stacked(
+        Inner(jax.tree.map(lambda *leaves: jnp.stack(leaves), *stacks)),
+        hax.Axis("layers", 2),
+    )
     x = jnp.ones((2, 4))
 
     def of_loop(outer):
-        return jnp.sum(functools.reduce(lambda y, inner: looped(inner.layers, y), outer, x))
+        return jnp.sum(
+            functools.reduce(lambda y, inner: looped(inner.layers, y), outer, x)
+        )
 
-    found = jax.jit(jax.grad(lambda outer: jnp.sum(outer.fold(x, remat="nested"))))(outer)
+    found = jax.jit(jax.grad(lambda outer: jnp.sum(outer.fold(x, remat="nested"))))(
+        outer
+    )
     assert_close(found, jax.jit(jax.grad(of_loop))(outer))
     stack = Stacked(Slice(matrices()), Layers)
-    host = jax.device_put(matrices(), matrices().sharding.with_memory_kind("pinned_host"))
-    assert_close(jax.jit(lambda x: Stacked(Slice(host), Layers).fold(x))(x), stack.fold(x))
+    host = jax.device_put(
+        matrices(), matrices().sharding.with_memory_kind("pinned_host")
+    )
+    assert_close(
+        jax.jit(lambda x: Stacked(Slice(host), Layers).fold(x))(x), stack.fold(x)
+    )
 
 
 def result(**fields):
@@ -335,7 +402,9 @@ def layer_with(**fields):
 
     def replace(visit, state):
         new = eqx.tree_at(
-            lambda block: [getattr(block, name) for name in fields], visit.layer, [*fields.values()]
+            lambda block: [getattr(block, name) for name in fields],
+            visit.layer,
+            [*fields.values()],
         )
         return result(layer=new)(visit, state)
 
@@ -352,10 +421,16 @@ def sweep_back():
 def test_layers_with_functions_and_numbers_are_frozen_in_a_branch(sweep_back):
     def some(visit, state):
         def arrays(change):
-            new = eqx.tree_at(lambda block: block.scale, visit.layer, visit.layer.scale + change)
-            return eqx.filter(eqx.tree_at(lambda block: block.gain, new, None), eqx.is_array)
+            new = eqx.tree_at(
+                lambda block: block.scale, visit.layer, visit.layer.scale + change
+            )
+            return eqx.filter(
+                eqx.tree_at(lambda block: block.gain, new, None), eqx.is_array
+            )
 
-        layer = jax.lax.cond(visit.layer_index < 2, lambda: arrays(0.0), lambda: arrays(1.0))
+        layer = jax.lax.cond(
+            visit.layer_index < 2, lambda: arrays(0.0), lambda: arrays(1.0)
+        )
         return LayerResult(visit.vjp().carry, layer)
 
     blocks, new = example()[0].stacked, sweep_back(some).layers.stacked
@@ -372,16 +447,34 @@ class TestRefused:
                 lambda visit, state: LayerResult(()),
                 "of the carry returned by the visitor has another structure",
             ),
-            (result(layer_state=jnp.int32(0)), "The layer_state goes in as float32.* and comes out as int32"),
+            (
+                result(layer_state=jnp.int32(0)),
+                "The layer_state goes in as float32.* and comes out as int32",
+            ),
             (
                 layer_with(number=jnp.float32(1)),
-                "The layer.number goes in as int32.* y.astype\\(layer.number.dtype\\), or the initial layer",
+                (
+                    "The layer.number goes in as int32.*"
+                    " y.astype\\(layer.number.dtype\\), or the initial layer"
+                ),
             ),
-            (result(args=jnp.zeros(3)), "args of a LayerResult is a tuple of 1 cotangents"),
-            (result(kwargs={"k": 1.0}), "keys among \\['bias'\\]; got .* \\['bias', 'k'\\]"),
-            (result(args=(jnp.zeros(3),)), "of args\\[0\\] returned by the visitor is float32\\[3\\], and"),
+            (
+                result(args=jnp.zeros(3)),
+                "args of a LayerResult is a tuple of 1 cotangents",
+            ),
+            (
+                result(kwargs={"k": 1.0}),
+                "keys among \\['bias'\\]; got .* \\['bias', 'k'\\]",
+            ),
+            (
+                result(args=(jnp.zeros(3),)),
+                "of args\\[0\\] returned by the visitor is float32\\[3\\], and",
+            ),
             (layer_with(scale=1), "The layer.scale goes in as float32"),
-            (layer_with(gain=hax.ones(Embed)), "The layer.gain.* is shared by all layers"),
+            (
+                layer_with(gain=hax.ones(Embed)),
+                "The layer.gain.* is shared by all layers",
+            ),
             (layer_with(power=2.0), "The layer.power is 1.0, the same for all layers"),
         ],
     )
@@ -390,20 +483,27 @@ class TestRefused:
             sweep_back(visitor, jnp.zeros(()), jnp.zeros(N))
 
     def test_what_sweep_back_is_given(self, sweep_back):
-        with pytest.raises(ValueError, match="The layer_state is 0.0, the same for all layers"):
+        with pytest.raises(
+            ValueError, match="The layer_state is 0.0, the same for all layers"
+        ):
             sweep_back(result(layer_state=1.0), layer_state=0.0)
         states = {"sum": shared(jnp.zeros(3)), "own": jnp.zeros(N)}
-        with pytest.raises(ValueError, match="The layer_state\\['sum'\\] is shared by all layers"):
+        with pytest.raises(
+            ValueError, match="The layer_state\\['sum'\\] is shared by all layers"
+        ):
             sweep_back(
-                lambda visit, state: result(layer_state=jax.tree.map(lambda x: x + 1, visit.layer_state))(
-                    visit, state
-                ),
+                lambda visit, state: result(
+                    layer_state=jax.tree.map(lambda x: x + 1, visit.layer_state)
+                )(visit, state),
                 layer_state=states,
             )
         with pytest.raises(ValueError, match="a pair of cotangents"):
             sweep_back.func(jnp.zeros(()), sgd)
         with pytest.raises(
             ValueError,
-            match="axes \\(batch=3\\) of float32, and the carry\\[0\\] is .* \\(batch=2, embed=4\\)",
+            match=(
+                "axes \\(batch=3\\) of float32, and the carry\\[0\\] is .* \\(batch=2,"
+                " embed=4\\)"
+            ),
         ):
             sweep_back.func(((hax.ones(hax.Axis("batch", 3)), None), None), sgd)

@@ -1,8 +1,9 @@
 # %% [markdown]
 # # Attribution: which examples harm
 #
-# For whoever suspects labels. A third of the training labels is wrong; the dot product of each example's
-# gradient with that of a small clean set finds them, in the backward pass.
+# For whoever suspects labels. A third of the training labels is wrong; the dot product
+# of each example's gradient with that of a small clean set finds them, in the backward
+# pass.
 
 # %%
 import equinox as eqx
@@ -16,7 +17,8 @@ Layers, Batch, Embed = hax.make_axes(layers=6, batch=48, embed=16)
 Clean = Batch.resize(32)
 
 # %% [markdown]
-# The loss function returns the loss of each example. It is given batches of one example too.
+# The loss function returns the loss of each example. It is given batches of one example
+# too.
 
 
 # %%
@@ -57,8 +59,8 @@ label = right * hax.named(1.0 - 2.0 * wrong.astype(jnp.float32), Batch)
 # %% [markdown]
 # ## Train, and score as it goes
 #
-# One call gives the gradient that training needs and the scores of all examples. A score above zero means
-# that a step on the example lowers the loss of the clean set.
+# One call gives the gradient that training needs and the scores of all examples. A
+# score above zero means that a step on the example lowers the loss of the clean set.
 
 
 # %%
@@ -66,11 +68,15 @@ label = right * hax.named(1.0 - 2.0 * wrong.astype(jnp.float32), Batch)
 def step(model):
     direction = ghost.val_direction(model, losses, clean)
     gradient, found = ghost.grad_dot(model, losses, (x, label), direction=direction)
-    return jax.tree.map(lambda weight, slope: weight - 0.1 * slope, model, gradient), found.total.array
+    return jax.tree.map(
+        lambda weight, slope: weight - 0.1 * slope, model, gradient
+    ), found.total.array
 
 
 keys = jax.random.split(jax.random.key(0), Layers.size)
-model = Classifier(Stacked.init(Layers, Block, remat="nested")(key=keys), 0.1 * hax.ones(Embed))
+model = Classifier(
+    Stacked.init(Layers, Block, remat="nested")(key=keys), 0.1 * hax.ones(Embed)
+)
 ghost.check_examples(model, losses, (x, label))  # no loss depends on other examples
 total = jnp.zeros(Batch.size)
 for _ in range(20):
@@ -94,7 +100,12 @@ print(f"mean score: right {total[~wrong].mean():.3f}, wrong {total[wrong].mean()
 # There is a score for each array and layer.
 
 # %%
-_, found = ghost.grad_dot(model, losses, (x, label), direction=ghost.val_direction(model, losses, clean))
+_, found = ghost.grad_dot(
+    model, losses, (x, label), direction=ghost.val_direction(model, losses, clean)
+)
 by_layer = found.scores["blocks.*.linear.weight"].array
 for layer, size in enumerate(jnp.abs(by_layer).sum(1).tolist()):
-    print(f"layer {layer}  {size:.3f}  " + "#" * int(40 * size / float(jnp.abs(by_layer).sum(1).max())))
+    print(
+        f"layer {layer}  {size:.3f}  "
+        + "#" * int(40 * size / float(jnp.abs(by_layer).sum(1).max()))
+    )

@@ -1,8 +1,9 @@
 # %% [markdown]
 # # A residual network with BatchNorm
 #
-# For layers that keep state. Each has running statistics in an `eqx.nn.State`: the stack takes the state of
-# the model, and each layer gets its part. See [layers that keep state](../state.md).
+# For layers that keep state. Each has running statistics in an `eqx.nn.State`: the
+# stack takes the state of the model, and each layer gets its part. See [layers that
+# keep state](../state.md).
 
 # %%
 import equinox as eqx
@@ -23,7 +24,9 @@ class Block(eqx.Module):
 
     def __init__(self, key):
         self.norm = eqx.nn.BatchNorm(CHANNELS, "batch", mode="ema", momentum=0.9)
-        self.conv = eqx.nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1, use_bias=False, key=key)
+        self.conv = eqx.nn.Conv2d(
+            CHANNELS, CHANNELS, 3, padding=1, use_bias=False, key=key
+        )
 
     def __call__(self, x, state):
         y, state = self.norm(x, state)
@@ -38,7 +41,9 @@ class Classifier(eqx.Module):
     def __init__(self, key):
         of_stem, of_blocks, of_head = jax.random.split(key, 3)
         self.stem = eqx.nn.Conv2d(1, CHANNELS, 3, padding=1, key=of_stem)
-        self.blocks = Stacked.init(DEPTH, Block, remat="nested")(jax.random.split(of_blocks, DEPTH))
+        self.blocks = Stacked.init(DEPTH, Block, remat="nested")(
+            jax.random.split(of_blocks, DEPTH)
+        )
         self.head = eqx.nn.Linear(CHANNELS, 2, key=of_head)
 
     def __call__(self, image, state):
@@ -47,12 +52,16 @@ class Classifier(eqx.Module):
 
 
 model, state = eqx.nn.make_with_state(Classifier)(jax.random.key(0))
-print(f"running means of all layers: {state.get(model.blocks.stacked.norm.ema_state_index)[0].shape}")
+print(
+    "running means of all layers:"
+    f" {state.get(model.blocks.stacked.norm.ema_state_index)[0].shape}"
+)
 
 # %% [markdown]
 # ## Training
 #
-# Stripes, across or down, in noise. The gradient replays layers, and each updates its statistics once.
+# Stripes, across or down, in noise. The gradient replays layers, and each updates its
+# statistics once.
 
 
 # %%
@@ -74,7 +83,9 @@ def loss(model, state, x, labels):
 
 @eqx.filter_jit
 def step(model, state, moments, key):
-    (value, state), slope = eqx.filter_value_and_grad(loss, has_aux=True)(model, state, *images(key, 64))
+    (value, state), slope = eqx.filter_value_and_grad(loss, has_aux=True)(
+        model, state, *images(key, 64)
+    )
     updates, moments = optimizer.update(slope, moments)
     return eqx.apply_updates(model, updates), state, moments, value
 

@@ -1,9 +1,9 @@
 # %% [markdown]
 # # A residual network that is too deep to train otherwise
 #
-# For very deep models. The gradient of a thousand convolutions is compiled and not run, so that nothing
-# large is allocated, and the compiler says what it would take. Then a narrow network of the same depth
-# trains.
+# For very deep models. The gradient of a thousand convolutions is compiled and not run,
+# so that nothing large is allocated, and the compiler says what it would take. Then a
+# narrow network of the same depth trains.
 
 # %%
 import equinox as eqx
@@ -23,7 +23,9 @@ class Block(eqx.Module):
     kernel: jax.Array
 
     def __call__(self, x):
-        dimensions = jax.lax.conv_dimension_numbers(x.shape, self.kernel.shape, ("NHWC", "HWIO", "NHWC"))
+        dimensions = jax.lax.conv_dimension_numbers(
+            x.shape, self.kernel.shape, ("NHWC", "HWIO", "NHWC")
+        )
         change = jax.lax.conv_general_dilated(
             jax.nn.relu(x), self.kernel, (1, 1), "SAME", dimension_numbers=dimensions
         )
@@ -31,14 +33,16 @@ class Block(eqx.Module):
 
 
 def network(channels, make=jnp.zeros):
-    return Stacked.init(hax.Axis("layers", DEPTH), Block)(make((DEPTH, 3, 3, channels, channels)))
+    return Stacked.init(hax.Axis("layers", DEPTH), Block)(
+        make((DEPTH, 3, 3, channels, channels))
+    )
 
 
 # %% [markdown]
 # ## What a gradient takes
 #
-# 32 images of 64 x 64 pixels and 16 channels: a carry of 8 MiB. Shapes are enough to compile, and one layer
-# is compiled, not a thousand.
+# 32 images of 64 x 64 pixels and 16 channels: a carry of 8 MiB. Shapes are enough to
+# compile, and one layer is compiled, not a thousand.
 
 
 # %%
@@ -53,12 +57,15 @@ found = memory.compare(gradient, blocks, images, candidates=policies)
 plain, full, nested = (trial.report for trial in found.trials)
 for policy, report in zip(policies, (plain, full, nested), strict=True):
     times = report.flops.matmul / plain.flops.matmul
-    print(f"{policy!s:7} {report.temporaries / 2**30:6.2f} GiB   {times:.2f} x the FLOPs of False")
+    print(
+        f"{policy!s:7} {report.temporaries / 2**30:6.2f} GiB   {times:.2f} x the FLOPs"
+        " of False"
+    )
 assert nested.temporaries < 2**30 < 7 * 2**30 < full.temporaries
 
 # %% [markdown]
-# `True` keeps the carry of each layer, a thousand in all. `nested` keeps 45, because 45 · 46 / 2 is more
-# than a thousand, and computes each layer once more.
+# `True` keeps the carry of each layer, a thousand in all. `nested` keeps 45, because 45
+# · 46 / 2 is more than a thousand, and computes each layer once more.
 #
 # ## It trains
 #
@@ -67,7 +74,10 @@ assert nested.temporaries < 2**30 < 7 * 2**30 < full.temporaries
 
 # %%
 def small(shape):
-    return jax.random.normal(jax.random.key(0), shape) * (0.1 / (9 * shape[-1] * DEPTH)) ** 0.5
+    return (
+        jax.random.normal(jax.random.key(0), shape)
+        * (0.1 / (9 * shape[-1] * DEPTH)) ** 0.5
+    )
 
 
 def loss(blocks, x, blurred):
@@ -85,7 +95,14 @@ optimizer = optax.adam(2e-5)
 blocks = network(4, small)
 state = optimizer.init(blocks)
 x = jax.random.normal(jax.random.key(1), (8, 8, 8, 4))
-blurred = sum(jnp.roll(x, (down, right), (1, 2)) for down in (-1, 0, 1) for right in (-1, 0, 1)) / 9
+blurred = (
+    sum(
+        jnp.roll(x, (down, right), (1, 2))
+        for down in (-1, 0, 1)
+        for right in (-1, 0, 1)
+    )
+    / 9
+)
 for number in range(16):
     blocks, state, value = step(blocks, state, x, blurred)
     if number % 5 == 0:

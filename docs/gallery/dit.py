@@ -1,9 +1,9 @@
 # %% [markdown]
 # # A diffusion transformer: conditioning in every layer
 #
-# For conditioning in every layer. A layer of a DiT (Peebles and Xie 2023) scales, shifts and gates by a
-# linear map of its own of the time and the class (adaLN). The conditioning is one array for all layers,
-# marked as `shared`.
+# For conditioning in every layer. A layer of a DiT (Peebles and Xie 2023) scales,
+# shifts and gates by a linear map of its own of the time and the class (adaLN). The
+# conditioning is one array for all layers, marked as `shared`.
 
 # %%
 import equinox as eqx
@@ -25,7 +25,9 @@ class Block(eqx.Module):
     def __init__(self, key):
         keys = jax.random.split(key, 3)
         self.attention = eqx.nn.MultiheadAttention(4, WIDTH, key=keys[0])
-        self.mlp = eqx.nn.MLP(WIDTH, WIDTH, 2 * WIDTH, 1, activation=jax.nn.gelu, key=keys[1])
+        self.mlp = eqx.nn.MLP(
+            WIDTH, WIDTH, 2 * WIDTH, 1, activation=jax.nn.gelu, key=keys[1]
+        )
         self.modulation = eqx.nn.Linear(WIDTH, 6 * WIDTH, key=keys[2])
 
     def __call__(self, x, condition):
@@ -50,14 +52,17 @@ model = {
     "class": eqx.nn.Embedding(2, WIDTH, key=keys[1]),
     "encode": eqx.nn.Linear(SIZE, WIDTH, key=keys[2]),
     "places": jax.random.normal(keys[3], (SIZE, WIDTH)),
-    "blocks": Stacked.init(DEPTH, Block, remat="nested")(jax.random.split(keys[4], DEPTH)),
+    "blocks": Stacked.init(DEPTH, Block, remat="nested")(
+        jax.random.split(keys[4], DEPTH)
+    ),
     "decode": eqx.nn.Linear(WIDTH, SIZE, key=keys[5]),
 }
 
 # %% [markdown]
 # ## Training
 #
-# Stripes down (0) or across (1), by flow matching: the model predicts the velocity from noise to an image.
+# Stripes down (0) or across (1), by flow matching: the model predicts the velocity from
+# noise to an image.
 
 
 # %%
@@ -70,9 +75,18 @@ def images(key, count):
 def loss(model, key):
     of_image, of_noise, of_time = jax.random.split(key, 3)
     x, labels = images(of_image, 64)
-    noise, time = jax.random.normal(of_noise, x.shape), jax.random.uniform(of_time, (64,))
+    noise, time = (
+        jax.random.normal(of_noise, x.shape),
+        jax.random.uniform(of_time, (64,)),
+    )
     between = time[:, None, None] * x + (1 - time[:, None, None]) * noise
-    return jnp.mean((jax.vmap(velocity, (None, 0, 0, 0))(model, between, time, labels) - (x - noise)) ** 2)
+    return jnp.mean(
+        (
+            jax.vmap(velocity, (None, 0, 0, 0))(model, between, time, labels)
+            - (x - noise)
+        )
+        ** 2
+    )
 
 
 @eqx.filter_jit
@@ -95,6 +109,15 @@ for number, key in enumerate(jax.random.split(jax.random.key(1), 201)):
 # %%
 noise = jax.random.normal(jax.random.key(3), (SIZE, SIZE))
 for label in jnp.arange(2):
-    image = jax.lax.fori_loop(0, 32, lambda k, x: x + velocity(model, x, k / 32, label) / 32, noise)
-    print(*("".join(" ░▒▓█"[int(level)] * 2 for level in 2 + 2 * row.clip(-1, 1)) for row in image), sep="\n")
-    assert image.var(label).mean() < 0.3 * image.var(1 - label).mean()  # alike along the stripes
+    image = jax.lax.fori_loop(
+        0, 32, lambda k, x: x + velocity(model, x, k / 32, label) / 32, noise
+    )
+    print(
+        *(
+            "".join(" ░▒▓█"[int(level)] * 2 for level in 2 + 2 * row.clip(-1, 1))
+            for row in image
+        ),
+        sep="\n",
+    )
+    # Alike along the stripes
+    assert image.var(label).mean() < 0.3 * image.var(1 - label).mean()

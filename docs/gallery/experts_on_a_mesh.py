@@ -1,13 +1,16 @@
 # %% [markdown]
 # # A mixture of experts on eight devices
 #
-# For mixtures of experts. Each of eight devices has two experts of every layer and an eighth of the tokens,
-# which travel to their experts in the layer. `jax.shard_map` holds the fold. The devices are virtual ones.
+# For mixtures of experts. Each of eight devices has two experts of every layer and an
+# eighth of the tokens, which travel to their experts in the layer. `jax.shard_map`
+# holds the fold. The devices are virtual ones.
 
 # %%
 import os
 
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+)
 
 import equinox as eqx
 import haliax as hax
@@ -31,14 +34,20 @@ def expert(weights, x, gates):
 
 
 class Layer(eqx.Module):
-    """`x + experts(x)` for the tokens of a device; `over` are the axes that the experts are divided over."""
+    """`x + experts(x)` for the tokens of a device; `over` are the axes that the experts
+    are divided over.
+    """
 
     router: jax.Array
     experts: dict[str, jax.Array]
 
     def __init__(self, key):
         keys = jax.random.split(key, 4)
-        shapes = {"gate": (WIDTH, HIDDEN), "up": (WIDTH, HIDDEN), "down": (HIDDEN, WIDTH)}
+        shapes = {
+            "gate": (WIDTH, HIDDEN),
+            "up": (WIDTH, HIDDEN),
+            "down": (HIDDEN, WIDTH),
+        }
         self.router = jax.random.normal(keys[0], (WIDTH, Experts.size)) / WIDTH**0.5
         self.experts = {
             name: jax.random.normal(key, (Experts.size, *shape)) / shape[0] ** 0.5
@@ -47,10 +56,14 @@ class Layer(eqx.Module):
 
     def __call__(self, x, over):
         gates, choices = jax.lax.top_k(jax.nn.softmax(x @ self.router), CHOICES)
-        return x + grouped_experts(expert, self.experts, Experts, x, choices, gates, over=over)
+        return x + grouped_experts(
+            expert, self.experts, Experts, x, choices, gates, over=over
+        )
 
 
-layers = Stacked.init(LAYERS, Layer, remat="nested")(jax.random.split(jax.random.key(0), LAYERS))
+layers = Stacked.init(LAYERS, Layer, remat="nested")(
+    jax.random.split(jax.random.key(0), LAYERS)
+)
 
 # %% [markdown]
 # ## Where the weights are
@@ -59,9 +72,14 @@ layers = Stacked.init(LAYERS, Layer, remat="nested")(jax.random.split(jax.random
 
 # %%
 specs = jax.tree.map(lambda leaf: P(None, "device") if leaf.ndim == 4 else P(), layers)
-layers = jax.device_put(layers, jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs))
+layers = jax.device_put(
+    layers, jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+)
 up = layers.stacked.experts["up"]
-print(f"up projections of all layers {up.shape}, on a device {up.sharding.shard_shape(up.shape)}")
+print(
+    f"up projections of all layers {up.shape}, on a device"
+    f" {up.sharding.shard_shape(up.shape)}"
+)
 
 # %% [markdown]
 # ## The loss, for which every device folds its own tokens, is that of one device
@@ -72,7 +90,9 @@ def local_loss(layers, x, y):
     return jax.lax.pmean(jnp.mean((layers.fold(x, ("device",)) - y) ** 2), "device")
 
 
-loss = jax.shard_map(local_loss, mesh=mesh, in_specs=(specs, P("device"), P("device")), out_specs=P())
+loss = jax.shard_map(
+    local_loss, mesh=mesh, in_specs=(specs, P("device"), P("device")), out_specs=P()
+)
 x = jax.random.normal(jax.random.key(1), (512, WIDTH))
 y = jnp.sin(3 * x)
 divided, one = jax.jit(loss)(layers, x, y), jnp.mean((layers.fold(x, ()) - y) ** 2)

@@ -1,8 +1,9 @@
 # %% [markdown]
 # # A GPT in plain Equinox
 #
-# For whoever writes models in Equinox: attention, an MLP, and twelve layers of them in one `Stacked`. The
-# arrays have no names; the layers are the first dimension. It learns two lines of verse, byte by byte.
+# For whoever writes models in Equinox: attention, an MLP, and twelve layers of them in
+# one `Stacked`. The arrays have no names; the layers are the first dimension. It learns
+# two lines of verse, byte by byte.
 
 # %%
 import equinox as eqx
@@ -16,7 +17,8 @@ WIDTH, HEADS, CONTEXT, LAYERS = 32, 4, 16, 12
 normal = jax.random.normal
 
 # %% [markdown]
-# A block takes the carry, `[position, width]`, and returns the next one. It does not depend on other layers.
+# A block takes the carry, `[position, width]`, and returns the next one. It does not
+# depend on other layers.
 
 
 # %%
@@ -34,8 +36,12 @@ class Block(eqx.Module):
         self.down = normal(keys[3], (4 * WIDTH, WIDTH)) / (4 * WIDTH * LAYERS) ** 0.5
 
     def __call__(self, x):
-        qkv = (jax.nn.standardize(x) @ self.qkv).reshape(CONTEXT, 3, HEADS, WIDTH // HEADS)
-        seen = jax.nn.dot_product_attention(qkv[:, 0], qkv[:, 1], qkv[:, 2], is_causal=True)
+        qkv = (jax.nn.standardize(x) @ self.qkv).reshape(
+            CONTEXT, 3, HEADS, WIDTH // HEADS
+        )
+        seen = jax.nn.dot_product_attention(
+            qkv[:, 0], qkv[:, 1], qkv[:, 2], is_causal=True
+        )
         x = x + seen.reshape(CONTEXT, WIDTH) @ self.out
         return x + jax.nn.gelu(jax.nn.standardize(x) @ self.up) @ self.down
 
@@ -49,7 +55,9 @@ class Gpt(eqx.Module):
         first, second, third = jax.random.split(key, 3)
         self.embedding = normal(first, (256, WIDTH)) / WIDTH**0.5
         self.positions = 0.1 * normal(second, (CONTEXT, WIDTH))
-        self.blocks = Stacked.init(LAYERS, Block, remat="nested")(key=jax.random.split(third, LAYERS))
+        self.blocks = Stacked.init(LAYERS, Block, remat="nested")(
+            key=jax.random.split(third, LAYERS)
+        )
 
     def __call__(self, tokens):
         x = self.blocks.fold(self.embedding[tokens] + self.positions)
@@ -57,7 +65,8 @@ class Gpt(eqx.Module):
 
 
 # %% [markdown]
-# The training step is that of any Equinox model. `jax.vmap` over the sequences goes through the stack.
+# The training step is that of any Equinox model. `jax.vmap` over the sequences goes
+# through the stack.
 
 
 # %%

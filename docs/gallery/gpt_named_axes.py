@@ -1,8 +1,9 @@
 # %% [markdown]
 # # A GPT with named axes
 #
-# For users of Haliax: the model of [a GPT in plain Equinox](gpt_equinox.py) with names for dimensions, so
-# without `reshape`, `transpose` and `vmap`. The layers are an axis like any other.
+# For users of Haliax: the model of [a GPT in plain Equinox](gpt_equinox.py) with names
+# for dimensions, so without `reshape`, `transpose` and `vmap`. The layers are an axis
+# like any other.
 
 # %%
 import equinox as eqx
@@ -15,11 +16,13 @@ from stacked_remat import Stacked
 from stacked_remat.ops import causal_attention
 
 Layers, Vocab, Embed, Hidden = hax.make_axes(layers=12, vocab=256, embed=32, hidden=128)
-Heads, HeadDim, Batch, Position = hax.make_axes(heads=4, head_dim=8, batch=16, position=32)
+Heads, HeadDim, Batch, Position = hax.make_axes(
+    heads=4, head_dim=8, batch=16, position=32
+)
 
 # %% [markdown]
-# A block says which axes a product contracts and which it makes. Axes that it does not mention, such as the
-# batch, go through.
+# A block says which axes a product contracts and which it makes. Axes that it does not
+# mention, such as the batch, go through.
 
 
 # %%
@@ -31,21 +34,35 @@ class Block(eqx.Module):
 
     @staticmethod
     def init(*, key):
-        keys, heads, small = jax.random.split(key, 4), (Heads, HeadDim), Layers.size**-0.5
+        keys, heads, small = (
+            jax.random.split(key, 4),
+            (Heads, HeadDim),
+            Layers.size**-0.5,
+        )
         return Block(
-            hax.nn.Linear.init(Embed, (hax.Axis("qkv", 3), *heads), key=keys[0], use_bias=False),
-            hax.nn.Linear.init(heads, Embed, key=keys[1], use_bias=False, init_scale=small),
+            hax.nn.Linear.init(
+                Embed, (hax.Axis("qkv", 3), *heads), key=keys[0], use_bias=False
+            ),
+            hax.nn.Linear.init(
+                heads, Embed, key=keys[1], use_bias=False, init_scale=small
+            ),
             hax.nn.Linear.init(Embed, Hidden, key=keys[2], use_bias=False),
-            hax.nn.Linear.init(Hidden, Embed, key=keys[3], use_bias=False, init_scale=small),
+            hax.nn.Linear.init(
+                Hidden, Embed, key=keys[3], use_bias=False, init_scale=small
+            ),
         )
 
     def __call__(self, x):
         query, key, value = self.qkv(hax.nn.standardize(x, Embed)).unbind("qkv")
-        x = x + self.out(causal_attention(query, key, value, "position", Heads, HeadDim))
+        x = x + self.out(
+            causal_attention(query, key, value, "position", Heads, HeadDim)
+        )
         return x + self.down(hax.nn.gelu(self.up(hax.nn.standardize(x, Embed))))
 
 
-blocks = Stacked.init(Layers, Block, remat="nested")(key=jax.random.split(jax.random.key(0), Layers.size))
+blocks = Stacked.init(Layers, Block, remat="nested")(
+    key=jax.random.split(jax.random.key(0), Layers.size)
+)
 print("a weight of the stack:", [axis.name for axis in blocks.stacked.qkv.weight.axes])
 
 # %% [markdown]
@@ -60,7 +77,9 @@ class Gpt(eqx.Module):
 
     def __call__(self, tokens):
         x = self.embedding.take(Vocab, tokens) + self.positions
-        return hax.dot(hax.nn.standardize(self.blocks.fold(x), Embed), self.embedding, axis=Embed)
+        return hax.dot(
+            hax.nn.standardize(self.blocks.fold(x), Embed), self.embedding, axis=Embed
+        )
 
 
 @eqx.filter_jit
@@ -81,13 +100,16 @@ optimizer = optax.adam(5e-3)
 state = optimizer.init(eqx.filter(model, eqx.is_array))
 
 # %% [markdown]
-# The text counts, and each row begins at a number of its own. That first number can't be guessed, the next
-# ones can.
+# The text counts, and each row begins at a number of its own. That first number can't
+# be guessed, the next ones can.
 
 # %%
 text = jnp.asarray(list("".join(f"{n:02}, " for n in range(100)).encode()))
 rows = text[4 * 5 * jnp.arange(Batch.size)[:, None] + jnp.arange(Position.size + 1)]
-tokens, targets = hax.named(rows[:, :-1], (Batch, Position)), hax.named(rows[:, 1:], (Batch, Position))
+tokens, targets = (
+    hax.named(rows[:, :-1], (Batch, Position)),
+    hax.named(rows[:, 1:], (Batch, Position)),
+)
 for number in range(161):
     model, state, value = update(model, state, tokens, targets)
     if number % 40 == 0:

@@ -1,9 +1,10 @@
 # %% [markdown]
 # # The sharpest direction of a deep network
 #
-# For whoever studies curvature. The largest eigenvalue of the loss's Hessian bounds the learning rate: near
-# a minimum gradient descent diverges above 2 divided by it. Lanczos' method needs products of the Hessian
-# with vectors alone, and `jax.jvp` of `jax.grad` gives them under every policy.
+# For whoever studies curvature. The largest eigenvalue of the loss's Hessian bounds the
+# learning rate: near a minimum gradient descent diverges above 2 divided by it.
+# Lanczos' method needs products of the Hessian with vectors alone, and `jax.jvp` of
+# `jax.grad` gives them under every policy.
 
 # %%
 import equinox as eqx
@@ -28,8 +29,9 @@ network = Stacked.init(DEPTH, Block)
 # %% [markdown]
 # ## What a product takes
 #
-# Forward mode goes through the loops of the backward pass, so a product keeps what the policy keeps, and the
-# tangents of that. With 16,384 rows of 256 numbers a carry is 16 MiB; the products are compiled, not run.
+# Forward mode goes through the loops of the backward pass, so a product keeps what the
+# policy keeps, and the tangents of that. With 16,384 rows of 256 numbers a carry is 16
+# MiB; the products are compiled, not run.
 
 
 # %%
@@ -39,20 +41,24 @@ def loss(blocks, x, y, remat):
 
 def product(blocks, direction, x, y, remat="nested"):
     """The Hessian of the loss times a direction."""
-    return jax.jvp(lambda blocks: jax.grad(loss)(blocks, x, y, remat), (blocks,), (direction,))[1]
+    return jax.jvp(
+        lambda blocks: jax.grad(loss)(blocks, x, y, remat), (blocks,), (direction,)
+    )[1]
 
 
 blocks = eqx.filter_eval_shape(network, jnp.zeros((DEPTH, 256, 256)))
 rows = jax.ShapeDtypeStruct((16_384, 256), jnp.float32)
 for remat in (False, True, "nested"):
-    report = memory.report(lambda *args, remat=remat: product(*args, remat), blocks, blocks, rows, rows)
+    report = memory.report(
+        lambda *args, remat=remat: product(*args, remat), blocks, blocks, rows, rows
+    )
     print(f"{remat!s:7} {report.temporaries / 2**30:6.2f} GiB")
 
 # %% [markdown]
 # ## Lanczos
 #
-# Thirty products span a space in which the Hessian is a small matrix. The largest eigenvalue of that matrix
-# comes close to the Hessian's own after a few of them.
+# Thirty products span a space in which the Hessian is a small matrix. The largest
+# eigenvalue of that matrix comes close to the Hessian's own after a few of them.
 
 
 # %%
@@ -80,7 +86,9 @@ keys = jax.random.split(jax.random.key(0), 3)
 blocks = network(jax.random.normal(keys[0], (DEPTH, WIDTH, WIDTH)) / WIDTH**0.5)
 x, y = (jax.random.normal(key, (64, WIDTH)) for key in keys[1:])
 sharpness, direction = top_eigenvalue(blocks, x, y)
-print(f"largest eigenvalue {sharpness:.4f}, so a learning rate below {2 / sharpness:.2f}")
+print(
+    f"largest eigenvalue {sharpness:.4f}, so a learning rate below {2 / sharpness:.2f}"
+)
 
 # %% [markdown]
 # It is the second derivative of the loss along the direction.
@@ -92,7 +100,9 @@ print(f"|Hv - av| / a = {error / sharpness:.1e}")
 
 
 def along(step):
-    return loss(jax.tree.map(lambda leaf, v: leaf + step * v, blocks, direction), x, y, "nested")
+    return loss(
+        jax.tree.map(lambda leaf, v: leaf + step * v, blocks, direction), x, y, "nested"
+    )
 
 
 second = jax.jvp(jax.grad(along), (0.0,), (1.0,))[1]

@@ -1,9 +1,10 @@
 # %% [markdown]
 # # Influence by replay: what the loss would be without an example
 #
-# For whoever asks what an example did. A training run is a fold of its step, so the loss after it can be
-# differentiated by the weight of each example in each step. That is exact for the run, with its order and
-# its optimizer, where the dot product of two gradients tells of one step.
+# For whoever asks what an example did. A training run is a fold of its step, so the
+# loss after it can be differentiated by the weight of each example in each step. That
+# is exact for the run, with its order and its optimizer, where the dot product of two
+# gradients tells of one step.
 
 # %%
 import equinox as eqx
@@ -39,8 +40,9 @@ def losses(model, batch):
 # %% [markdown]
 # ## The run
 #
-# Each step has a batch of its own, and about a quarter of the labels is wrong. `weighted_step` makes the
-# step: the mean of the losses times their weights, and an Optax optimizer.
+# Each step has a batch of its own, and about a quarter of the labels is wrong.
+# `weighted_step` makes the step: the mean of the losses times their weights, and an
+# Optax optimizer.
 
 # %%
 keys = jax.random.split(jax.random.key(0), 4)
@@ -63,38 +65,56 @@ def held_out(state):
 def replayed(start, batches, rates, remat="nested"):
     step = ghost.weighted_step(losses, optimizer)
     per_step = {"learning_rate": rates}
-    return ghost.replay(step, start, batches, held_out, Steps, Batch, per_step=per_step, remat=remat)
+    return ghost.replay(
+        step, start, batches, held_out, Steps, Batch, per_step=per_step, remat=remat
+    )
 
 
 found = replayed(start, (x, label), jnp.full(Steps.size, 0.03))
-print(f"held-out loss {held_out(start):.3f} before, {found.loss:.3f} after {Steps.size} steps")
+print(
+    f"held-out loss {held_out(start):.3f} before, {found.loss:.3f} after {Steps.size}"
+    " steps"
+)
 
 # %% [markdown]
 # ## Which examples harm
 #
-# The derivative of the loss by an example's weight is above zero where the run would be better without it.
+# The derivative of the loss by an example's weight is above zero where the run would be
+# better without it.
 
 # %%
 harm, is_wrong = found.examples.array.ravel(), wrong.array.ravel()
 worst = jnp.argsort(-harm)[: int(is_wrong.sum())]
-print(f"{is_wrong.mean():.0%} of the labels are wrong, {is_wrong[worst].mean():.0%} of the most harmful ones")
+print(
+    f"{is_wrong.mean():.0%} of the labels are wrong, {is_wrong[worst].mean():.0%} of"
+    " the most harmful ones"
+)
 assert is_wrong[worst].mean() > 2 * is_wrong.mean()
 # %% [markdown]
 # Leaving them out, in the same run:
 
 # %%
-kept = hax.named(jnp.ones(harm.size).at[worst].set(0.0).reshape(Steps.size, -1), (Steps, Batch))
-without = held_out(fold(ghost.weighted_step(losses, optimizer), Steps)(start, (x, label), kept))
+kept = hax.named(
+    jnp.ones(harm.size).at[worst].set(0.0).reshape(Steps.size, -1), (Steps, Batch)
+)
+without = held_out(
+    fold(ghost.weighted_step(losses, optimizer), Steps)(start, (x, label), kept)
+)
 print(f"held-out loss {without:.3f} without them")
 assert without < found.loss
 
 # %% [markdown]
 # ## Learning rates, and memory
 #
-# What differs from step to step has derivatives too. The states that are kept are those of the policy: here
-# at most four of the forty.
+# What differs from step to step has derivatives too. The states that are kept are those
+# of the policy: here at most four of the forty.
 
 # %%
-print("d loss / d learning rate, first steps:", found.per_step["learning_rate"][:3].round(2))
-few = replayed(start, (x, label), jnp.full(Steps.size, 0.03), ScanCheckpointPolicy(max_carries=4))
+print(
+    "d loss / d learning rate, first steps:",
+    found.per_step["learning_rate"][:3].round(2),
+)
+few = replayed(
+    start, (x, label), jnp.full(Steps.size, 0.03), ScanCheckpointPolicy(max_carries=4)
+)
 assert jnp.allclose(few.examples.array, found.examples.array, atol=1e-4)

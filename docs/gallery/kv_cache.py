@@ -1,10 +1,10 @@
 # %% [markdown]
 # # A key-value cache
 #
-# For generation: each layer reads and writes its own part of a cache. `scan` splits the cache over the
-# layers on the way in and stacks the layers' parts on the way out, so the whole stack takes one cache and
-# returns one; a stack of several kinds takes [one for each](../patterns.md). The reference models
-# [generate text](../generate.md) so.
+# For generation: each layer reads and writes its own part of a cache. `scan` splits the
+# cache over the layers on the way in and stacks the layers' parts on the way out, so
+# the whole stack takes one cache and returns one; a stack of several kinds takes [one
+# for each](../patterns.md). The reference models [generate text](../generate.md) so.
 
 # %%
 import equinox as eqx
@@ -32,13 +32,19 @@ class Attention(eqx.Module):
     def init(*, key):
         first, second = jax.random.split(key)
         return Attention(
-            hax.nn.Linear.init(Embed, (hax.Axis("qkv", 3), Heads, HeadDim), key=first, use_bias=False),
-            hax.nn.Linear.init((Heads, HeadDim), Embed, key=second, use_bias=False, init_scale=0.1),
+            hax.nn.Linear.init(
+                Embed, (hax.Axis("qkv", 3), Heads, HeadDim), key=first, use_bias=False
+            ),
+            hax.nn.Linear.init(
+                (Heads, HeadDim), Embed, key=second, use_bias=False, init_scale=0.1
+            ),
         )
 
     def __call__(self, x):
         query, key, value = self.qkv(x).unbind("qkv")
-        return x + self.out(causal_attention(query, key, value, "position", Heads, HeadDim))
+        return x + self.out(
+            causal_attention(query, key, value, "position", Heads, HeadDim)
+        )
 
     def decode(self, x, cache, position):
         query, key, value = self.qkv(x).unbind("qkv")
@@ -47,16 +53,24 @@ class Attention(eqx.Module):
             "value": cache["value"].at[Slot, position].set(value),
         }
         # One query, with an axis of its own.
-        query, at = query.broadcast_axis(hax.Axis("query", 1)), hax.named(position[None], "query")
-        seen = decode_attention(query, cache["key"], cache["value"], Slot, HeadDim, positions=at)
+        query, at = (
+            query.broadcast_axis(hax.Axis("query", 1)),
+            hax.named(position[None], "query"),
+        )
+        seen = decode_attention(
+            query, cache["key"], cache["value"], Slot, HeadDim, positions=at
+        )
         return x + self.out(seen["query", 0]), cache
 
 
-blocks = Stacked.init(Layers, Attention)(key=jax.random.split(jax.random.key(0), Layers.size))
+blocks = Stacked.init(Layers, Attention)(
+    key=jax.random.split(jax.random.key(0), Layers.size)
+)
 
 
 # %% [markdown]
-# `scan_via` calls another method of the block. The cache is donated, so XLA writes into it in place.
+# `scan_via` calls another method of the block. The cache is donated, so XLA writes into
+# it in place.
 
 
 # %%
@@ -71,7 +85,9 @@ print("cache:", ", ".join(f"{axis.name} {axis.size}" for axis in cache["key"].ax
 
 outputs = []
 for position in range(Position.size):
-    y, cache = decode(blocks, tokens["position", position], cache, jnp.asarray(position))
+    y, cache = decode(
+        blocks, tokens["position", position], cache, jnp.asarray(position)
+    )
     outputs.append(y)
 
 # %% [markdown]
@@ -88,7 +104,10 @@ assert jnp.allclose(whole.array, one_by_one.rearrange(whole.axes).array, atol=1e
 
 # %%
 again = memory.report(lambda blocks, x: blocks.fold(x), blocks, tokens).flops.matmul
-cached = memory.report(decode.__wrapped__, blocks, tokens["position", 0], cache, jnp.asarray(0)).flops.matmul
+cached = memory.report(
+    decode.__wrapped__, blocks, tokens["position", 0], cache, jnp.asarray(0)
+).flops.matmul
 print(
-    f"a token after 127 others: {again / 1e6:.1f} MFLOP without the cache, {cached / 1e6:.2f} MFLOP with it"
+    f"a token after 127 others: {again / 1e6:.1f} MFLOP without the cache,"
+    f" {cached / 1e6:.2f} MFLOP with it"
 )

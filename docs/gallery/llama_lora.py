@@ -1,9 +1,9 @@
 # %% [markdown]
 # # Fine-tune a Hugging Face Llama with LoRA
 #
-# For fine-tuning: from a folder in Hugging Face's format to adapters that PEFT loads. The model is a tiny
-# random Llama, made on the spot; for a real one, name its folder. This example uses the reference models,
-# so it runs in a checkout of the repository.
+# For fine-tuning: from a folder in Hugging Face's format to adapters that PEFT loads.
+# The model is a tiny random Llama, made on the spot; for a real one, name its folder.
+# This example uses the reference models, so it runs in a checkout of the repository.
 
 # %%
 import json
@@ -28,7 +28,12 @@ from stacked_remat.training import TokenBatch
 
 folder = Path(tempfile.mkdtemp())
 tiny = LlamaConfig(
-    hidden_dim=64, num_layers=4, num_heads=4, num_kv_heads=2, mlp_dim=128, initializer_range=0.1
+    hidden_dim=64,
+    num_layers=4,
+    num_heads=4,
+    num_kv_heads=2,
+    mlp_dim=128,
+    initializer_range=0.1,
 )
 random = Decoder.init(tiny, hax.Axis("vocab", 256), remat=True, key=jax.random.key(0))
 write_decoder(folder / "base", random)
@@ -37,8 +42,8 @@ print("written:", ", ".join(sorted(path.name for path in (folder / "base").iterd
 # %% [markdown]
 # ## Read it, and adapt it
 #
-# The layers are read into one stack. Adapters are added by the paths of the linears; only they get
-# gradients and optimizer state.
+# The layers are read into one stack. Adapters are added by the paths of the linears;
+# only they get gradients and optimizer state.
 
 # %%
 base = load_model(find_model(str(folder / "base")))
@@ -61,7 +66,9 @@ print(f"trained: {count(trained):,} of {count(model):,} numbers")
 # %%
 text = b"Low-rank adapters learn this sentence while the base model stays as it is. "
 tokens = np.frombuffer(2 * text, np.uint8).astype(np.int32)[None, : len(text) + 1]
-batch = TokenBatch.of(tokens[:, :-1], tokens[:, 1:], np.ones((1, len(text)), np.float32))
+batch = TokenBatch.of(
+    tokens[:, :-1], tokens[:, 1:], np.ones((1, len(text)), np.float32)
+)
 optimizer = optax.adam(1e-2)
 
 
@@ -84,11 +91,13 @@ for number in range(41):
 # %% [markdown]
 # ## For PEFT
 #
-# `PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("base"), "adapters")` loads them, and so
-# does this library:
+# `PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("base"), "adapters")`
+# loads them, and so does this library:
 
 # %%
-save_adapters(folder / "adapters", eqx.combine(trained, frozen), base_model=str(folder / "base"))
+save_adapters(
+    folder / "adapters", eqx.combine(trained, frozen), base_model=str(folder / "base")
+)
 written = json.loads((folder / "adapters" / "adapter_config.json").read_text())
 print(written["peft_type"], written["r"], *written["target_modules"])
 again = load_adapters(base, folder / "adapters")

@@ -1,9 +1,10 @@
 # %% [markdown]
 # # A neuron, fitted to a recording
 #
-# For whoever fits a simulation. In the nerve cell of Hodgkin and Huxley (1952) channels for ions open and
-# close with the voltage. Which conductances explain a recorded voltage? Gradient descent finds them through
-# every time step, in the memory of a few states. See [long loops](../long-loops.md).
+# For whoever fits a simulation. In the nerve cell of Hodgkin and Huxley (1952) channels
+# for ions open and close with the voltage. Which conductances explain a recorded
+# voltage? Gradient descent finds them through every time step, in the memory of a few
+# states. See [long loops](../long-loops.md).
 
 # %%
 import haliax as hax
@@ -15,7 +16,8 @@ from stacked_remat import scan, shared
 
 DT = 0.02  # milliseconds
 Time = hax.Axis("time", 1_500)
-REVERSAL = jnp.array([50.0, -77.0, -54.4])  # of sodium, potassium and leak, in millivolts
+# Of sodium, potassium and leak, in millivolts
+REVERSAL = jnp.array([50.0, -77.0, -54.4])
 
 
 def rate(x, scale):
@@ -26,13 +28,23 @@ def rate(x, scale):
 
 def opening_and_closing(v):
     """Rates of the gates m, h and n, per millisecond."""
-    opening = 0.1 * rate(v + 40, 10), 0.07 * jnp.exp(-(v + 65) / 20), 0.01 * rate(v + 55, 10)
-    closing = 4 * jnp.exp(-(v + 65) / 18), 1 / (1 + jnp.exp(-(v + 35) / 10)), 0.125 * jnp.exp(-(v + 65) / 80)
+    opening = (
+        0.1 * rate(v + 40, 10),
+        0.07 * jnp.exp(-(v + 65) / 20),
+        0.01 * rate(v + 55, 10),
+    )
+    closing = (
+        4 * jnp.exp(-(v + 65) / 18),
+        1 / (1 + jnp.exp(-(v + 35) / 10)),
+        0.125 * jnp.exp(-(v + 65) / 80),
+    )
     return jnp.stack(opening), jnp.stack(closing)
 
 
 def step(cell, current, conductances):
-    """The cell after one step, and its voltage. Gates are solved exactly for a constant voltage."""
+    """The cell after one step, and its voltage. Gates are solved exactly for a constant
+    voltage.
+    """
     v, gates = cell
     opening, closing = opening_and_closing(v)
     rest = opening / (opening + closing)
@@ -67,7 +79,9 @@ print(f"{Time.size * DT:.0f} ms, from {measured.min():.0f} to {measured.max():.0
 
 # %%
 def loss(log_conductances, remat="nested"):
-    return jnp.mean(jnp.abs(recording(jnp.exp(log_conductances), current, remat) - measured))
+    return jnp.mean(
+        jnp.abs(recording(jnp.exp(log_conductances), current, remat) - measured)
+    )
 
 
 optimizer = optax.adam(optax.exponential_decay(0.03, 100, 0.4))

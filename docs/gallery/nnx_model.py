@@ -1,8 +1,9 @@
 # %% [markdown]
 # # An NNX model
 #
-# For users of Flax NNX: a model whose layers are applied by `nnx.scan` keeps the carry of each for the
-# backward pass. With `remat_scan` in its place it keeps few, and everything else stays as it is.
+# For users of Flax NNX: a model whose layers are applied by `nnx.scan` keeps the carry
+# of each for the backward pass. With `remat_scan` in its place it keeps few, and
+# everything else stays as it is.
 
 # %%
 import jax
@@ -17,7 +18,10 @@ LAYERS, WIDTH = 64, 16
 
 class Layer(nnx.Module):
     def __init__(self, rngs):
-        self.up, self.down = nnx.Linear(WIDTH, 4 * WIDTH, rngs=rngs), nnx.Linear(4 * WIDTH, WIDTH, rngs=rngs)
+        self.up, self.down = (
+            nnx.Linear(WIDTH, 4 * WIDTH, rngs=rngs),
+            nnx.Linear(4 * WIDTH, WIDTH, rngs=rngs),
+        )
         self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
 
     def __call__(self, x):
@@ -31,7 +35,9 @@ class Network(nnx.Module):
         self.last, self.scan = nnx.Linear(WIDTH, 1, rngs=rngs), scan
 
     def __call__(self, x):
-        forward = self.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        forward = self.scan(
+            lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry
+        )
         return self.last(forward(self.first(x), self.layers))[:, 0]
 
 
@@ -66,7 +72,10 @@ def train(scan):
 model, ours, memory = train(remat_scan)
 _, theirs, more = train(nnx.scan)
 for number in range(0, 25, 8):
-    print(f"step {number:2}  loss {ours[number]:.4f} with remat_scan, {theirs[number]:.4f} with nnx.scan")
+    print(
+        f"step {number:2}  loss {ours[number]:.4f} with remat_scan,"
+        f" {theirs[number]:.4f} with nnx.scan"
+    )
 print(f"memory of a step: {memory / 2**20:.1f} MiB and {more / 2**20:.1f} MiB")
 assert abs(ours[-1] - theirs[-1]) < 1e-2 and 10 * memory < more
 
@@ -74,6 +83,8 @@ assert abs(ours[-1] - theirs[-1]) < 1e-2 and 10 * memory < more
 # What it takes to be inside, over the square:
 
 # %%
-grid = jnp.stack(jnp.meshgrid(jnp.linspace(-1, 1, 36), jnp.linspace(-1, 1, 15)), -1).reshape(-1, 2)
+grid = jnp.stack(
+    jnp.meshgrid(jnp.linspace(-1, 1, 36), jnp.linspace(-1, 1, 15)), -1
+).reshape(-1, 2)
 marks = ["#" if logit > 0 else "." for logit in model(grid).tolist()]
 print("\n".join("".join(marks[row : row + 36]) for row in range(0, len(marks), 36)))

@@ -1,8 +1,9 @@
 # %% [markdown]
 # # A normalizing flow, and its inverse by `reverse`
 #
-# For invertible models. Coupling layers map data to noise, one after the other. Samples go the other way,
-# through the inverse of each layer from the last to the first: the same stack, with `reverse=True`.
+# For invertible models. Coupling layers map data to noise, one after the other. Samples
+# go the other way, through the inverse of each layer from the last to the first: the
+# same stack, with `reverse=True`.
 
 # %%
 import equinox as eqx
@@ -16,12 +17,16 @@ DEPTH = 16
 
 
 class Coupling(eqx.Module):
-    """Scales and shifts the second coordinate by functions of the first, then swaps them (RealNVP)."""
+    """Scales and shifts the second coordinate by functions of the first, then swaps
+    them (RealNVP).
+    """
 
     net: eqx.nn.MLP
 
     def __init__(self, key):
-        self.net = eqx.nn.MLP(1, 2, 32, 1, activation=jnp.tanh, final_activation=jnp.tanh, key=key)
+        self.net = eqx.nn.MLP(
+            1, 2, 32, 1, activation=jnp.tanh, final_activation=jnp.tanh, key=key
+        )
 
     def __call__(self, carry):
         (first, second), log_det = carry
@@ -34,7 +39,9 @@ class Coupling(eqx.Module):
         return jnp.stack([first, (second - shift) * jnp.exp(-scale)])
 
 
-flow = Stacked.init(DEPTH, Coupling, remat="nested")(jax.random.split(jax.random.key(0), DEPTH))
+flow = Stacked.init(DEPTH, Coupling, remat="nested")(
+    jax.random.split(jax.random.key(0), DEPTH)
+)
 
 
 def to_noise(flow, x):
@@ -93,8 +100,13 @@ for number, key in enumerate(jax.random.split(jax.random.key(2), 301)):
         print(f"step {number:3}  nats {value:6.3f}")
 
 # %%
-samples = eqx.filter_jit(jax.vmap(to_data, (None, 0)))(flow, jax.random.normal(jax.random.key(3), (1000, 2)))
+samples = eqx.filter_jit(jax.vmap(to_data, (None, 0)))(
+    flow, jax.random.normal(jax.random.key(3), (1000, 2))
+)
 data = half_circles(jax.random.key(4), 1000)
 nearest = jnp.linalg.norm(samples[:, None] - data[None], axis=-1).min(1)
-print(f"median distance of a sample to the nearest of 1,000 points: {jnp.median(nearest):.3f}")
+print(
+    "median distance of a sample to the nearest of 1,000 points:"
+    f" {jnp.median(nearest):.3f}"
+)
 assert value < 1.0 and jnp.median(nearest) < 0.1

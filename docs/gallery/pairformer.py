@@ -1,8 +1,9 @@
 # %% [markdown]
 # # A Pairformer: two carries
 #
-# For layers with more than one carry. Those of protein structure models (Abramson et al. 2024, AlphaFold 3)
-# pass on two arrays: one row for each residue, and one for each pair. A carry is any tree of arrays.
+# For layers with more than one carry. Those of protein structure models (Abramson et
+# al. 2024, AlphaFold 3) pass on two arrays: one row for each residue, and one for each
+# pair. A carry is any tree of arrays.
 
 # %%
 import equinox as eqx
@@ -16,21 +17,35 @@ WIDTH, LENGTH = 16, 12
 
 
 class Layer(eqx.Module):
-    """Triangle products of the pairs, then attention of the residues with the pairs as bias."""
+    """Triangle products of the pairs, then attention of the residues with the pairs as
+    bias.
+    """
 
     norms: dict[str, eqx.nn.LayerNorm]
     maps: dict[str, eqx.nn.Linear]
 
     def __init__(self, key):
-        sizes = dict(edges=4 * WIDTH, triangle=WIDTH, bias=1, qkv=3 * WIDTH, out=WIDTH, outer=WIDTH)
+        sizes = dict(
+            edges=4 * WIDTH,
+            triangle=WIDTH,
+            bias=1,
+            qkv=3 * WIDTH,
+            out=WIDTH,
+            outer=WIDTH,
+        )
         keys = jax.random.split(key, len(sizes))
         self.norms = {name: eqx.nn.LayerNorm(WIDTH) for name in sizes}
-        self.maps = {n: eqx.nn.Linear(WIDTH, sizes[n], False, key=keys[i]) for i, n in enumerate(sizes)}
+        self.maps = {
+            n: eqx.nn.Linear(WIDTH, sizes[n], False, key=keys[i])
+            for i, n in enumerate(sizes)
+        }
 
     def apply(self, name, x):
         """A normalized linear map of the last axis."""
         flat = x.reshape(-1, x.shape[-1])
-        return jax.vmap(lambda row: self.maps[name](self.norms[name](row)))(flat).reshape(*x.shape[:-1], -1)
+        return jax.vmap(lambda row: self.maps[name](self.norms[name](row)))(
+            flat
+        ).reshape(*x.shape[:-1], -1)
 
     def __call__(self, carry):
         single, pair = carry
@@ -46,13 +61,16 @@ class Layer(eqx.Module):
 
 def distances(model, near):
     layers, embed, read = model
-    return layers.fold((near.mean(1)[:, None] * embed, near[..., None] * embed))[1] @ read
+    return (
+        layers.fold((near.mean(1)[:, None] * embed, near[..., None] * embed))[1] @ read
+    )
 
 
 # %% [markdown]
 # ## Training
 #
-# The model is told which points of a line are close to each other, and predicts all distances.
+# The model is told which points of a line are close to each other, and predicts all
+# distances.
 
 
 # %%
@@ -95,6 +113,11 @@ def gradient(remat):
     return jax.grad(lambda layers, carry: jnp.sum(layers.fold(carry, remat=remat)[1]))
 
 
-deep = eqx.filter_eval_shape(Stacked.init(48, Layer), jax.random.split(jax.random.key(0), 48))
-carry = jax.ShapeDtypeStruct((256, 16), jnp.float32), jax.ShapeDtypeStruct((256, 256, 16), jnp.float32)
+deep = eqx.filter_eval_shape(
+    Stacked.init(48, Layer), jax.random.split(jax.random.key(0), 48)
+)
+carry = (
+    jax.ShapeDtypeStruct((256, 16), jnp.float32),
+    jax.ShapeDtypeStruct((256, 256, 16), jnp.float32),
+)
 print(memory.compare(gradient, deep, carry, candidates=[True, "nested"]))

@@ -1,9 +1,9 @@
 # %% [markdown]
 # # A planner session
 #
-# For whoever asks which policy fits. `memory.plan` compiles a training step, for the device at hand or for
-# a GPU that is not there (`target="h200"`), and takes the policy with the fewest FLOPs among those that
-# fit.
+# For whoever asks which policy fits. `memory.plan` compiles a training step, for the
+# device at hand or for a GPU that is not there (`target="h200"`), and takes the policy
+# with the fewest FLOPs among those that fit.
 
 # %%
 import textwrap
@@ -28,7 +28,10 @@ class Block(eqx.Module):
 
 
 def make():
-    weights = jnp.zeros((LAYERS, WIDTH, 4 * WIDTH)), jnp.zeros((LAYERS, 4 * WIDTH, WIDTH))
+    weights = (
+        jnp.zeros((LAYERS, WIDTH, 4 * WIDTH)),
+        jnp.zeros((LAYERS, 4 * WIDTH, WIDTH)),
+    )
     blocks = Stacked.init(hax.Axis("layers", LAYERS), Block)(*weights)
     return blocks, optimizer.init(blocks)
 
@@ -45,7 +48,9 @@ x = jax.ShapeDtypeStruct((4096, WIDTH), jnp.float32)
 # %%
 def step(remat):
     def update(blocks, state, x):
-        gradient = jax.grad(lambda blocks: jnp.mean(blocks.fold(x, remat=remat) ** 2))(blocks)
+        gradient = jax.grad(lambda blocks: jnp.mean(blocks.fold(x, remat=remat) ** 2))(
+            blocks
+        )
         updates, state = optimizer.update(gradient, state, blocks)
         return eqx.apply_updates(blocks, updates), state
 
@@ -61,14 +66,23 @@ found = memory.plan(step, blocks, state, x, budget="45MiB", show=show, **options
 print(f"{found.policy!r} fits 45 MiB")
 
 # %% [markdown]
-# With `layers=` the first layers keep their internals, or their carries: as many as fit. A larger budget
-# never plans more FLOPs.
+# With `layers=` the first layers keep their internals, or their carries: as many as
+# fit. A larger budget never plans more FLOPs.
 
 # %%
 policies = [False, True, "nested"]
 least = memory.report(step(False), blocks, state, x).flops.matmul
 for budget in ("35MiB", "100MiB", "1GiB"):
-    found = memory.plan(step, blocks, state, x, budget=budget, candidates=policies, layers=LAYERS, **options)
+    found = memory.plan(
+        step,
+        blocks,
+        state,
+        x,
+        budget=budget,
+        candidates=policies,
+        layers=LAYERS,
+        **options,
+    )
     times = found.report.flops.matmul / least
     print(f"{budget:>6}: {times:.3f} times the fewest FLOPs, under")
     print(textwrap.indent(textwrap.fill(str(found.policy), 70), " " * 8))
@@ -83,5 +97,5 @@ except memory.BudgetError as error:
     print(textwrap.fill(str(error).splitlines()[0], 80))
 
 # %% [markdown]
-# For a training run the same is a command, which also finds the longest context, the largest batch and the
-# fewest devices ([Plan a run](../training.md#plan-a-run)).
+# For a training run the same is a command, which also finds the longest context, the
+# largest batch and the fewest devices ([Plan a run](../training.md#plan-a-run)).

@@ -1,9 +1,9 @@
 # %% [markdown]
 # # A simulation, differentiated by its parameters
 #
-# For simulations that stop on their own. A ball flies through air until it lands; the gradient of where it
-# lands goes back through every time step, and steps after the landing cost nothing. See [long
-# loops](../long-loops.md).
+# For simulations that stop on their own. A ball flies through air until it lands; the
+# gradient of where it lands goes back through every time step, and steps after the
+# landing cost nothing. See [long loops](../long-loops.md).
 
 # %%
 import haliax as hax
@@ -17,12 +17,19 @@ Time = hax.Axis("time", 20_000)  # at most 20 seconds
 
 
 def step(ball, wind):
-    """Semi-implicit Euler: gravity, and drag by the square of the speed relative to the air."""
+    """Semi-implicit Euler: gravity, and drag by the square of the speed relative to the
+    air.
+    """
     place, velocity, drag = ball["place"], ball["velocity"], ball["drag"]
     relative = velocity - wind
     force = jnp.array([0.0, -9.81]) - drag * jnp.linalg.norm(relative) * relative
     velocity = velocity + DT * force
-    return {"place": place + DT * velocity, "velocity": velocity, "drag": drag, "steps": ball["steps"] + 1}
+    return {
+        "place": place + DT * velocity,
+        "velocity": velocity,
+        "drag": drag,
+        "steps": ball["steps"] + 1,
+    }
 
 
 def has_landed(ball):
@@ -33,9 +40,15 @@ def flight(angle, speed, drag, remat="nested"):
     """Where the ball lands, and after how many steps."""
     velocity = speed * jnp.stack([jnp.cos(angle), jnp.sin(angle)])
     start = {"place": jnp.zeros(2), "velocity": velocity, "drag": drag, "steps": 0}
-    ball = fold(step, Time, remat=remat, until=has_landed)(start, shared(jnp.array([-2.0, 0.0])))
+    ball = fold(step, Time, remat=remat, until=has_landed)(
+        start, shared(jnp.array([-2.0, 0.0]))
+    )
     x, y = ball["place"]
-    return x - y * ball["velocity"][0] / ball["velocity"][1], ball["steps"]  # back to the ground
+    # Back to the ground
+    return (
+        x - y * ball["velocity"][0] / ball["velocity"][1],
+        ball["steps"],
+    )
 
 
 # %% [markdown]
@@ -46,17 +59,24 @@ parameters = jnp.array([0.8, 40.0, 0.005])
 of_flight = jax.jit(jax.value_and_grad(lambda p: flight(*p), has_aux=True))
 (x, steps), slope = of_flight(parameters)
 print(f"lands at {x:.2f} m after {steps} of {Time.size} steps")
-for name, value, size in zip(("angle", "speed", "drag"), slope, (1e-2, 0.5, 2e-4), strict=True):
-    moved = [parameters.at[("angle", "speed", "drag").index(name)].add(sign * size) for sign in (1, -1)]
+for name, value, size in zip(
+    ("angle", "speed", "drag"), slope, (1e-2, 0.5, 2e-4), strict=True
+):
+    moved = [
+        parameters.at[("angle", "speed", "drag").index(name)].add(sign * size)
+        for sign in (1, -1)
+    ]
     difference = (of_flight(moved[0])[0][0] - of_flight(moved[1])[0][0]) / (2 * size)
-    print(f"{name:5}  gradient {value:9.3f}   difference of two flights {difference:9.3f}")
+    print(
+        f"{name:5}  gradient {value:9.3f}   difference of two flights {difference:9.3f}"
+    )
     assert abs(value - difference) < 0.02 * abs(difference) + 0.2
 
 # %% [markdown]
 # ## What it takes
 #
-# The memory is that of the policy for all 20,000 steps. Every state is five numbers here, so nothing is
-# scarce; a flow field in its place would have millions.
+# The memory is that of the policy for all 20,000 steps. Every state is five numbers
+# here, so nothing is scarce; a flow field in its place would have millions.
 
 # %%
 for remat in (False, True, "nested"):
@@ -67,16 +87,21 @@ for remat in (False, True, "nested"):
 # %% [markdown]
 # ## Aiming
 #
-# Newton's method on the angle: the ball is to land at 80 m. At the end, the derivative of the slope, in
-# forward mode over the gradient, which goes through the same steps.
+# Newton's method on the angle: the ball is to land at 80 m. At the end, the derivative
+# of the slope, in forward mode over the gradient, which goes through the same steps.
 
 # %%
 at = jax.jit(jax.value_and_grad(lambda angle: flight(angle, 40.0, 0.005)[0]))
 angle = jnp.float32(0.3)
 for _ in range(5):
     x, slope = at(angle)
-    print(f"angle {jnp.degrees(angle):6.3f}°  lands at {x:7.3f} m  slope {slope:8.3f} m per radian")
+    print(
+        f"angle {jnp.degrees(angle):6.3f}°  lands at {x:7.3f} m  slope {slope:8.3f} m"
+        " per radian"
+    )
     angle = angle - (x - 80.0) / slope
 assert abs(at(angle)[0] - 80.0) < 0.01
-slope, curvature = jax.jvp(lambda angle: at(angle)[1], (angle,), (jnp.ones_like(angle),))
+slope, curvature = jax.jvp(
+    lambda angle: at(angle)[1], (angle,), (jnp.ones_like(angle),)
+)
 print(f"slope {slope:.3f}, its derivative {curvature:.3f}")

@@ -1,8 +1,9 @@
 # %% [markdown]
 # # A state space model: a parallel scan in every layer
 #
-# For sequence models without attention. The layers of S5 (Smith et al. 2023) each run a linear recurrence
-# over time, all times at once by `jax.lax.associative_scan`. `nested` keeps the states of one layer.
+# For sequence models without attention. The layers of S5 (Smith et al. 2023) each run a
+# linear recurrence over time, all times at once by `jax.lax.associative_scan`. `nested`
+# keeps the states of one layer.
 
 # %%
 import equinox as eqx
@@ -16,7 +17,9 @@ TIME, WIDTH, STATES = 64, 16, 16
 
 
 class Layer(eqx.Module):
-    """`x + gelu(Re(C h) + D u)` with `u = norm(x)` and `h[t] = a * h[t - 1] + B u[t]`; `[time, feature]`."""
+    """`x + gelu(Re(C h) + D u)` with `u = norm(x)` and `h[t] = a * h[t - 1] + B u[t]`;
+    `[time, feature]`.
+    """
 
     rate: jax.Array
     B: jax.Array
@@ -27,7 +30,9 @@ class Layer(eqx.Module):
     def __init__(self, key):
         of_rate, of_b, of_c = jax.random.split(key, 3)
         largest = jnp.array([[0.3], [0.5]])  # of decay and rotation in one step
-        self.rate = jax.random.uniform(of_rate, (2, STATES), minval=0.001, maxval=largest)
+        self.rate = jax.random.uniform(
+            of_rate, (2, STATES), minval=0.001, maxval=largest
+        )
         self.B = jax.random.normal(of_b, (2, STATES, WIDTH)) / (2 * WIDTH) ** 0.5
         self.C = jax.random.normal(of_c, (2, WIDTH, STATES)) / (2 * STATES) ** 0.5
         self.D = jnp.ones(WIDTH)
@@ -92,9 +97,15 @@ assert value < 0.02  # always 0.5: 0.083
 
 # %%
 def gradient(remat):
-    return jax.grad(lambda layers, x: jnp.sum(jax.vmap(lambda one: layers.fold(one, remat=remat))(x)))
+    return jax.grad(
+        lambda layers, x: jnp.sum(
+            jax.vmap(lambda one: layers.fold(one, remat=remat))(x)
+        )
+    )
 
 
-deep = eqx.filter_eval_shape(Stacked.init(48, Layer), jax.random.split(jax.random.key(0), 48))
+deep = eqx.filter_eval_shape(
+    Stacked.init(48, Layer), jax.random.split(jax.random.key(0), 48)
+)
 x = jax.ShapeDtypeStruct((128, 256, WIDTH), jnp.float32)
 print(memory.compare(gradient, deep, x, candidates=[True, "nested"]))

@@ -1,9 +1,10 @@
 # %% [markdown]
 # # A visitor: the signal and the noise of each layer's gradient
 #
-# For whoever wants statistics of gradients. The backward pass reverses every layer once, with its input and
-# the cotangent of its output, and calls a visitor there. This one finds how noisy each layer's gradient is
-# over the examples of a batch, and stores no gradient of the stack.
+# For whoever wants statistics of gradients. The backward pass reverses every layer
+# once, with its input and the cotangent of its output, and calls a visitor there. This
+# one finds how noisy each layer's gradient is over the examples of a batch, and stores
+# no gradient of the stack.
 
 # %%
 import equinox as eqx
@@ -23,14 +24,18 @@ class Block(eqx.Module):
         return x + jnp.tanh(x @ self.weight)
 
 
-weights = jax.random.normal(jax.random.key(0), (Layers.size, WIDTH, WIDTH)) / (4 * WIDTH) ** 0.5
+weights = (
+    jax.random.normal(jax.random.key(0), (Layers.size, WIDTH, WIDTH))
+    / (4 * WIDTH) ** 0.5
+)
 blocks = Stacked.init(Layers, Block, remat="nested")(weights)
 x = jax.random.normal(jax.random.key(1), (EXAMPLES, WIDTH))
 target = jnp.roll(x, 1, axis=1)
 
 # %% [markdown]
-# `visit.vjp()` gives the cotangent of the layer's input, to go on with, and the gradient of the layer. The
-# same function, row by row, gives the gradient of each example, of one layer at a time.
+# `visit.vjp()` gives the cotangent of the layer's input, to go on with, and the
+# gradient of the layer. The same function, row by row, gives the gradient of each
+# example, of one layer at a time.
 
 
 # %%
@@ -51,7 +56,9 @@ def signal_and_noise(visit, state):
 def measure(blocks, x):
     y, sweep_back = blocks.fold_vjp(x)
     cotangent = 2 * (y - target) / y.size  # of the mean squared error
-    return sweep_back(cotangent, signal_and_noise, layer_state=jnp.zeros((Layers.size, 2))).layer_state
+    return sweep_back(
+        cotangent, signal_and_noise, layer_state=jnp.zeros((Layers.size, 2))
+    ).layer_state
 
 
 found = measure(blocks, x)
@@ -59,12 +66,13 @@ for layer, (signal, noise) in enumerate(found.tolist()):
     if layer % 3 == 0:
         scale = noise / signal
         print(
-            f"layer {layer:2}  gradient {signal**0.5:.3f}  noise scale {scale:6.1f}  " + "#" * int(scale / 4)
+            f"layer {layer:2}  gradient {signal**0.5:.3f}  noise scale {scale:6.1f}  "
+            + "#" * int(scale / 4)
         )
 
 # %% [markdown]
-# The noise scale is about the batch size above which larger batches stop helping (McCandlish et al. 2018).
-# The norms are those of `jax.grad`:
+# The noise scale is about the batch size above which larger batches stop helping
+# (McCandlish et al. 2018). The norms are those of `jax.grad`:
 
 
 # %%
@@ -74,7 +82,10 @@ def loss(blocks):
 
 gradient = jax.grad(loss)(blocks).stacked.weight
 assert jnp.allclose(found[:, 0], jnp.sum(gradient**2, (1, 2)), rtol=1e-3)
-print(f"one gradient of the stack: {gradient.nbytes:,} bytes; what the visitor stored: {found.nbytes} bytes")
+print(
+    f"one gradient of the stack: {gradient.nbytes:,} bytes; what the visitor stored:"
+    f" {found.nbytes} bytes"
+)
 
 # %% [markdown]
 # Visitors may also update the layers ([Write a visitor](../extending.md)).

@@ -1,1 +1,3 @@
-"""Decoders: attention and its cache, MLPs, experts, and the stacks of layers made of them."""
+"""Decoders: attention and its cache, MLPs, experts, and the stacks of layers made of
+them.
+"""

@@ -12,13 +12,19 @@ import draccus
 import jax.numpy as jnp
 from haliax import Axis
 
-from models.decoder.remat_presets import DENSE_NAMES, SPARSE_NAMES, decoder_remat_presets
+from models.decoder.remat_presets import (
+    DENSE_NAMES,
+    SPARSE_NAMES,
+    decoder_remat_presets,
+)
 from stacked_remat.ops import RotaryScaling, rotary_from_hf, rotary_to_hf
 from stacked_remat.training import RematPresets
 from stacked_remat.training.config_checks import check_choices, check_positive
 
 OF_RUN = MappingProxyType({"of_run": True})
-"""The metadata of fields that a run decides, not the folder of its weights; null takes the folder's value."""
+"""The metadata of fields that a run decides, not the folder of its weights; null takes
+the folder's value.
+"""
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 
@@ -29,26 +35,34 @@ class AttentionConfig:
     Attributes:
         head_dim: width of a head; `hidden_dim / num_heads` if not given.
         bias: whether the four projections have biases.
-        window: how many positions a query sees, itself included; null for all up to itself.
-        layer_types: of each layer `sliding_attention`, which uses `window`, or `full_attention`; a shorter
-            list repeats. Null where all layers use the window.
-        backend: the kernel: `auto`, or a name that `stacked_remat.ops.causal_attention` takes.
+        window: how many positions a query sees, itself included; null for all up to
+            itself.
+        layer_types: of each layer `sliding_attention`, which uses `window`, or
+            `full_attention`; a shorter list repeats. Null where all layers use the
+            window.
+        backend: the kernel: `auto`, or a name that `stacked_remat.ops.causal_attention`
+            takes.
     """
 
     head_dim: int | None = None
     bias: bool = False
     window: int | None = None
-    layer_types: tuple[Literal["sliding_attention", "full_attention"], ...] | None = None
-    backend: Literal["auto", "cudnn", "tokamax", "splash", "blockwise", "exact"] = field(
-        default="auto", metadata=OF_RUN
+    layer_types: tuple[Literal["sliding_attention", "full_attention"], ...] | None = (
+        None
+    )
+    backend: Literal["auto", "cudnn", "tokamax", "splash", "blockwise", "exact"] = (
+        field(default="auto", metadata=OF_RUN)
     )
 
     def __post_init__(self) -> None:
         check_choices("model.attention", self)
         check_positive("model.attention", self, "window")
-        if self.layer_types and (SLIDING in self.layer_types) != (self.window is not None):
+        if self.layer_types and (SLIDING in self.layer_types) != (
+            self.window is not None
+        ):
             raise ValueError(
-                "model.attention.window is of layers of the type sliding_attention. Give both, or neither."
+                "model.attention.window is of layers of the type sliding_attention."
+                " Give both, or neither."
             )
 
 
@@ -58,9 +72,11 @@ class RotaryConfig:
 
     Attributes:
         theta: base of the wavelengths.
-        scaling: how they are stretched for longer contexts, as in Hugging Face's `rope_scaling`, such as
-            `{rope_type: yarn, factor: 4.0, original_max_position_embeddings: 32768}`; null for none.
-        max_position_embeddings: the longest context of the weights, for exported configs.
+        scaling: how they are stretched for longer contexts, as in Hugging Face's
+            `rope_scaling`, such as `{rope_type: yarn, factor: 4.0,
+            original_max_position_embeddings: 32768}`; null for none.
+        max_position_embeddings: the longest context of the weights, for exported
+            configs.
     """
 
     theta: float = 1_000_000.0
@@ -81,18 +97,25 @@ class ExpertsConfig:
         num_experts: experts in a layer.
         experts_per_token: how many of them each token is routed to.
         intermediate_dim: inner width of one expert.
-        norm_topk_prob: whether the weights of the chosen experts are rescaled to sum to one.
-        load_balance_weight: weight in the training loss of the load-balance loss; null for that of the folder
-            of `initialize_from_hf`: its `router_aux_loss_coef`, or 0 where its `output_router_logits` is
-            false. Without a folder null is 0.001.
-        z_loss_weight: the same for the router's z-loss, which keeps its logits small; the mean over layers.
-        dense_layers: numbers of the layers that have one MLP of `model.mlp_dim` in place of experts.
-        load_balance_loss: `per_layer` for the mean of each layer's load-balance loss, which makes every layer
-            even; `pooled` for the loss of loads and probabilities averaged over layers, as in Hugging Face's
-            transformers, in which layers may make up for each other.
-        backend: how experts are applied: `auto`, or a name that `stacked_remat.ops.grouped_experts` takes.
-        router_dtype: dtype of the router's product: `compute` for `model.compute_dtype`, whose rounding may
-            decide between experts, or `float32`.
+        norm_topk_prob: whether the weights of the chosen experts are rescaled to sum to
+            one.
+        load_balance_weight: weight in the training loss of the load-balance loss; null
+            for that of the folder of `initialize_from_hf`: its `router_aux_loss_coef`,
+            or 0 where its `output_router_logits` is false. Without a folder null is
+            0.001.
+        z_loss_weight: the same for the router's z-loss, which keeps its logits small;
+            the mean over layers.
+        dense_layers: numbers of the layers that have one MLP of `model.mlp_dim` in
+            place of experts.
+        load_balance_loss: `per_layer` for the mean of each layer's load-balance loss,
+            which makes every layer even; `pooled` for the loss of loads and
+            probabilities averaged over layers, as in Hugging Face's transformers, in
+            which layers may make up for each other.
+        backend: how experts are applied: `auto`, or a name that
+            `stacked_remat.ops.grouped_experts` takes.
+        router_dtype: dtype of the router's product: `compute` for
+            `model.compute_dtype`, whose rounding may decide between experts, or
+            `float32`.
     """
 
     num_experts: int = 8
@@ -102,19 +125,37 @@ class ExpertsConfig:
     load_balance_weight: float | None = field(default=None, metadata=OF_RUN)
     z_loss_weight: float = field(default=0.0, metadata=OF_RUN)
     dense_layers: tuple[int, ...] = ()
-    load_balance_loss: Literal["per_layer", "pooled"] = field(default="per_layer", metadata=OF_RUN)
-    backend: Literal["auto", "megablox", "tokamax", "block"] = field(default="auto", metadata=OF_RUN)
-    router_dtype: Literal["compute", "float32"] = field(default="compute", metadata=OF_RUN)
+    load_balance_loss: Literal["per_layer", "pooled"] = field(
+        default="per_layer", metadata=OF_RUN
+    )
+    backend: Literal["auto", "megablox", "tokamax", "block"] = field(
+        default="auto", metadata=OF_RUN
+    )
+    router_dtype: Literal["compute", "float32"] = field(
+        default="compute", metadata=OF_RUN
+    )
 
     def __post_init__(self) -> None:
-        check_positive("model.experts", self, "num_experts", "experts_per_token", "intermediate_dim")
+        check_positive(
+            "model.experts",
+            self,
+            "num_experts",
+            "experts_per_token",
+            "intermediate_dim",
+        )
         if self.experts_per_token > self.num_experts:
             most, given = self.num_experts, self.experts_per_token
-            raise ValueError(f"model.experts.experts_per_token = {given} is more than num_experts = {most}.")
+            raise ValueError(
+                f"model.experts.experts_per_token = {given} is more than num_experts ="
+                f" {most}."
+            )
         for name in ("load_balance_weight", "z_loss_weight"):
             weight = getattr(self, name)
             if weight is not None and not 0 <= weight < math.inf:
-                raise ValueError(f"model.experts.{name} must not be negative or infinite, got {weight}.")
+                raise ValueError(
+                    f"model.experts.{name} must not be negative or infinite, got"
+                    f" {weight}."
+                )
         check_choices("model.experts", self)
 
     @property
@@ -147,11 +188,14 @@ class LatentConfig:
         sizes = ("query_rank", "key_value_rank", "plain_dim", "rotary_dim", "value_dim")
         check_positive("model.latent", self, *sizes)
         if self.rotary_dim % 2:
-            raise ValueError(f"model.latent.rotary_dim = {self.rotary_dim} must be even: pairs are rotated.")
+            raise ValueError(
+                f"model.latent.rotary_dim = {self.rotary_dim} must be even: pairs are"
+                " rotated."
+            )
         if self.value_dim > self.plain_dim + self.rotary_dim:
             raise ValueError(
-                f"model.latent.value_dim = {self.value_dim} must be at most plain_dim + rotary_dim = "
-                f"{self.plain_dim + self.rotary_dim}."
+                f"model.latent.value_dim = {self.value_dim} must be at most plain_dim +"
+                f" rotary_dim = {self.plain_dim + self.rotary_dim}."
             )
 
 
@@ -161,13 +205,15 @@ class RouterSpec:
 
     Attributes:
         scoring: of its logits.
-        bias: whether a bias is added to the scores by which experts are chosen, but not to their gates.
-            `frozen` gets no gradient; `by_load` is raised for experts that fewer tokens than the mean choose,
-            and lowered for others.
+        bias: whether a bias is added to the scores by which experts are chosen, but not
+            to their gates. `frozen` gets no gradient; `by_load` is raised for experts
+            that fewer tokens than the mean choose, and lowered for others.
         num_groups: experts are in so many groups.
-        groups_per_token: the groups with the best two experts in sum, from which a token chooses.
+        groups_per_token: the groups with the best two experts in sum, from which a
+            token chooses.
         gate_scale: factor of the gates.
-        shared_dim: inner width of an MLP that all tokens are routed to besides; 0 for none.
+        shared_dim: inner width of an MLP that all tokens are routed to besides; 0 for
+            none.
     """
 
     scoring: Literal["softmax", "sigmoid"] = "softmax"
@@ -185,27 +231,31 @@ def _axis(name: str, size: str, doc: str) -> Any:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """What a layer is; layers with equal specs form one stack. The defaults are the most common ones.
+    """What a layer is; layers with equal specs form one stack. The defaults are the
+    most common ones.
 
     Attributes:
         num_heads, num_kv_heads: as in `DecoderConfig`.
         head_dim: width of a head of queries and keys.
-        window: how many positions a query sees, itself included; None for all up to itself.
+        window: how many positions a query sees, itself included; None for all up to
+            itself.
         rotary: the rotary position embedding.
         scale: factor of attention's scores; None for `head_dim ** -0.5`.
-        qk_norm: which RMS norms queries and keys have: none, one over each head, or one over all heads.
+        qk_norm: which RMS norms queries and keys have: none, one over each head, or one
+            over all heads.
         qkv_bias: whether the projections to queries, keys and values have biases.
         output_bias: whether attention's last projection has one.
         sinks: whether every query head has a learnt score that attends to nothing; see
             `stacked_remat.ops.causal_attention`.
         latent: multi-head latent attention in place of grouped queries.
-        sparse: whether the feed-forward half is a router with experts rather than one MLP.
+        sparse: whether the feed-forward half is a router with experts rather than one
+            MLP.
         router: how experts are chosen.
         mlp_bias: whether MLPs, experts and routers have biases.
         activation: of the MLP's gate.
         swiglu_limit: clamps both halves of gated MLPs (`SwiGlu`); None for no clamp.
-        norms: whether attention and MLP have RMS norms of what they are given, of what they add to the
-            residual stream, or of both.
+        norms: whether attention and MLP have RMS norms of what they are given, of what
+            they add to the residual stream, or of both.
     """
 
     num_heads: int = 4
@@ -229,18 +279,26 @@ class LayerSpec:
     @property
     def name(self) -> str:
         """What layers of this kind are called: `sliding_sparse`."""
-        return ("" if self.window is None else "sliding_") + ("sparse" if self.sparse else "dense")
+        return ("" if self.window is None else "sliding_") + (
+            "sparse" if self.sparse else "dense"
+        )
 
     KVHeads = _axis("kv_heads", "num_kv_heads", "Key and value heads.")
-    HeadDim = _axis("head_dim", "head_dim", "Coordinates of one head of queries and keys.")
+    HeadDim = _axis(
+        "head_dim", "head_dim", "Coordinates of one head of queries and keys."
+    )
 
     @property
     def HeadsPerKV(self) -> Axis:
-        """Query heads that share one key-value head; (KVHeads, HeadsPerKV) are all query heads, in order."""
+        """Query heads that share one key-value head; (KVHeads, HeadsPerKV) are all
+        query heads, in order.
+        """
         return Axis("heads_per_kv", self.num_heads // self.num_kv_heads)
 
     def slots(self, tokens: int) -> int:
-        """How many positions of a sequence of so many tokens the cache of a layer has."""
+        """How many positions of a sequence of so many tokens the cache of a layer
+        has.
+        """
         return tokens if self.window is None else min(tokens, self.window)
 
     @property
@@ -253,14 +311,18 @@ class LayerSpec:
     @property
     def RotaryDim(self) -> Axis:
         """Coordinates of one head that are rotated."""
-        return Axis("head_dim", self.head_dim if self.latent is None else self.latent.rotary_dim)
+        return Axis(
+            "head_dim", self.head_dim if self.latent is None else self.latent.rotary_dim
+        )
 
 
 @dataclass(frozen=True)
 class DecoderConfig(draccus.ChoiceRegistry):
-    """A decoder in which every layer has one MLP, and what decoders with experts share with it.
+    """A decoder in which every layer has one MLP, and what decoders with experts share
+    with it.
 
-    An architecture is a subclass, which says in `block` and `layer` what its layers are.
+    An architecture is a subclass, which says in `block` and `layer` what its layers
+    are.
 
     Attributes:
         block: what all layers of an architecture have alike.
@@ -269,18 +331,21 @@ class DecoderConfig(draccus.ChoiceRegistry):
         hidden_dim: width of the residual stream.
         num_layers: decoder layers.
         num_heads: query heads.
-        num_kv_heads: key and value heads; each serves `num_heads / num_kv_heads` query heads.
+        num_kv_heads: key and value heads; each serves `num_heads / num_kv_heads` query
+            heads.
         attention: width of a head, biases, window, kernel.
         mlp_dim: inner width of the MLP of a dense layer; `3 * hidden_dim` if not given.
         rotary: the rotary position embedding.
         rms_norm_eps: added to the mean square in every norm.
         initializer_range: standard deviation of the initial weights.
         tie_word_embeddings: whether the head reuses the embedding's weights.
-        tiles: into how many parts a layer is cut that exist one after the other, so that what it computes
-            inside takes less memory: attention by its key-value heads (at most as many; whole where norms are
-            over all heads), MLPs and experts by positions. Each part is computed once more in the backward
-            pass, and gives names to nothing.
-        compute_dtype: dtype of activations; parameters are cast to it a layer at a time.
+        tiles: into how many parts a layer is cut that exist one after the other, so
+            that what it computes inside takes less memory: attention by its key-value
+            heads (at most as many; whole where norms are over all heads), MLPs and
+            experts by positions. Each part is computed once more in the backward pass,
+            and gives names to nothing.
+        compute_dtype: dtype of activations; parameters are cast to it a layer at a
+            time.
     """
 
     block: ClassVar[LayerSpec] = LayerSpec()
@@ -298,23 +363,35 @@ class DecoderConfig(draccus.ChoiceRegistry):
     initializer_range: float = field(default=0.02, metadata=OF_RUN)
     tie_word_embeddings: bool = False
     tiles: int = field(default=1, metadata=OF_RUN)
-    compute_dtype: Literal["float32", "bfloat16"] = field(default="float32", metadata=OF_RUN)
+    compute_dtype: Literal["float32", "bfloat16"] = field(
+        default="float32", metadata=OF_RUN
+    )
 
     def __post_init__(self) -> None:
-        sizes = ("hidden_dim", "num_layers", "num_heads", "num_kv_heads", "mlp_dim", "tiles")
+        sizes = (
+            "hidden_dim",
+            "num_layers",
+            "num_heads",
+            "num_kv_heads",
+            "mlp_dim",
+            "tiles",
+        )
         check_positive("model", self, *sizes, "rms_norm_eps", "initializer_range")
         self._check_heads()
         check_choices("model", self)
         types = self.attention.layer_types or ()
         if len(types) > self.num_layers:
             raise ValueError(
-                f"model.attention.layer_types has {len(types)} entries for model.num_layers = "
-                f"{self.num_layers}. Give at most one for each layer."
+                f"model.attention.layer_types has {len(types)} entries for"
+                f" model.num_layers = {self.num_layers}. Give at most one for each"
+                " layer."
             )
 
     @property
     def remat_names(self) -> tuple[str, ...]:
-        """The names inside its layers that policies see: none where parts of layers are recomputed anyway."""
+        """The names inside its layers that policies see: none where parts of layers are
+        recomputed anyway.
+        """
         return self._internal_names if self.tiles == 1 else ()
 
     @property
@@ -324,22 +401,35 @@ class DecoderConfig(draccus.ChoiceRegistry):
 
     @property
     def _internal_names(self) -> tuple[str, ...]:
-        named = (SPARSE_NAMES if spec.sparse else DENSE_NAMES for spec in self.kinds.values())
+        named = (
+            SPARSE_NAMES if spec.sparse else DENSE_NAMES for spec in self.kinds.values()
+        )
         return tuple(dict.fromkeys(name for names in named for name in names))
 
     def _check_heads(self) -> None:
         if self.num_heads % self.num_kv_heads:
             heads, own = self.num_heads, self.num_kv_heads
-            raise ValueError(f"model.num_heads = {heads} must be a multiple of model.num_kv_heads = {own}.")
+            raise ValueError(
+                f"model.num_heads = {heads} must be a multiple of model.num_kv_heads ="
+                f" {own}."
+            )
         given = self.attention.head_dim is not None
         if not given and self.hidden_dim % self.num_heads:
             raise ValueError(
-                f"model.hidden_dim = {self.hidden_dim} is not divisible by model.num_heads = "
-                f"{self.num_heads}; change one of them, or give model.attention.head_dim."
+                f"model.hidden_dim = {self.hidden_dim} is not divisible by"
+                f" model.num_heads = {self.num_heads}; change one of them, or give"
+                " model.attention.head_dim."
             )
         if self.head_dim < 2 or self.head_dim % 2:
-            what = "model.attention.head_dim" if given else "model.hidden_dim / model.num_heads"
-            raise ValueError(f"{what} = {self.head_dim} must be even and at least 2: pairs are rotated.")
+            what = (
+                "model.attention.head_dim"
+                if given
+                else "model.hidden_dim / model.num_heads"
+            )
+            raise ValueError(
+                f"{what} = {self.head_dim} must be even and at least 2: pairs are"
+                " rotated."
+            )
 
     Layers = _axis("layers", "num_layers", "The layers.")
     Embed = _axis("embed", "hidden_dim", "The residual stream.")
@@ -353,7 +443,9 @@ class DecoderConfig(draccus.ChoiceRegistry):
     @property
     def Mlp(self) -> Axis:
         """Inner width of the MLP of a dense layer."""
-        return Axis("mlp", 3 * self.hidden_dim if self.mlp_dim is None else self.mlp_dim)
+        return Axis(
+            "mlp", 3 * self.hidden_dim if self.mlp_dim is None else self.mlp_dim
+        )
 
     @property
     def sparse(self) -> ExpertsConfig | None:
@@ -384,19 +476,25 @@ class DecoderConfig(draccus.ChoiceRegistry):
 
     @property
     def balances_by_bias(self) -> bool:
-        """Whether the biases of routers follow the load of their experts; see `RouterSpec.bias`."""
+        """Whether the biases of routers follow the load of their experts; see
+        `RouterSpec.bias`.
+        """
         return any(spec.router.bias == "by_load" for spec in self.kinds.values())
 
     @property
     def has_auxiliary_losses(self) -> bool:
         """Whether routers add to the cross entropy."""
         experts = self.sparse
-        weighted = experts is not None and (experts.load_balance_weight_used or experts.z_loss_weight)
+        weighted = experts is not None and (
+            experts.load_balance_weight_used or experts.z_loss_weight
+        )
         return self.balances_by_bias or bool(weighted)
 
     @functools.cached_property
     def kinds(self) -> Mapping[str, LayerSpec]:
-        """Each kind by its name in paths of arrays and targets of adapters: `dense`, then `dense_2`."""
+        """Each kind by its name in paths of arrays and targets of adapters: `dense`,
+        then `dense_2`.
+        """
         found: dict[str, LayerSpec] = {}
         for spec in dict.fromkeys(self.specs):
             number = 1 + [kind.name for kind in found.values()].count(spec.name)
@@ -414,7 +512,9 @@ class DecoderConfig(draccus.ChoiceRegistry):
         return [layer for layer, name in enumerate(self.pattern) if name == kind]
 
     def cache_bytes(self, rows: int, slots: int) -> int:
-        """The size of the caches of all layers, of so many sequences of so many tokens."""
+        """The size of the caches of all layers, of so many sequences of so many
+        tokens.
+        """
         numbers = sum(spec.slots(slots) * spec.numbers_of_token for spec in self.specs)
         return rows * numbers * jnp.dtype(self.compute_dtype).itemsize
 
@@ -424,7 +524,8 @@ class SparseDecoderConfig(DecoderConfig):
     """A decoder with experts in every layer, or in all but some.
 
     Attributes:
-        all_sparse: whether an architecture has them in every layer, with gates that sum to one.
+        all_sparse: whether an architecture has them in every layer, with gates that sum
+            to one.
         experts: the router and its experts.
     """
 
@@ -435,17 +536,22 @@ class SparseDecoderConfig(DecoderConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.all_sparse and (
-            self.mlp_dim is not None or self.experts.dense_layers or not self.experts.norm_topk_prob
+            self.mlp_dim is not None
+            or self.experts.dense_layers
+            or not self.experts.norm_topk_prob
         ):
             raise ValueError(
-                "Leave out model.mlp_dim, model.experts.dense_layers and model.experts.norm_topk_prob, which "
-                "have no effect: in this architecture every layer has experts, of the width "
-                "model.experts.intermediate_dim, and the weights of a token's experts sum to one."
+                "Leave out model.mlp_dim, model.experts.dense_layers and"
+                " model.experts.norm_topk_prob, which have no effect: in this"
+                " architecture every layer has experts, of the width"
+                " model.experts.intermediate_dim, and the weights of a token's experts"
+                " sum to one."
             )
         dense, last = self.experts.dense_layers, self.num_layers - 1
         if list(dense) != sorted({*dense} & {*range(self.num_layers)}):
             raise ValueError(
-                f"model.experts.dense_layers = {list(dense)} must be from 0 to {last}, in increasing order."
+                f"model.experts.dense_layers = {list(dense)} must be from 0 to {last},"
+                " in increasing order."
             )
 
     @property
@@ -454,7 +560,9 @@ class SparseDecoderConfig(DecoderConfig):
         return self.experts
 
     Experts = _axis("experts", "experts.num_experts", "Experts of one layer.")
-    ExpertDim = _axis("expert_dim", "experts.intermediate_dim", "Inner width of one expert.")
+    ExpertDim = _axis(
+        "expert_dim", "experts.intermediate_dim", "Inner width of one expert."
+    )
 
 
 def _decode_scaling(raw: Any, path: Sequence[str]) -> RotaryScaling:
@@ -463,7 +571,9 @@ def _decode_scaling(raw: Any, path: Sequence[str]) -> RotaryScaling:
         return raw
     given = "original_max_position_embeddings"
     if not isinstance(raw, dict):
-        raise ValueError(f"{'.'.join(path)} needs rope_type and its fields; got {raw!r}.")
+        raise ValueError(
+            f"{'.'.join(path)} needs rope_type and its fields; got {raw!r}."
+        )
     found = rotary_from_hf(raw, max_position_embeddings=raw.get(given, 1))
     if hasattr(found, given) and given not in raw:
         raise ValueError(f"{'.'.join(path)} needs {given}; got {raw!r}.")

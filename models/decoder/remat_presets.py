@@ -1,4 +1,6 @@
-"""Remat policies of decoders: named ones, which keep values inside a layer, and what is refused."""
+"""Remat policies of decoders: named ones, which keep values inside a layer, and what is
+refused.
+"""
 
 from collections.abc import Sequence
 
@@ -18,22 +20,28 @@ SPARSE_NAMES = (*_PROJECTIONS, "residual", *_EXPERTS)
 def decoder_remat_presets(names: Sequence[str]) -> RematPresets:
     """The presets of a decoder whose layers have these names.
 
-    The cost of each beside its base policy, in bytes a token and layer, with activations of `b` bytes, `H`
-    query heads and `K` key-value heads of width `d`, an embedding of width `E`, and an inner width `F`, that
-    of an MLP or of all chosen experts together:
+    The cost of each beside its base policy, in bytes a token and layer, with
+    activations of `b` bytes, `H` query heads and `K` key-value heads of width `d`, an
+    embedding of width `E`, and an inner width `F`, that of an MLP or of all chosen
+    experts together:
 
     | preset | kept besides carries | where | not recomputed |
     |---|---|---|---|
     | `attention_offloaded` | `H * (d * b + 4)` | host, all layers | attention |
     | `attention_saved` | the same | device, all layers | attention |
-    | `projections_saved` | `(2 * H + 2 * K) * d * b + 4 * H` | the same | and its three projections |
-    | `products_saved` | that and `(E + 2 * F) * b` | the same | and the others that are read |
-    | `nested_attention_saved` | `H * (d * b + 4)` | device, one segment | attention, in the reverse pass |
+    | `projections_saved` | `2 * (H + K) * d * b + 4 * H` | the same | and projections |
+    | `products_saved` | that and `(E + 2 * F) * b` | the same | and other products |
+    | `nested_attention_saved` | `H * (d * b + 4)` | device, one segment | attention |
 
-    `products_saved` recomputes norms, rotations, activations, the router's choice, and the products of
-    adapters; and experts that are divided over devices, of which nothing is kept. It keeps less than
-    `remat: false`, which keeps what each of their derivatives reads. Of experts it also keeps the router's
-    logits, and a few integers a choice.
+    Of `nested_attention_saved` attention is not recomputed in the reverse pass; of
+    `projections_saved` attention's three projections are not, and of `products_saved`
+    the other products that are read.
+
+    `products_saved` recomputes norms, rotations, activations, the router's choice, and
+    the products of adapters; and experts that are divided over devices, of which
+    nothing is kept. It keeps less than `remat: false`, which keeps what each of their
+    derivatives reads. Of experts it also keeps the router's logits, and a few integers
+    a choice.
 
     docs/long-context.md has the cost at 65,536 tokens.
     """
@@ -44,19 +52,30 @@ def decoder_remat_presets(names: Sequence[str]) -> RematPresets:
         "attention_offloaded": ScanCheckpointPolicy(offload_block_internals=_ATTENTION),
         "projections_saved": ScanCheckpointPolicy(save_block_internals=_PROJECTIONS),
         "products_saved": ScanCheckpointPolicy(save_block_internals=products),
-        "nested_attention_saved": ScanCheckpointPolicy(nested=True, save_block_internals=_ATTENTION),
+        "nested_attention_saved": ScanCheckpointPolicy(
+            nested=True, save_block_internals=_ATTENTION
+        ),
     }
 
 
-def check_remat_names(valid: Sequence[str], policy: ScanCheckpointPolicy | None, key: str = "remat") -> None:
-    """Raises ConfigError for a policy that saves or offloads names that no layer of the model has."""
+def check_remat_names(
+    valid: Sequence[str], policy: ScanCheckpointPolicy | None, key: str = "remat"
+) -> None:
+    """Raises ConfigError for a policy that saves or offloads names that no layer of the
+    model has.
+    """
     if policy is None:
         return
     for field in ("save_block_internals", "offload_block_internals"):
         names = getattr(policy, field)
-        unknown = [name for name in names if name not in valid] if isinstance(names, tuple) else []
+        unknown = (
+            [name for name in names if name not in valid]
+            if isinstance(names, tuple)
+            else []
+        )
         if unknown:
             raise ConfigError(
-                f"{key}.{field} has {unknown[0]!r}, which names nothing in a layer of this model. "
-                f"Valid: {', '.join(valid) or 'none (with model.tiles nothing has a name)'}."
+                f"{key}.{field} has {unknown[0]!r}, which names nothing in a layer of"
+                " this model. Valid:"
+                f" {', '.join(valid) or 'none (with model.tiles nothing has a name)'}."
             )

@@ -1,4 +1,6 @@
-"""Decodes with a language model: reads all prompts at once, then adds one token to each at a time."""
+"""Decodes with a language model: reads all prompts at once, then adds one token to each
+at a time.
+"""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -41,28 +43,39 @@ def continued_tokens(
     key: PRNGKeyArray,
     first_row: int = 0,
 ) -> Iterator[Int[np.ndarray, " batch"]]:
-    """Continues all prompts as one batch: yields the next token of every one, `max_new_tokens` times.
+    """Continues all prompts as one batch: yields the next token of every one,
+    `max_new_tokens` times.
 
-    A row does not depend on the others: its logits are equal up to rounding, its random numbers its own.
+    A row does not depend on the others: its logits are equal up to rounding, its random
+    numbers its own.
 
     Args:
         prompts: at least one token each; they may differ in length.
         key: of the random numbers. Row r draws from `jax.random.fold_in(key, r)`.
         first_row: the number of the first row.
 
-    Cost: one forward pass over `prompts x longest prompt`, then a step for each token, which reads the
-    weights and the cache once. The cache, for the longest prompt and the new tokens, is updated in place.
-    Compiles twice for each number of prompts and `padded_length` of the longest.
+    Cost: one forward pass over `prompts x longest prompt`, then a step for each token,
+    which reads the weights and the cache once. The cache, for the longest prompt and
+    the new tokens, is updated in place. Compiles twice for each number of prompts and
+    `padded_length` of the longest.
     """
     assert prompts and all(len(prompt) for prompt in prompts) and max_new_tokens > 0
     lengths = [len(prompt) for prompt in prompts]
-    Batch, Pos = Axis(BATCH_AXIS, len(prompts)), Axis(POSITION_AXIS, padded_length(max(lengths)))
+    Batch, Pos = (
+        Axis(BATCH_AXIS, len(prompts)),
+        Axis(POSITION_AXIS, padded_length(max(lengths))),
+    )
     padded = np.zeros((Batch.size, Pos.size), np.int32)
     for row, prompt in zip(padded, prompts, strict=True):
         row[: len(prompt)] = prompt
-    keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(first_row + jnp.arange(Batch.size))
+    keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(
+        first_row + jnp.arange(Batch.size)
+    )
     slots = Pos.size + max_new_tokens - 1  # the last new token is not read
-    named = (hax.named(jnp.asarray(padded), (Batch, Pos)), hax.named(jnp.asarray(lengths, jnp.int32), Batch))
+    named = (
+        hax.named(jnp.asarray(padded), (Batch, Pos)),
+        hax.named(jnp.asarray(lengths, jnp.int32), Batch),
+    )
     decoding = first_tokens(model, *named, keys, sampling, slots)
     yield np.asarray(decoding.tokens.array)
     for _ in range(max_new_tokens - 1):
@@ -71,7 +84,9 @@ def continued_tokens(
 
 
 def padded_length(tokens: int) -> int:
-    """The length to which prompts are padded, at most a quarter more: four of them for each doubling."""
+    """The length to which prompts are padded, at most a quarter more: four of them for
+    each doubling.
+    """
     unit = max(16, 2 ** (tokens.bit_length() - 3))
     return -(-tokens // unit) * unit
 
@@ -85,7 +100,9 @@ def first_tokens(
     sampling: Sampling,
     slots: int,
 ) -> Decoding:
-    """Reads the prompts, the first `lengths` tokens of `[batch, position]`, and draws the next."""
+    """Reads the prompts, the first `lengths` tokens of `[batch, position]`, and draws
+    the next.
+    """
     hidden, cache = model.prefill(prompts, slots, lengths)
     (Batch,) = lengths.axes
     last = hidden[{Batch: hax.arange(Batch), POSITION_AXIS: lengths - 1}]
@@ -94,11 +111,15 @@ def first_tokens(
 
 @eqx.filter_jit(donate="warn-except-first")
 def one_more_token(
-    model_and_keys: tuple[Decoder, Key[Array, " batch"]], decoding: Decoding, sampling: Sampling
+    model_and_keys: tuple[Decoder, Key[Array, " batch"]],
+    decoding: Decoding,
+    sampling: Sampling,
 ) -> Decoding:
-    """Reads the newest tokens and draws the next; `decoding` is donated and can't be used again.
+    """Reads the newest tokens and draws the next; `decoding` is donated and can't be
+    used again.
 
-    Cost: one token a row through the model; beside the cache, only the memory of one layer's step.
+    Cost: one token a row through the model; beside the cache, only the memory of one
+    layer's step.
     """
     model, keys = model_and_keys
     hidden, cache = model.decode(decoding.tokens, decoding.positions, decoding.cache)
@@ -113,7 +134,9 @@ def _drawn(
     keys: Key[Array, " batch"],
     sampling: Sampling,
 ) -> NamedArray:
-    """Draws the tokens at `positions` from the hidden states `[batch, Embed]` before them."""
+    """Draws the tokens at `positions` from the hidden states `[batch, Embed]` before
+    them.
+    """
     (Batch,) = positions.axes
     logits = model.logits(hidden).rearrange((Batch, model.Vocab))
     keys = jax.vmap(jax.random.fold_in)(keys, positions.array)

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
 Logits = Float[Array, "*batch vocab"]
-_SMALLEST_TEMPERATURE = float(jnp.finfo(jnp.float32).tiny)  # smaller numbers are 0 on most devices
+# Smaller numbers are 0 on most devices
+_SMALLEST_TEMPERATURE = float(jnp.finfo(jnp.float32).tiny)
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,8 @@ class Sampling:
     Attributes:
         temperature: logits are divided by it; 0 for the likeliest token each time.
         top_k: how many of the likeliest tokens remain; None for all.
-        top_p: of the tokens that `top_k` leaves, the fewest whose probabilities reach this; None for all.
+        top_p: of the tokens that `top_k` leaves, the fewest whose probabilities reach
+            this; None for all.
     """
 
     temperature: float = 1.0
@@ -27,7 +29,8 @@ class Sampling:
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
             raise ValueError(
-                f"temperature must be 0, for the likeliest token, or positive; got {self.temperature}."
+                "temperature must be 0, for the likeliest token, or positive; got"
+                f" {self.temperature}."
             )
         if self.top_k is not None and self.top_k < 1:
             raise ValueError(f"top_k must be at least 1 token; got {self.top_k}.")
@@ -36,17 +39,19 @@ class Sampling:
         for name in ("top_k", "top_p"):
             if self.temperature == 0 and getattr(self, name) is not None:
                 raise ValueError(
-                    f"{name} has no effect with temperature 0, which always takes the likeliest token. Leave "
-                    f"it out, or raise the temperature."
+                    f"{name} has no effect with temperature 0, which always takes the"
+                    " likeliest token. Leave it out, or raise the temperature."
                 )
 
 
 def next_tokens(
     logits: Float[Array, "batch vocab"], sampling: Sampling, keys: Key[Array, " batch"]
 ) -> Int[Array, " batch"]:
-    """Draws a token for each row, with a key of its own, so that no row depends on the others.
+    """Draws a token for each row, with a key of its own, so that no row depends on the
+    others.
 
-    Temperature, `top_k` and `top_p` apply in this order, as in Hugging Face's `generate`.
+    Temperature, `top_k` and `top_p` apply in this order, as in Hugging Face's
+    `generate`.
 
     Cost: sorts the vocabulary once for each of `top_k` and `top_p`.
     """
@@ -63,19 +68,24 @@ def next_tokens(
 
 
 def keep_top_k(logits: Logits, k: int) -> Logits:
-    """The logits with minus infinity for all but the `k` highest, and those that equal the least of them."""
+    """The logits with minus infinity for all but the `k` highest, and those that equal
+    the least of them.
+    """
     highest, _ = jax.lax.top_k(logits, min(k, logits.shape[-1]))
     return jnp.where(logits < highest[..., -1:], -jnp.inf, logits)
 
 
 def keep_top_p(logits: Logits, p: float) -> Logits:
-    """The logits with minus infinity outside the smallest set of tokens whose probabilities reach `p`.
+    """The logits with minus infinity outside the smallest set of tokens whose
+    probabilities reach `p`.
 
-    Those that equal the least of them remain, and the likeliest token always does (Holtzman et al. 2020, "The
-    Curious Case of Neural Text Degeneration").
+    Those that equal the least of them remain, and the likeliest token always does
+    (Holtzman et al. 2020, "The Curious Case of Neural Text Degeneration").
     """
     ordered = jnp.sort(logits, axis=-1, descending=True)
     probabilities = jax.nn.softmax(ordered, axis=-1)
     likelier = jnp.cumsum(probabilities, axis=-1) - probabilities
-    lowest = jnp.min(ordered, axis=-1, keepdims=True, where=likelier < p, initial=jnp.inf)
+    lowest = jnp.min(
+        ordered, axis=-1, keepdims=True, where=likelier < p, initial=jnp.inf
+    )
     return jnp.where(logits < jnp.minimum(lowest, ordered[..., :1]), -jnp.inf, logits)

@@ -26,11 +26,15 @@ class Piece(NamedTuple):
 
 
 def chat_prompt(
-    tokenizer: Tokenizer, messages: Sequence[Message], variables: Mapping[str, Any] = MappingProxyType({})
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    variables: Mapping[str, Any] = MappingProxyType({}),
 ) -> Tokens:
     """The tokens of a chat, up to where the assistant's next message begins."""
     render = tokenizer.chat_template.render
-    return tokenizer.encode_chat_beginning(render(messages, add_generation_prompt=True, variables=variables))
+    return tokenizer.encode_chat_beginning(
+        render(messages, add_generation_prompt=True, variables=variables)
+    )
 
 
 _CONTENT = "\ue000"  # in no template
@@ -38,24 +42,32 @@ _ANSWERED = [{"role": role, "content": _CONTENT} for role in ("user", "assistant
 
 
 def end_of_turn(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The tokens with which the chat template ends an assistant's message; may be empty.
+    """The tokens with which the chat template ends an assistant's message; may be
+    empty.
 
-    They may differ from the tokenizer's end token, which for base models ends whole texts.
+    They may differ from the tokenizer's end token, which for base models ends whole
+    texts.
     """
     after = tokenizer.chat_template.render(_ANSWERED).rpartition(_CONTENT)[2]
     return tuple(int(token) for token in tokenizer.encode(after.strip()))
 
 
 def begins_of_next_turn(tokenizer: Tokenizer) -> list[tuple[int, ...]]:
-    """The tokens that begin a message after an assistant's, where `end_of_turn` is empty."""
+    """The tokens that begin a message after an assistant's, where `end_of_turn` is
+    empty.
+    """
     if end_of_turn(tokenizer):
         return []
     found = []
     for role in ("user", "tool"):
         with contextlib.suppress(ChatTemplateError):  # a template may know no tools
-            text = tokenizer.chat_template.render([*_ANSWERED, {"role": role, "content": _CONTENT}])
+            text = tokenizer.chat_template.render(
+                [*_ANSWERED, {"role": role, "content": _CONTENT}]
+            )
             *_, between, _ = text.split(_CONTENT)
-            found.append(tuple(int(token) for token in tokenizer.encode(between.strip())))
+            found.append(
+                tuple(int(token) for token in tokenizer.encode(between.strip()))
+            )
     return [tokens for tokens in dict.fromkeys(found) if tokens]
 
 
@@ -71,7 +83,8 @@ def generate_text(
     stop_texts: Sequence[str] = (),
     rows: int | None = None,
 ) -> Iterator[Piece]:
-    """Continues prompts, one batch after the other, and streams their text, until all have ended.
+    """Continues prompts, one batch after the other, and streams their text, until all
+    have ended.
 
     Args:
         stops: sequences of tokens that end a text.
@@ -83,10 +96,18 @@ def generate_text(
     rows = rows or len(prompts)
     for first in range(0, len(prompts), rows):
         batch = [*prompts[first : first + rows]]
-        streams = [TextStream(tokenizer, prompt.tolist(), stops, stop_texts) for prompt in batch]
+        streams = [
+            TextStream(tokenizer, prompt.tolist(), stops, stop_texts)
+            for prompt in batch
+        ]
         batch += batch[-1:] * (rows - len(batch))  # of as many rows as the others
         steps = continued_tokens(
-            model, batch, max_new_tokens=max_new_tokens, sampling=sampling, key=key, first_row=first
+            model,
+            batch,
+            max_new_tokens=max_new_tokens,
+            sampling=sampling,
+            key=key,
+            first_row=first,
         )
         for tokens in steps:
             for row, stream in enumerate(streams):
@@ -101,7 +122,9 @@ def generate_text(
 
 
 def in_order(pieces: Iterator[Piece], rows: int) -> Iterator[Piece]:
-    """Streams the pieces of row 0, then those of row 1, and so on; later rows are held in memory."""
+    """Streams the pieces of row 0, then those of row 1, and so on; later rows are held
+    in memory.
+    """
     waiting: list[list[Piece]] = [[] for _ in range(rows)]
     current = 0
     for piece in pieces:
@@ -114,14 +137,17 @@ def in_order(pieces: Iterator[Piece], rows: int) -> Iterator[Piece]:
             current += 1
 
 
-_CONTEXT = 8  # tokens before the first new one, because tokenizers may treat a beginning of text differently
+# tokens before the first new one, because tokenizers may treat a beginning of text
+# differently
+_CONTEXT = 8
 
 
 @final
 class TextStream:
     """The text of one sequence's new tokens, in pieces.
 
-    A piece is held back while a token ends within a character, and while the newest tokens may begin a stop.
+    A piece is held back while a token ends within a character, and while the newest
+    tokens may begin a stop.
 
     Attributes:
         ended: whether a stop has come, which is not part of the text.
@@ -134,7 +160,9 @@ class TextStream:
         stops: Iterable[Sequence[int]],
         stop_texts: Iterable[str] = (),
     ):
-        """Starts after the tokens of `prompt`; each of `stops` is a sequence of tokens."""
+        """Starts after the tokens of `prompt`; each of `stops` is a sequence of
+        tokens.
+        """
         self.ended = False
         self._tokenizer = tokenizer
         self._stops = [[*stop] for stop in stops if stop]
@@ -142,14 +170,20 @@ class TextStream:
         self._held = ""  # may begin one of them
         self._tokens = [int(token) for token in prompt[-_CONTEXT:]]
         self._new = len(self._tokens)  # where the new tokens begin
-        self._context, self._shown = 0, self._new  # from where to decode, and what has been shown
+        # From where to decode, and what has been shown
+        self._context, self._shown = (
+            0,
+            self._new,
+        )
 
     def push(self, token: int) -> str:
         """The text that can be shown after one more token."""
         assert not self.ended
         self._tokens.append(token)
         own = self._tokens[self._new :]
-        if stop := next((stop for stop in self._stops if own[-len(stop) :] == stop), None):
+        if stop := next(
+            (stop for stop in self._stops if own[-len(stop) :] == stop), None
+        ):
             del self._tokens[-len(stop) :]
             self.ended = True
             return self.rest()
@@ -174,7 +208,9 @@ class TextStream:
         return text[:until]
 
     def _release(self, until: int, *, whole: bool) -> str:
-        """The text not shown yet up to a token; empty if its last character is incomplete."""
+        """The text not shown yet up to a token; empty if its last character is
+        incomplete.
+        """
         before = self._decode(self._context, self._shown)
         now = self._decode(self._context, until)
         if len(now) <= len(before) or (now.endswith("\ufffd") and not whole):
@@ -183,10 +219,17 @@ class TextStream:
         return now[len(before) :]
 
     def _decode(self, first: int, until: int) -> str:
-        return self._tokenizer.decode(np.array(self._tokens[first:until], dtype=np.int64))
+        return self._tokenizer.decode(
+            np.array(self._tokens[first:until], dtype=np.int64)
+        )
 
 
 def _begun(said: Any, stops: Sequence[Any]) -> int:
     """How many of the last tokens or characters may begin a stop."""
-    lengths = (length for stop in stops for length in range(1, len(stop)) if said[-length:] == stop[:length])
+    lengths = (
+        length
+        for stop in stops
+        for length in range(1, len(stop))
+        if said[-length:] == stop[:length]
+    )
     return max(lengths, default=0)

@@ -1,1 +1,3 @@
-"""Weights, configs and adapters in Hugging Face's formats, for any decoder that is registered."""
+"""Weights, configs and adapters in Hugging Face's formats, for any decoder that is
+registered.
+"""

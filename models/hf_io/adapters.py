@@ -13,13 +13,27 @@ from models.decoder.decoder import Decoder
 from models.hf_io.decoder_weights import tensor_maps
 from models.hf_io.formats import format_of
 from models.hf_io.safetensors_folder import WeightsError
-from stacked_remat.lora import PeftNames, PeftParameter, load_peft, peft_tensor_names, save_peft
+from stacked_remat.lora import (
+    PeftNames,
+    PeftParameter,
+    load_peft,
+    peft_tensor_names,
+    save_peft,
+)
 
 
-def save_adapters(folder: Path, model: Decoder, *, base_model: str | None = None) -> None:
+def save_adapters(
+    folder: Path, model: Decoder, *, base_model: str | None = None
+) -> None:
     """Writes the adapters of `model` for PEFT; see `stacked_remat.lora.save_peft`."""
     try:
-        save_peft(folder, model, peft_names(model.config), base_model=base_model, task_type="CAUSAL_LM")
+        save_peft(
+            folder,
+            model,
+            peft_names(model.config),
+            base_model=base_model,
+            task_type="CAUSAL_LM",
+        )
     except ValueError as error:
         raise WeightsError(str(error)) from error
 
@@ -27,22 +41,36 @@ def save_adapters(folder: Path, model: Decoder, *, base_model: str | None = None
 def load_adapters(model: Decoder, folder: Path) -> Decoder:
     """The model with the adapters in `folder`, in either layout of experts."""
     try:
-        is_separate = any(re.search(r"\.experts\.\d+\.", name) for name in peft_tensor_names(folder))
-        return load_peft(model, folder, peft_names(model.config, "separate" if is_separate else "fused"))
+        is_separate = any(
+            re.search(r"\.experts\.\d+\.", name) for name in peft_tensor_names(folder)
+        )
+        return load_peft(
+            model,
+            folder,
+            peft_names(model.config, "separate" if is_separate else "fused"),
+        )
     except (ValueError, re.error) as error:  # a pattern of modules may be no pattern
-        raise WeightsError(f"The adapters in {folder} can't be used: {error}") from error
+        raise WeightsError(
+            f"The adapters in {folder} can't be used: {error}"
+        ) from error
 
 
-def peft_names(config: DecoderConfig, experts: Literal["fused", "separate"] = "fused") -> PeftNames:
-    """The names of a decoder's linear maps in transformers' model, for `save_peft` and `load_peft`.
+def peft_names(
+    config: DecoderConfig, experts: Literal["fused", "separate"] = "fused"
+) -> PeftNames:
+    """The names of a decoder's linear maps in transformers' model, for `save_peft` and
+    `load_peft`.
 
-    Experts are `fused` in transformers 5: the adapters of gate and up become one of twice the rank in
-    `gate_up_proj`, with the product unchanged. They are `separate` in files of transformers 4.
+    Experts are `fused` in transformers 5: the adapters of gate and up become one of
+    twice the rank in `gate_up_proj`, with the product unchanged. They are `separate` in
+    files of transformers 4.
     """
     known = format_of(config)
     if experts == "fused":
         known = known.in_memory
-    shapes = eqx.filter_eval_shape(Decoder.init, config, Axis("vocab", 1), key=jax.random.key(0))
+    shapes = eqx.filter_eval_shape(
+        Decoder.init, config, Axis("vocab", 1), key=jax.random.key(0)
+    )
     maps = {_dotted(path): one for path, one in tensor_maps(shapes, known).items()}
 
     def name(path: str, index: tuple[int, ...]) -> str | PeftParameter:
@@ -52,19 +80,34 @@ def peft_names(config: DecoderConfig, experts: Literal["fused", "separate"] = "f
         if one.layers is not None:
             index = (one.layers[index[0]], *index[1:])
         outer = one.name.count("{}")
-        module = known.loaded_name(one.name.format(*index[:outer]).removesuffix(".weight"))
+        module = known.loaded_name(
+            one.name.format(*index[:outer]).removesuffix(".weight")
+        )
         if outer < len(index):
             module, _, tensor = module.rpartition(".")
             order = int(tensor == "down_proj")
-            return PeftParameter(module, tensor, index[1], one.stacked[1], order=order, rows=rows)
-        # PEFT adapts a router as a parameter; beside experts, it takes a module of an MLP for one of theirs.
-        beside = config.sparse is not None and ".mlp." in path and ".experts." not in path
-        return PeftParameter(module, "weight" if beside else "", rows=rows) if beside or rows else module
+            return PeftParameter(
+                module, tensor, index[1], one.stacked[1], order=order, rows=rows
+            )
+        # PEFT adapts a router as a parameter; beside experts, it takes a module of an
+        # MLP for one of theirs.
+        beside = (
+            config.sparse is not None and ".mlp." in path and ".experts." not in path
+        )
+        return (
+            PeftParameter(module, "weight" if beside else "", rows=rows)
+            if beside or rows
+            else module
+        )
 
     return name
 
 
 def _dotted(path: str) -> str:
     """The path of a linear map, as adapters have it, from that of its weight."""
-    parts = ["*" if part == "stacked" else part for part in re.findall(r"\w+", path) if part != "stacks"]
+    parts = [
+        "*" if part == "stacked" else part
+        for part in re.findall(r"\w+", path)
+        if part != "stacks"
+    ]
     return ".".join(parts).removesuffix(".weight")

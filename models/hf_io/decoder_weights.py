@@ -1,8 +1,10 @@
-"""Weights of a decoder in Hugging Face's format: a folder into a decoder, and a decoder into a folder.
+"""Weights of a decoder in Hugging Face's format: a folder into a decoder, and a decoder
+into a folder.
 
-A folder holds `config.json` and safetensors files with one tensor a layer, and one an expert or a few for all
-experts of a layer; the decoder stacks the layers of each kind. A linear map to or from heads has separate
-axes for them, where its tensor has a single one.
+A folder holds `config.json` and safetensors files with one tensor a layer, and one an
+expert or a few for all experts of a layer; the decoder stacks the layers of each kind.
+A linear map to or from heads has separate axes for them, where its tensor has a single
+one.
 """
 
 import itertools
@@ -31,47 +33,64 @@ from models.hf_io.safetensors_folder import (
     weight_files,
     write_safetensors,
 )
-from models.hf_io.stacked_weights import ExpertsTensor, TensorMap, check_tensors, pending_tensors, read_array
+from models.hf_io.stacked_weights import (
+    ExpertsTensor,
+    TensorMap,
+    check_tensors,
+    pending_tensors,
+    read_array,
+)
 from stacked_remat import StackedPattern
 from stacked_remat.lora import LoraLinear, lora_linears
 
 
 def read_decoder(root: Path, like: Decoder) -> Decoder:
-    """Reads a checkpoint into a decoder of these shapes, in their dtypes and shardings, a tensor at a time.
+    """Reads a checkpoint into a decoder of these shapes, in their dtypes and shardings,
+    a tensor at a time.
 
-    Cost: one tensor in host memory, or where experts are fused those of one expert, besides the decoder.
+    Cost: one tensor in host memory, or where experts are fused those of one expert,
+    besides the decoder.
     """
     folder, known = SafetensorsFolder.open(root), format_of(like.config)
     if any(name.endswith(".experts.gate_up_proj") for name in folder.shapes):
         known = known.in_memory
         folder = folder.renamed(known.loaded_name)
-    folder = _without_unused(_with_head_of(like.config, folder, known), like.config, known)
+    folder = _without_unused(
+        _with_head_of(like.config, folder, known), like.config, known
+    )
     maps = tensor_maps(like, known)
     check_tensors([*maps.values()], folder)
     default = SingleDeviceSharding(jax.devices()[0])
 
     def read(path: Any, shape: NamedArray) -> NamedArray:
         sharding = getattr(shape.array, "sharding", None) or default
-        array = read_array(maps[jax.tree_util.keystr(path)], folder.read, shape.dtype, sharding)
+        array = read_array(
+            maps[jax.tree_util.keystr(path)], folder.read, shape.dtype, sharding
+        )
         return NamedArray(array, shape.axes)
 
     return jax.tree_util.tree_map_with_path(read, like, is_leaf=is_named_array)
 
 
 def with_own_head(config: DecoderConfig, root: Path) -> DecoderConfig:
-    """The config of a folder, untied with a warning if its files have a head that differs from the embedding.
+    """The config of a folder, untied with a warning if its files have a head that
+    differs from the embedding.
 
-    Transformers too keeps such a head. Where the files are not here yet the config is not changed.
+    Transformers too keeps such a head. Where the files are not here yet the config is
+    not changed.
 
     Cost: the headers are read, and embedding and head if a tied config has both.
     """
-    if not config.tie_word_embeddings or not all((root / file).is_file() for file in weight_files(root)):
+    if not config.tie_word_embeddings or not all(
+        (root / file).is_file() for file in weight_files(root)
+    ):
         return config
     if not _has_own_head(SafetensorsFolder.open(root), format_of(config)):
         return config
     warnings.warn(
-        f"{root}: config.json ties the head to the embedding, and the files have a head of other values, "
-        f"which is used. Write tie_word_embeddings: false in config.json.",
+        f"{root}: config.json ties the head to the embedding, and the files have a head"
+        " of other values, which is used. Write tie_word_embeddings: false in"
+        " config.json.",
         stacklevel=2,
     )
     return replace(config, tie_word_embeddings=False)
@@ -85,7 +104,8 @@ def write_decoder(
     texts: Mapping[str, str] = MappingProxyType({}),
     max_file_bytes: int = 5 * 2**30,
 ) -> None:
-    """Writes a decoder as a checkpoint that Hugging Face's `from_pretrained` loads, in the decoder's dtype.
+    """Writes a decoder as a checkpoint that Hugging Face's `from_pretrained` loads, in
+    the decoder's dtype.
 
     Args:
         decoder: without adapters: merge these first.
@@ -93,96 +113,153 @@ def write_decoder(
         texts: contents of further files, such as the tokenizer's, by their names.
         max_file_bytes: as `write_safetensors` takes it.
     """
-    assert not any(isinstance(one, LoraLinear) for one in lora_linears(decoder).values()), "merge adapters"
+    assert not any(
+        isinstance(one, LoraLinear) for one in lora_linears(decoder).values()
+    ), "merge adapters"
     maps = tensor_maps(decoder)
     leaves = jax.tree_util.tree_leaves_with_path(decoder, is_leaf=is_named_array)
-    pending = pending_tensors((maps[jax.tree_util.keystr(path)], leaf.array) for path, leaf in leaves)
+    pending = pending_tensors(
+        (maps[jax.tree_util.keystr(path)], leaf.array) for path, leaf in leaves
+    )
     dtype = decoder.embedding.weight.dtype
-    document = config_to_hf(decoder.config, decoder.Vocab.size, dtype=str(dtype)) | dict(fields)
+    document = config_to_hf(
+        decoder.config, decoder.Vocab.size, dtype=str(dtype)
+    ) | dict(fields)
     write_safetensors(
-        root, pending, documents={"config.json": document}, texts=texts, max_file_bytes=max_file_bytes
+        root,
+        pending,
+        documents={"config.json": document},
+        texts=texts,
+        max_file_bytes=max_file_bytes,
     )
 
 
-def tensor_maps(decoder: Decoder, known: HfFormat | None = None) -> dict[str, TensorMap]:
-    """The tensors of a checkpoint for every array of a decoder, by the array's path; shapes are enough."""
+def tensor_maps(
+    decoder: Decoder, known: HfFormat | None = None
+) -> dict[str, TensorMap]:
+    """The tensors of a checkpoint for every array of a decoder, by the array's path;
+    shapes are enough.
+    """
     known = known or format_of(decoder.config)
     is_mixed = isinstance(decoder.layers, StackedPattern)
     by_tensor: dict[Any, list[TensorMap]] = {}
-    for keys, module in jax.tree_util.tree_leaves_with_path(decoder, is_leaf=_is_module):
+    for keys, module in jax.tree_util.tree_leaves_with_path(
+        decoder, is_leaf=_is_module
+    ):
         path, layers = jax.tree_util.keystr(keys), None
         parts = re.findall(r"\w+", path)
         if parts[0] == "layers" and is_mixed:  # .layers.stacks['dense'].stacked
             layers = tuple(decoder.config.layers_of(parts[2]))
             parts = ["layers", *parts[3:]]
-        name = ".".join("{}" if part == "stacked" else known.name_of(part) for part in parts)
+        name = ".".join(
+            "{}" if part == "stacked" else known.name_of(part) for part in parts
+        )
         for kind, named in _arrays(module).items():
             sizes = tuple(axis.size for axis in named.axes)
             stacked, layer_shape = sizes[: name.count("{}")], sizes[name.count("{}") :]
             shape = _tensor_shape(module, kind, layer_shape)
-            one = TensorMap(f"{path}{kind}", f"{name}{kind}", stacked, shape, layer_shape, layers)
+            one = TensorMap(
+                f"{path}{kind}", f"{name}{kind}", stacked, shape, layer_shape, layers
+            )
             outer, _, own = one.name.rpartition(".{}.")
             fused = known.fused.get(own)
             if fused is not None:  # a tensor of all experts
                 shape = (stacked[-1], *(shape[::-1] if fused.transposed else shape))
                 name_of_all = f"{outer}.{fused.name}"
-                one = replace(one, name=name_of_all, tensor_shape=shape, transposed=fused.transposed)
+                one = replace(
+                    one,
+                    name=name_of_all,
+                    tensor_shape=shape,
+                    transposed=fused.transposed,
+                )
             by_tensor.setdefault((one.name, layers, fused), []).append(one)
-    return {part.path: part for (*_, fused), same in by_tensor.items() for part in _parts(same, fused)}
+    return {
+        part.path: part
+        for (*_, fused), same in by_tensor.items()
+        for part in _parts(same, fused)
+    }
 
 
-def _parts(same: Sequence[TensorMap], fused: ExpertsTensor | None) -> Iterator[TensorMap]:
+def _parts(
+    same: Sequence[TensorMap], fused: ExpertsTensor | None
+) -> Iterator[TensorMap]:
     """The maps to the same tensors, each with its outputs of these."""
     axis = -1 if same[0].transposed else -len(same[0].matrix_shape)
     widths = [one.tensor_shape[axis] for one in same]
-    for number, (one, stop) in enumerate(zip(same, itertools.accumulate(widths), strict=True)):
+    for number, (one, stop) in enumerate(
+        zip(same, itertools.accumulate(widths), strict=True)
+    ):
         shape = [*one.tensor_shape]
         shape[axis] = sum(widths)
         outputs = slice(stop - widths[number], stop)
         if fused is not None and fused.interleaved:
             outputs = slice(number, None, len(same))
-        yield one if len(same) == 1 else replace(one, tensor_shape=tuple(shape), outputs=outputs)
+        yield (
+            one
+            if len(same) == 1
+            else replace(one, tensor_shape=tuple(shape), outputs=outputs)
+        )
 
 
 def _has_own_head(folder: SafetensorsFolder, known: HfFormat) -> bool:
-    head, embedding = (f"{known.name_of(part)}.weight" for part in ("head", "embedding"))
-    return {head, embedding} <= folder.shapes.keys() and not folder.are_equal(head, embedding)
+    head, embedding = (
+        f"{known.name_of(part)}.weight" for part in ("head", "embedding")
+    )
+    return {head, embedding} <= folder.shapes.keys() and not folder.are_equal(
+        head, embedding
+    )
 
 
-def _with_head_of(config: DecoderConfig, folder: SafetensorsFolder, known: HfFormat) -> SafetensorsFolder:
+def _with_head_of(
+    config: DecoderConfig, folder: SafetensorsFolder, known: HfFormat
+) -> SafetensorsFolder:
     """The folder with the embedding under its name, if a tied config has only the head.
 
-    Raises WeightsError for a tied config and a head that differs, and an untied config without a head.
+    Raises WeightsError for a tied config and a head that differs, and an untied config
+    without a head.
     """
-    head, embedding = (f"{known.name_of(part)}.weight" for part in ("head", "embedding"))
+    head, embedding = (
+        f"{known.name_of(part)}.weight" for part in ("head", "embedding")
+    )
     if not config.tie_word_embeddings:
         if embedding in folder.shapes and head not in folder.shapes:
             raise WeightsError(
-                f"{folder.root} has no {head}, and its config does not tie the head to the embedding. If "
-                f"they are one matrix, write tie_word_embeddings: true in config.json; else fetch it again."
+                f"{folder.root} has no {head}, and its config does not tie the head to"
+                " the embedding. If they are one matrix, write tie_word_embeddings:"
+                " true in config.json; else fetch it again."
             )
         return folder
     if head in folder.shapes and embedding not in folder.shapes:
         return folder.renamed(lambda name: embedding if name == head else name)
     if _has_own_head(folder, known):
         raise WeightsError(
-            f"{folder.root} has {head}, which differs from {embedding}, and the model's config ties them. "
-            f"Write tie_word_embeddings: false; if the weights were fetched just now, run the command again."
+            f"{folder.root} has {head}, which differs from {embedding}, and the model's"
+            " config ties them. Write tie_word_embeddings: false; if the weights were"
+            " fetched just now, run the command again."
         )
     return folder
 
 
-def _without_unused(folder: SafetensorsFolder, config: DecoderConfig, known: HfFormat) -> SafetensorsFolder:
+def _without_unused(
+    folder: SafetensorsFolder, config: DecoderConfig, known: HfFormat
+) -> SafetensorsFolder:
     """The folder without tensors that transformers does not use either.
 
-    These are rotary tables, the head where it is the embedding, and layers that predict further tokens.
+    These are rotary tables, the head where it is the embedding, and layers that predict
+    further tokens.
     """
     layer = re.compile(rf"{re.escape(known.name_of('layers'))}\.(\d+)\.")
 
     def is_used(name: str) -> bool:
         number = layer.match(name)
-        is_further = known.further_layers and number is not None and int(number[1]) >= config.num_layers
-        is_tied = config.tie_word_embeddings and name == f"{known.name_of('head')}.weight"
+        is_further = (
+            known.further_layers
+            and number is not None
+            and int(number[1]) >= config.num_layers
+        )
+        is_tied = (
+            config.tie_word_embeddings and name == f"{known.name_of('head')}.weight"
+        )
         return not (is_further or is_tied or name.endswith(".rotary_emb.inv_freq"))
 
     shapes = {name: shape for name, shape in folder.shapes.items() if is_used(name)}
@@ -194,14 +271,18 @@ def _is_module(node: Any) -> bool:
 
 
 def _arrays(module: Any) -> dict[str, NamedArray]:
-    """The arrays of a module by what follows the module's name, which is nothing for a bare array."""
+    """The arrays of a module by what follows the module's name, which is nothing for a
+    bare array.
+    """
     if is_named_array(module):
         return {"": module}
     arrays = {f".{kind}": getattr(module, kind, None) for kind in ("weight", "bias")}
     return {kind: array for kind, array in arrays.items() if array is not None}
 
 
-def _tensor_shape(module: Any, kind: str, layer_shape: tuple[int, ...]) -> tuple[int, ...]:
+def _tensor_shape(
+    module: Any, kind: str, layer_shape: tuple[int, ...]
+) -> tuple[int, ...]:
     if kind != ".weight" or isinstance(module, Norm):
         return (math.prod(layer_shape),)
     rows = len(ensure_tuple(module.Out)) if isinstance(module, hnn.Linear) else 1

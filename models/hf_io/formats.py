@@ -1,4 +1,6 @@
-"""The registry of architectures in Hugging Face's formats; the file of each registers it."""
+"""The registry of architectures in Hugging Face's formats; the file of each registers
+it.
+"""
 
 import dataclasses
 import re
@@ -8,7 +10,13 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from models.decoder.config import SLIDING, DecoderConfig
-from models.hf_io.config_fields import ConfigFields, FieldTable, Found, attribute, layer_types
+from models.hf_io.config_fields import (
+    ConfigFields,
+    FieldTable,
+    Found,
+    attribute,
+    layer_types,
+)
 from models.hf_io.safetensors_folder import WeightsError, read_json
 from models.hf_io.stacked_weights import ExpertsTensor
 from stacked_remat._messages import shortened, shown
@@ -36,16 +44,20 @@ class HfFormat:
 
     Attributes:
         model_type: its name in `config.json`, and in configs.
-        fields: the entries of its `config.json`, in the order in which they are read: some need what those
-            before them have found.
-        tensors: names of the parts of a decoder in the names of tensors, where they differ from those of
-            `DECODER_TENSORS`, or where that has none, from the attribute's name. And by what the tensor of an
-            expert would be called (`down_proj.weight`) the tensor that holds those of all. Linear maps with
-            one name share its tensors, which have their outputs in the order of the attributes.
-        loaded: parts of names that transformers has otherwise in memory, as adapters have them.
-        quant_methods: the `quant_method`s of `quantization_config` whose tensors are read.
-        further_layers: whether files may have layers after the last, which predict further tokens, and are
-            not read.
+        fields: the entries of its `config.json`, in the order in which they are read:
+            some need what those before them have found.
+        tensors: names of the parts of a decoder in the names of tensors, where they
+            differ from those of `DECODER_TENSORS`, or where that has none, from the
+            attribute's name. And by what the tensor of an expert would be called
+            (`down_proj.weight`) the tensor that holds those of all. Linear maps with
+            one name share its tensors, which have their outputs in the order of the
+            attributes.
+        loaded: parts of names that transformers has otherwise in memory, as adapters
+            have them.
+        quant_methods: the `quant_method`s of `quantization_config` whose tensors are
+            read.
+        further_layers: whether files may have layers after the last, which predict
+            further tokens, and are not read.
     """
 
     model_type: str
@@ -64,18 +76,29 @@ class HfFormat:
 
     @property
     def fused(self) -> Mapping[str, ExpertsTensor]:
-        """The tensors that hold all experts of a layer; empty where every expert has its own."""
-        return {part: name for part, name in self.tensors.items() if isinstance(name, ExpertsTensor)}
+        """The tensors that hold all experts of a layer; empty where every expert has
+        its own.
+        """
+        return {
+            part: name
+            for part, name in self.tensors.items()
+            if isinstance(name, ExpertsTensor)
+        }
 
     @property
     def in_memory(self) -> "HfFormat":
-        """The names of transformers 5's model in memory, where each layer's experts are fused.
+        """The names of transformers 5's model in memory, where each layer's experts are
+        fused.
 
         Some training code writes its files so. In `gate_up_proj` gate is before up.
         """
         if self.fused:
             return self
-        fused = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "down_proj": "down_proj"}
+        fused = {
+            "gate_proj": "gate_up_proj",
+            "up_proj": "gate_up_proj",
+            "down_proj": "down_proj",
+        }
         parts = {*self.tensors, *DECODER_TENSORS}
         tensors: dict[str, str | ExpertsTensor] = {
             part: self.loaded_name(self.name_of(part)) for part in parts
@@ -93,7 +116,9 @@ _FORMATS: dict[str, HfFormat] = {}
 
 
 def register_format(known: HfFormat, *also: str) -> None:
-    """Registers an architecture for `model.type` of configs, and for folders, which may have other names."""
+    """Registers an architecture for `model.type` of configs, and for folders, which may
+    have other names.
+    """
     DecoderConfig.register_subclass(known.model_type, known.config_class)
     _FORMATS.update(dict.fromkeys((known.model_type, *also), known))
 
@@ -103,16 +128,21 @@ def format_of(config: DecoderConfig) -> HfFormat:
     for one in _FORMATS.values():
         if one.config_class is type(config):
             return one
-    raise WeightsError(f"No Hugging Face format is registered for {type(config).__name__}.")
+    raise WeightsError(
+        f"No Hugging Face format is registered for {type(config).__name__}."
+    )
 
 
 def read_hf_config(root: Path) -> tuple[DecoderConfig, int]:
-    """The architecture of a folder in Hugging Face's format, and the number of rows of its embedding."""
+    """The architecture of a folder in Hugging Face's format, and the number of rows of
+    its embedding.
+    """
     path = root / "config.json"
     if not path.is_file():
         raise FileNotFoundError(
-            f"{root} has no config.json, as beside weights, no adapter_config.json, as of adapters, and no "
-            f"checkpoints/, as in a run folder: name that for one of its checkpoints, and the --step."
+            f"{root} has no config.json, as beside weights, no adapter_config.json, as"
+            " of adapters, and no checkpoints/, as in a run folder: name that for one"
+            " of its checkpoints, and the --step."
         )
     document = read_json(path)
     try:
@@ -121,30 +151,48 @@ def read_hf_config(root: Path) -> tuple[DecoderConfig, int]:
         raise WeightsError(f"{path} can't be used: {error}") from error
 
 
-def config_from_hf(document: Mapping[str, Any], place: str = "config.json") -> tuple[DecoderConfig, int]:
+def config_from_hf(
+    document: Mapping[str, Any], place: str = "config.json"
+) -> tuple[DecoderConfig, int]:
     """The architecture that a `config.json` describes, and its vocabulary's size.
 
-    A field that is not known gives a warning; one that is missing or has an unsupported value, a ValueError.
+    A field that is not known gives a warning; one that is missing or has an unsupported
+    value, a ValueError.
     """
     given, found = ConfigFields(document), Found()
     model_type = given("model_type", "")
     if model_type not in _FORMATS:
-        raise ValueError(f"model_type is {shown(model_type)}; {', '.join(sorted(_FORMATS))} are read.")
+        raise ValueError(
+            f"model_type is {shown(model_type)}; {', '.join(sorted(_FORMATS))} are"
+            " read."
+        )
     known = _FORMATS[model_type]
     method = given("quantization_config", {}).get("quant_method", "none")
-    if method not in ("none", *known.quant_methods):  # the tensors say which of them are quantized
+    # The tensors say which of them are quantized.
+    if method not in ("none", *known.quant_methods):
         supported = " or ".join(map(repr, known.quant_methods)) or "None"
-        raise ValueError(f"quant_method is {shown(method)}; only {supported} is supported.")
-    names: dict[str, str] = {}  # of fields, by the path of the attribute that has its value
+        raise ValueError(
+            f"quant_method is {shown(method)}; only {supported} is supported."
+        )
+    # Names of fields, by the path of the attribute that has its value.
+    names: dict[str, str] = {}
     for name, entry in {"vocab_size": attribute("vocab_size"), **known.fields}.items():
         given.read, before = {}, len(found)
         try:
             entry.read(name, given, found)
-        except (ArithmeticError, AttributeError, TypeError) as error:  # of zeros, and of values in sections
-            values = ", ".join(f"{one} is {shown(value)}" for one, value in given.read.items())
+        # Of zeros, and of values in sections.
+        except (ArithmeticError, AttributeError, TypeError) as error:
+            values = ", ".join(
+                f"{one} is {shown(value)}" for one, value in given.read.items()
+            )
             raise ValueError(f"{values}: this can't be used ({error}).") from error
         new = [*found.items()][before:]
-        names |= {path: one for one, own in given.read.items() for path, value in new if value is own}
+        names |= {
+            path: one
+            for one, own in given.read.items()
+            for path, value in new
+            if value is own
+        }
     given.check_left(model_type, place)
     vocab_size = found.pop("vocab_size")
     tree: dict[str, Any] = {}
@@ -155,18 +203,27 @@ def config_from_hf(document: Mapping[str, Any], place: str = "config.json") -> t
         config = decode_config(known.config_class, tree, "in config.json")
     except ConfigError as error:
         text = re.sub(
-            r"(?:model\.)?([a-z]\w*(?:\.[a-z]\w*)*)", lambda at: names.get(at[1], at[0]), str(error)
+            r"(?:model\.)?([a-z]\w*(?:\.[a-z]\w*)*)",
+            lambda at: names.get(at[1], at[0]),
+            str(error),
         )
         raise ValueError(text) from error
-    return dataclasses.replace(config), vocab_size  # without its written keys, which are of config files
+    # Without its written keys, which are of config files
+    return dataclasses.replace(config), vocab_size
 
 
-def config_to_hf(config: DecoderConfig, vocab_size: int, *, dtype: str) -> dict[str, Any]:
-    """The `config.json` of a decoder, as `AutoModelForCausalLM` of transformers 4.51 and later reads it."""
+def config_to_hf(
+    config: DecoderConfig, vocab_size: int, *, dtype: str
+) -> dict[str, Any]:
+    """The `config.json` of a decoder, as `AutoModelForCausalLM` of transformers 4.51
+    and later reads it.
+    """
     known = format_of(config)
     document = {
         "model_type": known.model_type,
-        "architectures": [f"{known.config_class.__name__.removesuffix('Config')}ForCausalLM"],
+        "architectures": [
+            f"{known.config_class.__name__.removesuffix('Config')}ForCausalLM"
+        ],
         "vocab_size": vocab_size,
         "torch_dtype": dtype,
     }
@@ -175,20 +232,29 @@ def config_to_hf(config: DecoderConfig, vocab_size: int, *, dtype: str) -> dict[
     again, _ = config_from_hf(document)
     if differing := differing_fields("model", written_out(config), written_out(again)):
         raise WeightsError(
-            f"Hugging Face's {known.model_type} can't have this decoder; its config.json has no such "
-            f"{shortened([line.partition(':')[0] for line in differing])}."
+            f"Hugging Face's {known.model_type} can't have this decoder; its"
+            " config.json has no such"
+            f" {shortened([line.partition(':')[0] for line in differing])}."
         )
     return document
 
 
 def differing_fields(path: str, config: object, found: object) -> list[str]:
-    """A line for each field in which two configs differ, but for those that a run decides."""
+    """A line for each field in which two configs differ, but for those that a run
+    decides.
+    """
     if isinstance(config, DecoderConfig) and type(config) is not type(found):
-        own, other = (DecoderConfig.get_choice_name(type(one)) for one in (config, found))
+        own, other = (
+            DecoderConfig.get_choice_name(type(one)) for one in (config, found)
+        )
         return [f"{path}.type: {own} in the config, {other} in the folder"]
     if type(config) is not type(found) or not dataclasses.is_dataclass(config):
         same = config == found
-        return [] if same else [f"{path}: {config!r} in the config, {found!r} in the folder"]
+        return (
+            []
+            if same
+            else [f"{path}: {config!r} in the config, {found!r} in the folder"]
+        )
     lines = []
     for one in dataclasses.fields(config):
         if "of_run" not in one.metadata:
@@ -198,10 +264,11 @@ def differing_fields(path: str, config: object, found: object) -> list[str]:
 
 
 def says_nothing(config: DecoderConfig) -> bool:
-    """Whether a config says nothing of what a folder decides but its type and a longer context.
+    """Whether a config says nothing of what a folder decides but its type and a longer
+    context.
 
-    What a file says is what is written there, also where it is the default. A config that Python code made
-    says what differs from the defaults.
+    What a file says is what is written there, also where it is the default. A config
+    that Python code made says what differs from the defaults.
     """
     lengthens, written = config.rotary.scaling is not None, written_keys(config)
     if written is not None:
@@ -214,26 +281,45 @@ def says_nothing(config: DecoderConfig) -> bool:
 
 
 def unlike_folder(config: DecoderConfig, found: DecoderConfig) -> list[str]:
-    """A line for each field in which the `model` that was written is not the one that a folder has."""
+    """A line for each field in which the `model` that was written is not the one that a
+    folder has.
+    """
     written, theta = written_keys(config), config.rotary.theta
     if not says_nothing(config):
         return differing_fields("model", written_out(config), written_out(found))
     if type(config) is not type(found) and (written is None or "type" in written):
         return differing_fields("model", config, found)
-    says_theta = theta != type(config)().rotary.theta if written is None else "rotary.theta" in written
-    return differing_fields("model.rotary.theta", theta, found.rotary.theta) if says_theta else []
+    says_theta = (
+        theta != type(config)().rotary.theta
+        if written is None
+        else "rotary.theta" in written
+    )
+    return (
+        differing_fields("model.rotary.theta", theta, found.rotary.theta)
+        if says_theta
+        else []
+    )
 
 
 def _is_of_folder(config: Any, key: str) -> bool:
-    """Whether the folder of its weights decides a dotted key of a config, and not the run."""
+    """Whether the folder of its weights decides a dotted key of a config, and not the
+    run.
+    """
     name, _, below = key.partition(".")
-    is_of_run = any(one.name == name and "of_run" in one.metadata for one in dataclasses.fields(config))
+    is_of_run = any(
+        one.name == name and "of_run" in one.metadata
+        for one in dataclasses.fields(config)
+    )
     own = getattr(config, name)
-    return not is_of_run and (not dataclasses.is_dataclass(own) or _is_of_folder(own, below))
+    return not is_of_run and (
+        not dataclasses.is_dataclass(own) or _is_of_folder(own, below)
+    )
 
 
 def written_out(config: DecoderConfig) -> DecoderConfig:
-    """The config with sizes and windows written out, so that equal decoders have equal configs."""
+    """The config with sizes and windows written out, so that equal decoders have equal
+    configs.
+    """
     types = layer_types(config)
     attention = dataclasses.replace(
         config.attention,
@@ -242,14 +328,20 @@ def written_out(config: DecoderConfig) -> DecoderConfig:
         layer_types=tuple(types) if SLIDING in types else None,
     )
     has_mlp = any(not spec.sparse for spec in config.kinds.values())
-    return dataclasses.replace(config, attention=attention, mlp_dim=config.Mlp.size if has_mlp else None)
+    return dataclasses.replace(
+        config, attention=attention, mlp_dim=config.Mlp.size if has_mlp else None
+    )
 
 
 def pretrained_config(config: DecoderConfig, found: DecoderConfig) -> DecoderConfig:
-    """The architecture found, with what a run decides (`OF_RUN`) and a longer context of `config`."""
+    """The architecture found, with what a run decides (`OF_RUN`) and a longer context
+    of `config`.
+    """
     written, longest = written_keys(config), found.rotary.max_position_embeddings
     found = _with_fields_of_run(found, config, type(config)(), written)
-    if config.rotary.scaling is not None:  # a longer context than the folder was made for
+    if (
+        config.rotary.scaling is not None
+    ):  # a longer context than the folder was made for
         rotary = dataclasses.replace(config.rotary, theta=found.rotary.theta)
         if written is not None and "rotary.max_position_embeddings" not in written:
             rotary = dataclasses.replace(rotary, max_position_embeddings=longest)
@@ -258,11 +350,16 @@ def pretrained_config(config: DecoderConfig, found: DecoderConfig) -> DecoderCon
 
 
 def _with_fields_of_run(
-    found: Any, config: object, default: object, written: Collection[str] | None, section: str = ""
+    found: Any,
+    config: object,
+    default: object,
+    written: Collection[str] | None,
+    section: str = "",
 ) -> Any:
     """The config found, with the fields of the run that `config` gives.
 
-    Which these are `written` says, or, of a config made in Python, that they are not those of `default`.
+    Which these are `written` says, or, of a config made in Python, that they are not
+    those of `default`.
     """
     changes = {}
     for one in dataclasses.fields(found):
@@ -272,14 +369,17 @@ def _with_fields_of_run(
             is_given = own != usual if written is None else key in written
             changes[one.name] = own if is_given and own is not None else other
         elif dataclasses.is_dataclass(own) and dataclasses.is_dataclass(other):
-            changes[one.name] = _with_fields_of_run(other, own, usual, written, f"{key}.")
+            changes[one.name] = _with_fields_of_run(
+                other, own, usual, written, f"{key}."
+            )
     return dataclasses.replace(found, **changes)
 
 
 def end_tokens(root: Path, num_tokens: int) -> tuple[int, ...]:
     """The tokens that end a text; a chat model has several, and a folder may name none.
 
-    As in transformers, `eos_token_id` is read from `generation_config.json`, else from `config.json`.
+    As in transformers, `eos_token_id` is read from `generation_config.json`, else from
+    `config.json`.
     """
     for path in (root / GENERATION_CONFIG, root / "config.json"):
         ends = read_json(path).get("eos_token_id") if path.is_file() else None
@@ -287,6 +387,9 @@ def end_tokens(root: Path, num_tokens: int) -> tuple[int, ...]:
             continue
         tokens = ends if isinstance(ends, list) else [ends]
         if not all(token in range(num_tokens) for token in tokens):
-            raise WeightsError(f"{path}: eos_token_id is {shown(ends)}; the model has {num_tokens} tokens.")
+            raise WeightsError(
+                f"{path}: eos_token_id is {shown(ends)}; the model has {num_tokens}"
+                " tokens."
+            )
         return tuple(tokens)
     return ()

@@ -1,7 +1,8 @@
-"""A folder in Hugging Face's format: safetensors files, with an index where there are several, and JSON.
+"""A folder in Hugging Face's format: safetensors files, with an index where there are
+several, and JSON.
 
-Opening a folder reads the headers; tensors are read one at a time. Files are not trusted: a damaged one is a
-`WeightsError` that names it.
+Opening a folder reads the headers; tensors are read one at a time. Files are not
+trusted: a damaged one is a `WeightsError` that names it.
 """
 
 import contextlib
@@ -32,7 +33,9 @@ SINGLE = "model.safetensors"
 
 
 class WeightsError(ValueError):
-    """Weights that can't be used; the message names the folder, the tensors and the fix."""
+    """Weights that can't be used; the message names the folder, the tensors and the
+    fix.
+    """
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -45,7 +48,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class SafetensorsFolder:
-    """The tensors of a folder, by name; the two of a tensor in MXFP4 or FP8 are one here, of bfloat16 values.
+    """The tensors of a folder, by name; the two of a tensor in MXFP4 or FP8 are one
+    here, of bfloat16 values.
 
     Attributes:
         dtypes: what the format calls the dtype of every tensor: `BF16`, `I64`, ...
@@ -64,8 +68,9 @@ class SafetensorsFolder:
         files, named = weight_files(root), _weight_map(root)
         if missing := [file for file in files if not (root / file).is_file()]:
             raise FileNotFoundError(
-                f"{root} lacks {shortened(missing)}. Weights are read in the safetensors format only; if the "
-                f"folder was downloaded, fetch it again."
+                f"{root} lacks {shortened(missing)}. Weights are read in the"
+                " safetensors format only; if the folder was downloaded, fetch it"
+                " again."
             )
         stored = {
             name: tensor
@@ -76,7 +81,9 @@ class SafetensorsFolder:
         shapes = {name: tensor.shape for name, tensor in stored.items()}
         dtypes = {name: tensor.dtype for name, tensor in stored.items()}
         quantized.join_pairs(shapes, dtypes)
-        return SafetensorsFolder(root, stored, shapes, dtypes, {one.mapped for one in stored.values()})
+        return SafetensorsFolder(
+            root, stored, shapes, dtypes, {one.mapped for one in stored.values()}
+        )
 
     def renamed(self, rename: Callable[[str], str]) -> "SafetensorsFolder":
         """The same tensors under other names."""
@@ -88,13 +95,18 @@ class SafetensorsFolder:
         return SafetensorsFolder(self.root, *new, self.files)
 
     def are_equal(self, first: str, second: str) -> bool:
-        """Whether two tensors have the same values. Cost: reads both, some rows at a time."""
+        """Whether two tensors have the same values. Cost: reads both, some rows at a
+        time.
+        """
         if self.shapes[first] != self.shapes[second]:
             return False
         one, other = self.read(first), self.read(second)
         starts = range(0, len(one), _ROWS_COMPARED)
         return all(
-            np.array_equal(one[at : at + _ROWS_COMPARED], other[at : at + _ROWS_COMPARED]) for at in starts
+            np.array_equal(
+                one[at : at + _ROWS_COMPARED], other[at : at + _ROWS_COMPARED]
+            )
+            for at in starts
         )
 
     def read(self, name: str, at: tuple[int, ...] = ()) -> Shaped[np.ndarray, "..."]:
@@ -103,8 +115,12 @@ class SafetensorsFolder:
         What is quantized is read, and in float32.
         """
         if name not in self.stored:
-            return quantized.from_mxfp4(self.read(name + BLOCKS, at), self.read(name + SCALES, at))
-        for file in self.files:  # else all that was read would count as memory of the process
+            return quantized.from_mxfp4(
+                self.read(name + BLOCKS, at), self.read(name + SCALES, at)
+            )
+        for (
+            file
+        ) in self.files:  # else all that was read would count as memory of the process
             file.madvise(mmap.MADV_DONTNEED)
         tensor = self.stored[name].view()
         if self.stored[name].dtype == FP8:
@@ -114,7 +130,9 @@ class SafetensorsFolder:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a safetensors file, from its first byte on, as the file's header describes it."""
+    """A tensor in a safetensors file, from its first byte on, as the file's header
+    describes it.
+    """
 
     path: Path
     mapped: mmap.mmap = field(repr=False)
@@ -135,19 +153,38 @@ def _errors_of(path: Path) -> Iterator[None]:
     """Turns what a damaged file raises into a WeightsError that names it."""
     try:
         yield
-    except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-        raise WeightsError(f"{path} can't be read ({error}). Fetch or save it again.") from error
+    except (
+        OSError,
+        ValueError,
+        TypeError,
+        LookupError,
+        AttributeError,
+        RecursionError,
+    ) as error:
+        raise WeightsError(
+            f"{path} can't be read ({error}). Fetch or save it again."
+        ) from error
 
 
 _ROWS_COMPARED = 4096  # at once
 _LONGEST_HEADER = 100_000_000  # bytes, in safetensors too
-_DTYPES = {f"{kind}{8 * size}": np.dtype(f"<{kind.lower()}{size}") for kind in "IU" for size in (1, 2, 4, 8)}
+_DTYPES = {
+    f"{kind}{8 * size}": np.dtype(f"<{kind.lower()}{size}")
+    for kind in "IU"
+    for size in (1, 2, 4, 8)
+}
 _DTYPES |= {f"F{8 * size}": np.dtype(f"<f{size}") for size in (2, 4, 8)}
-_DTYPES |= {FP8: np.dtype(jnp.float8_e4m3fn), "BF16": np.dtype(jnp.bfloat16), "BOOL": np.dtype(bool)}
+_DTYPES |= {
+    FP8: np.dtype(jnp.float8_e4m3fn),
+    "BF16": np.dtype(jnp.bfloat16),
+    "BOOL": np.dtype(bool),
+}
 
 
 def _tensors(path: Path) -> dict[str, StoredTensor]:
-    """The tensors that a header describes, one after the other from its end to that of the file."""
+    """The tensors that a header describes, one after the other from its end to that of
+    the file.
+    """
     found = {}
     with _errors_of(path):
         with path.open("rb") as file:
@@ -157,11 +194,24 @@ def _tensors(path: Path) -> dict[str, StoredTensor]:
             raise ValueError("its header is too long")
         header = json.loads(mapped[8:start])
         header.pop("__metadata__", None)
-        for name, one in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-            shape, dtype, (first, last) = tuple(one["shape"]), one["dtype"], one["data_offsets"]
-            size = math.prod(shape) * _DTYPES[dtype].itemsize if dtype in _DTYPES else last - first
+        for name, one in sorted(
+            header.items(), key=lambda item: item[1]["data_offsets"]
+        ):
+            shape, dtype, (first, last) = (
+                tuple(one["shape"]),
+                one["dtype"],
+                one["data_offsets"],
+            )
+            size = (
+                math.prod(shape) * _DTYPES[dtype].itemsize
+                if dtype in _DTYPES
+                else last - first
+            )
             if (start + first, last) != (end, first + size) or size < 0:
-                raise ValueError(f"{shown(name)} is not where another tensor ends, or of another size")
+                raise ValueError(
+                    f"{shown(name)} is not where another tensor ends, or of another"
+                    " size"
+                )
             found[name], end = StoredTensor(path, mapped, end, shape, dtype), end + size
         if end != len(mapped):
             raise ValueError(f"it has {len(mapped)} bytes, and {end} by its header")
@@ -176,7 +226,8 @@ def write_safetensors(
     texts: Mapping[str, str] = MappingProxyType({}),
     max_file_bytes: int = 5 * 2**30,
 ) -> None:
-    """Writes tensors, in as many files as needed, and JSON documents such as `config.json`.
+    """Writes tensors, in as many files as needed, and JSON documents such as
+    `config.json`.
 
     The folder gets its name when all of it is written, so that it is never partial.
 
@@ -197,7 +248,10 @@ def write_safetensors(
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         documents = {**documents, INDEX: index}
-    written = {file: json.dumps(content, indent=2) + "\n" for file, content in documents.items()}
+    written = {
+        file: json.dumps(content, indent=2) + "\n"
+        for file, content in documents.items()
+    }
     root.parent.mkdir(parents=True, exist_ok=True)
     with written_safetensors(root), replaced_whole(root, shared=True) as unfinished:
         unfinished.mkdir()
@@ -213,7 +267,9 @@ def check_new_folder(root: Path) -> None:
     root = Path(os.path.realpath(root))
     # `exists` is false for a link to itself.
     if os.path.lexists(root) and (not root.is_dir() or any(root.iterdir())):
-        raise FileExistsError(f"{root} exists and is not an empty folder. Export to a new one.")
+        raise FileExistsError(
+            f"{root} exists and is not an empty folder. Export to a new one."
+        )
 
 
 @dataclass(frozen=True)
@@ -231,36 +287,58 @@ def weight_files(root: Path) -> list[str]:
 
 def _weight_map(root: Path) -> dict[str, str]:
     """The file of every tensor by the index; empty without an index."""
-    files = read_json(root / INDEX).get("weight_map", {}) if (root / INDEX).is_file() else {}
-    if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
-        raise WeightsError(f"weight_map in {root / INDEX} is not the file of each tensor. Fetch it again.")
+    files = (
+        read_json(root / INDEX).get("weight_map", {})
+        if (root / INDEX).is_file()
+        else {}
+    )
+    if not isinstance(files, dict) or not all(
+        isinstance(file, str) for file in files.values()
+    ):
+        raise WeightsError(
+            f"weight_map in {root / INDEX} is not the file of each tensor. Fetch it"
+            " again."
+        )
     for file in sorted({*files.values()}):
         if not _is_inside(root, file):
             raise WeightsError(
-                f"weight_map in {root / INDEX} names {shown(file)}, which is not a file of that folder. Put "
-                f"the weights into the folder, and correct their names there."
+                f"weight_map in {root / INDEX} names {shown(file)}, which is not a file"
+                " of that folder. Put the weights into the folder, and correct their"
+                " names there."
             )
     return files
 
 
 def _is_inside(root: Path, file: str) -> bool:
-    """Whether a name is of a file in a folder, and not by a link elsewhere, nor a path out of it."""
+    """Whether a name is of a file in a folder, and not by a link elsewhere, nor a path
+    out of it.
+    """
     parts = re.split(r"[/\\]", file)
-    if Path(file).is_absolute() or "\0" in file or not {"", ".", ".."}.isdisjoint(parts):
+    if (
+        Path(file).is_absolute()
+        or "\0" in file
+        or not {"", ".", ".."}.isdisjoint(parts)
+    ):
         return False
     path = Path(os.path.realpath(root / file))
-    return any(path.is_relative_to(os.path.realpath(folder)) for folder in (root, *_hub_blobs(root)))
+    return any(
+        path.is_relative_to(os.path.realpath(folder))
+        for folder in (root, *_hub_blobs(root))
+    )
 
 
 def is_hub_snapshot(root: Path) -> bool:
     """Whether a folder is one of the Hub's cache."""
     snapshots = root.resolve().parent
-    return snapshots.name == "snapshots" and snapshots.parent.name.startswith("models--")
+    return snapshots.name == "snapshots" and snapshots.parent.name.startswith(
+        "models--"
+    )
 
 
 def _hub_blobs(root: Path) -> list[Path]:
     """Where the files are to which those of a snapshot in the Hub's cache are links.
 
-    The layout is `models--OWNER--NAME/snapshots/REVISION` beside `models--OWNER--NAME/blobs`.
+    The layout is `models--OWNER--NAME/snapshots/REVISION` beside
+    `models--OWNER--NAME/blobs`.
     """
     return [root.resolve().parent.parent / "blobs"] if is_hub_snapshot(root) else []

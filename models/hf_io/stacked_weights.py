@@ -1,7 +1,9 @@
-"""Tensors of a checkpoint, of layers, of experts or fused, in and out of the stacked arrays of a model.
+"""Tensors of a checkpoint, of layers, of experts or fused, in and out of the stacked
+arrays of a model.
 
-A `TensorMap` lists the tensors of one array of the model. From these follow what a checkpoint must have,
-what is written, and how the array is filled on its devices without ever being on the host as a whole.
+A `TensorMap` lists the tensors of one array of the model. From these follow what a
+checkpoint must have, what is written, and how the array is filled on its devices
+without ever being on the host as a whole.
 """
 
 import itertools
@@ -29,10 +31,12 @@ class ExpertsTensor:
     """A tensor that holds the matrices of all experts of a layer.
 
     Attributes:
-        name: of the tensor, in place of the one that a linear map of one expert would have.
-        transposed: whether its matrices are `[in, out]`, where those of the model are `[out, in]`.
-        interleaved: whether the outputs of linear maps that are in it alternate, rather than being one after
-            the other.
+        name: of the tensor, in place of the one that a linear map of one expert would
+            have.
+        transposed: whether its matrices are `[in, out]`, where those of the model are
+            `[out, in]`.
+        interleaved: whether the outputs of linear maps that are in it alternate, rather
+            than being one after the other.
     """
 
     name: str
@@ -46,14 +50,17 @@ class TensorMap:
 
     Attributes:
         path: of the array in the model, for messages.
-        name: of the tensors, with a `{}` for the index along each of the first stacking axes. The tensors
-            themselves have the other stacking axes.
-        stacked: sizes of the stacking axes, which come first in the array; empty if a tensor is the array.
+        name: of the tensors, with a `{}` for the index along each of the first stacking
+            axes. The tensors themselves have the other stacking axes.
+        stacked: sizes of the stacking axes, which come first in the array; empty if a
+            tensor is the array.
         tensor_shape: the shape of each tensor in the checkpoint.
         layer_shape: the shape of one entry along the stacking axes, in the array.
-        layers: the numbers along the first stacking axis in the names; None for 0, 1, ….
+        layers: the numbers along the first stacking axis in the names; None for 0, 1,
+            ….
         outputs: which outputs of the tensor's matrix are of this array; None for all.
-        transposed: whether that matrix is `[in, out]`, and that of the model `[out, in]`.
+        transposed: whether that matrix is `[in, out]`, and that of the model `[out,
+            in]`.
     """
 
     path: str
@@ -71,7 +78,9 @@ class TensorMap:
 
     @property
     def matrix_shape(self) -> tuple[int, ...]:
-        """The shape of the part of a tensor that has one entry along the stacking axes."""
+        """The shape of the part of a tensor that has one entry along the stacking
+        axes.
+        """
         return self.tensor_shape[len(self.stacked) - self.name.count("{}") :]
 
     def part(self, matrix: Tensor) -> Tensor:
@@ -81,13 +90,18 @@ class TensorMap:
         return matrix[self.outputs or slice(None)]
 
     def numbered(self) -> Iterator[tuple[tuple[int, ...], str, tuple[int, ...]]]:
-        """For every entry: its index along the stacking axes, the name of its tensor, its index in that.
+        """For every entry: its index along the stacking axes, the name of its tensor,
+        its index in that.
 
         The last axis runs fastest.
         """
         outer = self.name.count("{}")
         for at in itertools.product(*map(range, self.stacked)):
-            numbers = at[:outer] if self.layers is None else (self.layers[at[0]], *at[1:outer])
+            numbers = (
+                at[:outer]
+                if self.layers is None
+                else (self.layers[at[0]], *at[1:outer])
+            )
             yield at, self.name.format(*numbers), at[outer:]
 
 
@@ -96,19 +110,31 @@ Read: TypeAlias = Callable[[str, tuple[int, ...]], Tensor]
 
 
 def check_tensors(maps: Sequence[TensorMap], folder: SafetensorsFolder) -> None:
-    """Raises WeightsError for a checkpoint without exactly the tensors of a model, all of them floats."""
-    expected = {name: list(one.tensor_shape) for one in maps for _, name, _ in one.numbered()}
-    problems = entry_problems(expected, {name: list(shape) for name, shape in folder.shapes.items()})
-    problems += float_problems({name: folder.dtypes[name] for name in expected if name in folder.shapes})
+    """Raises WeightsError for a checkpoint without exactly the tensors of a model, all
+    of them floats.
+    """
+    expected = {
+        name: list(one.tensor_shape) for one in maps for _, name, _ in one.numbered()
+    }
+    problems = entry_problems(
+        expected, {name: list(shape) for name, shape in folder.shapes.items()}
+    )
+    problems += float_problems(
+        {name: folder.dtypes[name] for name in expected if name in folder.shapes}
+    )
     if problems:
         raise WeightsError(
-            f"The tensors in {folder.root} are not those of this model; {len(problems)} differ. Check that "
-            f"the model's config is the checkpoint's own.\n  " + shortened(problems, "\n  ")
+            f"The tensors in {folder.root} are not those of this model; {len(problems)}"
+            " differ. Check that the model's config is the checkpoint's own.\n  "
+            + shortened(problems, "\n  ")
         )
 
 
-def read_array(one: TensorMap, read: Read, dtype: DTypeLike, sharding: Sharding) -> Shaped[Array, "..."]:
-    """Makes one array of a model from its tensors, in place on the devices that this process addresses.
+def read_array(
+    one: TensorMap, read: Read, dtype: DTypeLike, sharding: Sharding
+) -> Shaped[Array, "..."]:
+    """Makes one array of a model from its tensors, in place on the devices that this
+    process addresses.
 
     Args:
         dtype: of the array; tensors are cast on the device.
@@ -116,32 +142,48 @@ def read_array(one: TensorMap, read: Read, dtype: DTypeLike, sharding: Sharding)
     Returns:
         The array, of shape `(*one.stacked, *one.layer_shape)`.
 
-    Cost: one entry in host memory, or of a tensor of all experts the matrix of one, and on each device one
-    part of it besides the array.
+    Cost: one entry in host memory, or of a tensor of all experts the matrix of one, and
+    on each device one part of it besides the array.
     """
     shape = (*one.stacked, *one.layer_shape)
     dtype = jnp.dtype(dtype)
     shards: list[_Shard] = []
     for device, index in sharding.addressable_devices_indices_map(shape).items():
-        ranges = tuple(range(size)[part] for part, size in zip(index or (), shape, strict=True))
+        ranges = tuple(
+            range(size)[part] for part, size in zip(index or (), shape, strict=True)
+        )
         place = SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
-        # From NumPy, whose zeros take no memory before they are written: on a device they might not fit.
-        shards.append(_Shard(jax.device_put(np.zeros([*map(len, ranges)], dtype), place), ranges))
-    with jax.set_mesh(None):  # each shard is an array of one device, also where the caller uses a mesh
+        # From NumPy, whose zeros take no memory before they are written: on a device
+        # they might not fit.
+        shards.append(
+            _Shard(jax.device_put(np.zeros([*map(len, ranges)], dtype), place), ranges)
+        )
+    with jax.set_mesh(
+        None
+    ):  # each shard is an array of one device, also where the caller uses a mesh
         for position, name, inside in one.numbered():
             holders = [shard for shard in shards if shard.holds(position)]
             if holders:
                 tensor = one.part(read(name, inside)).reshape(one.layer_shape)
                 for shard in holders:
                     shard.put(position, tensor)
-                jax.block_until_ready([shard.array for shard in holders])  # or tensors accumulate on the host
+                # Or tensors accumulate on the host
+                jax.block_until_ready([shard.array for shard in holders])
                 del tensor  # before the next one is read
-    return jax.make_array_from_single_device_arrays(shape, sharding, [shard.array for shard in shards])
+    return jax.make_array_from_single_device_arrays(
+        shape, sharding, [shard.array for shard in shards]
+    )
 
 
-def pending_tensors(arrays: Iterable[tuple[TensorMap, Shaped[Array, "..."]]]) -> dict[str, Pending]:
-    """The tensors of the arrays of a model by name, each made only when it is written."""
-    entries: dict[str, list[tuple[TensorMap, Array, tuple[int, ...], tuple[int, ...]]]] = {}
+def pending_tensors(
+    arrays: Iterable[tuple[TensorMap, Shaped[Array, "..."]]],
+) -> dict[str, Pending]:
+    """The tensors of the arrays of a model by name, each made only when it is
+    written.
+    """
+    entries: dict[
+        str, list[tuple[TensorMap, Array, tuple[int, ...], tuple[int, ...]]]
+    ] = {}
     for one, array in arrays:
         for position, name, inside in one.numbered():
             entries.setdefault(name, []).append((one, array, position, inside))
@@ -155,7 +197,9 @@ def pending_tensors(arrays: Iterable[tuple[TensorMap, Shaped[Array, "..."]]]) ->
         return tensor
 
     return {
-        name: Pending(math.prod(one.tensor_shape) * array.dtype.itemsize, partial(made, name))
+        name: Pending(
+            math.prod(one.tensor_shape) * array.dtype.itemsize, partial(made, name)
+        )
         for name, ((one, array, *_), *_) in entries.items()
     }
 
@@ -171,10 +215,14 @@ class _Shard:
         return all(at in own for at, own in zip(position, self.ranges, strict=False))
 
     def put(self, position: tuple[int, ...], tensor: Tensor) -> None:
-        part = tensor[tuple(slice(own.start, own.stop) for own in self.ranges[len(position) :])]
+        part = tensor[
+            tuple(slice(own.start, own.stop) for own in self.ranges[len(position) :])
+        ]
         at = [at - own.start for at, own in zip(position, self.ranges, strict=False)]
         device = self.array.sharding.with_memory_kind("device")
-        self.array = _put(self.array, part, jax.device_put(np.array(at, np.int32), device))
+        self.array = _put(
+            self.array, part, jax.device_put(np.array(at, np.int32), device)
+        )
 
 
 @jax.jit(donate_argnums=0)
@@ -193,4 +241,6 @@ def _take(array: Array, one: Array) -> Array:
 
 
 def _one(array: Array, position: tuple[int, ...]) -> Tensor:
-    return np.asarray(_take(array, jnp.asarray(position, jnp.int32)) if position else array)
+    return np.asarray(
+        _take(array, jnp.asarray(position, jnp.int32)) if position else array
+    )

@@ -1,4 +1,6 @@
-"""The folds that a loss function makes of stacks that are updated, followed in its reverse pass."""
+"""The folds that a loss function makes of stacks that are updated, followed in its
+reverse pass.
+"""
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,9 +22,10 @@ from .._static import PyTree, Static
 class FollowedFold(HiPrim):
     """A fold, `(stack, init, args, kwargs) -> result`, of the arrays in these.
 
-    Its reverse pass is that of a follower, which there is none of while the loss is traced: it begins with
-    what sweeps back and which arrays of `(init, args, kwargs)` have cotangents, and is called with the
-    cotangent of the result. There are none of the stack.
+    Its reverse pass is that of a follower, which there is none of while the loss is
+    traced: it begins with what sweeps back and which arrays of `(init, args, kwargs)`
+    have cotangents, and is called with the cotangent of the result. There are none of
+    the stack.
     """
 
     name: str
@@ -35,7 +38,9 @@ class FollowedFold(HiPrim):
         super().__init__()
 
     def expand(self, *arrays: PyTree) -> PyTree:
-        return eqx.filter(self.call("", *eqx.combine(arrays, self.static.value)), eqx.is_array)
+        return eqx.filter(
+            self.call("", *eqx.combine(arrays, self.static.value)), eqx.is_array
+        )
 
     def vjp_fwd(self, nonzero: PyTree, *arrays: PyTree) -> tuple[PyTree, None]:
         if self.follower is None:
@@ -67,13 +72,16 @@ def leaves_or_none(tree: PyTree) -> list[PyTree]:
 
 def _refusal(name: str, what: str) -> TypeError:
     return TypeError(
-        f"{name} is folded inside of {what}. A fused update follows a fold that the loss calls once, "
-        "directly or inside of jax.jit: move it out, or freeze the stack (trainable)."
+        f"{name} is folded inside of {what}. A fused update follows a fold that the"
+        " loss calls once, directly or inside of jax.jit: move it out, or freeze the"
+        " stack (trainable)."
     )
 
 
 class FollowedStack(eqx.Module):
-    """What a loss function is given in the place of a stack: it can be folded and scanned, no more."""
+    """What a loss function is given in the place of a stack: it can be folded and
+    scanned, no more.
+    """
 
     _stack: BlockFoldable
     _name: str = eqx.field(static=True)
@@ -87,11 +95,25 @@ class FollowedStack(eqx.Module):
     def scan(self, init: PyTree, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
         return self._apply("scan", init, args, kwargs)
 
-    def _apply(self, verb: str, init: PyTree, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> PyTree:
-        options = {name: kwargs.pop(name) for name in ("remat", "unroll", "reverse") if name in kwargs}
+    def _apply(
+        self,
+        verb: str,
+        init: PyTree,
+        args: tuple[PyTree, ...],
+        kwargs: dict[str, PyTree],
+    ) -> PyTree:
+        options = {
+            name: kwargs.pop(name)
+            for name in ("remat", "unroll", "reverse")
+            if name in kwargs
+        }
 
         def call(
-            suffix: str, stack: PyTree, init: PyTree, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
+            suffix: str,
+            stack: PyTree,
+            init: PyTree,
+            args: tuple[PyTree, ...],
+            kwargs: dict[str, PyTree],
         ) -> PyTree:
             return getattr(stack, verb + suffix)(init, *args, **options, **kwargs)
 
@@ -100,11 +122,20 @@ class FollowedStack(eqx.Module):
         closed, types, rest = traced(self._stack, init, args, kwargs)
         if any(isinstance(constant, Tracer) for constant in closed.consts):
             raise ValueError(
-                f"In the loss of a fused update, a function passed to {self._name}.{verb} uses arrays "
-                "of the loss that are not among its arguments. Pass these arrays as arguments of their own."
+                "In the loss of a fused update, a function passed to"
+                f" {self._name}.{verb} uses arrays of the loss that are not among its"
+                " arguments. Pass these arrays as arguments of their own."
             )
-        params = {"name": self._name, "call": call, "static": Static(static), "follower": None}
-        return eqx.combine(FollowedFold(*jax.tree.map(jax.typeof, (arrays, types)), **params)(*arrays), rest)
+        params = {
+            "name": self._name,
+            "call": call,
+            "static": Static(static),
+            "follower": None,
+        }
+        return eqx.combine(
+            FollowedFold(*jax.tree.map(jax.typeof, (arrays, types)), **params)(*arrays),
+            rest,
+        )
 
     def __getattr__(self, name: str) -> Any:
         if name in ("Block", "Layers", "remat"):
@@ -116,16 +147,18 @@ class FollowedStack(eqx.Module):
 
     def _lacks(self, what: str) -> str:
         return (
-            f"In the loss of a fused update, {self._name} has fold and scan, and no {what}: its weights "
-            "are updated in the backward pass of the one fold. "
-            "Freeze the stack (trainable) to use it otherwise."
+            f"In the loss of a fused update, {self._name} has fold and scan, and no"
+            f" {what}: its weights are updated in the backward pass of the one fold."
+            " Freeze the stack (trainable) to use it otherwise."
         )
 
 
 def followed(
     closed: ClosedJaxpr, folds: Iterable[tuple[str, Sequence[Var], Any]]
 ) -> Callable[..., list[PyTree]]:
-    """A loss as a function of its inputs; stacks have a name, weights, and a follower in the reverse pass."""
+    """A loss as a function of its inputs; stacks have a name, weights, and a follower
+    in the reverse pass.
+    """
     jaxpr, constants = without_constants(closed)
     jaxpr, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
     same: dict[Var, Any] = {}
@@ -134,9 +167,13 @@ def followed(
     for name, weights, follower in folds:
         at = _only_use(equations, weights, name)
         fold = equations[at].params["_prim"]
-        fold = FollowedFold(fold.in_avals, fold.out_aval, **{**fold.params, "follower": follower})
+        fold = FollowedFold(
+            fold.in_avals, fold.out_aval, **{**fold.params, "follower": follower}
+        )
         equations[at] = equations[at].replace(params={"_prim": fold})
-    return functools.partial(eval_jaxpr, jaxpr.replace(eqns=equations, outvars=outputs), (), *constants)
+    return functools.partial(
+        eval_jaxpr, jaxpr.replace(eqns=equations, outvars=outputs), (), *constants
+    )
 
 
 def _only_use(equations: Sequence[JaxprEqn], weights: Sequence[Var], name: str) -> int:
@@ -151,29 +188,37 @@ def _only_use(equations: Sequence[JaxprEqn], weights: Sequence[Var], name: str) 
         if not _is_fold(eqn) or read != [*weights]:
             how = "changes" if _is_fold(eqn) else f"uses (in `{name_of(eqn)}`)"
             raise ValueError(
-                f"The loss {how} the weights of {name} outside of its layers. A fused update gives "
-                "them to the fold alone: cast or change them in the block's own call."
+                f"The loss {how} the weights of {name} outside of its layers. A fused"
+                " update gives them to the fold alone: cast or change them in the"
+                " block's own call."
             )
         found.append(at)
     if len(found) != 1:
         raise ValueError(
-            f"The loss folds {name} {len(found)} times. A fused update needs one call of fold "
-            "or scan: freeze the stack (trainable), or compute its gradient with jax.grad."
+            f"The loss folds {name} {len(found)} times. A fused update needs one call"
+            " of fold or scan: freeze the stack (trainable), or compute its gradient"
+            " with jax.grad."
         )
     return found[0]
 
 
 def _inlined(jaxpr: Jaxpr, same: dict[Var, Any]) -> Iterator[JaxprEqn]:
-    """The equations of `jaxpr`, with those of the calls that hold a fold in their place.
+    """The equations of `jaxpr`, with those of the calls that hold a fold in their
+    place.
 
     Puts into `same` for variables what they stand for.
     """
     for eqn in jaxpr.eqns:
         eqn = eqn.replace(invars=[_resolve(var, same) for var in eqn.invars])
-        if eqn.primitive.name not in CALLS or not any(map(_holds_fold, programs_in(eqn))):
+        if eqn.primitive.name not in CALLS or not any(
+            map(_holds_fold, programs_in(eqn))
+        ):
             yield eqn
             continue
-        (inner,), constants = programs_in(eqn), getattr(eqn.params["jaxpr"], "consts", ())
+        (inner,), constants = (
+            programs_in(eqn),
+            getattr(eqn.params["jaxpr"], "consts", ()),
+        )
         pairs = zip(inner.constvars, constants, strict=True)
         same |= {var: Literal(value, var.aval) for var, value in pairs}
         same |= zip(inner.invars, eqn.invars, strict=True)
@@ -192,4 +237,6 @@ def _is_fold(eqn: JaxprEqn) -> bool:
 
 
 def _holds_fold(jaxpr: Jaxpr) -> bool:
-    return any(_is_fold(eqn) or any(map(_holds_fold, programs_in(eqn))) for eqn in jaxpr.eqns)
+    return any(
+        _is_fold(eqn) or any(map(_holds_fold, programs_in(eqn))) for eqn in jaxpr.eqns
+    )

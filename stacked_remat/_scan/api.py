@@ -1,7 +1,8 @@
 """Fold, scan and map over a named axis.
 
-The arguments are divided into arrays that are split over the axis and arrays that all layers share. That
-leaves a step on raw arrays, which `layers.py` runs under the checkpoint policy.
+The arguments are divided into arrays that are split over the axis and arrays that all
+layers share. That leaves a step on raw arrays, which `layers.py` runs under the
+checkpoint policy.
 """
 
 import functools
@@ -41,53 +42,81 @@ def scan(
     ```python
     carry, outputs = init, []
     for i in range(axis.size):
-        carry, output = f(carry, *[arg[axis, i] for arg in args], **{k: kwargs[k][axis, i] for k in kwargs})
+        args_i = [arg[axis, i] for arg in args]
+        kwargs_i = {name: kwargs[name][axis, i] for name in kwargs}
+        carry, output = f(carry, *args_i, **kwargs_i)
         outputs.append(output)
     return carry, hax.stack(axis, outputs)
     ```
 
-    where only named arrays with the axis and plain arrays of at least one dimension are indexed (plain arrays
-    along their first dimension); everything else is passed to every layer unchanged. `shared(x)` and
-    `per_layer(x)` choose for one argument, or for a part of one.
+    where only named arrays with the axis and plain arrays of at least one dimension are
+    indexed (plain arrays along their first dimension); everything else is passed to
+    every layer unchanged. `shared(x)` and `per_layer(x)` choose for one argument, or
+    for a part of one.
 
     Args:
-        f: takes the carry and one layer of the arguments; returns the next carry and an output, both trees.
-        axis: an `Axis`, the name of an axis that one of the arguments has, or a number: an axis of this size
-            named `layers`.
-        remat: what the backward pass keeps, offloads and recomputes; `ScanCheckpointPolicy` says the costs.
-        reverse: go from the last layer to the first. Outputs keep the order of the axis.
-        unroll: how many layers one iteration runs; `True` for all, which alone counts where layers are cut.
-        is_scanned: which of the arrays without a mark may be split: a bool or a predicate of a leaf.
-        until: takes a carry and returns one bool; the scan stops at the first carry for which it is True.
-            Outputs of layers that did not run are zeros. Memory is that of all layers. Time is that of those
-            that ran, backward too; within `jax.vmap`, until all examples are done: steps of finished ones are
-            given the first carry and the first step's inputs, to no effect, so each example has a copy of a
-            step's inputs. Reverse mode of reverse mode goes through all layers.
+        f: takes the carry and one layer of the arguments; returns the next carry and an
+            output, both trees.
+        axis: an `Axis`, the name of an axis that one of the arguments has, or a number:
+            an axis of this size named `layers`.
+        remat: what the backward pass keeps, offloads and recomputes;
+            `ScanCheckpointPolicy` says the costs.
+        reverse: go from the last layer to the first. Outputs keep the order of the
+            axis.
+        unroll: how many layers one iteration runs; `True` for all, which alone counts
+            where layers are cut.
+        is_scanned: which of the arrays without a mark may be split: a bool or a
+            predicate of a leaf.
+        until: takes a carry and returns one bool; the scan stops at the first carry for
+            which it is True. Outputs of layers that did not run are zeros. Memory is
+            that of all layers. Time is that of those that ran, backward too; within
+            `jax.vmap`, until all examples are done: steps of finished ones are given
+            the first carry and the first step's inputs, to no effect, so each example
+            has a copy of a step's inputs. Reverse mode of reverse mode goes through all
+            layers.
 
     Returns:
-        A function of the initial carry and the arguments, which returns the final carry, with the shapes of
-        `init`, and the outputs, with the axis in front.
+        A function of the initial carry and the arguments, which returns the final
+        carry, with the shapes of `init`, and the outputs, with the axis in front.
 
     Raises:
-        ValueError: for inputs of different lengths (each path and size is named), an axis of unknown size, an
-            `f` that returns no pair, a carry that changes its structure, axes, shape or dtype, a single
-            random key that is not marked as shared, or `until` under a policy that offloads or that drops
-            carries.
-        TypeError: for an axis that is none of these, for marks in the carry, and for an `until` that does not
-            return one bool.
+        ValueError: for inputs of different lengths (each path and size is named), an
+            axis of unknown size, an `f` that returns no pair, a carry that changes its
+            structure, axes, shape or dtype, a single random key that is not marked as
+            shared, or `until` under a policy that offloads or that drops carries.
+        TypeError: for an axis that is none of these, for marks in the carry, and for an
+            `until` that does not return one bool.
 
-    Cost: `f` once for each step, and again as the policy says. The program does not grow with the axis.
+    Cost: `f` once for each step, and again as the policy says. The program does not
+    grow with the axis.
     """
-    return _looped("scan", f, axis, remat, until, reverse=reverse, unroll=unroll, is_scanned=is_scanned)
+    return _looped(
+        "scan",
+        f,
+        axis,
+        remat,
+        until,
+        reverse=reverse,
+        unroll=unroll,
+        is_scanned=is_scanned,
+    )
 
 
 def _looped(
-    verb: Verb, f: Callable, axis: Any, remat: ScanCheckpointSpec, until: Until | None = None, **options: Any
+    verb: Verb,
+    f: Callable,
+    axis: Any,
+    remat: ScanCheckpointSpec,
+    until: Until | None = None,
+    **options: Any,
 ) -> Callable[..., Any]:
     if not callable(f):
         raise TypeError(f"{verb} takes a function first; got {describe(f)}.")
     if not (until is None or callable(until)):
-        raise TypeError(f"until is a function of the carry that returns one bool; got {describe(until)}.")
+        raise TypeError(
+            "until is a function of the carry that returns one bool; got"
+            f" {describe(until)}."
+        )
     caller = Caller(verb, argument_namer(f, skip=0 if verb == "map" else 1))
     loop = Loop.of(Call(caller, verb, f, f, until=until), axis, remat, **options)
 
@@ -117,17 +146,20 @@ def lax_scan(
     ```
 
     Args:
-        remat: as in `scan`, with its costs. Other arguments are those of `jax.lax.scan`, of which
-            `_split_transpose` has no effect. A length that is symbolic (`jax.export.symbolic_shape`) can't be
-            cut into segments.
+        remat: as in `scan`, with its costs. Other arguments are those of
+            `jax.lax.scan`, of which `_split_transpose` has no effect. A length that is
+            symbolic (`jax.export.symbolic_shape`) can't be cut into segments.
 
     Returns:
-        The final carry and the stacked outputs, of the dtypes and weak types of `jax.lax.scan`.
+        The final carry and the stacked outputs, of the dtypes and weak types of
+        `jax.lax.scan`.
 
     Raises:
-        ValueError: `xs` has no array and there is no `length`; they disagree; a leaf of `xs` has no leading
-            axis; `unroll` is negative; `remat` cuts a symbolic length; or as `scan`.
-        TypeError: `length` or `unroll` is no number, or a leaf of the carry or of the outputs is no array.
+        ValueError: `xs` has no array and there is no `length`; they disagree; a leaf of
+            `xs` has no leading axis; `unroll` is negative; `remat` cuts a symbolic
+            length; or as `scan`.
+        TypeError: `length` or `unroll` is no number, or a leaf of the carry or of the
+            outputs is no array.
     """
     check_steps(xs, length)
     axis = "steps" if length is None else Axis("steps", number_of_steps(length))
@@ -158,13 +190,24 @@ def fold(
     for i in range(axis.size):
         if until is not None and until(carry):
             break
-        carry = f(carry, *[arg[axis, i] for arg in args], **{k: kwargs[k][axis, i] for k in kwargs})
+        args_i = [arg[axis, i] for arg in args]
+        kwargs_i = {name: kwargs[name][axis, i] for name in kwargs}
+        carry = f(carry, *args_i, **kwargs_i)
     return carry
     ```
 
     with arguments, costs and errors as in `scan`.
     """
-    return _looped("fold", f, axis, remat, until, reverse=reverse, unroll=unroll, is_scanned=is_scanned)
+    return _looped(
+        "fold",
+        f,
+        axis,
+        remat,
+        until,
+        reverse=reverse,
+        unroll=unroll,
+        is_scanned=is_scanned,
+    )
 
 
 def map(
@@ -178,10 +221,11 @@ def map(
 ) -> Callable[..., Y]:
     """Apply `f` to each part of its arguments along an axis, one after the other.
 
-    `map(f, axis)(*args, **kwargs)` equals
-    `hax.stack(axis, [f(*(arg[axis, i] for arg in args), ...) for i in range(axis.size)])`.
-    It holds one part's internals at a time, where `haliax.vmap` holds all and is faster. Arguments and errors
-    as in `scan`.
+    `map(f, axis)(*args, **kwargs)` equals `hax.stack(axis, [f(*(arg[axis, i] for arg in
+    args), ...) for i in range(axis.size)])`. It holds one part's internals at a time,
+    where `haliax.vmap` holds all and is faster. Arguments and errors as in `scan`.
     """
-    loop = _looped("map", f, axis, remat, reverse=reverse, unroll=unroll, is_scanned=is_mapped)
+    loop = _looped(
+        "map", f, axis, remat, reverse=reverse, unroll=unroll, is_scanned=is_mapped
+    )
     return functools.partial(loop, None)

@@ -22,11 +22,13 @@ def check_steps(xs: PyTree, length: Any) -> None:
             raise ValueError(f"{where}, whose axes have names. Use scan with its axis.")
         if not is_array(leaf) or not leaf.shape:
             raise ValueError(
-                f"{where}, and has no leading axis to scan over. Close over it to give it to every step, or "
-                "stack a value for each: jnp.stack(values)."
+                f"{where}, and has no leading axis to scan over. Close over it to give"
+                " it to every step, or stack a value for each: jnp.stack(values)."
             )
     if length is None and not leaves:
-        raise ValueError("lax_scan: xs has no array to split. Pass length=, how many steps to run.")
+        raise ValueError(
+            "lax_scan: xs has no array to split. Pass length=, how many steps to run."
+        )
 
 
 def number_of_steps(length: Any) -> int:
@@ -46,14 +48,21 @@ def unroll_of_jax(unroll: Any) -> int | bool:
         number = operator.index(unroll)
     except TypeError:
         number = unroll
-    return whole_number("unroll", number, "a bool or a number of steps, 0 for all of them,", least=0) or True
+    return (
+        whole_number(
+            "unroll", number, "a bool or a number of steps, 0 for all of them,", least=0
+        )
+        or True
+    )
 
 
 def check_arrays(tree: PyTree, what: str) -> None:
-    """Refuse leaves that are neither arrays nor numbers: `scan` passes these on, `jax.lax.scan` does not."""
+    """Refuse leaves that are neither arrays nor numbers: `scan` passes these on,
+    `jax.lax.scan` does not.
+    """
     for path, leaf in jtu.tree_leaves_with_path(tree):
         if not eqx.is_array_like(leaf):
             raise TypeError(
-                f"lax_scan: {what}{jtu.keystr(path)} is {text(leaf)}, which is no array. Close over it, or "
-                "use scan, which passes it on."
+                f"lax_scan: {what}{jtu.keystr(path)} is {text(leaf)}, which is no"
+                " array. Close over it, or use scan, which passes it on."
             )

@@ -34,7 +34,9 @@ from .step import Call, Names, array_step
 
 @dataclasses.dataclass(frozen=True)
 class Layers:
-    """Layers of one kind, with their arguments: the arrays that are split and those that all layers share."""
+    """Layers of one kind, with their arguments: the arrays that are split and those
+    that all layers share.
+    """
 
     call: Call
     layout: TreeLayout
@@ -51,17 +53,23 @@ class Layers:
         return UntracedLayer(body, self.shared, self.arrays, unsliced)
 
     def inputs(self, index: int, *, whole: bool) -> list[Array | None]:
-        """What is split, for the layer at an index; None for what a layer takes the whole of."""
+        """What is split, for the layer at an index; None for what a layer takes the
+        whole of.
+        """
         unsliced = self.layout.unsliced if whole else [False] * len(self.arrays)
         pairs = zip(self.arrays, unsliced, strict=True)
-        return [None if is_ else read(at_least_one(stack), index) for stack, is_ in pairs]
+        return [
+            None if is_ else read(at_least_one(stack), index) for stack, is_ in pairs
+        ]
 
     def named(self, stacked: PyTree) -> PyTree:
         """Their stacked outputs, with the axis of the layers."""
         return name_stacked(stacked, self.layout.axis, self.call.caller.what)
 
 
-def map_layers(f: Callable, layout: TreeLayout, arrays: Arrays, shared: Arrays, what: str) -> PyTree:
+def map_layers(
+    f: Callable, layout: TreeLayout, arrays: Arrays, shared: Arrays, what: str
+) -> PyTree:
     """What `f` returns for all layers' arguments at once, with the axis in front."""
 
     def one_layer(slices: Arrays) -> tuple[PyTree, Static]:
@@ -75,7 +83,9 @@ def map_layers(f: Callable, layout: TreeLayout, arrays: Arrays, shared: Arrays, 
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
-    """A loop over layers; build one with `of`. `pattern` tells the kinds of layers, if there are several."""
+    """A loop over layers; build one with `of`. `pattern` tells the kinds of layers, if
+    there are several.
+    """
 
     call: Call
     axis: Axis | str
@@ -92,29 +102,54 @@ class Loop:
             whole_number("unroll", self.unroll, "a bool or a number of layers")
 
     @classmethod
-    def of(cls, call: Call, axis: Any, remat: Any, pattern: Pattern | None = None, **options: Any) -> "Loop":
+    def of(
+        cls,
+        call: Call,
+        axis: Any,
+        remat: Any,
+        pattern: Pattern | None = None,
+        **options: Any,
+    ) -> "Loop":
         """A loop with these options, and with the defaults for those that are None."""
         given = {name: option for name, option in options.items() if option is not None}
-        return cls(call, axis_or_name(axis, call.caller.what), resolve_policy(remat), pattern, **given)
+        return cls(
+            call,
+            axis_or_name(axis, call.caller.what),
+            resolve_policy(remat),
+            pattern,
+            **given,
+        )
 
     def unroll_of(self, length: int) -> int:
         """How many of so many layers one iteration runs."""
         return max(1, length if self.unroll is True else int(self.unroll))
 
     def is_rolled(self, length: int) -> bool:
-        """Whether the loop over so many layers stays one; over a symbolic number (`jax.export`) it does."""
-        return not isinstance(length, int | np.integer) or self.unroll_of(length) < length
+        """Whether the loop over so many layers stays one; over a symbolic number
+        (`jax.export`) it does.
+        """
+        return (
+            not isinstance(length, int | np.integer) or self.unroll_of(length) < length
+        )
 
     def split(self, arguments: PyTree) -> tuple[list[Layers], Join, Axis]:
-        """The layers of each kind with their parts of the arguments, as of `split_kinds`, and their axis."""
+        """The layers of each kind with their parts of the arguments, as of
+        `split_kinds`, and their axis.
+        """
         caller = self.call.caller
-        split, join = split_kinds(arguments, self.axis, self.pattern, caller, self.is_scanned)
+        split, join = split_kinds(
+            arguments, self.axis, self.pattern, caller, self.is_scanned
+        )
         names = (None,) if self.pattern is None else self.pattern.names
         kinds = []
         for (layout, *arrays), name in zip(split, names, strict=True):
             arrays, shared = jax.tree.map(jnp.asarray, arrays)
             kinds.append(Layers(self.call, layout, arrays, on_device(shared), name))
-        return kinds, join, self.axis if isinstance(self.axis, Axis) else kinds[0].layout.axis
+        return (
+            kinds,
+            join,
+            self.axis if isinstance(self.axis, Axis) else kinds[0].layout.axis,
+        )
 
     def first(self, init: PyTree, kinds: Sequence[Layers], *, whole: bool) -> PyTree:
         """What goes into the first layer, from the first carry."""
@@ -126,7 +161,11 @@ class Loop:
 
     def outputs(self, of_kinds: Sequence[PyTree]) -> PyTree:
         """The outputs of each kind by name, or of the only one."""
-        return dict(zip(self.pattern.names, of_kinds, strict=True)) if self.pattern else of_kinds[0]
+        return (
+            dict(zip(self.pattern.names, of_kinds, strict=True))
+            if self.pattern
+            else of_kinds[0]
+        )
 
 
 def scan_unrolled(
@@ -136,11 +175,17 @@ def scan_unrolled(
     arguments_of: Callable[[PyTree], tuple[Sequence[PyTree], dict[str, PyTree]]],
     axis: Axis,
 ) -> tuple[PyTree, list[PyTree]]:
-    """Run layers that may differ, one for each of the inputs, from any carry to any other."""
+    """Run layers that may differ, one for each of the inputs, from any carry to any
+    other.
+    """
     backwards = -1 if loop.reverse else 1
     inputs = inputs[::backwards]
     # Without jit the values are known in a layer, which jax.checkpoint would trace.
-    remat = Remat(axis.size, EVERYTHING) if _without_jit() else loop.policy.for_layers(axis.size)
+    remat = (
+        Remat(axis.size, EVERYTHING)
+        if _without_jit()
+        else loop.policy.for_layers(axis.size)
+    )
     count = remat.first_layers
     parts = range(axis.size - count) if remat.schedule is None else remat.schedule.tree
     if all(isinstance(part, int) for part in parts):
@@ -155,7 +200,9 @@ def scan_unrolled(
                 carry, y = (first if part < 0 else layer)(carry, inputs[count + part])
                 outputs.append(y)
             else:
-                carry, ys = _checkpoint_segment(functools.partial(run, part), remat, axis)(carry)
+                carry, ys = _checkpoint_segment(
+                    functools.partial(run, part), remat, axis
+                )(carry)
                 outputs += ys
         return carry, outputs
 
@@ -170,8 +217,14 @@ def _without_jit() -> bool:
 
 
 def _carry_name(remat: Remat, axis: Axis) -> str:
-    """The name of the carries that are moved to the host one by one; empty if none are."""
-    return f"scan({axis.name}) carry" if remat.carries == "host" and remat.schedule is None else ""
+    """The name of the carries that are moved to the host one by one; empty if none
+    are.
+    """
+    return (
+        f"scan({axis.name}) carry"
+        if remat.carries == "host" and remat.schedule is None
+        else ""
+    )
 
 
 def scan_layers(loop: Loop, init: PyTree, arguments: PyTree) -> tuple[PyTree, PyTree]:
@@ -180,25 +233,43 @@ def scan_layers(loop: Loop, init: PyTree, arguments: PyTree) -> tuple[PyTree, Py
     call, pattern = loop.call, loop.pattern
     if _without_jit():
         if all(kind.layout.axis.size for kind in kinds):
-            return _scan_kinds_unrolled(loop, kinds, axis, loop.first(init, kinds, whole=False))
-        with jax.disable_jit(False):  # only a traced layer tells the types of outputs that there are none of
+            return _scan_kinds_unrolled(
+                loop, kinds, axis, loop.first(init, kinds, whole=False)
+            )
+        # Only a traced layer tells the types of outputs that there are none of.
+        with jax.disable_jit(False):
             return scan_layers(loop, init, arguments)
-    remat, plain, stops = loop.policy.for_layers(axis.size), None, call.until is not None
-    arrays, static = eqx.partition(loop.first(init, kinds, whole=True), eqx.is_array_like)
+    remat, plain, stops = (
+        loop.policy.for_layers(axis.size),
+        None,
+        call.until is not None,
+    )
+    arrays, static = eqx.partition(
+        loop.first(init, kinds, whole=True), eqx.is_array_like
+    )
     xs = [kind.arrays for kind in kinds]
     # A plain scan would keep what it reads from the host, and read nothing ahead.
-    is_swept = pattern or stops or (axis.size and (remat.schedule is not None or has_host_arrays(xs)))
+    is_swept = (
+        pattern
+        or stops
+        or (axis.size and (remat.schedule is not None or has_host_arrays(xs)))
+    )
     if not is_swept or (remat.carries is None and not pattern):
         options = remat.kept, _carry_name(remat, axis), loop.is_rolled(axis.size)
         plain = Bound("checkpointed", _checkpointed, options)
     if stops and (remat.offloads or plain is not None):
         raise ValueError(
-            "With until=, a policy can neither offload nor drop what it keeps of the steps that run. Let "
-            'remat be False, True or "nested", or use max_carries, first_layers or save_block_internals.'
+            "With until=, a policy can neither offload nor drop what it keeps of the"
+            ' steps that run. Let remat be False, True or "nested", or use max_carries,'
+            " first_layers or save_block_internals."
         )
     with jax.named_scope(f"scan({axis.name})"):
-        untraced = [kind.untraced(static, remat.kept.names, whole=True) for kind in kinds]
-        traced = trace_layers(untraced, arrays, offloads=remat.offloads, replays=plain is None)
+        untraced = [
+            kind.untraced(static, remat.kept.names, whole=True) for kind in kinds
+        ]
+        traced = trace_layers(
+            untraced, arrays, offloads=remat.offloads, replays=plain is None
+        )
         is_primitive = is_eager() and not has_refs([layer.shared for layer in traced])
         if is_primitive and remat.carries and axis.size:
             plain = None
@@ -214,33 +285,45 @@ def scan_layers(loop: Loop, init: PyTree, arguments: PyTree) -> tuple[PyTree, Py
             stops=stops,
         )
         # In eager mode a plain scan is a primitive, which keeps its arguments alone.
-        replayed = run if is_primitive and plain is not None else _replayed_whole(run, remat)
+        replayed = (
+            run if is_primitive and plain is not None else _replayed_whole(run, remat)
+        )
         carry, ys = replayed(traced[0].init, xs)
     last = call.last(eqx.combine(carry, static))
-    return last, loop.outputs([kind.named(y) for kind, y in zip(kinds, ys, strict=True)])
+    return last, loop.outputs(
+        [kind.named(y) for kind, y in zip(kinds, ys, strict=True)]
+    )
 
 
 def layers_at_once(loop: Loop, init: None, arguments: PyTree) -> tuple[None, PyTree]:
-    """Map the layers of a loop over its arguments, as `scan_layers` runs them; costs the memory of all."""
+    """Map the layers of a loop over its arguments, as `scan_layers` runs them; costs
+    the memory of all.
+    """
     kinds, _, _ = loop.split(arguments)
 
     def run(*args: PyTree, **kwargs: PyTree) -> PyTree:
         return numbers_to_arrays(loop.call.applied(init, args, kwargs))
 
-    what, parts = loop.call.caller.what, [(kind.layout, kind.arrays, kind.shared) for kind in kinds]
+    what, parts = (
+        loop.call.caller.what,
+        [(kind.layout, kind.arrays, kind.shared) for kind in kinds],
+    )
     return init, loop.outputs([map_layers(run, *part, what) for part in parts])
 
 
-def _checkpointed(kept: Kept, carry_name: str, is_rolled: bool, layer: Callable) -> Callable:
+def _checkpointed(
+    kept: Kept, carry_name: str, is_rolled: bool, layer: Callable
+) -> Callable:
     if kept == EVERYTHING:
         return layer
 
     def named(shared: PyTree, carry: PyTree, x: PyTree) -> PyTree:
         return layer(shared, checkpoint_name(carry, carry_name), x)
 
-    # GPUs need the barriers also where carries come from the host, for which see `_sweep.reverse`. They are a
-    # parameter of JAX's checkpoint, the same for all platforms. A program that is traced on a CPU has them,
-    # to no effect there, since it may be exported. One for TPUs does not: 814 MB for 805 (v5p, `offload`).
+    # GPUs need the barriers also where carries come from the host, for which see
+    # `_sweep.reverse`. They are a parameter of JAX's checkpoint, the same for all
+    # platforms. A program that is traced on a CPU has them, to no effect there, since
+    # it may be exported. One for TPUs does not: 814 MB for 805 (v5p, `offload`).
     prevent_cse = not is_rolled or bool(carry_name and platform() != "tpu")
     run = named if carry_name else layer
     return jax.checkpoint(run, policy=kept.policy(carry_name), prevent_cse=prevent_cse)
@@ -261,17 +344,24 @@ def _scan_kinds_unrolled(
             layer, row = untraced[number], pattern.before[index, number]
             x = on_device([stack[row] for stack in layer.stacks])
             if loop.call.is_done(carry) and outputs[number]:
-                outputs[number].append(jax.tree.map(jnp.zeros_like, outputs[number][-1]))
+                outputs[number].append(
+                    jax.tree.map(jnp.zeros_like, outputs[number][-1])
+                )
                 continue
             carry, (y, rest) = layer.body(layer.shared, carry, x)
             outputs[number].append(eqx.combine(y, rest.value))
     what = loop.call.caller.what
     pairs = zip(outputs, kinds, strict=True)
-    ys = [stack_outputs(of_kind[::backwards], kind.layout.axis, what) for of_kind, kind in pairs]
+    ys = [
+        stack_outputs(of_kind[::backwards], kind.layout.axis, what)
+        for of_kind, kind in pairs
+    ]
     return loop.call.last(eqx.combine(carry, static)), loop.outputs(ys)
 
 
-def _unrolled_step(call: Call, arguments_of: Callable, remat: Remat, axis: Axis) -> Callable:
+def _unrolled_step(
+    call: Call, arguments_of: Callable, remat: Remat, axis: Axis
+) -> Callable:
     """A layer from carry to carry, checkpointed, its inputs read to the device."""
     carry_name = _carry_name(remat, axis)
 
@@ -287,7 +377,11 @@ def _unrolled_step(call: Call, arguments_of: Callable, remat: Remat, axis: Axis)
 
 
 def _replayed_whole(run: Callable, remat: Remat) -> Callable:
-    return run if remat.carries else recomputed(run, remat.kept.policy(), offloads=remat.offloads)
+    return (
+        run
+        if remat.carries
+        else recomputed(run, remat.kept.policy(), offloads=remat.offloads)
+    )
 
 
 def _checkpoint_segment(run: Callable, remat: Remat, axis: Axis) -> Callable:
@@ -295,4 +389,6 @@ def _checkpoint_segment(run: Callable, remat: Remat, axis: Axis) -> Callable:
         return recomputed(run, None)  # its carry is kept, as all arguments are
     boundary = f"scan({axis.name}) carry at a segment's start"
     policy = NOTHING.policy(boundary)
-    return recomputed(lambda carry: run(checkpoint_name(carry, boundary)), policy, offloads=True)
+    return recomputed(
+        lambda carry: run(checkpoint_name(carry, boundary)), policy, offloads=True
+    )

@@ -1,8 +1,10 @@
-"""Which parts of an argument are split over the layers and which are shared, and the marks that say so.
+"""Which parts of an argument are split over the layers and which are shared, and the
+marks that say so.
 
-A named array is split if it has the axis, in any position. A plain array has no names, so it is
-split along its first dimension. Everything else (named arrays without the axis, scalars, functions, Python
-values) is shared by all layers. `shared` and `per_layer` override this for an argument.
+A named array is split if it has the axis, in any position. A plain array has no names,
+so it is split along its first dimension. Everything else (named arrays without the
+axis, scalars, functions, Python values) is shared by all layers. `shared` and
+`per_layer` override this for an argument.
 """
 
 import copy
@@ -34,7 +36,9 @@ def is_named(leaf: Any) -> bool:
 
 
 def is_array(leaf: Any) -> bool:
-    """Whether `leaf` is an array of any library, a tracer or a `ShapeDtypeStruct`, and not a `NamedArray`."""
+    """Whether `leaf` is an array of any library, a tracer or a `ShapeDtypeStruct`, and
+    not a `NamedArray`.
+    """
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype") and not is_named(leaf)
 
 
@@ -44,44 +48,60 @@ def raw_array(leaf: Any) -> Any:
 
 
 def is_named_or_shaped_array(leaf: Any) -> bool:
-    """The default of `is_scanned`: named arrays, and plain arrays of at least one dimension."""
+    """The default of `is_scanned`: named arrays, and plain arrays of at least one
+    dimension.
+    """
     return is_named(leaf) or (is_array(leaf) and leaf.ndim >= 1)
 
 
 def with_axes(array: Any, axes: tuple[Axis, ...] | None) -> Any:
-    """The array with these axes, if any. Sizes are not checked: inside scan and vmap they may differ."""
+    """The array with these axes, if any. Sizes are not checked: inside scan and vmap
+    they may differ.
+    """
     return array if axes is None else NamedArray.tree_unflatten(axes, [array])
 
 
 def is_split(
-    leaf: Any, axis: AxisSelector, is_scanned: IsScanned = is_named_or_shaped_array, rule: Rule = "default"
+    leaf: Any,
+    axis: AxisSelector,
+    is_scanned: IsScanned = is_named_or_shaped_array,
+    rule: Rule = "default",
 ) -> bool:
     """Whether a leaf is split, where sizes allow."""
     if rule in ("shared", "per_layer"):
         return rule == "per_layer" and (is_named(leaf) or is_array(leaf))
     wanted = is_scanned if isinstance(is_scanned, bool) else is_scanned(leaf)
-    return wanted and (leaf_size(leaf, axis) is not None if is_named(leaf) else is_array(leaf))
+    return wanted and (
+        leaf_size(leaf, axis) is not None if is_named(leaf) else is_array(leaf)
+    )
 
 
 def leaf_size(leaf: Any, axis: AxisSelector) -> int | None:
-    """The number of layers that a leaf holds, or None for one that has no dimension to split."""
+    """The number of layers that a leaf holds, or None for one that has no dimension to
+    split.
+    """
     if is_named(leaf):
-        return next((other.size for other in leaf.axes if other.name == axis_name(axis)), None)
+        return next(
+            (other.size for other in leaf.axes if other.name == axis_name(axis)), None
+        )
     return leaf.shape[0] if leaf.ndim else None
 
 
 class Marked(eqx.Module):
-    """A tree and how it is split; `"stored"` are a stack's own arrays, split as unmarked arguments are."""
+    """A tree and how it is split; `"stored"` are a stack's own arrays, split as
+    unmarked arguments are.
+    """
 
     value: PyTree
     rule: Rule = eqx.field(static=True)
 
 
 def applied(blocks: PyTree) -> Marked:
-    """The arrays of a stack for `fold` and `scan`, with fields marked that are not to be sliced.
+    """The arrays of a stack for `fold` and `scan`, with fields marked that are not to
+    be sliced.
 
-    Not those in host memory, nor on several devices, where the compiler would gather the whole stack, nor for
-    gradient dot products.
+    Not those in host memory, nor on several devices, where the compiler would gather
+    the whole stack, nor for gradient dot products.
     """
 
     def mark(field: PyTree) -> PyTree:
@@ -98,9 +118,10 @@ def shared(x: T) -> T:
     y = blocks.fold(x, mask=shared(mask))
     ```
 
-    Without it a plain array is split along its first dimension, and a single random key is refused. A named
-    array that has the layers' axis keeps it. Gradients are summed over the layers. For `fold`, `scan`, `map`,
-    and `init`, `fold`, `scan` and `vmap` of stacks.
+    Without it a plain array is split along its first dimension, and a single random key
+    is refused. A named array that has the layers' axis keeps it. Gradients are summed
+    over the layers. For `fold`, `scan`, `map`, and `init`, `fold`, `scan` and `vmap` of
+    stacks.
 
     Args:
         x: any tree. A mark inside it takes precedence.
@@ -113,18 +134,20 @@ def shared(x: T) -> T:
 
 
 def per_layer(x: PyTree) -> PyTree:
-    """Mark an argument, or a part of one, to be split over the layers, with an error where it can't be.
+    """Mark an argument, or a part of one, to be split over the layers, with an error
+    where it can't be.
 
     ```python
     y = blocks.fold(x, per_layer(drop_rates))
     ```
 
-    Plain arrays are split along their first dimension, named arrays along the layers' axis. Without the mark
-    arrays that have neither are shared by all layers; with it they are an error of the scan.
+    Plain arrays are split along their first dimension, named arrays along the layers'
+    axis. Without the mark arrays that have neither are shared by all layers; with it
+    they are an error of the scan.
 
     Args:
-        x: a tree with at least one array, a list of numbers, which becomes an array, or None. Other leaves
-            are passed to every layer unchanged.
+        x: a tree with at least one array, a list of numbers, which becomes an array, or
+            None. Other leaves are passed to every layer unchanged.
 
     Returns:
         The tree in a PyTree node that a scan removes.
@@ -132,13 +155,21 @@ def per_layer(x: PyTree) -> PyTree:
     Raises:
         TypeError: there is no array in `x`.
     """
-    if isinstance(x, list | tuple) and x and all(isinstance(value, NUMBER) for value in x):
-        x = jnp.stack([jnp.asarray(value) for value in x])  # of a weak type, as the numbers are
+    if (
+        isinstance(x, list | tuple)
+        and x
+        and all(isinstance(value, NUMBER) for value in x)
+    ):
+        # Of a weak type, as the numbers are
+        x = jnp.stack([jnp.asarray(value) for value in x])
     leaves = jtu.tree_leaves(x, is_leaf=_is_named_or_marked)
-    if leaves and not any(is_array(leaf) or _is_named_or_marked(leaf) for leaf in leaves):
+    if leaves and not any(
+        is_array(leaf) or _is_named_or_marked(leaf) for leaf in leaves
+    ):
         raise TypeError(
-            f"per_layer splits arrays over the layers; {x!r} ({type(x).__name__}) holds none. "
-            "Write per_layer(jnp.asarray(x)), or pass it without per_layer to give every layer all of it."
+            f"per_layer splits arrays over the layers; {x!r} ({type(x).__name__}) holds"
+            " none. Write per_layer(jnp.asarray(x)), or pass it without per_layer to"
+            " give every layer all of it."
         )
     return Marked(x, "per_layer")
 
@@ -158,30 +189,40 @@ def per_kind(values: Mapping[str, Any]) -> PyTree:
     ```
 
     Args:
-        values: for the name of each kind, what its layers are given: arrays with an entry for each layer of
-            this kind are split over these, as other arguments are over all; `shared` and `per_layer` choose.
+        values: for the name of each kind, what its layers are given: arrays with an
+            entry for each layer of this kind are split over these, as other arguments
+            are over all; `shared` and `per_layer` choose.
 
     Returns:
-        A PyTree node that the fold replaces, for each layer, by the layer's part of the value for its kind.
+        A PyTree node that the fold replaces, for each layer, by the layer's part of the
+        value for its kind.
 
     Raises:
         TypeError: for anything but a dict with names as keys.
     """
-    if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
-        raise TypeError(f'per_kind takes a dict, {{"name of the kind": value, ...}}; got {values!r}.')
+    if not isinstance(values, Mapping) or not all(
+        isinstance(name, str) for name in values
+    ):
+        raise TypeError(
+            'per_kind takes a dict, {"name of the kind": value, ...}; got'
+            f" {values!r}."
+        )
     return PerKind(dict(values))
 
 
 class LayerStack(eqx.Module):
-    """What a layer is given for a field that is `unsliced`: the stack of all layers, and its own index.
+    """What a layer is given for a field that is `unsliced`: the stack of all layers,
+    and its own index.
 
     Attributes:
-        stack: the field of all layers, named arrays with the layers' axis in front, plain arrays with it as
-            first dimension.
+        stack: the field of all layers, named arrays with the layers' axis in front,
+            plain arrays with it as first dimension.
         layer_index: this layer's place on the axis, a traced integer.
-        axis_name: of the layers' axis. Named arrays without it are shared by all layers.
-        own: what `layer` gives, where it is set: `dataclasses.replace(weights, own=cast(weights.layer))`.
-            `grouped_experts` takes from it what has another dtype.
+        axis_name: of the layers' axis. Named arrays without it are shared by all
+            layers.
+        own: what `layer` gives, where it is set: `dataclasses.replace(weights,
+            own=cast(weights.layer))`. `grouped_experts` takes from it what has another
+            dtype.
     """
 
     stack: PyTree
@@ -191,27 +232,43 @@ class LayerStack(eqx.Module):
 
     @property
     def layer(self) -> PyTree:
-        """The field of this layer alone: a copy of its part of the stack, for each use of this property."""
+        """The field of this layer alone: a copy of its part of the stack, for each use
+        of this property.
+        """
 
         def entry(leaf: Any) -> Any:
             if not is_split(leaf, self.axis_name):
                 return leaf
-            array = lax.dynamic_index_in_dim(raw_array(leaf), self.layer_index, keepdims=False)
+            array = lax.dynamic_index_in_dim(
+                raw_array(leaf), self.layer_index, keepdims=False
+            )
             return with_axes(array, leaf.axes[1:] if is_named(leaf) else None)
 
-        return jtu.tree_map(entry, self.stack, is_leaf=is_named) if self.own is None else self.own
+        return (
+            jtu.tree_map(entry, self.stack, is_leaf=is_named)
+            if self.own is None
+            else self.own
+        )
 
     @staticmethod
     def of(field: PyTree, axis_name: str = "layers") -> "LayerStack":
-        """An `unsliced` field as a fold gives it; of one layer, a stack of one over an axis of this name."""
+        """An `unsliced` field as a fold gives it; of one layer, a stack of one over an
+        axis of this name.
+        """
         if isinstance(field, LayerStack):
             return field
 
         def of_one(leaf: Any) -> Any:
             axes = (Axis(axis_name, 1), *leaf.axes) if is_named(leaf) else None
-            return with_axes(raw_array(leaf)[None], axes) if is_array(raw_array(leaf)) else leaf
+            return (
+                with_axes(raw_array(leaf)[None], axes)
+                if is_array(raw_array(leaf))
+                else leaf
+            )
 
-        return LayerStack(jtu.tree_map(of_one, field, is_leaf=is_named), jnp.int32(0), axis_name)
+        return LayerStack(
+            jtu.tree_map(of_one, field, is_leaf=is_named), jnp.int32(0), axis_name
+        )
 
 
 def unsliced(**kwargs: Any) -> Any:
@@ -226,14 +283,17 @@ def unsliced(**kwargs: Any) -> Any:
             weight = weights.stack[weights.layer_index, self.choose(x)]
     ```
 
-    In `fold` and `scan` of a `Stacked` the field is a `LayerStack`: a block that needs a part of its weights
-    reads it from the stack, and no copy of the layer's weights is made. It is a layer's own, as any other
-    field, in `blocks[i]` and `vmap`, with a visitor, for gradient dot products, from a stack in host memory,
-    and on several devices, whose compiler would gather the stack. That there are several is known by the
-    mesh (`jax.set_mesh`), or outside of `jax.jit` by where arrays are. `LayerStack.of` takes both.
+    In `fold` and `scan` of a `Stacked` the field is a `LayerStack`: a block that needs
+    a part of its weights reads it from the stack, and no copy of the layer's weights is
+    made. It is a layer's own, as any other field, in `blocks[i]` and `vmap`, with a
+    visitor, for gradient dot products, from a stack in host memory, and on several
+    devices, whose compiler would gather the stack. That there are several is known by
+    the mesh (`jax.set_mesh`), or outside of `jax.jit` by where arrays are.
+    `LayerStack.of` takes both.
 
-    Gradients are added in place to the gradient of the stack where the block indexes it by traced integers;
-    other slices cost a stack of temporaries. A block may only read its own layer's entry.
+    Gradients are added in place to the gradient of the stack where the block indexes it
+    by traced integers; other slices cost a stack of temporaries. A block may only read
+    its own layer's entry.
 
     Args:
         **kwargs: as of `equinox.field`.
@@ -246,14 +306,18 @@ _UNSLICED = "stacked_remat.unsliced"
 
 
 def map_unsliced(fn: Callable[[PyTree], PyTree], tree: T) -> T:
-    """The tree with `fn` applied to fields that are declared `unsliced`, except in inner stacks."""
+    """The tree with `fn` applied to fields that are declared `unsliced`, except in
+    inner stacks.
+    """
     is_module = isinstance(tree, eqx.Module)
     is_inner = getattr(tree, "slices_its_own_layers", False)
     if is_inner or not (is_module or isinstance(tree, tuple | list | dict)):
         return tree
     fields = dataclasses.fields(tree) if is_module else ()
     names = [field.name for field in fields if field.metadata.get(_UNSLICED)]
-    entries, treedef = jtu.tree_flatten_with_path(tree, is_leaf=lambda node: node is not tree)
+    entries, treedef = jtu.tree_flatten_with_path(
+        tree, is_leaf=lambda node: node is not tree
+    )
     mapped = [
         fn(node) if getattr(path[0], "name", None) in names else map_unsliced(fn, node)
         for path, node in entries
@@ -262,7 +326,9 @@ def map_unsliced(fn: Callable[[PyTree], PyTree], tree: T) -> T:
 
 
 def changed(module: T, **fields: Any) -> T:
-    """A copy with other fields. A subclass may have another constructor, so none is called."""
+    """A copy with other fields. A subclass may have another constructor, so none is
+    called.
+    """
     copied = copy.copy(module)
     for name, value in fields.items():
         object.__setattr__(copied, name, value)  # modules are frozen
@@ -273,15 +339,22 @@ def check_unmarked(carry: PyTree) -> None:
     for path, leaf in jtu.tree_flatten_with_path(carry, is_leaf=_is_named_or_marked)[0]:
         if isinstance(leaf, Marked | PerKind):
             raise TypeError(
-                f"The carry{jtu.keystr(path)} is marked {leaf.rule}(...), but a carry goes from layer to "
-                f"layer: it is neither split nor shared. Pass it without {leaf.rule}."
+                f"The carry{jtu.keystr(path)} is marked {leaf.rule}(...), but a carry"
+                " goes from layer to layer: it is neither split nor shared. Pass it"
+                f" without {leaf.rule}."
             )
 
 
-def take_marks_off(tree: PyTree, rule: Rule = "default", path: KeyPath = ()) -> tuple[list[Entry], Any]:
-    """Path, leaf and rule of every leaf, `per_kind`s among them, and the tree. The innermost mark counts."""
+def take_marks_off(
+    tree: PyTree, rule: Rule = "default", path: KeyPath = ()
+) -> tuple[list[Entry], Any]:
+    """Path, leaf and rule of every leaf, `per_kind`s among them, and the tree. The
+    innermost mark counts.
+    """
     entries, parts = [], []
-    paths_and_nodes, treedef = jtu.tree_flatten_with_path(tree, is_leaf=_is_named_or_marked)
+    paths_and_nodes, treedef = jtu.tree_flatten_with_path(
+        tree, is_leaf=_is_named_or_marked
+    )
     for below, node in paths_and_nodes:
         inside = [((*path, *below), node, rule)]
         if isinstance(node, Marked):

@@ -20,7 +20,9 @@ T = TypeVar("T")
 
 
 def name_stacked(tree: T, axis: Axis, what: str) -> T:
-    """A tree whose named arrays have a first dimension without a name, which is that of the new axis."""
+    """A tree whose named arrays have a first dimension without a name, which is that of
+    the new axis.
+    """
 
     def named(path: KeyPath, leaf: Any) -> Any:
         if not is_named(leaf) or getattr(leaf.array, "ndim", None) == len(leaf.axes):
@@ -32,7 +34,9 @@ def name_stacked(tree: T, axis: Axis, what: str) -> T:
 
 
 def take_rows(leaf: Any, axis: Axis, rows: Sequence[int]) -> Any:
-    """An array that is split over `axis`, with these of its entries; a slice where they are evenly spaced."""
+    """An array that is split over `axis`, with these of its entries; a slice where they
+    are evenly spaced.
+    """
     steps = {after - before for before, after in itertools.pairwise(rows)}
     part: Any = np.asarray(rows, np.int32)
     if len(steps) <= 1 and min(steps, default=1) > 0:
@@ -40,13 +44,18 @@ def take_rows(leaf: Any, axis: Axis, rows: Sequence[int]) -> Any:
         part = slice(first, first + step * len(rows), step)
     if not is_named(leaf):
         return leaf[part]
-    axes = tuple(other.resize(len(rows)) if other.name == axis.name else other for other in leaf.axes)
+    axes = tuple(
+        other.resize(len(rows)) if other.name == axis.name else other
+        for other in leaf.axes
+    )
     position = [other.name for other in axes].index(axis.name)
     return with_axes(leaf.array[(slice(None),) * position + (part,)], axes)
 
 
 def stack_trees(trees: Sequence[T], axis: Axis) -> T:
-    """One tree with the arrays stacked along a new leading `axis`, and the first tree's other leaves."""
+    """One tree with the arrays stacked along a new leading `axis`, and the first tree's
+    other leaves.
+    """
 
     def stack(*leaves: Any) -> PyTree:
         if is_named(leaves[0]):
@@ -57,50 +66,80 @@ def stack_trees(trees: Sequence[T], axis: Axis) -> T:
 
 
 def stack_layers(layers: Sequence[T], axis: Axis, what: str) -> T:
-    """Stack layers; refuses what differs. Numbers that do become an array, weakly typed if they were."""
+    """Stack layers; refuses what differs. Numbers that do become an array, weakly typed
+    if they were.
+    """
 
     def of_layer(leaf: Any) -> Any:
         if is_named(leaf) or is_array(leaf):
             return form(leaf), getattr(raw_array(leaf), "dtype", None)
-        return "a number" if isinstance(leaf, NUMBER) and not isinstance(leaf, bool) else leaf
+        return (
+            "a number"
+            if isinstance(leaf, NUMBER) and not isinstance(leaf, bool)
+            else leaf
+        )
 
     def stack(path: KeyPath, *leaves: Any) -> PyTree:
-        if of_layer(leaves[0]) == "a number" and len({(type(leaf), leaf) for leaf in leaves}) > 1:
+        if (
+            of_layer(leaves[0]) == "a number"
+            and len({(type(leaf), leaf) for leaf in leaves}) > 1
+        ):
             return jnp.stack([jnp.asarray(leaf) for leaf in leaves])
         _check_is_new(leaves[0], axis, path, what)
         return stack_trees(leaves, axis)
 
-    several = 'BlockSeq(layers, n) or StackedPattern({"a": Stacked.of(...), ...}, pattern, n)'
-    fix = f"Layers of one kind differ in arrays and numbers alone: make these alike, or write {several}."
+    several = (
+        'BlockSeq(layers, n) or StackedPattern({"a": Stacked.of(...), ...}, pattern, n)'
+    )
+    fix = (
+        "Layers of one kind differ in arrays and numbers alone: make these alike, or"
+        f" write {several}."
+    )
     _refuse_unlike(layers, of_layer, f"{what}: layers", fix)
     return jtu.tree_map_with_path(stack, *layers, is_leaf=is_named)
 
 
-def _refuse_unlike(trees: Sequence[PyTree], form: Callable[[Any], Any], what: str, fix: str) -> None:
+def _refuse_unlike(
+    trees: Sequence[PyTree], form: Callable[[Any], Any], what: str, fix: str
+) -> None:
     for number, tree in enumerate(trees):
         if found := difference(trees[0], tree, lambda a, b: form(a) == form(b)):
             path, *values = found
             one, other = map(text, values)
-            raise ValueError(f"{what}[0]{path} is {one}, and layers[{number}]{path} is {other}. {fix}")
+            raise ValueError(
+                f"{what}[0]{path} is {one}, and layers[{number}]{path} is {other}."
+                f" {fix}"
+            )
 
 
 def stack_outputs(outputs: Sequence[PyTree], axis: Axis, what: str) -> PyTree:
-    """The outputs of layers that may differ, stacked along a new axis; None for no layers."""
+    """The outputs of layers that may differ, stacked along a new axis; None for no
+    layers.
+    """
     where = f"The outputs of {what} over `{axis.name}` cannot be stacked: layers"
     _refuse_unlike(outputs, form, where, "Let all layers return the same.")
     for path, leaf in jtu.tree_leaves_with_path(outputs[:1], is_leaf=is_named):
         _check_is_new(leaf, axis, path[1:], what)
-    return stack_trees([numbers_to_arrays(output) for output in outputs], axis) if outputs else None
+    return (
+        stack_trees([numbers_to_arrays(output) for output in outputs], axis)
+        if outputs
+        else None
+    )
 
 
 def numbers_to_arrays(output: T) -> T:
-    """The output of a layer, with an array for each Python number, so that it can be stacked."""
-    return jtu.tree_map(lambda leaf: jnp.asarray(leaf) if isinstance(leaf, NUMBER) else leaf, output)
+    """The output of a layer, with an array for each Python number, so that it can be
+    stacked.
+    """
+    return jtu.tree_map(
+        lambda leaf: jnp.asarray(leaf) if isinstance(leaf, NUMBER) else leaf, output
+    )
 
 
 def _check_is_new(leaf: Any, axis: Axis, path: KeyPath, what: str) -> None:
     if is_named(leaf) and leaf_size(leaf, axis) is not None:
         raise ValueError(
-            f"The output{jtu.keystr(path)} of {what} over `{axis.name}` already has an axis of that "
-            f"name: {axes_text(leaf.axes)}. Rename it: y.rename({{{axis.name!r}: ...}})."
+            f"The output{jtu.keystr(path)} of {what} over `{axis.name}` already has an"
+            f" axis of that name: {axes_text(leaf.axes)}. Rename it:"
+            f" y.rename({{{axis.name!r}: ...}})."
         )

@@ -22,7 +22,8 @@ from .layer_state import carry_and_state
 from .marks import raw_array
 
 Verb: TypeAlias = Literal["fold", "scan", "map"]
-Names: TypeAlias = tuple[str, ...] | Literal[True]  # of internals that are kept; True for all
+# Of internals that are kept; True for all
+Names: TypeAlias = tuple[str, ...] | Literal[True]
 Until: TypeAlias = Callable[[PyTree], Any]  # of a carry: whether to stop
 
 
@@ -30,8 +31,8 @@ Until: TypeAlias = Callable[[PyTree], Any]  # of a carry: whether to stop
 class Call:
     """How a loop calls the user's function, `owner`, by `fn`.
 
-    With `until` a triple goes from step to step: whether it is done, what the first step is given, and the
-    carry.
+    With `until` a triple goes from step to step: whether it is done, what the first
+    step is given, and the carry.
     """
 
     caller: Caller
@@ -41,34 +42,55 @@ class Call:
     takes_block: bool = False
     until: Until | None = None
 
-    def applied(self, carry: PyTree, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> PyTree:
-        """What the function returns; a `TypeError` that shows its signature where that is another."""
+    def applied(
+        self, carry: PyTree, args: Sequence[PyTree], kwargs: dict[str, PyTree]
+    ) -> PyTree:
+        """What the function returns; a `TypeError` that shows its signature where that
+        is another.
+        """
         first = int(self.takes_block)
-        given = (*args,) if self.verb == "map" else (*args[:first], carry, *args[first:])
+        given = (
+            (*args,) if self.verb == "map" else (*args[:first], carry, *args[first:])
+        )
         try:
             return self.fn(*given, **kwargs)
         except (AttributeError, TypeError) as error:
             first = ["block"] * self.takes_block + ["carry"] * (self.verb != "map")
-            problem = signature_error(self.owner, self.caller.what, first, given, kwargs)
+            problem = signature_error(
+                self.owner, self.caller.what, first, given, kwargs
+            )
             if problem is None:
                 if self.takes_block and "NoneType" in str(error):
                     _note_absent_fields(error, args[0])
-                if self.takes_block and str(error) == f"'{type(carry).__name__}' object is not callable":
-                    error.add_note("The block comes first, then the carry: lambda block, x: block(x).")
+                if (
+                    self.takes_block
+                    and str(error) == f"'{type(carry).__name__}' object is not callable"
+                ):
+                    error.add_note(
+                        "The block comes first, then the carry: lambda block, x:"
+                        " block(x)."
+                    )
                 raise
             raise TypeError(problem) from None
 
     def outputs(self, result: PyTree, arguments: PyTree) -> tuple[PyTree, PyTree]:
-        """The carry and the output, either of which may be None, from what the function returned."""
+        """The carry and the output, either of which may be None, from what the function
+        returned.
+        """
         if self.verb == "map":
             return None, result
         if self.verb == "fold":
             what = self.caller.what
-            return carry_and_state(result, arguments, what) if self.takes_block else (result, None)
+            return (
+                carry_and_state(result, arguments, what)
+                if self.takes_block
+                else (result, None)
+            )
         if not isinstance(result, tuple | list) or len(result) != 2:
             raise ValueError(
-                "scan and scan_vjp take a function (or a block) that returns a pair (carry, output); it "
-                f"returned {describe(result)}. For one that returns only the carry use fold or fold_vjp."
+                "scan and scan_vjp take a function (or a block) that returns a pair"
+                f" (carry, output); it returned {describe(result)}. For one that"
+                " returns only the carry use fold or fold_vjp."
             )
         return result[0], result[1]
 
@@ -77,15 +99,19 @@ class Call:
         return {"fold": carry, "scan": (carry, outputs), "map": outputs}[self.verb]
 
     def first(self, init: PyTree, inputs: Sequence[Array | None]) -> PyTree:
-        """What goes into the first step, from the first carry and that step's inputs that are split."""
+        """What goes into the first step, from the first carry and that step's inputs
+        that are split.
+        """
         assert self.until is not None
         return _is_done(self.until, init), _fixed((init, [*inputs])), init
 
-    def given(self, carry: PyTree, inputs: Sequence[Array]) -> tuple[PyTree, Sequence[Array]]:
+    def given(
+        self, carry: PyTree, inputs: Sequence[Array]
+    ) -> tuple[PyTree, Sequence[Array]]:
         """The carry and inputs that a step is given: once it is done the first ones.
 
-        With these a step usually can run, and has a derivative; with the last carry, or with inputs for
-        steps that are not taken, it may have none.
+        With these a step usually can run, and has a derivative; with the last carry, or
+        with inputs for steps that are not taken, it may have none.
         """
         if self.until is None:
             return carry, inputs
@@ -106,20 +132,24 @@ class Call:
 def array_step(
     call: Call, static: PyTree, names: Names, unpack: Callable[..., Any]
 ) -> Callable[[PyTree, PyTree, PyTree], tuple[PyTree, tuple[PyTree, Static]]]:
-    """A step on arrays, `(shared, carry, inputs) -> (carry, y)`, with the name of the user's function.
+    """A step on arrays, `(shared, carry, inputs) -> (carry, y)`, with the name of the
+    user's function.
 
-    `unpack` makes the arguments; `y` is the arrays of the output, and the rest. Internals of these names are
-    kept.
+    `unpack` makes the arguments; `y` is the arrays of the output, and the rest.
+    Internals of these names are kept.
     """
 
-    def step(shared: PyTree, arrays: PyTree, inputs: PyTree) -> tuple[PyTree, tuple[PyTree, Static]]:
+    def step(
+        shared: PyTree, arrays: PyTree, inputs: PyTree
+    ) -> tuple[PyTree, tuple[PyTree, Static]]:
         carry = eqx.combine(arrays, static)
         given, inputs = call.given(carry, inputs)
         with saving_internals(names):
             args, kwargs = unpack(inputs, shared)
             result = call.applied(given, args, kwargs)
         new_carry, y = call.outputs(result, (args, kwargs))
-        carry = eqx.combine(arrays, static)  # a state of Equinox that was updated can't be read
+        # A state of Equinox that was updated can't be read
+        carry = eqx.combine(arrays, static)
         try:
             check_carry(call.last(carry), new_carry, of_pair=call.verb == "scan")
         except ValueError as error:
@@ -137,16 +167,22 @@ def array_step(
 
 
 def _place_of(fn: Callable[..., Any]) -> str:
-    name, code = getattr(fn, "__qualname__", type(fn).__name__), getattr(inspect.unwrap(fn), "__code__", None)
+    name, code = (
+        getattr(fn, "__qualname__", type(fn).__name__),
+        getattr(inspect.unwrap(fn), "__code__", None),
+    )
     return f"{name}, {code.co_filename}:{code.co_firstlineno}" if code else name
 
 
 def _note_absent_fields(error: Exception, block: PyTree) -> None:
-    leaves = jax.tree_util.tree_leaves_with_path(block, is_leaf=lambda node: node is None)
+    leaves = jax.tree_util.tree_leaves_with_path(
+        block, is_leaf=lambda node: node is None
+    )
     if absent := [jax.tree_util.keystr(path) for path, leaf in leaves if leaf is None]:
         error.add_note(
-            f"These fields of the block are None: {shortened(absent, most=5)}. If the layers were filtered "
-            "or partitioned, put the parts together first: eqx.combine(trained, frozen)."
+            f"These fields of the block are None: {shortened(absent, most=5)}. If the"
+            " layers were filtered or partitioned, put the parts together first:"
+            " eqx.combine(trained, frozen)."
         )
 
 
@@ -161,17 +197,29 @@ def _unless_done(
 
 
 def _fixed(tree: PyTree) -> PyTree:
-    return jax.tree.map(lambda leaf: lax.stop_gradient(leaf) if eqx.is_array_like(leaf) else leaf, tree)
+    return jax.tree.map(
+        lambda leaf: lax.stop_gradient(leaf) if eqx.is_array_like(leaf) else leaf, tree
+    )
 
 
 def _choose(done: Array, at_end: PyTree, otherwise: PyTree) -> PyTree:
-    return jnp.where(done, at_end, otherwise) if eqx.is_array_like(otherwise) else otherwise
+    return (
+        jnp.where(done, at_end, otherwise)
+        if eqx.is_array_like(otherwise)
+        else otherwise
+    )
 
 
 def _is_done(until: Until, carry: PyTree) -> Array:
-    """Whether to stop at this carry; a `TypeError` where `until` returns anything but one bool."""
+    """Whether to stop at this carry; a `TypeError` where `until` returns anything but
+    one bool.
+    """
     done = raw_array(until(carry))
-    if not eqx.is_array_like(done) or jnp.shape(done) or jnp.result_type(done) != "bool":
+    if (
+        not eqx.is_array_like(done)
+        or jnp.shape(done)
+        or jnp.result_type(done) != "bool"
+    ):
         returned = f"it returned {describe(done)}. Write jnp.all(x < tolerance)."
         raise TypeError(f"until returns one bool for the whole carry; {returned}")
     return jnp.asarray(done)

@@ -1,4 +1,6 @@
-"""Layers of several kinds in one sweep: what those of a kind are given, and which layer is of which kind."""
+"""Layers of several kinds in one sweep: what those of a kind are given, and which layer
+is of which kind.
+"""
 
 import functools
 from collections.abc import Iterable, Sequence
@@ -30,12 +32,14 @@ class Kind:
     jaxpr: Jaxpr
     carries: int
     unsliced: Mask
-    # What computes the values of a sweep that is differentiated, if not `jaxpr`: the forward rules of
-    # `jax.custom_vjp`s are in it, which may give other values than the functions.
+    # What computes the values of a sweep that is differentiated, if not `jaxpr`: the
+    # forward rules of `jax.custom_vjp`s are in it, which may give other values than the
+    # functions.
     values_jaxpr: Jaxpr | None = None
-    in_forward_mode: bool = False  # derivatives of its derivatives are computed, in forward mode
-    # What the forward sweep finds to save, for the reverse sweep, which must find the same. It lives with the
-    # trace of the layer.
+    # Derivatives of its derivatives are computed, in forward mode
+    in_forward_mode: bool = False
+    # What the forward sweep finds to save, for the reverse sweep, which must find the
+    # same. It lives with the trace of the layer.
     residuals: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -44,13 +48,19 @@ class Kind:
 
     @functools.cached_property
     def read_entries(self) -> Mask:
-        """Of which stacks in `x` it reads the layer's entry: they are sliced, and it uses that."""
+        """Of which stacks in `x` it reads the layer's entry: they are sliced, and it
+        uses that.
+        """
         _, is_read = dce_jaxpr(self.jaxpr, [True] * len(self.jaxpr.outvars))
         of_x = is_read[len(is_read) - len(self.unsliced) :]
-        return tuple(read and not whole for read, whole in zip(of_x, self.unsliced, strict=True))
+        return tuple(
+            read and not whole for read, whole in zip(of_x, self.unsliced, strict=True)
+        )
 
     def carry_of(self, inputs: Sequence[T]) -> Sequence[T]:
-        """Those of a layer's inputs, or of what is known of each, that are its carry."""
+        """Those of a layer's inputs, or of what is known of each, that are its
+        carry.
+        """
         last = len(inputs) - len(self.unsliced)
         return inputs[last - self.carries : last]
 
@@ -72,17 +82,23 @@ class Kind:
 
     def write(self, stacks: OfKinds, row: Index, entry: Arrays) -> OfKinds:
         """The stacks of all kinds, with this entry in those of this kind."""
-        return [write(own, row, entry) if k == self.number else own for k, own in enumerate(stacks)]
+        return [
+            write(own, row, entry) if k == self.number else own
+            for k, own in enumerate(stacks)
+        ]
 
 
 def _eval_with_barriers(jaxpr: Jaxpr, _: tuple[()], *inputs: Any) -> list[Any]:
-    """`eval_jaxpr`, where the tangent of a product, a sum of two, is there before what reads it.
+    """`eval_jaxpr`, where the tangent of a product, a sum of two, is there before what
+    reads it.
 
     Otherwise XLA for GPUs holds the parts of all such sums at once.
     """
     known = dict(zip(jaxpr.invars, inputs, strict=True))
     for equation in jaxpr.eqns:
-        before_reads = _barrier if equation.primitive.name == "dot_general" else lambda x: x
+        before_reads = (
+            _barrier if equation.primitive.name == "dot_general" else lambda x: x
+        )
         own = [*{var: None for var in equation.invars if isinstance(var, Var)}]
         one = jaxpr.replace(invars=own, eqns=[equation], outvars=equation.outvars)
         found = eval_jaxpr(one, (), *(before_reads(known[var]) for var in own))
@@ -95,12 +111,16 @@ def _barrier(x: Any) -> Any:
     return x
 
 
-_barrier.defjvp(lambda primals, tangents: (_barrier(*primals), lax.optimization_barrier(*tangents)))
+_barrier.defjvp(
+    lambda primals, tangents: (_barrier(*primals), lax.optimization_barrier(*tangents))
+)
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """The number of each layer's kind among these names, in alphabetical order; a kind may have no layers."""
+    """The number of each layer's kind among these names, in alphabetical order; a kind
+    may have no layers.
+    """
 
     kinds: tuple[int, ...]
     names: tuple[str, ...]
@@ -115,8 +135,12 @@ class Pattern:
 
     @functools.cached_property
     def before(self) -> np.ndarray:
-        """How many layers of each kind come before each layer: `[layer, kind]`, and one row for the end."""
-        is_kind = np.asarray(self.kinds, np.int32)[:, None] == np.arange(len(self.names))
+        """How many layers of each kind come before each layer: `[layer, kind]`, and one
+        row for the end.
+        """
+        is_kind = np.asarray(self.kinds, np.int32)[:, None] == np.arange(
+            len(self.names)
+        )
         return np.pad(np.cumsum(is_kind, 0, dtype=np.int32), ((1, 0), (0, 0)))
 
     @functools.cached_property

@@ -1,8 +1,10 @@
-"""Programs that are called outside of `jax.jit`: traced at each call, compiled once for equal jaxprs.
+"""Programs that are called outside of `jax.jit`: traced at each call, compiled once for
+equal jaxprs.
 
-A jaxpr is described by a key: its equations, types, parameters and inner jaxprs. Arrays within it, which an
-inner `jax.jit` closes over, are in the key by identity, as weak references. So nothing here knows a user's
-function, or keeps an array: the only things kept are executables. `jax.clear_caches` forgets them.
+A jaxpr is described by a key: its equations, types, parameters and inner jaxprs. Arrays
+within it, which an inner `jax.jit` closes over, are in the key by identity, as weak
+references. So nothing here knows a user's function, or keeps an array: the only things
+kept are executables. `jax.clear_caches` forgets them.
 """
 
 import dataclasses
@@ -33,8 +35,13 @@ from .._static import PyTree
 
 T = TypeVar("T")
 
-# Of these primitives only one parameter says what they compute; the others are rules for transformations.
-_COMPUTES = {"custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr", "custom_vmap_call": "call"}
+# Of these primitives only one parameter says what they compute; the others are rules
+# for transformations.
+_COMPUTES = {
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "custom_vmap_call": "call",
+}
 
 
 class Structure(NamedTuple):
@@ -62,18 +69,25 @@ class _Identity:
         if self is other:
             return True
         mine = self.value()
-        return isinstance(other, _Identity) and mine is not None and mine is other.value()
+        return (
+            isinstance(other, _Identity) and mine is not None and mine is other.value()
+        )
 
     def __hash__(self) -> int:
         return self._hash
 
 
-_structures: weakref.WeakKeyDictionary[core.Jaxpr, Structure] = weakref.WeakKeyDictionary()
-_found: weakref.WeakKeyDictionary[core.Jaxpr, dict[Hashable, Any]] = weakref.WeakKeyDictionary()
+_structures: weakref.WeakKeyDictionary[core.Jaxpr, Structure] = (
+    weakref.WeakKeyDictionary()
+)
+_found: weakref.WeakKeyDictionary[core.Jaxpr, dict[Hashable, Any]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def found_in(jaxpr: core.Jaxpr, key: Hashable, find: Callable[[], T]) -> T:
-    """What `find` finds of a jaxpr, found once while the jaxpr lives. It must not hold the jaxpr itself.
+    """What `find` finds of a jaxpr, found once while the jaxpr lives. It must not hold
+    the jaxpr itself.
 
     What has traced values is found anew.
     """
@@ -98,7 +112,9 @@ def structure(jaxpr: core.Jaxpr) -> Structure:
 
 
 def description(value: Any) -> Hashable:
-    """A key of a value, equal for those that mean the same; what it can't look into is itself."""
+    """A key of a value, equal for those that mean the same; what it can't look into is
+    itself.
+    """
     return _Description().of(value)
 
 
@@ -107,7 +123,9 @@ _LIBRARIES = ("jax", "jaxlib", "equinox", "haliax", "stacked_remat")
 
 
 def _is_of_library(value: Any) -> bool:
-    """Whether a function or a class is one of JAX, of the libraries on it, or of this one."""
+    """Whether a function or a class is one of JAX, of the libraries on it, or of this
+    one.
+    """
     return (getattr(value, "__module__", None) or "").partition(".")[0] in _LIBRARIES
 
 
@@ -125,7 +143,9 @@ class _Description:
     def __init__(self) -> None:
         self.arrays: list[_Identity] = []
         self.is_closed = True
-        self._functions: list[Any] = []  # that are being described: one may refer to itself
+        self._functions: list[
+            Any
+        ] = []  # that are being described: one may refer to itself
 
     def of_jaxpr(self, jaxpr: core.Jaxpr) -> Hashable:
         numbers: dict[Any, int] = {}
@@ -138,7 +158,13 @@ class _Description:
             for var in equation.outvars:
                 numbers[var] = len(numbers)
             outputs = tuple(var.aval for var in equation.outvars)
-            own = equation.primitive, equation.ctx, operands, outputs, self._of_parameters(equation)
+            own = (
+                equation.primitive,
+                equation.ctx,
+                operands,
+                outputs,
+                self._of_parameters(equation),
+            )
             equations.append(own)
         outputs = tuple(self._of_atom(atom, numbers) for atom in jaxpr.outvars)
         in_types = tuple(var.aval for var in inputs)
@@ -200,10 +226,16 @@ class _Description:
             return self._of_function(value)
         if isinstance(value, functools.partial):
             return self._of_partial(value)
-        if dataclasses.is_dataclass(value) and (_is_of_library(type(value)) or not callable(value)):
+        if dataclasses.is_dataclass(value) and (
+            _is_of_library(type(value)) or not callable(value)
+        ):
             names = [field.name for field in dataclasses.fields(value) if field.compare]
             return type(value), tuple(self.of(getattr(value, name)) for name in names)
-        if _is_of_library(type(value)) and hasattr(value, "__dict__") and not callable(value):
+        if (
+            _is_of_library(type(value))
+            and hasattr(value, "__dict__")
+            and not callable(value)
+        ):
             return type(value), self._of_items(vars(value))
         return self._unknown(value)
 
@@ -217,12 +249,15 @@ class _Description:
         return type(value), *map(self.of, (value.func, value.args, value.keywords))
 
     def _of_function(self, function: types.FunctionType) -> Hashable:
-        """A function by its code and what it closes over, since each trace may make another.
+        """A function by its code and what it closes over, since each trace may make
+        another.
 
-        What a user's callback closes over may change between calls, also where it is a number or an empty
-        list now: such a callback is like no other.
+        What a user's callback closes over may change between calls, also where it is a
+        number or an empty list now: such a callback is like no other.
         """
-        has_state = function.__closure__ or function.__defaults__ or function.__kwdefaults__
+        has_state = (
+            function.__closure__ or function.__defaults__ or function.__kwdefaults__
+        )
         if has_state and not _is_of_library(function):
             return self._unknown(function)
         if function in self._functions:
@@ -253,12 +288,15 @@ def _kept(_: Hashable) -> list[Any]:
     return []
 
 
-# Functions that are traced now. Their programs live as long as a primitive that runs one.
+# Functions that are traced now. Their programs live as long as a primitive that runs
+# one.
 _jitted: weakref.WeakValueDictionary[Hashable, Any] = weakref.WeakValueDictionary()
 
 
 def jitted(fn: Callable) -> Any:
-    """`jax.jit(fn)`, the same for equal functions while someone holds it, so that each is traced once."""
+    """`jax.jit(fn)`, the same for equal functions while someone holds it, so that each
+    is traced once.
+    """
     found = _jitted.get(fn)
     if found is None:
         found = _jitted[fn] = jax.jit(fn)
@@ -266,12 +304,18 @@ def jitted(fn: Callable) -> Any:
 
 
 def are_known(arrays: PyTree) -> bool:
-    """Whether nothing is traced, differentiated or mapped: neither the caller nor an array."""
-    return is_eager() and not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(arrays))
+    """Whether nothing is traced, differentiated or mapped: neither the caller nor an
+    array.
+    """
+    return is_eager() and not any(
+        isinstance(leaf, Tracer) for leaf in jax.tree.leaves(arrays)
+    )
 
 
 def run(jitted_fn: Any, *args: PyTree) -> PyTree:
-    """Call a jitted function of arrays; outside of any trace by an executable that an equal one left."""
+    """Call a jitted function of arrays; outside of any trace by an executable that an
+    equal one left.
+    """
     if not are_known(args) or numbers_are_checked():
         return jitted_fn(*args)
     traced = jitted_fn.trace(*args)
@@ -295,11 +339,18 @@ def run(jitted_fn: Any, *args: PyTree) -> PyTree:
 
 def _place(array: Any) -> Hashable:
     """Where an array is and how it is laid out, which an executable is compiled for."""
-    return array.committed, array.sharding, getattr(array, "format", None)  # keys have no format
+    # Keys have no format
+    return (
+        array.committed,
+        array.sharding,
+        getattr(array, "format", None),
+    )
 
 
 def _is_value(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array | np.ndarray | np.generic) and not isinstance(leaf, Tracer)
+    return isinstance(leaf, jax.Array | np.ndarray | np.generic) and not isinstance(
+        leaf, Tracer
+    )
 
 
 def _compiled(name: str, jaxpr: core.Jaxpr, inputs: Sequence[Any]) -> Any:

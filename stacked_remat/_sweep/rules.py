@@ -1,4 +1,6 @@
-"""What primitives of loops have in common: forward mode, by a linear primitive, and its transpose."""
+"""What primitives of loops have in common: forward mode, by a linear primitive, and its
+transpose.
+"""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -23,11 +25,14 @@ from .slots import Arrays, Mask
 
 @dataclass(frozen=True)
 class Bound:
-    """A function with its first arguments: a `functools.partial` that equals another with equal ones."""
+    """A function with its first arguments: a `functools.partial` that equals another
+    with equal ones.
+    """
 
     name: str
     fn: Callable = field(repr=False)
-    bound: tuple[Any, ...] = field(repr=False)  # JAX asks for the text of what it traces
+    # JAX asks for the text of what it traces
+    bound: tuple[Any, ...] = field(repr=False)
 
     @property
     def __name__(self) -> str:
@@ -54,19 +59,27 @@ class Differentiable(HiPrim):
         raise NotImplementedError
 
     def tangent(self, nonzero: Mask, primals: PyTree, tangents: Arrays) -> Arrays:
-        """The tangents of the active outputs, from those of the inputs that have one."""
+        """The tangents of the active outputs, from those of the inputs that have
+        one.
+        """
         return tangent_of(self.expand, nonzero, self.active(nonzero), primals, tangents)
 
     def primal(self, nonzero: Mask, args: PyTree) -> PyTree:
-        """The outputs where the inputs in the mask are differentiated: custom rules may compute them."""
+        """The outputs where the inputs in the mask are differentiated: custom rules may
+        compute them.
+        """
         return self(*args)
 
     def reference(self, *args: PyTree) -> PyTree:
         """What reverse mode differentiates."""
         return self.expand(*args)
 
-    def cotangents(self, nonzero: Mask, has_ct: Mask, args: PyTree, cts: Arrays) -> Arrays:
-        """The cotangents of the inputs in the first mask, from those of the outputs in the second."""
+    def cotangents(
+        self, nonzero: Mask, has_ct: Mask, args: PyTree, cts: Arrays
+    ) -> Arrays:
+        """The cotangents of the inputs in the first mask, from those of the outputs in
+        the second.
+        """
         return cotangents_of(self.reference, nonzero, has_ct, args, cts)
 
     def vjp_fwd(self, nonzero: PyTree, *args: PyTree) -> PyTree:
@@ -76,16 +89,25 @@ class Differentiable(HiPrim):
     def vjp_bwd(self, residuals: PyTree, cotangents: PyTree, *sums: PyTree) -> None:
         (args, nonzero), cts = residuals, self.out_tree.flatten_up_to(cotangents)
         is_float = floats(self.out_aval)
-        has_ct = tuple(is_ and not isinstance(ct, ad.Zero) for is_, ct in zip(is_float, cts, strict=True))
-        found = self.cotangents(nonzero.value, has_ct, args, as_arrays(pick(cts, has_ct)))
+        has_ct = tuple(
+            is_ and not isinstance(ct, ad.Zero)
+            for is_, ct in zip(is_float, cts, strict=True)
+        )
+        found = self.cotangents(
+            nonzero.value, has_ct, args, as_arrays(pick(cts, has_ct))
+        )
         self._add(found, sums, nonzero.value)
 
     def _add(self, found: Arrays, sums: PyTree, nonzero: Mask) -> None:
-        for total, ct in zip(pick(self.in_tree.flatten_up_to(sums), nonzero), found, strict=True):
+        for total, ct in zip(
+            pick(self.in_tree.flatten_up_to(sums), nonzero), found, strict=True
+        ):
             total.accum(ct)
 
     def _nonzero(self, flags: Sequence[bool]) -> Mask:
-        return tuple(flag and is_ for flag, is_ in zip(flags, floats(self.in_avals), strict=True))
+        return tuple(
+            flag and is_ for flag, is_ in zip(flags, floats(self.in_avals), strict=True)
+        )
 
     def jvp(self, primals: PyTree, tangents: PyTree) -> PyTree:
         given = self.in_tree.flatten_up_to(tangents)
@@ -94,46 +116,72 @@ class Differentiable(HiPrim):
         return self.primal(nonzero, primals), self._tangents(primals, given, zeros)
 
     def lin(self, nonzero: PyTree, *primals: PyTree) -> PyTree:
-        return self.primal(self._nonzero(self.in_tree.flatten_up_to(nonzero)), primals), primals
+        return (
+            self.primal(self._nonzero(self.in_tree.flatten_up_to(nonzero)), primals),
+            primals,
+        )
 
     def linearized(self, primals: PyTree, *tangents: PyTree) -> PyTree:
-        zeros = [ad.instantiate_zeros(ad.Zero(type_.to_tangent_aval())) for type_ in self.out_avals_flat]
+        zeros = [
+            ad.instantiate_zeros(ad.Zero(type_.to_tangent_aval()))
+            for type_ in self.out_avals_flat
+        ]
         return self._tangents(primals, self.in_tree.flatten_up_to(tangents), zeros)
 
     def transpose(self, cotangents: PyTree, *args: PyTree) -> None:
-        """That of a primitive that is linear in some inputs: its reverse mode, from zeros."""
+        """That of a primitive that is linear in some inputs: its reverse mode, from
+        zeros.
+        """
         leaves = self.in_tree.flatten_up_to(args)
         linear = tuple(hasattr(leaf, "accum") for leaf in leaves)
-        zeros = [ad.instantiate_zeros(ad.Zero(type_)) for type_ in pick(self.in_avals_flat, linear)]
+        zeros = [
+            ad.instantiate_zeros(ad.Zero(type_))
+            for type_ in pick(self.in_avals_flat, linear)
+        ]
         primals = self.in_tree.unflatten(merge(leaves, zeros, linear))
         self.pull_back(linear, primals, cotangents, pick(leaves, linear))
 
-    def pull_back(self, nonzero: Mask, primals: PyTree, cotangents: PyTree, sums: PyTree) -> None:
+    def pull_back(
+        self, nonzero: Mask, primals: PyTree, cotangents: PyTree, sums: PyTree
+    ) -> None:
         """Add the cotangents of the inputs in the mask to `sums`."""
         _, residuals, *_ = self.vjp_fwd(self.in_tree.unflatten(nonzero), *primals)
-        self.vjp_bwd(residuals, cotangents, *self.in_tree.unflatten(scatter_leaves(sums, nonzero)))
+        self.vjp_bwd(
+            residuals,
+            cotangents,
+            *self.in_tree.unflatten(scatter_leaves(sums, nonzero)),
+        )
 
-    def _tangents(self, primals: PyTree, given: Sequence[PyTree], zeros: Sequence[PyTree]) -> PyTree:
+    def _tangents(
+        self, primals: PyTree, given: Sequence[PyTree], zeros: Sequence[PyTree]
+    ) -> PyTree:
         nonzero = self._nonzero([not isinstance(tangent, ad.Zero) for tangent in given])
         found: Arrays = []
         if any(active := self.active(nonzero)):
-            found = Linear(self, nonzero, primals, pick(given, nonzero))(primals, pick(given, nonzero))
+            found = Linear(self, nonzero, primals, pick(given, nonzero))(
+                primals, pick(given, nonzero)
+            )
         return self.out_tree.unflatten(merge(zeros, found, active))
 
 
 class Ruled(NamedTuple):
-    """A jaxpr where some inputs are differentiated, with what the rules of `jax.custom_vjp`s compute then."""
+    """A jaxpr where some inputs are differentiated, with what the rules of
+    `jax.custom_vjp`s compute then.
+    """
 
     values: ClosedJaxpr
     active: Mask  # which outputs have a tangent, as JAX finds it
-    closures: list[Tracer]  # what forward rules close over, which may be gone when they run again
+    # What forward rules close over, which may be gone when they run again
+    closures: list[Tracer]
 
 
 def ruled(jaxpr: Jaxpr, nonzero: Sequence[bool]) -> Ruled:
     """A jaxpr where the inputs in the mask are differentiated."""
     if not any(nonzero) or not has_rules(jaxpr):
         return Ruled(ClosedJaxpr(jaxpr, ()), tuple(active_outputs(jaxpr, nonzero)), [])
-    return found_in(jaxpr, ("ruled", tuple(nonzero)), lambda: _traced_rules(jaxpr, nonzero))
+    return found_in(
+        jaxpr, ("ruled", tuple(nonzero)), lambda: _traced_rules(jaxpr, nonzero)
+    )
 
 
 def _traced_rules(jaxpr: Jaxpr, nonzero: Sequence[bool]) -> Ruled:
@@ -150,12 +198,16 @@ def _traced_rules(jaxpr: Jaxpr, nonzero: Sequence[bool]) -> Ruled:
     observed.defjvp(observe, symbolic_zeros=True)
 
     def run(*inputs: PyTree) -> Sequence[PyTree]:
-        of_layer, part = of_part(functools.partial(eval_jaxpr, jaxpr, ()), inputs, nonzero)
+        of_layer, part = of_part(
+            functools.partial(eval_jaxpr, jaxpr, ()), inputs, nonzero
+        )
         zeros = [*map(jnp.zeros_like, part)]
         return jax.jvp(lambda part: observed(*of_layer(part)), (part,), (zeros,))[0]
 
     closed = jax.make_jaxpr(run)(*(var.aval for var in jaxpr.invars))
-    without_tangents, _ = dce_jaxpr(closed.jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
+    without_tangents, _ = dce_jaxpr(
+        closed.jaxpr, [True] * len(jaxpr.outvars), instantiate=True
+    )
     return Ruled(
         ClosedJaxpr(without_tangents, closed.consts),
         tuple(active),
@@ -167,7 +219,9 @@ def _traced_constants(jaxpr: Jaxpr, constants: Sequence[Any]) -> list[Tracer]:
     """The constants of a jaxpr, and of those within it, that are traced values."""
     found = [constant for constant in constants if isinstance(constant, Tracer)]
     params = [list(equation.params.values()) for equation in jaxpr.eqns]
-    for value in jax.tree.leaves(params, is_leaf=lambda value: isinstance(value, ClosedJaxpr | Jaxpr)):
+    for value in jax.tree.leaves(
+        params, is_leaf=lambda value: isinstance(value, ClosedJaxpr | Jaxpr)
+    ):
         if isinstance(value, Jaxpr | ClosedJaxpr):
             # From JAX 0.12 on these are one class, and any may hold constants.
             inner: Any = getattr(value, "jaxpr", value)
@@ -176,12 +230,17 @@ def _traced_constants(jaxpr: Jaxpr, constants: Sequence[Any]) -> list[Tracer]:
 
 
 def primal_of(jaxpr: Jaxpr, nonzero: Sequence[bool]) -> ClosedJaxpr:
-    """A jaxpr as its custom rules compute it where the inputs in the mask are differentiated."""
+    """A jaxpr as its custom rules compute it where the inputs in the mask are
+    differentiated.
+    """
     return ruled(jaxpr, nonzero).values
 
 
-def without_closures(jaxpr: Jaxpr, nonzero: Sequence[bool], active: Mask) -> tuple[ClosedJaxpr, ClosedJaxpr]:
-    """A jaxpr whose custom rules close over nothing that is traced, which becomes constants; and its values.
+def without_closures(
+    jaxpr: Jaxpr, nonzero: Sequence[bool], active: Mask
+) -> tuple[ClosedJaxpr, ClosedJaxpr]:
+    """A jaxpr whose custom rules close over nothing that is traced, which becomes
+    constants; and its values.
 
     `nonzero` and `active` are the inputs and outputs that are differentiated.
     """
@@ -197,24 +256,30 @@ def without_closures(jaxpr: Jaxpr, nonzero: Sequence[bool], active: Mask) -> tup
     types, count = [var.aval for var in jaxpr.invars], len(jaxpr.outvars)
     traced, found = jax.make_jaxpr(forward, return_shape=True)(*types)
     pullback = jax.tree.structure(found[1])
-    cotangents = [type_.to_ct_aval() for type_ in pick(traced.out_avals[:count], active)]
+    cotangents = [
+        type_.to_ct_aval() for type_ in pick(traced.out_avals[:count], active)
+    ]
     residuals = traced.out_avals[count:]
-    traced_back = jax.make_jaxpr(lambda leaves, cts: pullback.unflatten(leaves)(cts)[0])(
-        residuals, cotangents
-    )
+    traced_back = jax.make_jaxpr(
+        lambda leaves, cts: pullback.unflatten(leaves)(cts)[0]
+    )(residuals, cotangents)
 
     @jax.custom_vjp
     def run(constants: PyTree, inputs: PyTree) -> Sequence[PyTree]:
         return with_residuals(constants, inputs)[0]
 
-    def with_residuals(constants: PyTree, inputs: PyTree) -> tuple[Sequence[PyTree], PyTree]:
+    def with_residuals(
+        constants: PyTree, inputs: PyTree
+    ) -> tuple[Sequence[PyTree], PyTree]:
         forwards, backwards = constants
         outputs = eval_jaxpr(traced.jaxpr, forwards, *inputs)
         return outputs[:count], (backwards, outputs[count:])
 
     def back(residuals: PyTree, cotangents: Sequence[PyTree]) -> tuple[None, PyTree]:
         constants, leaves = residuals
-        found = eval_jaxpr(traced_back.jaxpr, constants, *leaves, *pick(cotangents, active))
+        found = eval_jaxpr(
+            traced_back.jaxpr, constants, *leaves, *pick(cotangents, active)
+        )
         return None, tuple(scatter_leaves(found, nonzero))
 
     run.defvjp(with_residuals, back)
@@ -226,21 +291,29 @@ def without_closures(jaxpr: Jaxpr, nonzero: Sequence[bool], active: Mask) -> tup
 
 
 def primal_by_rules(fn: Callable, nonzero: Mask, *args: PyTree) -> PyTree:
-    """`fn` as custom rules compute it where the leaves in the mask are differentiated."""
+    """`fn` as custom rules compute it where the leaves in the mask are
+    differentiated.
+    """
     closed, types = jax.make_jaxpr(fn, return_shape=True)(*args)
     jaxpr, constants = without_constants(closed)
     by_rules = primal_of(jaxpr, [*[False] * len(constants), *nonzero])
-    leaves = eval_jaxpr(by_rules.jaxpr, by_rules.consts, *constants, *jax.tree.leaves(args))
+    leaves = eval_jaxpr(
+        by_rules.jaxpr, by_rules.consts, *constants, *jax.tree.leaves(args)
+    )
     return jax.tree.unflatten(jax.tree.structure(types), leaves)
 
 
-def tangent_of(fn: Callable, nonzero: Mask, active: Mask, primals: PyTree, tangents: Arrays) -> Arrays:
+def tangent_of(
+    fn: Callable, nonzero: Mask, active: Mask, primals: PyTree, tangents: Arrays
+) -> Arrays:
     """The tangents of some outputs of `fn`, from those of some inputs."""
     run, part = of_part(fn, primals, nonzero, active)
     return jax.jvp(run, (part,), (tangents,))[1]
 
 
-def cotangents_of(fn: Callable, nonzero: Mask, has_ct: Mask, args: PyTree, cts: Arrays) -> Arrays:
+def cotangents_of(
+    fn: Callable, nonzero: Mask, has_ct: Mask, args: PyTree, cts: Arrays
+) -> Arrays:
     """The cotangents of some inputs of `fn`, from those of some outputs."""
     return jax.vjp(*of_part(fn, args, nonzero, has_ct))[1](cts)[0]
 
@@ -248,7 +321,9 @@ def cotangents_of(fn: Callable, nonzero: Mask, has_ct: Mask, args: PyTree, cts: 
 def of_part(
     fn: Callable, args: PyTree, nonzero: Sequence[bool], active: Mask | None = None
 ) -> tuple[Callable, Arrays]:
-    """`fn` as a function of some leaves of its arguments to some of its results; and these leaves."""
+    """`fn` as a function of some leaves of its arguments to some of its results; and
+    these leaves.
+    """
     leaves, tree = jax.tree.flatten(args)
 
     def run(part: Arrays) -> Arrays:
@@ -263,15 +338,21 @@ def as_arrays(cotangents: Sequence[PyTree]) -> Arrays:
 
 
 class Linear(Differentiable):
-    """The tangents of a primitive's outputs, which `jax.checkpoint` computes apart from the primals."""
+    """The tangents of a primitive's outputs, which `jax.checkpoint` computes apart from
+    the primals.
+    """
 
     of: Differentiable
     nonzero: Mask
 
-    def __init__(self, of: Differentiable, nonzero: Mask, primals: PyTree, tangents: Arrays) -> None:
+    def __init__(
+        self, of: Differentiable, nonzero: Mask, primals: PyTree, tangents: Arrays
+    ) -> None:
         self.in_avals = jax.tree.map(jax.typeof, (primals, tangents))
         active = of.active(nonzero)
-        self.out_aval = [type_.to_tangent_aval() for type_ in pick(of.out_avals_flat, active)]
+        self.out_aval = [
+            type_.to_tangent_aval() for type_ in pick(of.out_avals_flat, active)
+        ]
         self.params = {"of": of, "nonzero": nonzero}
         self.effects = of.effects
         super().__init__()
@@ -286,7 +367,8 @@ class Linear(Differentiable):
         active = self.of.active(self.nonzero)
         zeros = [ad.Zero(type_.to_ct_aval()) for type_ in self.of.out_avals_flat]
         every = self.of.out_tree.unflatten(merge(zeros, cotangents, active))
-        linear = [hasattr(total, "accum") for total in sums]  # tangents that are known have no sum
+        # Tangents that are known have no sum
+        linear = [hasattr(total, "accum") for total in sums]
         nonzero = tuple(merge(self.nonzero, linear, self.nonzero))
         self.of.pull_back(nonzero, primals, every, pick(sums, linear))
 
@@ -297,14 +379,19 @@ class Linear(Differentiable):
 
 
 def not_mapped(primitive: Any, axis: Any, dims: PyTree) -> bool:
-    """Whether `jax.vmap` over an axis maps no input of a primitive, which has no collective over it."""
+    """Whether `jax.vmap` over an axis maps no input of a primitive, which has no
+    collective over it.
+    """
     if any(dim is not None for dim in primitive.in_tree.flatten_up_to(dims)):
         return False
     return axis.name not in named_axes(primitive.effects)
 
 
 def mapped(fn: Callable, axis: Any, dims: PyTree) -> Callable:
-    names = {"axis_name": axis.name, "spmd_axis_name": axis.spmd_name or axis.explicit_mesh_axis}
+    names = {
+        "axis_name": axis.name,
+        "spmd_axis_name": axis.spmd_name or axis.explicit_mesh_axis,
+    }
     return jax.vmap(fn, in_axes=tuple(dims), out_axes=0, axis_size=axis.size, **names)
 
 

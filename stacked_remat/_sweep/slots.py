@@ -1,4 +1,6 @@
-"""Carries kept in numbered slots, and trip counts and other entries of a schedule's tables."""
+"""Carries kept in numbered slots, and trip counts and other entries of a schedule's
+tables.
+"""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -19,9 +21,11 @@ Mask = tuple[bool, ...]
 
 
 class Checkpoints(NamedTuple):
-    """What the forward sweep keeps: inputs of layers, and residuals of the first ones, of each kind.
+    """What the forward sweep keeps: inputs of layers, and residuals of the first ones,
+    of each kind.
 
-    `origin` is the first input, where others may lack it on the device; `ran` counts layers that may stop.
+    `origin` is the first input, where others may lack it on the device; `ran` counts
+    layers that may stop.
     """
 
     slots: Carry
@@ -42,20 +46,34 @@ class Checkpoints(NamedTuple):
         return [lax.index_in_dim(leaf, 0, keepdims=False) for leaf in self.source()]
 
     def from_first(self, first: Carry) -> "Checkpoints":
-        """Arrays of these types, zeros but for those from which `first()` reads `first`."""
+        """Arrays of these types, zeros but for those from which `first()` reads
+        `first`.
+        """
         zeros = jax.tree.map(zeros_of, self)
         if self.origin is None:
-            first = [write(stack, 0, leaf) for stack, leaf in zip(zeros.source(), first, strict=True)]
+            first = [
+                write(stack, 0, leaf)
+                for stack, leaf in zip(zeros.source(), first, strict=True)
+            ]
         return eqx.tree_at(Checkpoints.source, zeros, [*map(jnp.asarray, first)])
 
 
-def slots_for(carry: Sequence[Any], size: int, is_read: Sequence[bool], sources: int) -> Carry:
-    """Slots for `size` carries; only `sources` of them for leaves that are not read within a segment."""
-    return [empty_stack(leaf, size if is_ else sources) for leaf, is_ in zip(carry, is_read, strict=True)]
+def slots_for(
+    carry: Sequence[Any], size: int, is_read: Sequence[bool], sources: int
+) -> Carry:
+    """Slots for `size` carries; only `sources` of them for leaves that are not read
+    within a segment.
+    """
+    return [
+        empty_stack(leaf, size if is_ else sources)
+        for leaf, is_ in zip(carry, is_read, strict=True)
+    ]
 
 
 class TripsOf(NamedTuple):
-    """A trip count that depends on the trip of the loop around; `table` has all, if data do not decide."""
+    """A trip count that depends on the trip of the loop around; `table` has all, if
+    data do not decide.
+    """
 
     table: np.ndarray | None
     number: Index

@@ -1,7 +1,7 @@
 """Stacks of arrays, one entry per layer, in device or host memory.
 
-The memory of a stack is part of its type. Entries are read to the device and written back to the stack's
-memory, so the loops of a sweep are the same for both.
+The memory of a stack is part of its type. Entries are read to the device and written
+back to the stack's memory, so the loops of a sweep are the same for both.
 """
 
 import functools
@@ -25,19 +25,28 @@ Index: TypeAlias = int | Array  # of a layer, known or traced
 
 
 def empty_stack(entry: PyTree, size: int, on_host: bool = False) -> PyTree:
-    """Stacks of zeros for `size` entries like the given one, in its memory or on the host."""
+    """Stacks of zeros for `size` entries like the given one, in its memory or on the
+    host.
+    """
 
     def stack(leaf: Any) -> Array:
         type_ = jax.typeof(leaf) if isinstance(leaf, jax.Array) else leaf
-        return zeros_of(type_.update(memory_space=jax.memory.Space.Host) if on_host else type_, (size,))
+        return zeros_of(
+            type_.update(memory_space=jax.memory.Space.Host) if on_host else type_,
+            (size,),
+        )
 
     return jax.tree.map(stack, entry)
 
 
 def zeros_of(type_: ShapedArray, in_front: tuple[int, ...] = ()) -> Array:
-    """Zeros of a type, with dimensions in front; in its memory, sharded and varying over a mesh like it."""
+    """Zeros of a type, with dimensions in front; in its memory, sharded and varying
+    over a mesh like it.
+    """
     if getattr(type_, "memory_space", None) == jax.memory.Space.Host:
-        return made_on_host(unmapped_aval(in_front[0], 0, type_) if in_front else type_, zeros_of)
+        return made_on_host(
+            unmapped_aval(in_front[0], 0, type_) if in_front else type_, zeros_of
+        )
     zero = jnp.zeros_like(jax.ShapeDtypeStruct((), type_.dtype))
     sharding = _sharding_of(type_, (None,) * len(in_front))
     zeros = jnp.broadcast_to(zero, (*in_front, *type_.shape), out_sharding=sharding)
@@ -45,7 +54,9 @@ def zeros_of(type_: ShapedArray, in_front: tuple[int, ...] = ()) -> Array:
 
 
 def on_mesh(stack: Array) -> Array:
-    """The stack on the mesh, whole on each device, if its Explicit axes were set after it was made."""
+    """The stack on the mesh, whole on each device, if its Explicit axes were set after
+    it was made.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     is_placed = not mesh.explicit_axes or not jax.typeof(stack).sharding.mesh.empty
     return stack if is_placed else jax.reshard(stack, jax.P())
@@ -57,17 +68,23 @@ def zeros_like(stack: Array) -> Array:
 
 
 def zeros_after(done: PyTree, like: PyTree) -> PyTree:
-    """Zeros of these shapes and types, sharded as these are, made once the arrays of `done` are there.
+    """Zeros of these shapes and types, sharded as these are, made once the arrays of
+    `done` are there.
 
-    XLA fills the buffers of a loop early otherwise, and holds them while what the loop reads is computed.
+    XLA fills the buffers of a loop early otherwise, and holds them while what the loop
+    reads is computed.
     """
     _, zero = lax.optimization_barrier(varying_alike((done, jnp.zeros((), jnp.int32))))
 
     def zeros(leaf: Any) -> Array:
         is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
-        if isinstance(leaf, ShapedArray) and (is_key or _varies_over(leaf) != _varies_over(jax.typeof(zero))):
+        if isinstance(leaf, ShapedArray) and (
+            is_key or _varies_over(leaf) != _varies_over(jax.typeof(zero))
+        ):
             return zeros_of(leaf)
-        return jnp.broadcast_to(zero.astype(leaf.dtype), leaf.shape, out_sharding=_sharding_of(leaf, ()))
+        return jnp.broadcast_to(
+            zero.astype(leaf.dtype), leaf.shape, out_sharding=_sharding_of(leaf, ())
+        )
 
     return jax.tree.map(zeros, like)
 
@@ -79,8 +96,12 @@ def _sharding_of(leaf: Any, in_front: tuple[None, ...]) -> Any:
 
 
 def varying_alike(arrays: PyTree) -> PyTree:
-    """The arrays, all varying over the axes of a `jax.shard_map` over which some of them vary."""
-    every = frozenset[str]().union(*(_varies_over(jax.typeof(leaf)) for leaf in jax.tree.leaves(arrays)))
+    """The arrays, all varying over the axes of a `jax.shard_map` over which some of
+    them vary.
+    """
+    every = frozenset[str]().union(
+        *(_varies_over(jax.typeof(leaf)) for leaf in jax.tree.leaves(arrays))
+    )
     return jax.tree.map(lambda leaf: varying_over(leaf, every), arrays)
 
 
@@ -95,7 +116,9 @@ def _varies_over(type_: ShapedArray) -> frozenset[str]:
 
 
 def varying_over(array: Any, axes: frozenset[str]) -> Any:
-    """The array, varying over these axes of a `jax.shard_map` too: its cotangent is summed over them."""
+    """The array, varying over these axes of a `jax.shard_map` too: its cotangent is
+    summed over them.
+    """
     missing = tuple(sorted(axes - _varies_over(jax.typeof(array))))
     return lax.pcast(array, missing, to="varying") if missing else array
 
@@ -119,20 +142,28 @@ def read(stacked: PyTree, index: Index) -> PyTree:
 
 def slice_of(stack: Array, index: Index, axis: int) -> Array:
     # Not `lax.dynamic_index_in_dim`, a `jax.jit` that is traced anew for each type.
-    entry = lax.dynamic_slice_in_dim(stack, index, 1, axis, allow_negative_indices=False)
+    entry = lax.dynamic_slice_in_dim(
+        stack, index, 1, axis, allow_negative_indices=False
+    )
     return lax.squeeze(entry, (axis,))
 
 
 @functools.cache
 def _entry_of(axis: int) -> Callable[[Array, Array], Array]:
-    """`slice_of`, of which `jax.vmap` makes a gather otherwise; host memory and some shardings have none."""
+    """`slice_of`, of which `jax.vmap` makes a gather otherwise; host memory and some
+    shardings have none.
+    """
     entry = jax.custom_batching.custom_vmap(functools.partial(slice_of, axis=axis))
 
     @entry.def_vmap
-    def _(_: int, is_mapped: list[bool], stack: Array, index: Array) -> tuple[Array, bool]:
+    def _(
+        _: int, is_mapped: list[bool], stack: Array, index: Array
+    ) -> tuple[Array, bool]:
         if is_mapped[1]:
             dims = [0 if is_ else None for is_ in is_mapped]
-            return jax.vmap(functools.partial(slice_of, axis=axis), dims)(stack, index), True
+            return jax.vmap(functools.partial(slice_of, axis=axis), dims)(
+                stack, index
+            ), True
         return _entry_of(axis + 1)(stack, index), True
 
     return entry
@@ -154,13 +185,20 @@ def read_layer(
     def part(place: int, stack: Array) -> Array:
         if unsliced[place]:
             return stack
-        return next(entries) if ahead and is_ahead[place] and is_on_host(stack) else read(stack, index)
+        return (
+            next(entries)
+            if ahead and is_ahead[place] and is_on_host(stack)
+            else read(stack, index)
+        )
 
     return [part(place, stack) for place, stack in enumerate(stacks)]
 
 
-def read_ahead(stacks: list[Array], index: Index, is_read: Sequence[bool]) -> list[Array]:
-    """The entries at `index` of the stacks on the host that are read, for `read_layer` an iteration later.
+def read_ahead(
+    stacks: list[Array], index: Index, is_read: Sequence[bool]
+) -> list[Array]:
+    """The entries at `index` of the stacks on the host that are read, for `read_layer`
+    an iteration later.
 
     In the carry of a loop they are transferred while the iteration before computes.
     """
@@ -169,10 +207,12 @@ def read_ahead(stacks: list[Array], index: Index, is_read: Sequence[bool]) -> li
 
 
 def settle(fetched: list[Array], index: Index) -> tuple[list[Array], Any]:
-    """What was read ahead, and the layer's index, from which the next one that is to be read is computed.
+    """What was read ahead, and the layer's index, from which the next one that is to be
+    read is computed.
 
-    A loop's carry has one buffer, and XLA would begin the next transfer into it only after the last use of
-    what is there; so that is first copied to another buffer, in a way that XLA does not remove.
+    A loop's carry has one buffer, and XLA would begin the next transfer into it only
+    after the last use of what is there; so that is first copied to another buffer, in a
+    way that XLA does not remove.
     """
     if not fetched:
         return fetched, index
@@ -181,11 +221,14 @@ def settle(fetched: list[Array], index: Index) -> tuple[list[Array], Any]:
     )
 
 
-def read_before_writes(ahead: list[Array], state: PyTree, platform: str) -> tuple[list[Array], Any]:
-    """What was read ahead, and a state whose stacks on the host may now be written, on this platform.
+def read_before_writes(
+    ahead: list[Array], state: PyTree, platform: str
+) -> tuple[list[Array], Any]:
+    """What was read ahead, and a state whose stacks on the host may now be written, on
+    this platform.
 
-    Where XLA would otherwise copy a stack that is read and written in one iteration (for GPUs, and in loops
-    within the iteration), or begin to read too late.
+    Where XLA would otherwise copy a stack that is read and written in one iteration
+    (for GPUs, and in loops within the iteration), or begin to read too late.
     """
     if ahead and has_host_arrays(state):
         return barrier_on((platform,), (ahead, state))
@@ -193,13 +236,17 @@ def read_before_writes(ahead: list[Array], state: PyTree, platform: str) -> tupl
 
 
 def apart_from_transfers(compute: Callable[[], Any]) -> PyTree:
-    """The arrays that `compute` returns; on GPUs in the body of a loop that XLA does not know to run once.
+    """The arrays that `compute` returns; on GPUs in the body of a loop that XLA does
+    not know to run once.
 
-    XLA for GPUs reorders what is computed beside transfers, and then holds more of it at a time.
+    XLA for GPUs reorders what is computed beside transfers, and then holds more of it
+    at a time.
     """
 
     def in_a_loop() -> PyTree:
-        zeros = jax.tree.map(lambda type_: jnp.zeros(type_.shape, type_.dtype), jax.eval_shape(compute))
+        zeros = jax.tree.map(
+            lambda type_: jnp.zeros(type_.shape, type_.dtype), jax.eval_shape(compute)
+        )
         once = lax.optimization_barrier(jnp.int32(1))
         with known_trips(1):
             return lax.fori_loop(0, once, lambda *_: compute(), zeros)
@@ -208,17 +255,23 @@ def apart_from_transfers(compute: Callable[[], Any]) -> PyTree:
 
 
 def at_least_one(stack: Array) -> Array:
-    """The stack, or zeros of one layer if it has none: a layer is traced even if there are none to run."""
+    """The stack, or zeros of one layer if it has none: a layer is traced even if there
+    are none to run.
+    """
     if stack.shape[0]:
         return stack
     return zeros_of(jax.typeof(stack).update(shape=(1, *stack.shape[1:])))
 
 
 def write(stacked: PyTree, index: Index, entry: PyTree) -> PyTree:
-    """Replace the entry at `index` of every array of a tree; in place, in a compiled loop."""
+    """Replace the entry at `index` of every array of a tree; in place, in a compiled
+    loop.
+    """
 
     def replaced(stack: Array, new: Array) -> Array:
         moved = lax.expand_dims(to_host(new) if is_on_host(stack) else new, (0,))
-        return lax.dynamic_update_slice_in_dim(stack, moved, index, 0, allow_negative_indices=False)
+        return lax.dynamic_update_slice_in_dim(
+            stack, moved, index, 0, allow_negative_indices=False
+        )
 
     return jax.tree.map(replaced, stacked, entry)

@@ -1,4 +1,6 @@
-"""Which training examples move the validation loss: gradient dot products in the same backward pass."""
+"""Which training examples move the validation loss: gradient dot products in the same
+backward pass.
+"""
 
 from ._by_example import check_examples
 from ._grad_dot import GradDots, grad_dot, shapley_direction, val_direction

@@ -1,4 +1,5 @@
-"""Shows the most helpful and the most harmful training examples of a run, and the layers in which they act.
+"""Shows the most helpful and the most harmful training examples of a run, and the
+layers in which they act.
 
 python -m stacked_remat.ghost top|bottom|by-layer RUN [--count 10]
 """
@@ -14,8 +15,10 @@ from .log import ScoreLogError, import_pyarrow, log_folder, read_scores
 from .ranking import NORMALIZATIONS, print_examples, print_layers
 
 _COMMANDS = {
-    "top": "the examples whose gradients agree most with the direction: training on them lowers the "
-    "validation loss most",
+    "top": (
+        "the examples whose gradients agree most with the direction: training on them"
+        " lowers the validation loss most"
+    ),
     "bottom": "the examples whose gradients oppose it most",
     "by-layer": "how large the scores are in each layer and leaf",
 }
@@ -41,19 +44,37 @@ def main(arguments: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m stacked_remat.ghost", description=(__doc__ or "").splitlines()[0]
+        prog="python -m stacked_remat.ghost",
+        description=(__doc__ or "").partition("\n\n")[0],
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="top|bottom|by-layer")
+    commands = parser.add_subparsers(
+        dest="command", required=True, metavar="top|bottom|by-layer"
+    )
     for name, meaning in _COMMANDS.items():
         command = commands.add_parser(name, help=meaning, description=meaning)
-        command.add_argument("run", type=Path, metavar="RUN", help="the run folder, or its log's folder")
-        command.add_argument("--count", type=_positive, default=10, help="how many to show (10)")
-        command.add_argument("--steps", type=_steps, metavar="FIRST:LAST", help="only these steps")
-        command.add_argument("--leaf", metavar="PATTERN", help="only leaves like this, such as *q_proj*")
+        command.add_argument(
+            "run", type=Path, metavar="RUN", help="the run folder, or its log's folder"
+        )
+        command.add_argument(
+            "--count", type=_positive, default=10, help="how many to show (10)"
+        )
+        command.add_argument(
+            "--steps", type=_steps, metavar="FIRST:LAST", help="only these steps"
+        )
+        command.add_argument(
+            "--leaf", metavar="PATTERN", help="only leaves like this, such as *q_proj*"
+        )
         if name != "by-layer":
             command.add_argument("--layer", type=int, help="only this layer, from 0")
-            how = "; ".join(f"{key}: {meaning}" for key, meaning in NORMALIZATIONS.items())
-            command.add_argument("--normalize", choices=NORMALIZATIONS, default="step", help=f"{how} (step)")
+            how = "; ".join(
+                f"{key}: {meaning}" for key, meaning in NORMALIZATIONS.items()
+            )
+            command.add_argument(
+                "--normalize",
+                choices=NORMALIZATIONS,
+                default="step",
+                help=f"{how} (step)",
+            )
     return parser
 
 
@@ -65,8 +86,8 @@ def _leaves(folder: Path, pattern: str | None) -> list[str] | None:
     leaves = [path for path in paths if fnmatch.fnmatchcase(path, pattern)]
     if not leaves:
         raise ScoreLogError(
-            f"--leaf {pattern!r} matches none of the {len(paths)} leaves of {folder}, such as "
-            f"{', '.join(sorted(paths)[:3])}."
+            f"--leaf {pattern!r} matches none of the {len(paths)} leaves of {folder},"
+            f" such as {', '.join(sorted(paths)[:3])}."
         )
     return leaves
 
@@ -80,7 +101,9 @@ def _positive(text: str) -> int:
 def _steps(text: str) -> tuple[int, int]:
     found = re.fullmatch(r"(\d+):(\d+)", text)
     if found is None or int(found[1]) > int(found[2]):
-        raise argparse.ArgumentTypeError(f"must be the first and the last step, such as 1:100, got {text!r}")
+        raise argparse.ArgumentTypeError(
+            f"must be the first and the last step, such as 1:100, got {text!r}"
+        )
     return int(found[1]), int(found[2])
 
 

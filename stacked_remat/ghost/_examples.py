@@ -1,4 +1,6 @@
-"""A batch as its examples: the loss function is given one at a time, under `jax.vmap`."""
+"""A batch as its examples: the loss function is given one at a time, under
+`jax.vmap`.
+"""
 
 import contextlib
 import dataclasses
@@ -16,10 +18,11 @@ from ..ops.per_device import each_example, mesh_axes
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Examples:
-    """The leaves of a batch, and which dimension of each has the examples, None where it has none.
+    """The leaves of a batch, and which dimension of each has the examples, None where
+    it has none.
 
-    Named arrays and those that are marked `stacked_remat.shared` are one leaf. The examples are divided over
-    these axes of the mesh.
+    Named arrays and those that are marked `stacked_remat.shared` are one leaf. The
+    examples are divided over these axes of the mesh.
     """
 
     leaves: list[Any]
@@ -30,7 +33,9 @@ class Examples:
 
     @staticmethod
     def of(batch: Any, Batch: Axis) -> "Examples":
-        """Named arrays with the axis, and plain ones with its size as first dimension, have examples."""
+        """Named arrays with the axis, and plain ones with its size as first dimension,
+        have examples.
+        """
         is_leaf = lambda leaf: is_named(leaf) or isinstance(leaf, Marked)  # noqa: E731
         leaves, tree = jax.tree.flatten(batch, is_leaf=is_leaf)
         dimensions = [_dimension(leaf, Batch) for leaf in leaves]
@@ -40,7 +45,10 @@ class Examples:
     def _arrays(self) -> list[Any]:
         """With the examples in front; None for those without."""
         pairs = zip(self.leaves, self.dimensions, strict=True)
-        return [None if at is None else jnp.moveaxis(raw_array(leaf), at, 0) for leaf, at in pairs]
+        return [
+            None if at is None else jnp.moveaxis(raw_array(leaf), at, 0)
+            for leaf, at in pairs
+        ]
 
     def take(self, number: Any) -> Any:
         return self._alone(jax.tree.map(lambda array: array[number], self._arrays))
@@ -54,7 +62,9 @@ class Examples:
                 continue
             array = jnp.expand_dims(array, at)
             if is_named(leaf):
-                axes = tuple(a.resize(1) if a.name == self.Batch.name else a for a in leaf.axes)
+                axes = tuple(
+                    a.resize(1) if a.name == self.Batch.name else a for a in leaf.axes
+                )
                 array = NamedArray(array, axes)
             found.append(array)
         return jax.tree.unflatten(self.tree, found)
@@ -62,8 +72,8 @@ class Examples:
     def map(self, fn: Callable[[Any, Any], Any], each: Any = None) -> Any:
         """What a function of one example returns, of all examples together.
 
-        It takes one example's part of `each`, arrays with the examples in front, and a batch of it alone.
-        Results have the examples in front.
+        It takes one example's part of `each`, arrays with the examples in front, and a
+        batch of it alone. Results have the examples in front.
         """
 
         def one(each: Any, arrays: list[Any]) -> Any:
@@ -78,17 +88,28 @@ class Examples:
         return each_example(self.Batch, self.over)
 
     def joined(self, one: Any, array: Any) -> Any:
-        """A result of `map` as the loss function returns it; `one` is its type for one example."""
+        """A result of `map` as the loss function returns it; `one` is its type for one
+        example.
+        """
         if not is_named(one):
             return array[:, 0] if one.shape[:1] == (1,) else array
         at = _dimension(one, self.Batch)
         if at is None:
             return NamedArray(array, (self.Batch, *one.axes))
         array = jnp.moveaxis(jnp.squeeze(array, at + 1), 0, at)
-        return NamedArray(array, tuple(self.Batch if n == at else own for n, own in enumerate(one.axes)))
+        return NamedArray(
+            array,
+            tuple(self.Batch if n == at else own for n, own in enumerate(one.axes)),
+        )
 
 
 def _dimension(leaf: Any, Batch: Axis) -> int | None:
     if is_named(leaf):
-        return next((at for at, axis in enumerate(leaf.axes) if axis.name == Batch.name), None)
-    return 0 if eqx.is_array(leaf) and leaf.ndim > 0 and leaf.shape[0] == Batch.size else None
+        return next(
+            (at for at, axis in enumerate(leaf.axes) if axis.name == Batch.name), None
+        )
+    return (
+        0
+        if eqx.is_array(leaf) and leaf.ndim > 0 and leaf.shape[0] == Batch.size
+        else None
+    )

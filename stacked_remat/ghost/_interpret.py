@@ -1,4 +1,6 @@
-"""Evaluates a traced function, with a deposit at every place where a weight meets data."""
+"""Evaluates a traced function, with a deposit at every place where a weight meets
+data.
+"""
 
 import dataclasses
 import itertools
@@ -33,7 +35,8 @@ from ._weights import (
     tangents_of,
 )
 
-Evaluate: TypeAlias = Callable[[Any, Sequence[Value]], list[Any]]  # a jaxpr, open or closed, to arrays
+# A jaxpr, open or closed, to arrays
+Evaluate: TypeAlias = Callable[[Any, Sequence[Value]], list[Any]]
 
 _WITHOUT_DERIVATIVE = ("custom_vjp_call", "pallas_call", "custom_partitioning")
 
@@ -42,13 +45,16 @@ _WITHOUT_DERIVATIVE = ("custom_vjp_call", "pallas_call", "custom_partitioning")
 class Interpreter:
     """Evaluates programs in which these calls are noted.
 
-    `at_loop` may give the results of a loop in its way, from its equation and operands; else it gives None.
+    `at_loop` may give the results of a loop in its way, from its equation and operands;
+    else it gives None.
     """
 
     notes: Notes
     at_loop: Callable[[Any, list[Value]], list[Any] | None] = lambda *_: None
 
-    def evaluate(self, jaxpr: Any, inputs: Sequence[Value], consts: Sequence[Any] = ()) -> list[Value]:
+    def evaluate(
+        self, jaxpr: Any, inputs: Sequence[Value], consts: Sequence[Any] = ()
+    ) -> list[Value]:
         """The results of an open jaxpr, from those that are its inputs."""
         values = dict(zip(jaxpr.constvars, map(Value, consts), strict=True))
         values |= dict(zip(jaxpr.invars, inputs, strict=True))
@@ -64,21 +70,35 @@ class Interpreter:
         return [read(atom) for atom in jaxpr.outvars]
 
     def arrays(self, program: Any, inputs: Sequence[Value]) -> list[Any]:
-        """The results of a jaxpr, open or closed, as arrays; weights that are results have deposits too."""
-        jaxpr, consts = getattr(program, "jaxpr", program), getattr(program, "consts", ())
+        """The results of a jaxpr, open or closed, as arrays; weights that are results
+        have deposits too.
+        """
+        jaxpr, consts = (
+            getattr(program, "jaxpr", program),
+            getattr(program, "consts", ()),
+        )
         return [settled(value) for value in self.evaluate(jaxpr, inputs, consts)]
 
     def _step(self, equation: Any, operands: list[Value]) -> list[Value]:
         name, rule = equation.primitive.name, self.notes.rule_of(equation)
         depends = any(value.depends for value in operands)
-        if is_loop(equation) and (found := self.at_loop(equation, operands)) is not None:
+        if (
+            is_loop(equation)
+            and (found := self.at_loop(equation, operands)) is not None
+        ):
             return [Value(array, (), True) for array in found]
         has_alongs = any(value.alongs for value in operands)
-        if rule is None and (name in CALLS or name in CHECKPOINTS and has_alongs and not depends):
+        if rule is None and (
+            name in CALLS or name in CHECKPOINTS and has_alongs and not depends
+        ):
             inner = program_of(equation)
-            return self.evaluate(getattr(inner, "jaxpr", inner), operands, getattr(inner, "consts", ()))
+            return self.evaluate(
+                getattr(inner, "jaxpr", inner), operands, getattr(inner, "consts", ())
+            )
         if not has_alongs:
-            return [Value(array, (), depends) for array in bind(equation, _arrays(operands))]
+            return [
+                Value(array, (), depends) for array in bind(equation, _arrays(operands))
+            ]
         if not depends:
             self._check_derivative(equation, operands)
             return of_weights(equation, operands)
@@ -93,15 +113,19 @@ class Interpreter:
             return self._divided(equation, operands)
         if isinstance(equation.params.get("_prim"), (Rule, Linear)):
             raise UnsupportedLeafError(
-                f"{_paths(operands)}: the loss takes the gradient of a fold that uses it. Give this fold "
-                "remat=True, or use norms=True."
+                f"{_paths(operands)}: the loss takes the gradient of a fold that uses"
+                " it. Give this fold remat=True, or use norms=True."
             )
         if isinstance(rule, ExpertsCall):
             return [self._experts(rule, operands)]
-        if isinstance(rule, CrossEntropyCall) and [len(one.alongs) for one in operands[:3]] == [0, 1, 0]:
+        if isinstance(rule, CrossEntropyCall) and [
+            len(one.alongs) for one in operands[:3]
+        ] == [0, 1, 0]:
             return _cross_entropy(rule, operands)
         self._check_derivative(equation, operands)
-        return self._deposited(equation if rule is None else equation_without_rules(equation), operands)
+        return self._deposited(
+            equation if rule is None else equation_without_rules(equation), operands
+        )
 
     def _deposited(self, equation: Any, operands: list[Value]) -> list[Any]:
         given = _arrays(operands)
@@ -111,37 +135,55 @@ class Interpreter:
         for at, value in enumerate(operands):
             for along in value.alongs:
                 met = deposit(
-                    met, along, lambda own, at=at: pick(tangents_of(equation, given, {at: own}), real)
+                    met,
+                    along,
+                    lambda own, at=at: pick(
+                        tangents_of(equation, given, {at: own}), real
+                    ),
                 )
         return merge(arrays, met, real)
 
     def _check_derivative(self, equation: Any, operands: list[Value]) -> None:
         if self.notes.rule_of(equation) is not None:
             return
-        inner = [one for program in programs_in(equation) for one in equations_of(program)]
+        inner = [
+            one for program in programs_in(equation) for one in equations_of(program)
+        ]
         names = [one.primitive.name for one in (equation, *inner)]
         found = next((name for name in names if name in _WITHOUT_DERIVATIVE), None)
         if found is not None:
             raise UnsupportedLeafError(
-                f"{_paths(operands)} goes into `{found}`, which has no derivative along a direction. Use "
-                "norms=True, or give it no direction."
+                f"{_paths(operands)} goes into `{found}`, which has no derivative along"
+                " a direction. Use norms=True, or give it no direction."
             )
 
     def _checkpointed(self, equation: Any, operands: list[Value]) -> list[Any]:
         def run(arrays: list[Any]) -> list[Any]:
             left = iter(arrays)
-            given = [value if value.alongs else Value(next(left), (), value.depends) for value in operands]
+            given = [
+                value if value.alongs else Value(next(left), (), value.depends)
+                for value in operands
+            ]
             return self.arrays(program_of(equation), given)
 
         options = {name: equation.params[name] for name in ("policy", "prevent_cse")}
-        return jax.checkpoint(run, **options)([value.array for value in operands if not value.alongs])
+        return jax.checkpoint(run, **options)(
+            [value.array for value in operands if not value.alongs]
+        )
 
     def _divided(self, equation: Any, operands: list[Value]) -> list[Any]:
         params = equation.params
         pairs = zip(params["in_specs"], operands, strict=True)
-        extra = [spec for own, value in pairs for _ in value.alongs for spec in (own, PartitionSpec())]
+        extra = [
+            spec
+            for own, value in pairs
+            for _ in value.alongs
+            for spec in (own, PartitionSpec())
+        ]
         run = jax.shard_map(
-            lambda arrays, extra: self.arrays(params["jaxpr"], _inside(operands, arrays, extra)),
+            lambda arrays, extra: self.arrays(
+                params["jaxpr"], _inside(operands, arrays, extra)
+            ),
             in_specs=(list(params["in_specs"]), extra),
             out_specs=list(params["out_specs"]),
             mesh=params["mesh"],
@@ -153,13 +195,16 @@ class Interpreter:
     def _experts(self, call: ExpertsCall, operands: list[Value]) -> Any:
         """The result of grouped experts.
 
-        The rows of each block are evaluated one by one, under `jax.vmap`, with a probe for each pair of token
-        and expert, which adds to that of its example.
+        The rows of each block are evaluated one by one, under `jax.vmap`, with a probe
+        for each pair of token and expert, which adds to that of its example.
         """
         x, choices, gates = map(settled, operands[:3])
         weights, alongs = operands[3:], _alongs_of(operands[3:])
         count = len(weights)
-        in_stack = [value.array if isinstance(value.array, InStack) else None for value in weights]
+        in_stack = [
+            value.array if isinstance(value.array, InStack) else None
+            for value in weights
+        ]
         probes = [jnp.broadcast_to(along.probe, choices.shape) for along in alongs]
 
         def expert(arrays: Sequence[Any], rows: Any, gates_and_probes: Any) -> Any:
@@ -171,19 +216,31 @@ class Interpreter:
                 with noting(notes):
                     traced = trace(apply, arrays[:count], row, gate)
                 extra = itertools.chain(*zip(arrays[count:], probes, strict=True))
-                given = [*_inside(weights, traced.inputs[:count], extra), *_data(traced.inputs[count:])]
+                given = [
+                    *_inside(weights, traced.inputs[:count], extra),
+                    *_data(traced.inputs[count:]),
+                ]
                 return Interpreter(notes).arrays(traced.closed, given)[0]
 
             return jax.vmap(one)(rows, *gates_and_probes)
 
-        options = {"expert": expert, "saved": None, "rebuild": lambda arrays: arrays, "kernels": None}
+        options = {
+            "expert": expert,
+            "saved": None,
+            "rebuild": lambda arrays: arrays,
+            "kernels": None,
+        }
         arrays = [*_arrays(weights), *(along.direction for along in alongs)]
         read = [*in_stack, *[None] * len(alongs)]
-        return dataclasses.replace(call, **options).run(x, choices, (gates, probes), arrays, read)
+        return dataclasses.replace(call, **options).run(
+            x, choices, (gates, probes), arrays, read
+        )
 
 
 def is_loop(equation: Any) -> bool:
-    return equation.primitive.name == "scan" or isinstance(equation.params.get("_prim"), Sweep)
+    return equation.primitive.name == "scan" or isinstance(
+        equation.params.get("_prim"), Sweep
+    )
 
 
 def sliced_places(equation: Any) -> Iterable[int]:
@@ -195,9 +252,15 @@ def sliced_places(equation: Any) -> Iterable[int]:
 
 
 def looped(equation: Any, operands: list[Value], evaluate: Evaluate) -> list[Any]:
-    """The results of a loop over layers, or any `jax.lax.scan`, whose body is evaluated by `evaluate`."""
+    """The results of a loop over layers, or any `jax.lax.scan`, whose body is evaluated
+    by `evaluate`.
+    """
     sweep = equation.params.get("_prim")
-    return _scanned(equation, operands, evaluate) if sweep is None else _swept(sweep, operands, evaluate)
+    return (
+        _scanned(equation, operands, evaluate)
+        if sweep is None
+        else _swept(sweep, operands, evaluate)
+    )
 
 
 def _scanned(equation: Any, operands: list[Value], evaluate: Evaluate) -> list[Any]:
@@ -225,9 +288,14 @@ def _swept(sweep: Sweep, operands: list[Value], evaluate: Evaluate) -> list[Any]
         rows = jnp.arange(sweep.spec.rows(kind), dtype=jnp.int32)
         stacks.append([*_arrays(own), *_extra(own), rows])
         whole = [*map(_is_of_experts, own)]  # no others: what is noted is sliced
-        layer, arrays = _layer_of(kind, common, own, whole, evaluate), [*_arrays(common), *_extra(common)]
+        layer, arrays = (
+            _layer_of(kind, common, own, whole, evaluate),
+            [*_arrays(common), *_extra(common)],
+        )
         unsliced = (*whole, *[False] * (1 + len(_extra(own))))
-        kind, arrays = dataclasses.replace(kind, unsliced=unsliced).with_layer(layer, arrays)
+        kind, arrays = dataclasses.replace(kind, unsliced=unsliced).with_layer(
+            layer, arrays
+        )
         kinds.append(kind)
         commons.append(arrays)
     spec = dataclasses.replace(sweep.spec, kinds=tuple(kinds))
@@ -235,40 +303,62 @@ def _swept(sweep: Sweep, operands: list[Value], evaluate: Evaluate) -> list[Any]
 
 
 def _is_of_experts(value: Value) -> bool:
-    """Whether a stack may be matrices of experts that are not scored, which are read where they are."""
-    is_copied = platform() == "tpu" or is_on_host(value.array) or on_several_devices(value.array)
+    """Whether a stack may be matrices of experts that are not scored, which are read
+    where they are.
+    """
+    is_copied = (
+        platform() == "tpu"
+        or is_on_host(value.array)
+        or on_several_devices(value.array)
+    )
     return value.array.ndim == 4 and not (value.alongs or value.depends or is_copied)
 
 
-def _layer_of(kind: Any, common: list[Value], own: list[Value], whole: Any, evaluate: Evaluate) -> Any:
-    """A closed jaxpr of a layer with deposits: `(shared, extra, carry, x, extra, row) -> (carry, y)`."""
+def _layer_of(
+    kind: Any, common: list[Value], own: list[Value], whole: Any, evaluate: Evaluate
+) -> Any:
+    """A closed jaxpr of a layer with deposits: `(shared, extra, carry, x, extra, row)
+    -> (carry, y)`.
+    """
     types = [var.aval for var in kind.jaxpr.invars]
     ends = len(common), len(common) + kind.carries
 
-    def layer(shared: Any, more: Any, carry: Any, x: Any, extra: Any, row: Any) -> list[Any]:
+    def layer(
+        shared: Any, more: Any, carry: Any, x: Any, extra: Any, row: Any
+    ) -> list[Any]:
         x = merge(x, [InStack.of(stack, row) for stack in pick(x, whole)], whole)
         given = [*_inside(common, shared, more), *_data(carry), *_inside(own, x, extra)]
         return evaluate(kind.jaxpr, given)
 
     more = [jax.typeof(array) for array in _extra(common)]
     extra = [jax.eval_shape(lambda rows: rows[0], array) for array in _extra(own)]
-    x = merge(types[ends[1] :], [jax.typeof(value.array) for value in pick(own, whole)], whole)
+    x = merge(
+        types[ends[1] :], [jax.typeof(value.array) for value in pick(own, whole)], whole
+    )
     row = jax.ShapeDtypeStruct((), jnp.int32)
-    return jax.make_jaxpr(layer)(types[: ends[0]], more, types[ends[0] : ends[1]], x, extra, row)
+    return jax.make_jaxpr(layer)(
+        types[: ends[0]], more, types[ends[0] : ends[1]], x, extra, row
+    )
 
 
 def _unstacked_of_scan(equation: Any) -> tuple[int, int]:
-    """How many operands of a scan are constants, and how many these and the carry, in whichever JAX."""
+    """How many operands of a scan are constants, and how many these and the carry, in
+    whichever JAX.
+    """
     inner = equation.params["jaxpr"].jaxpr
     carried, both = (
-        sum(one.aval.shape == other.aval.shape for one, other in zip(*pair, strict=True))
+        sum(
+            one.aval.shape == other.aval.shape for one, other in zip(*pair, strict=True)
+        )
         for pair in ((equation.outvars, inner.outvars), (equation.invars, inner.invars))
     )
     return both - carried, both
 
 
 def _cross_entropy(call: CrossEntropyCall, operands: list[Value]) -> list[Any]:
-    """The losses. Their derivative along the direction of the head is found from the same logits."""
+    """The losses. Their derivative along the direction of the head is found from the
+    same logits.
+    """
     (along,) = operands[1].alongs
     losses, derivative = call.along(_arrays(operands), along.direction)
     return deposit([losses], along, lambda _: [derivative])
@@ -291,11 +381,19 @@ def _data(arrays: Sequence[Any]) -> list[Value]:
 
 
 def _in_rows(value: Value) -> Value:
-    """A value that has a layer, or what a turn of a loop takes, in each row, with a probe for each."""
+    """A value that has a layer, or what a turn of a loop takes, in each row, with a
+    probe for each.
+    """
     alongs = [
-        along
-        if along.probe.ndim
-        else Along(along.path, along.direction, jnp.broadcast_to(along.probe, (len(value.array),)))
+        (
+            along
+            if along.probe.ndim
+            else Along(
+                along.path,
+                along.direction,
+                jnp.broadcast_to(along.probe, (len(value.array),)),
+            )
+        )
         for along in value.alongs
     ]
     return Value(value.own, tuple(alongs), value.depends)
@@ -303,13 +401,22 @@ def _in_rows(value: Value) -> Value:
 
 def _extra(values: Sequence[Value]) -> list[Any]:
     """Directions and probes, which a layer takes behind its inputs."""
-    return [array for along in _alongs_of(values) for array in (along.direction, along.probe)]
+    return [
+        array
+        for along in _alongs_of(values)
+        for array in (along.direction, along.probe)
+    ]
 
 
-def _inside(values: Sequence[Value], arrays: Sequence[Any], extra: Iterable[Any]) -> list[Value]:
+def _inside(
+    values: Sequence[Value], arrays: Sequence[Any], extra: Iterable[Any]
+) -> list[Value]:
     """The values in a layer, from its inputs and its directions and probes."""
     left, found = iter(extra), []
     for value, array in zip(values, arrays, strict=True):
-        own = [dataclasses.replace(along, direction=next(left), probe=next(left)) for along in value.alongs]
+        own = [
+            dataclasses.replace(along, direction=next(left), probe=next(left))
+            for along in value.alongs
+        ]
         found.append(Value(array, tuple(own), value.depends))
     return found

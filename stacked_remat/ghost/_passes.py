@@ -1,7 +1,8 @@
 """The passes that find gradients, scores and norms.
 
-In one pass over all examples, weights have scores where they meet data, or with norms in the backward pass of
-their layers. What has none there follows in a pass outside of the loops over layers, example by example.
+In one pass over all examples, weights have scores where they meet data, or with norms
+in the backward pass of their layers. What has none there follows in a pass outside of
+the loops over layers, example by example.
 """
 
 import dataclasses
@@ -35,7 +36,9 @@ from ._weights import SAME, Along, Value, of_each_example
 
 @dataclasses.dataclass(frozen=True)
 class ProbedLeaf:
-    """The path of an array as users see it; in a `Stacked` the axis of its layers, and their dimension."""
+    """The path of an array as users see it; in a `Stacked` the axis of its layers, and
+    their dimension.
+    """
 
     shown: str
     layers: tuple[Axis, ...]
@@ -49,7 +52,9 @@ def probed_leaves(model: Any) -> dict[str, ProbedLeaf]:
         layers = (node.Layers,) if isinstance(node, Stacked) else ()
         for keys, leaf in jtu.tree_leaves_with_path(node, is_leaf=is_named):
             path = (*at, *keys)
-            found[jtu.keystr(path)] = ProbedLeaf(dotted(model, path), layers, _dimension(leaf, *layers))
+            found[jtu.keystr(path)] = ProbedLeaf(
+                dotted(model, path), layers, _dimension(leaf, *layers)
+            )
     return found
 
 
@@ -61,7 +66,9 @@ def _dimension(leaf: Any, Layers: Axis | None = None) -> int | None:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Scoring:
-    """What is scored: arrays of the model and the direction by their paths, and the axis of the examples."""
+    """What is scored: arrays of the model and the direction by their paths, and the
+    axis of the examples.
+    """
 
     task: Task
     leaves: dict[str, ProbedLeaf]
@@ -71,10 +78,12 @@ class Scoring:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Program:
-    """The loss of one example, without calls but those noted, and the weights that have a pass of their own.
+    """The loss of one example, without calls but those noted, and the weights that have
+    a pass of their own.
 
-    With `by_example`, each layer takes one example after the other. Beside the loops are the types of their
-    operands that depend on weights outside, None where one of these is the same for all examples.
+    With `by_example`, each layer takes one example after the other. Beside the loops
+    are the types of their operands that depend on weights outside, None where one of
+    these is the same for all examples.
     """
 
     scoring: Scoring
@@ -90,16 +99,24 @@ class Program:
         task, notes = scoring.task, Notes()
         examples = Examples.of(task.batch, scoring.Batch)
         with examples.alone(), noting(notes):
-            one = trace(task.of_example, task.model, eqx.filter_eval_shape(examples.take, 0))
+            one = trace(
+                task.of_example, task.model, eqx.filter_eval_shape(examples.take, 0)
+            )
         closed = one.closed
-        flat = jax.make_jaxpr(lambda *arrays: Interpreter(notes).arrays(closed, [*map(Value, arrays)]))
+        flat = jax.make_jaxpr(
+            lambda *arrays: Interpreter(notes).arrays(closed, [*map(Value, arrays)])
+        )
         one = dataclasses.replace(one, closed=flat(*closed.in_avals))
         jaxpr = one.closed.jaxpr
         # Products with a direction may be too small for float16.
         by_example = norms or has_small_range(equations_of(jaxpr))
         paths = [path for path, _ in leaves_with_paths(task.model)]
         inputs = dict(zip(paths, jaxpr.invars, strict=False))
-        stacks = {inputs[path]: path for path in scoring.direction if scoring.leaves[path].dimension == 0}
+        stacks = {
+            inputs[path]: path
+            for path in scoring.direction
+            if scoring.leaves[path].dimension == 0
+        }
         of_data = active_variables(jaxpr, jaxpr.invars[len(paths) :], lambda _: True)
         inner = _of_loops(jaxpr, stacks, of_data)
         others = [path for path in scoring.direction if path not in inner]
@@ -107,50 +124,93 @@ class Program:
         of_outside = active_variables(jaxpr, [inputs[path] for path in outside])
         loops = []
         for equation in filter(is_loop, jaxpr.eqns if by_example or outside else ()):
-            atoms = {at: atom for at, atom in enumerate(equation.invars) if is_in(atom, of_outside)}
+            atoms = {
+                at: atom
+                for at, atom in enumerate(equation.invars)
+                if is_in(atom, of_outside)
+            }
             types = {at: atom.aval for at, atom in atoms.items()}
-            loops.append((equation, types if all(is_in(atom, of_data) for atom in atoms.values()) else None))
+            loops.append(
+                (
+                    equation,
+                    types
+                    if all(is_in(atom, of_data) for atom in atoms.values())
+                    else None,
+                )
+            )
         return Program(scoring, examples, by_example, notes, one, loops, outside)
 
     def number(self, equation: Any) -> int | None:
-        return next((number for number, loop in enumerate(self.loops) if loop[0] is equation), None)
+        return next(
+            (number for number, loop in enumerate(self.loops) if loop[0] is equation),
+            None,
+        )
 
     def values(self, model: Any, probes: dict[str, Any], example: Any) -> list[Value]:
         """The inputs, with the directions and probes of the weights that have probes.
 
-        What depends on data is differentiated; by example only what depends on other trained weights.
+        What depends on data is differentiated; by example only what depends on other
+        trained weights.
         """
-        leaves, direction, by_example = self.scoring.leaves, self.scoring.direction, self.by_example
-        trained = {path for path, _ in leaves_with_paths(self.scoring.task.params)} if by_example else ()
+        leaves, direction, by_example = (
+            self.scoring.leaves,
+            self.scoring.direction,
+            self.by_example,
+        )
+        trained = (
+            {path for path, _ in leaves_with_paths(self.scoring.task.params)}
+            if by_example
+            else ()
+        )
         alongs = {
-            path: (Along(leaves[path].shown or "the model", raw_array(direction[path]), probe),)
+            path: (
+                Along(
+                    leaves[path].shown or "the model", raw_array(direction[path]), probe
+                ),
+            )
             for path, probe in probes.items()
         }
         found = [
-            Value(raw_array(leaf), alongs.get(path, ()), path in trained and path not in alongs)
+            Value(
+                raw_array(leaf),
+                alongs.get(path, ()),
+                path in trained and path not in alongs,
+            )
             for path, leaf in leaves_with_paths(model)
         ]
-        return found + [Value(array, depends=not by_example) for array in arrays_of(example)]
+        return found + [
+            Value(array, depends=not by_example) for array in arrays_of(example)
+        ]
 
 
 def _of_loops(jaxpr: Any, weights: dict[Any, str], of_data: set[Any]) -> set[str]:
-    """The paths of the weights that are used once, maybe cast: by a loop, of which each turn has a slice."""
+    """The paths of the weights that are used once, maybe cast: by a loop, of which each
+    turn has a slice.
+    """
     read = [atom for equation in jaxpr.eqns for atom in equation.invars] + jaxpr.outvars
     uses, found = Counter(atom for atom in read if isinstance(atom, Var)), set()
     alone = {var: path for var, path in weights.items() if uses[var] == 1}
     for equation in jaxpr.eqns:
         operands = equation.invars
         if equation.primitive.name in SAME and is_in(operands[0], {*alone}):
-            alone |= {var: alone[operands[0]] for var in equation.outvars if uses[var] == 1}
+            alone |= {
+                var: alone[operands[0]] for var in equation.outvars if uses[var] == 1
+            }
         if is_loop(equation) and any(is_in(atom, of_data) for atom in operands):
-            found |= {alone[operands[at]] for at in sliced_places(equation) if is_in(operands[at], {*alone})}
+            found |= {
+                alone[operands[at]]
+                for at in sliced_places(equation)
+                if is_in(operands[at], {*alone})
+            }
     return found
 
 
 def scored(scoring: Scoring, *, norms: bool) -> tuple[Any, Any, dict[str, Any]]:
-    """The loss and what comes with it, its gradients, and numbers of an example's part of it, by path.
+    """The loss and what comes with it, its gradients, and numbers of an example's part
+    of it, by path.
 
-    `[layers, batch, number]` or `[batch, number]`: the score, and with `norms` the square of the norm.
+    `[layers, batch, number]` or `[batch, number]`: the score, and with `norms` the
+    square of the norm.
     """
     program = Program.of(scoring, norms=norms)
     with program.examples.alone(), noting(Notes()):
@@ -160,14 +220,27 @@ def scored(scoring: Scoring, *, norms: bool) -> tuple[Any, Any, dict[str, Any]]:
 
 
 def _in_one_pass(program: Program) -> tuple[Any, Any, dict[str, Any], Any]:
-    """What `scored` returns, of what is not outside, and of loops the results and the cotangents of data."""
-    scoring, task, objective = program.scoring, program.scoring.task, program.scoring.task.objective
+    """What `scored` returns, of what is not outside, and of loops the results and the
+    cotangents of data.
+    """
+    scoring, task, objective = (
+        program.scoring,
+        program.scoring.task,
+        program.scoring.task.objective,
+    )
     more, size = (2,) if program.by_example else (), scoring.Batch.size
     inside = [path for path in scoring.direction if path not in program.outside]
-    layers = {path: [axis.size for axis in scoring.leaves[path].layers] for path in inside}
-    probes = {path: jnp.zeros((size, *sizes, *more), jnp.float32) for path, sizes in layers.items()}
+    layers = {
+        path: [axis.size for axis in scoring.leaves[path].layers] for path in inside
+    }
+    probes = {
+        path: jnp.zeros((size, *sizes, *more), jnp.float32)
+        for path, sizes in layers.items()
+    }
     types = [types or {} for _, types in program.loops]
-    zeros = jax.tree.map(lambda type_: jnp.zeros((size, *type_.shape), type_.dtype), types)
+    zeros = jax.tree.map(
+        lambda type_: jnp.zeros((size, *type_.shape), type_.dtype), types
+    )
 
     def loss(params: Any, *each: Any) -> tuple[Any, Any]:
         model = eqx.combine(params, task.static)
@@ -180,13 +253,17 @@ def _in_one_pass(program: Program) -> tuple[Any, Any, dict[str, Any], Any]:
                 if number is None:
                     return None
                 for at, zero in zeros[number].items():
-                    operands[at] = dataclasses.replace(operands[at], array=operands[at].array + zero)
+                    operands[at] = dataclasses.replace(
+                        operands[at], array=operands[at].array + zero
+                    )
                 evaluate = _one_by_one if program.by_example else interpreter.arrays
                 results[number] = looped(equation, operands, evaluate)
                 return results[number]
 
             interpreter = Interpreter(program.notes, at_loop)
-            return interpreter.arrays(program.one.closed, program.values(model, probes, example)), results
+            return interpreter.arrays(
+                program.one.closed, program.values(model, probes, example)
+            ), results
 
         arrays, results = program.examples.map(run, each)
         joined = [*map(program.examples.joined, program.one.leaves, arrays)]
@@ -194,7 +271,9 @@ def _in_one_pass(program: Program) -> tuple[Any, Any, dict[str, Any], Any]:
         return value, (aux, results)
 
     run = jax.value_and_grad(loss, (0, 1, 2), has_aux=True)
-    (value, (aux, results)), (gradients, numbers, cotangents) = run(task.params, probes, zeros)
+    (value, (aux, results)), (gradients, numbers, cotangents) = run(
+        task.params, probes, zeros
+    )
     numbers = {
         path: jnp.moveaxis(own if program.by_example else own[..., None], 0, -2)
         for path, own in numbers.items()
@@ -203,9 +282,19 @@ def _in_one_pass(program: Program) -> tuple[Any, Any, dict[str, Any], Any]:
 
 
 def _outside(program: Program, *kept: Any) -> dict[str, Any]:
-    """What `scored` returns of the weights outside, from the results and cotangents of the loops."""
-    scoring, task, objective = program.scoring, program.scoring.task, program.scoring.task.objective
-    outside = {path: leaf for path, leaf in leaves_with_paths(task.params) if path in program.outside}
+    """What `scored` returns of the weights outside, from the results and cotangents of
+    the loops.
+    """
+    scoring, task, objective = (
+        program.scoring,
+        program.scoring.task,
+        program.scoring.task.objective,
+    )
+    outside = {
+        path: leaf
+        for path, leaf in leaves_with_paths(task.params)
+        if path in program.outside
+    }
 
     def of_example(number: Any) -> dict[str, Any]:
         results, cotangents = jax.tree.map(lambda array: array[number], kept)
@@ -217,17 +306,26 @@ def _outside(program: Program, *kept: Any) -> dict[str, Any]:
                 at = program.number(equation)
                 if at is None or program.loops[at][1] is None:
                     return None
-                through.extend(_dot(operands[place].array, own) for place, own in cotangents[at].items())
+                through.extend(
+                    _dot(operands[place].array, own)
+                    for place, own in cotangents[at].items()
+                )
                 return results[at]
 
             params = jtu.tree_map_with_path(
-                lambda path, leaf: weights.get(jtu.keystr(path), leaf), task.params, is_leaf=is_named
+                lambda path, leaf: weights.get(jtu.keystr(path), leaf),
+                task.params,
+                is_leaf=is_named,
             )
             model = eqx.combine(params, task.static)
             values = program.values(model, {}, program.examples.take(number))
-            arrays = Interpreter(program.notes, at_loop).arrays(program.one.closed, values)
+            arrays = Interpreter(program.notes, at_loop).arrays(
+                program.one.closed, values
+            )
             own = objective.of_examples(program.one.rebuild(arrays))[0]
-            return (own / objective.scale(scoring.Batch.size)).astype(jnp.float32) + sum(through)
+            return (own / objective.scale(scoring.Batch.size)).astype(
+                jnp.float32
+            ) + sum(through)
 
         gradients = jax.grad(loss)(outside)
         return {
@@ -240,7 +338,8 @@ def _outside(program: Program, *kept: Any) -> dict[str, Any]:
 
 
 def _one_by_one(program: Any, inputs: Sequence[Value]) -> list[Any]:
-    """The results of a layer, whose backward pass takes the examples of `jax.vmap` one after the other.
+    """The results of a layer, whose backward pass takes the examples of `jax.vmap` one
+    after the other.
 
     The cotangents of probes are numbers of an example's gradient.
     """
@@ -248,19 +347,27 @@ def _one_by_one(program: Any, inputs: Sequence[Value]) -> list[Any]:
     jaxpr, consts = getattr(program, "jaxpr", program), getattr(program, "consts", ())
     real = [*map(has_tangent, jaxpr.outvars)]
     pairs = zip(jaxpr.invars, inputs, strict=True)
-    moved = [has_tangent(var) and (value.depends or bool(value.alongs)) for var, value in pairs]
+    moved = [
+        has_tangent(var) and (value.depends or bool(value.alongs))
+        for var, value in pairs
+    ]
     scored = [bool(value.alongs) for value in pick(inputs, moved)]
 
     def layer(given: list[Any], others: list[Any]) -> list[Any]:
         return eval_jaxpr(jaxpr, consts, *merge(others, given, moved))
 
     @jax.custom_vjp
-    def run(given: list[Any], others: list[Any], directions: list[Any], probes: list[Any]) -> list[Any]:
+    def run(
+        given: list[Any], others: list[Any], directions: list[Any], probes: list[Any]
+    ) -> list[Any]:
         found = layer(given, others)
         return merge(found, of_each_example(probes[0], pick(found, real)), real)
 
     def of_example(
-        given: list[Any], others: list[Any], directions: list[Any], cotangents: list[Any]
+        given: list[Any],
+        others: list[Any],
+        directions: list[Any],
+        cotangents: list[Any],
     ) -> tuple[list[Any], list[Any]]:
         _, pullback = jax.vjp(lambda given: pick(layer(given, others), real), given)
         (found,) = pullback(cotangents)
@@ -272,14 +379,23 @@ def _one_by_one(program: Any, inputs: Sequence[Value]) -> list[Any]:
 
     run.defvjp(lambda *args: (run(*args), args[:3]), backward)
     arrays = [value.own for value in inputs]
-    given, others = pick(arrays, moved), [None if is_ else x for x, is_ in zip(arrays, moved, strict=True)]
+    given, others = (
+        pick(arrays, moved),
+        [None if is_ else x for x, is_ in zip(arrays, moved, strict=True)],
+    )
     if not alongs:
         return layer(given, others)
-    return run(given, others, [along.direction for along in alongs], [along.probe for along in alongs])
+    return run(
+        given,
+        others,
+        [along.direction for along in alongs],
+        [along.probe for along in alongs],
+    )
 
 
 def _summed(fn: Callable, given: list[Any], *rest: Any) -> Any:
-    """`fn(given, *rest)`: cotangents of `given`, and numbers; in `jax.vmap` of one example after the other.
+    """`fn(given, *rest)`: cotangents of `given`, and numbers; in `jax.vmap` of one
+    example after the other.
 
     There the cotangents of what the examples share are sums over them.
     """
@@ -296,13 +412,21 @@ def _summed(fn: Callable, given: list[Any], *rest: Any) -> Any:
 
         def step(sums: list[Any], some: list[Any]) -> Any:
             found, numbers = run(*merge(leaves, some, is_mapped))
-            sums = [old + new.astype(old.dtype) for old, new in zip(sums, pick(found, shared), strict=True)]
+            sums = [
+                old + new.astype(old.dtype)
+                for old, new in zip(sums, pick(found, shared), strict=True)
+            ]
             return sums, (pick(found, own), numbers)
 
         like = pick(leaves[: len(given)], shared)
-        zeros = [jnp.zeros(leaf.shape, np.promote_types(leaf.dtype, np.float32)) for leaf in like]
+        zeros = [
+            jnp.zeros(leaf.shape, np.promote_types(leaf.dtype, np.float32))
+            for leaf in like
+        ]
         sums, (found, numbers) = lax.scan(step, zeros, pick(leaves, is_mapped))
-        sums = [total.astype(leaf.dtype) for total, leaf in zip(sums, like, strict=True)]
+        sums = [
+            total.astype(leaf.dtype) for total, leaf in zip(sums, like, strict=True)
+        ]
         found = merge(merge(leaves[: len(given)], found, own), sums, shared)
         return (found, numbers), (own, [True] * len(numbers))
 
@@ -310,8 +434,12 @@ def _summed(fn: Callable, given: list[Any], *rest: Any) -> Any:
 
 
 def _numbers(gradient: Any, direction: Any, layers: int | None = None) -> Any:
-    """The dot product of a gradient with a direction, and with itself: `[2]`, or `[layers, 2]`."""
-    return jnp.stack([_dot(gradient, direction, layers), _dot(gradient, gradient, layers)], -1)
+    """The dot product of a gradient with a direction, and with itself: `[2]`, or
+    `[layers, 2]`.
+    """
+    return jnp.stack(
+        [_dot(gradient, direction, layers), _dot(gradient, gradient, layers)], -1
+    )
 
 
 def _dot(array: Any, other: Any, layers: int | None = None) -> Any:

@@ -1,6 +1,8 @@
-"""Which training examples decide the held-out loss: its gradient through the training run itself.
+"""Which training examples decide the held-out loss: its gradient through the training
+run itself.
 
-The run is a fold of the training step over its steps, so what is kept of it is what a checkpoint policy says.
+The run is a fold of the training step over its steps, so what is kept of it is what a
+checkpoint policy says.
 """
 
 from collections.abc import Callable
@@ -20,7 +22,9 @@ from .._scan.marks import is_named, raw_array
 from .._static import PyTree
 
 Step: TypeAlias = Callable[..., PyTree]
-"""(state, batch, weights `[Examples]`, and the values of `per_step` for this step by name) to the state."""
+"""(state, batch, weights `[Examples]`, and the values of `per_step` for this step by
+name) to the state.
+"""
 
 ExampleLosses: TypeAlias = Callable[[Any, Any], Any]
 """(model, batch) to the loss of each example, `[Examples]`."""
@@ -32,10 +36,11 @@ class Replay(NamedTuple):
     Attributes:
         loss: the held-out loss after the last step.
         state: the state after the last step.
-        examples: the derivative of the loss with respect to the weight of each example in each step,
-            `[Steps, Examples]`, at weights of one: to first order, by how much leaving the example out there
-            would lower the loss.
-        per_step: the derivatives with respect to what `per_step` gave, in its structure.
+        examples: the derivative of the loss with respect to the weight of each example
+            in each step, `[Steps, Examples]`, at weights of one: to first order, by how
+            much leaving the example out there would lower the loss.
+        per_step: the derivatives with respect to what `per_step` gave, in its
+            structure.
     """
 
     loss: Float[Array, ""]
@@ -55,53 +60,69 @@ def replay(
     per_step: dict[str, PyTree] | None = None,
     remat: ScanCheckpointSpec = "nested",
 ) -> Replay:
-    """Train again, and differentiate the held-out loss through all steps: influence functions by replay.
+    """Train again, and differentiate the held-out loss through all steps: influence
+    functions by replay.
 
     ```python
     step = ghost.weighted_step(losses, optimizer)
-    found = ghost.replay(step, (model, optimizer.init(model)), batches, held_out, Steps, Examples)
-    harm = hax.sum(found.examples, Steps)  # of examples that are in the same place of every batch
+    first = model, optimizer.init(model)
+    found = ghost.replay(step, first, batches, held_out, Steps, Examples)
+    # Of examples that are in the same place of every batch.
+    harm = hax.sum(found.examples, Steps)
     ```
 
-    Exact for this run, with its order, keys and optimizer, where a gradient dot product tells of one step
-    (Bae et al. 2024, "Training Data Attribution via Approximate Unrolled Differentiation"; Ilyas and Engstrom
-    2025, "MAGIC").
+    Exact for this run, with its order, keys and optimizer, where a gradient dot product
+    tells of one step (Bae et al. 2024, "Training Data Attribution via Approximate
+    Unrolled Differentiation"; Ilyas and Engstrom 2025, "MAGIC").
 
     Args:
-        train_step: takes the state, a batch, a weight for each example, and the values of `per_step` by name;
-            returns the next state. The weights multiply the examples' losses in the loss of the step, and are
-            ones. `weighted_step` makes one.
-        state: before the first step: a tree with the model, the optimizer's state, keys.
-        batches: those of all steps: named arrays with the axis `Steps`, plain arrays with it first.
+        train_step: takes the state, a batch, a weight for each example, and the values
+            of `per_step` by name; returns the next state. The weights multiply the
+            examples' losses in the loss of the step, and are ones. `weighted_step`
+            makes one.
+        state: before the first step: a tree with the model, the optimizer's state,
+            keys.
+        batches: those of all steps: named arrays with the axis `Steps`, plain arrays
+            with it first.
         held_out_loss: from the last state to a scalar.
         Steps: the axis of the steps, or their number.
         Examples: the axis of the examples of a batch.
-        per_step: further arguments of the step by name, arrays with an entry for each step, such as learning
-            rates or weight decays, which are differentiated too.
-        remat: which states are kept, as of any fold: with `"nested"` about `2 * sqrt(steps)`, with
-            `ScanCheckpointPolicy(max_carries=k)` so many, and with `nested=k, save_carries="offload"` those
-            at the starts of k segments in host memory. A model within the step has a policy of its own.
+        per_step: further arguments of the step by name, arrays with an entry for each
+            step, such as learning rates or weight decays, which are differentiated too.
+        remat: which states are kept, as of any fold: with `"nested"` about `2 *
+            sqrt(steps)`, with `ScanCheckpointPolicy(max_carries=k)` so many, and with
+            `nested=k, save_carries="offload"` those at the starts of k segments in host
+            memory. A model within the step has a policy of its own.
 
     Returns:
         The loss, the last state and the derivatives; see `Replay`.
 
     Raises:
-        ValueError: sizes along `Steps` differ; or no derivative reaches the loss, as through an optimizer
-            that takes the signs of gradients (Lion): the influence of every example would be zero.
+        ValueError: sizes along `Steps` differ; or no derivative reaches the loss, as
+            through an optimizer that takes the signs of gradients (Lion): the influence
+            of every example would be zero.
         RuntimeError: a derivative is not finite, within `jax.jit` at run time.
         TypeError: `held_out_loss` returns no scalar.
 
-    Cost: about three times the FLOPs of the run with `remat=False`, four with `True` and five with
-    `"nested"`; one to two times more where the model within the step has `"nested"` too. Memory: the states
-    that `remat` keeps, and what the derivative of one step takes.
+    Cost: about three times the FLOPs of the run with `remat=False`, four with `True`
+    and five with `"nested"`; one to two times more where the model within the step has
+    `"nested"` too. Memory: the states that `remat` keeps, and what the derivative of
+    one step takes.
 
-    The square root in Adam has no derivative at zero: where an array's gradients are zero from the first
-    step on, as of tokens that do not occur, give the optimizer a small `eps_root`, such as 1e-30.
+    The square root in Adam has no derivative at zero: where an array's gradients are
+    zero from the first step on, as of tokens that do not occur, give the optimizer a
+    small `eps_root`, such as 1e-30.
     """
-    Steps = Steps if isinstance(Steps, Axis) else layers_axis(Steps, "replay").alias("steps")
+    Steps = (
+        Steps
+        if isinstance(Steps, Axis)
+        else layers_axis(Steps, "replay").alias("steps")
+    )
     ones = hax.ones((Steps, Examples), jnp.float32)
 
-    def step(state: PyTree, batch: PyTree, weights: NamedArray, of_step: dict[str, PyTree]) -> PyTree:
+    def step(
+        state: PyTree, batch: PyTree, weights: NamedArray, of_step: dict[str, PyTree]
+    ) -> PyTree:
         return train_step(state, batch, weights, **of_step)
 
     def trained(
@@ -110,22 +131,31 @@ def replay(
         last = fold(step, Steps, remat=remat)(state, batches, weights, given)
         loss = raw_array(held_out_loss(last))
         if jnp.shape(loss):
-            raise TypeError(f"held_out_loss returns one number; it returned an array {jnp.shape(loss)}.")
+            raise TypeError(
+                "held_out_loss returns one number; it returned an array"
+                f" {jnp.shape(loss)}."
+            )
         return loss, last
 
-    if not _has_derivative(lambda weights: trained(weights, per_step or {}, remat=False)[0], ones):
+    if not _has_derivative(
+        lambda weights: trained(weights, per_step or {}, remat=False)[0], ones
+    ):
         raise ValueError(_NO_DERIVATIVE)
-    (loss, last), (of_examples, of_steps) = jax.value_and_grad(trained, (0, 1), has_aux=True)(
-        ones, per_step or {}
+    (loss, last), (of_examples, of_steps) = jax.value_and_grad(
+        trained, (0, 1), has_aux=True
+    )(ones, per_step or {})
+    of_examples = eqx.error_if(
+        of_examples, ~jnp.isfinite(of_examples.array), _NOT_FINITE
     )
-    of_examples = eqx.error_if(of_examples, ~jnp.isfinite(of_examples.array), _NOT_FINITE)
     return Replay(loss, last, of_examples, of_steps)
 
 
 def _has_derivative(function: Callable[[Any], Array], at: Any) -> bool:
-    """Whether the derivative of a function is not zero by its operations alone, found by tracing it.
+    """Whether the derivative of a function is not zero by its operations alone, found
+    by tracing it.
 
-    Signs, rounding, comparisons and `stop_gradient` have a derivative of zero, which JAX does not compute.
+    Signs, rounding, comparisons and `stop_gradient` have a derivative of zero, which
+    JAX does not compute.
     """
     reaches: list[bool] = []
 
@@ -140,27 +170,36 @@ def _has_derivative(function: Callable[[Any], Array], at: Any) -> bool:
     noted.defjvp(rule, symbolic_zeros=True)
 
     def differentiated(at: Any) -> Any:
-        return jax.jvp(lambda at: noted(function(at)), (at,), (jax.tree.map(jnp.ones_like, at),))
+        return jax.jvp(
+            lambda at: noted(function(at)), (at,), (jax.tree.map(jnp.ones_like, at),)
+        )
 
     jax.eval_shape(differentiated, at)
     return any(reaches)
 
 
-def weighted_step(losses: ExampleLosses, optimizer: Any) -> Callable[..., tuple[PyTree, PyTree]]:
-    """A training step for `replay`: the mean of the examples' weighted losses, and an Optax optimizer.
+def weighted_step(
+    losses: ExampleLosses, optimizer: Any
+) -> Callable[..., tuple[PyTree, PyTree]]:
+    """A training step for `replay`: the mean of the examples' weighted losses, and an
+    Optax optimizer.
 
     Args:
         losses: the loss of each example, `[Examples]`, named or plain.
-        optimizer: an `optax.GradientTransformation`, with the state of the model's floating-point arrays.
-            From `optax.inject_hyperparams` it takes hyperparameters by step:
-            `per_step={"learning_rate": rates}`.
+        optimizer: an `optax.GradientTransformation`, with the state of the model's
+            floating-point arrays. From `optax.inject_hyperparams` it takes
+            hyperparameters by step: `per_step={"learning_rate": rates}`.
 
     Returns:
-        A function from `(model, optimizer state)`, a batch, weights and hyperparameters to such a pair.
+        A function from `(model, optimizer state)`, a batch, weights and hyperparameters
+        to such a pair.
     """
 
     def step(
-        state: tuple[PyTree, PyTree], batch: PyTree, weights: NamedArray, **hyperparameters: Array
+        state: tuple[PyTree, PyTree],
+        batch: PyTree,
+        weights: NamedArray,
+        **hyperparameters: Array,
     ) -> tuple[PyTree, PyTree]:
         model, optimizer_state = state
 
@@ -184,20 +223,26 @@ def _with_hyperparameters(state: Any, new: dict[str, Array]) -> Any:
     known = getattr(state, "hyperparams", {})
     if unknown := sorted(new.keys() - known.keys()):
         raise ValueError(
-            f"per_step has {unknown[0]!r}, which is no hyperparameter of the optimizer. It has: "
-            f"{', '.join(known) or 'none'}. Make it with optax.inject_hyperparams(optax.adam)(...)."
+            f"per_step has {unknown[0]!r}, which is no hyperparameter of the optimizer."
+            f" It has: {', '.join(known) or 'none'}. Make it with"
+            " optax.inject_hyperparams(optax.adam)(...)."
         )
-    cast = {name: jnp.asarray(value, jnp.result_type(known[name])) for name, value in new.items()}
+    cast = {
+        name: jnp.asarray(value, jnp.result_type(known[name]))
+        for name, value in new.items()
+    }
     return state._replace(hyperparams={**known, **cast})
 
 
 _NO_DERIVATIVE = (
-    "replay has no influence to find: the loss after the run has no derivative by the weights of examples. "
-    "An optimizer that takes the signs of gradients, such as Lion, has none, nor has a loss behind "
-    "jax.lax.stop_gradient. Use grad_dot, or replay a run of another optimizer."
+    "replay has no influence to find: the loss after the run has no derivative by the"
+    " weights of examples. An optimizer that takes the signs of gradients, such as"
+    " Lion, has none, nor has a loss behind jax.lax.stop_gradient. Use grad_dot, or"
+    " replay a run of another optimizer."
 )
 _NOT_FINITE = (
-    "the derivative of the held-out loss through the run is not finite. With Adam, give the optimizer a "
-    "small eps_root, such as 1e-30: its square root has no derivative at a gradient of zero. Else the run "
-    "itself diverges: replay fewer steps, or lower its learning rate."
+    "the derivative of the held-out loss through the run is not finite. With Adam, give"
+    " the optimizer a small eps_root, such as 1e-30: its square root has no derivative"
+    " at a gradient of zero. Else the run itself diverges: replay fewer steps, or lower"
+    " its learning rate."
 )

@@ -1,4 +1,6 @@
-"""Totals alone, of examples or documents, as derivatives of their losses along the direction."""
+"""Totals alone, of examples or documents, as derivatives of their losses along the
+direction.
+"""
 
 from typing import Any
 
@@ -16,8 +18,12 @@ from ._traced import equations_of, has_small_range, trace
 from ._weights import without_rules
 
 
-def of_losses(task: Task, direction: dict[str, Any]) -> tuple[tuple[Any, Any], Any, Any]:
-    """The loss and what comes with it, its gradients, and the derivatives of the losses as returned."""
+def of_losses(
+    task: Task, direction: dict[str, Any]
+) -> tuple[tuple[Any, Any], Any, Any]:
+    """The loss and what comes with it, its gradients, and the derivatives of the losses
+    as returned.
+    """
     objective, params = task.objective, task.params
     found, gradients = task.value_and_grad()
     every = dict(leaves_with_paths(jax.tree.map(jnp.zeros_like, params))) | direction
@@ -33,19 +39,29 @@ def of_losses(task: Task, direction: dict[str, Any]) -> tuple[tuple[Any, Any], A
 
 
 def in_range(task: Task, direction: Any) -> tuple[Any, Any]:
-    """A direction in the dtypes of what is trained, and by what to multiply derivatives along it.
+    """A direction in the dtypes of what is trained, and by what to multiply derivatives
+    along it.
 
     Where the loss has numbers in float16, the direction is divided by its norm.
     """
     norm, traced = 1.0, trace(task.of_model, task.model, task.batch)
     if has_small_range(equations_of(traced.closed.jaxpr)):
         direction = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), direction)
-        norm = lax.stop_gradient(jnp.maximum(norm_of(direction), jnp.finfo("float32").tiny))
-    return jax.tree.map(lambda leaf, like: (leaf / norm).astype(like.dtype), direction, task.params), norm
+        norm = lax.stop_gradient(
+            jnp.maximum(norm_of(direction), jnp.finfo("float32").tiny)
+        )
+    return (
+        jax.tree.map(
+            lambda leaf, like: (leaf / norm).astype(like.dtype), direction, task.params
+        ),
+        norm,
+    )
 
 
 def norm_of(tree: Any) -> Any:
-    squares = [jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(tree)]
+    squares = [
+        jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(tree)
+    ]
     return jnp.sqrt(sum(squares, jnp.zeros((), jnp.float32)))
 
 
@@ -57,13 +73,18 @@ def _without_rules(fn: Any) -> Any:
         closed = without_rules(traced.closed)
         arrays = eval_jaxpr(closed.jaxpr, closed.consts, *traced.inputs)
         pairs = zip(traced.leaves, arrays, strict=True)
-        return traced.rebuild([NamedArray(x, like.axes) if is_named(like) else x for like, x in pairs])
+        return traced.rebuild(
+            [NamedArray(x, like.axes) if is_named(like) else x for like, x in pairs]
+        )
 
     return run
 
 
-def of_documents(along: Any, losses: Any, ids: Any, Documents: Axis, *, of_mean: bool) -> NamedArray:
-    """The sums, or means, of the derivatives of tokens' losses by document, of which `ids` has the numbers.
+def of_documents(
+    along: Any, losses: Any, ids: Any, Documents: Axis, *, of_mean: bool
+) -> NamedArray:
+    """The sums, or means, of the derivatives of tokens' losses by document, of which
+    `ids` has the numbers.
 
     Raises:
         ValueError: there is not one id for each loss.
@@ -74,10 +95,12 @@ def of_documents(along: Any, losses: Any, ids: Any, Documents: Axis, *, of_mean:
     if not jnp.issubdtype(ids.dtype, jnp.integer) or ids.shape != along.shape:
         has = axes_text(losses.axes) if is_named(losses) else losses.shape
         raise ValueError(
-            f"example_ids are integers, one for each loss, and per_example_loss returned losses with {has}; "
-            f"got {ids.dtype} of the shape {ids.shape}. Give -1 for a token of no example."
+            "example_ids are integers, one for each loss, and per_example_loss"
+            f" returned losses with {has}; got {ids.dtype} of the shape {ids.shape}."
+            " Give -1 for a token of no example."
         )
-    places = jnp.where(ids < 0, Documents.size, ids).reshape(-1)  # which is left out, as larger numbers are
+    # Which is left out, as larger numbers are
+    places = jnp.where(ids < 0, Documents.size, ids).reshape(-1)
 
     def summed(array: Any) -> Any:
         return jax.ops.segment_sum(array.reshape(-1), places, Documents.size)

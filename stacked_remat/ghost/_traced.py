@@ -16,7 +16,8 @@ from .._scan.marks import is_named
 class Traced:
     """A function of trees as a program on arrays, which are its inputs.
 
-    `shapes` are the results as a tree, with the types of their arrays, and `rest` those that are no arrays.
+    `shapes` are the results as a tree, with the types of their arrays, and `rest` those
+    that are no arrays.
     """
 
     closed: Any
@@ -32,7 +33,9 @@ class Traced:
     def rebuild(self, leaves: list[Any]) -> Any:
         """The results, from what is in the place of these leaves."""
         tree = jax.tree.structure(self.shapes, is_leaf=is_named)
-        return eqx.combine(jax.tree.unflatten(tree, leaves), self.rest, is_leaf=is_named)
+        return eqx.combine(
+            jax.tree.unflatten(tree, leaves), self.rest, is_leaf=is_named
+        )
 
 
 def trace(fn: Callable[..., Any], *args: Any) -> Traced:
@@ -49,26 +52,40 @@ def arrays_of(tree: Any) -> list[Any]:
 
 
 def rounding(jaxpr: Any) -> Any:
-    """The relative error that sums in other orders may lead to, by the lowest precision of a program.
+    """The relative error that sums in other orders may lead to, by the lowest precision
+    of a program.
 
-    About 1e-5 in float32 and 2e-2 in bfloat16. TPUs and GPUs may multiply float32 arrays in lower precision.
+    About 1e-5 in float32 and 2e-2 in bfloat16. TPUs and GPUs may multiply float32
+    arrays in lower precision.
     """
     own = max(float(jnp.finfo(dtype).eps) for dtype in _dtypes(equations_of(jaxpr)))
     elsewhere = max(own, float(jnp.finfo(jnp.bfloat16).eps))
-    # A power below 1 leaves room for many roundings in high precision, and for few in low.
-    return jax.lax.platform_dependent(cpu=lambda: own**0.75, default=lambda: elsewhere**0.75)
+    # A power below 1 leaves room for many roundings in high precision, and for few in
+    # low.
+    return jax.lax.platform_dependent(
+        cpu=lambda: own**0.75, default=lambda: elsewhere**0.75
+    )
 
 
 def has_small_range(equations: Iterable[Any]) -> bool:
-    """Whether equations have numbers that float16 or less hold, in which small ones are lost."""
-    return any(jnp.finfo(dtype).minexp > jnp.finfo(jnp.float32).minexp for dtype in _dtypes(equations))
+    """Whether equations have numbers that float16 or less hold, in which small ones are
+    lost.
+    """
+    return any(
+        jnp.finfo(dtype).minexp > jnp.finfo(jnp.float32).minexp
+        for dtype in _dtypes(equations)
+    )
 
 
 def _dtypes(equations: Iterable[Any]) -> set[Any]:
     """Of the real or complex numbers in equations; float32 if they have none."""
-    atoms = [atom for equation in equations for atom in (*equation.invars, *equation.outvars)]
+    atoms = [
+        atom for equation in equations for atom in (*equation.invars, *equation.outvars)
+    ]
     dtypes = {atom.aval.dtype for atom in atoms if hasattr(atom.aval, "dtype")}
-    return {dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.inexact)} or {jnp.dtype("float32")}
+    return {dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.inexact)} or {
+        jnp.dtype("float32")
+    }
 
 
 def equations_of(jaxpr: Any) -> Iterator[Any]:

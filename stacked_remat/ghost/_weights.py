@@ -1,4 +1,6 @@
-"""Values of a traced program that depend on weights, and scores from their derivatives along directions."""
+"""Values of a traced program that depend on weights, and scores from their derivatives
+along directions.
+"""
 
 import dataclasses
 import itertools
@@ -25,7 +27,8 @@ class UnsupportedLeafError(ValueError):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Along:
-    """A direction of an array of the model, or the derivative along it of a value computed from the array.
+    """A direction of an array of the model, or the derivative along it of a value
+    computed from the array.
 
     The probe is zeros, for each layer of a stack; its cotangent is the score.
     """
@@ -37,7 +40,9 @@ class Along:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Value:
-    """A value of the program, with its derivatives where it depends on weights and not on data."""
+    """A value of the program, with its derivatives where it depends on weights and not
+    on data.
+    """
 
     array: Any
     alongs: tuple[Along, ...] = ()
@@ -53,12 +58,15 @@ def bind(equation: Any, operands: Sequence[Any]) -> list[Any]:
     pairs = zip(equation.invars, operands, strict=True)
     given = {atom: value for atom, value in pairs if not isinstance(atom, Literal)}
     debug_info = jax.make_jaxpr(lambda: ())().jaxpr.debug_info
-    alone = Jaxpr([], list(given), equation.outvars, [equation], equation.effects, debug_info)
+    alone = Jaxpr(
+        [], list(given), equation.outvars, [equation], equation.effects, debug_info
+    )
     return eval_jaxpr(alone, (), *given.values())
 
 
 def without_rules(program: Any) -> Any:
-    """A jaxpr, open or closed, with what `jax.custom_vjp`s compute in their place; anything else as it is.
+    """A jaxpr, open or closed, with what `jax.custom_vjp`s compute in their place;
+    anything else as it is.
 
     It has no `stop_gradient`s either, which leave derivatives to the rules.
     """
@@ -79,15 +87,22 @@ def equation_without_rules(equation: Any) -> Any:
     return equation.replace(params=params)
 
 
-def tangents_of(equation: Any, arrays: Sequence[Any], directions: Mapping[int, Any]) -> list[Any]:
-    """The derivatives of an equation's results along directions of some of its operands."""
+def tangents_of(
+    equation: Any, arrays: Sequence[Any], directions: Mapping[int, Any]
+) -> list[Any]:
+    """The derivatives of an equation's results along directions of some of its
+    operands.
+    """
 
     def run(*some: Any) -> list[Any]:
         own = dict(zip(directions, some, strict=True))
         return bind(equation, [own.get(at, array) for at, array in enumerate(arrays)])
 
     given = [arrays[at] for at in directions]
-    along = [own.astype(array.dtype) for own, array in zip(directions.values(), given, strict=True)]
+    along = [
+        own.astype(array.dtype)
+        for own, array in zip(directions.values(), given, strict=True)
+    ]
     return jax.jvp(run, given, along)[1]
 
 
@@ -96,42 +111,67 @@ SAME = "convert_element_type copy device_put name reshard sharding_constraint".s
 
 
 def of_weights(equation: Any, operands: Sequence[Value]) -> list[Value]:
-    """The results of an equation on weights, and on values that are the same for all examples."""
+    """The results of an equation on weights, and on values that are the same for all
+    examples.
+    """
     given = [value.own for value in operands]
     arrays = bind(equation, given)
     is_same = equation.primitive.name in SAME and is_differentiable(arrays[0].dtype)
-    if is_same and has_small_range([equation]):  # which would lose small entries of a direction
+    if is_same and has_small_range(
+        [equation]
+    ):  # which would lose small entries of a direction
         return [Value(arrays[0], operands[0].alongs)]
     found: list[list[Along]] = [[] for _ in arrays]
     groups: dict[int, dict[int, Along]] = {}
     for at, value in enumerate(operands):
-        for along in value.alongs if equation.primitive is not primitives.stop_gradient_p else ():
+        for along in (
+            value.alongs if equation.primitive is not primitives.stop_gradient_p else ()
+        ):
             groups.setdefault(id(along.probe), {})[at] = along
     for group in groups.values():
-        tangents = tangents_of(equation, given, {at: along.direction for at, along in group.items()})
+        tangents = tangents_of(
+            equation, given, {at: along.direction for at, along in group.items()}
+        )
         first, *_ = group.values()
         for alongs, tangent in zip(found, tangents, strict=True):
             if is_differentiable(jnp.result_type(tangent)):
-                alongs.append(Along(first.path, lax.stop_gradient(tangent), first.probe))
-    return [Value(array, tuple(alongs)) for array, alongs in zip(arrays, found, strict=True)]
+                alongs.append(
+                    Along(first.path, lax.stop_gradient(tangent), first.probe)
+                )
+    return [
+        Value(array, tuple(alongs)) for array, alongs in zip(arrays, found, strict=True)
+    ]
 
 
-def deposit(results: list[Any], along: Along, tangents: Callable[[Any], list[Any]]) -> list[Any]:
-    """The results as they are; the backward pass adds the score to the cotangent of the probe.
+def deposit(
+    results: list[Any], along: Along, tangents: Callable[[Any], list[Any]]
+) -> list[Any]:
+    """The results as they are; the backward pass adds the score to the cotangent of the
+    probe.
 
-    `tangents` gives those of the results along a direction. Traced here, and evaluated in the backward pass.
+    `tangents` gives those of the results along a direction. Traced here, and evaluated
+    in the backward pass.
     """
     closed = jax.make_jaxpr(tangents)(along.direction)
-    jaxpr = closed.jaxpr.replace(constvars=[], invars=[*closed.jaxpr.invars, *closed.jaxpr.constvars])
+    jaxpr = closed.jaxpr.replace(
+        constvars=[], invars=[*closed.jaxpr.invars, *closed.jaxpr.constvars]
+    )
     keep = [True] + [False] * len(closed.consts)
     jaxpr, used = partial_eval.dce_jaxpr(jaxpr, [True] * len(results), instantiate=keep)
-    arrays = [lax.stop_gradient(array) for array in itertools.compress(closed.consts, used[1:])]
+    arrays = [
+        lax.stop_gradient(array)
+        for array in itertools.compress(closed.consts, used[1:])
+    ]
     direction = lax.stop_gradient(along.direction)
     given = (*results, direction, *arrays, along.probe)
-    varying = frozenset().union(*(jax.typeof(array).manual_axis_type.varying for array in given))
+    varying = frozenset().union(
+        *(jax.typeof(array).manual_axis_type.varying for array in given)
+    )
 
     @jax.custom_vjp
-    def run(results: list[Any], probe: Any, direction: Any, arrays: list[Any]) -> list[Any]:
+    def run(
+        results: list[Any], probe: Any, direction: Any, arrays: list[Any]
+    ) -> list[Any]:
         return of_each_example(probe, results)
 
     def forward(results: list[Any], probe: Any, *kept: Any) -> tuple[list[Any], Any]:
@@ -139,8 +179,8 @@ def deposit(results: list[Any], along: Along, tangents: Callable[[Any], list[Any
 
     def backward(kept: Any, cotangents: list[Any]) -> tuple[Any, Any, None, None]:
         direction, arrays = kept
-        # Between two barriers: else XLA merges its products with those of the forward pass, or leaves them
-        # for later, and their results stay in memory.
+        # Between two barriers: else XLA merges its products with those of the forward
+        # pass, or leaves them for later, and their results stay in memory.
         cotangents, arrays = lax.optimization_barrier((cotangents, arrays))
 
         pairs = zip(cotangents, eval_jaxpr(jaxpr, (), direction, *arrays), strict=True)
@@ -182,5 +222,8 @@ def _mapped(
     if not is_mapped[0]:
         return arrays, is_mapped[1]
     pairs = zip(arrays, is_mapped[1], strict=True)
-    found = [array if is_ else jnp.broadcast_to(array, (size, *array.shape)) for array, is_ in pairs]
+    found = [
+        array if is_ else jnp.broadcast_to(array, (size, *array.shape))
+        for array, is_ in pairs
+    ]
     return found, [True] * len(found)

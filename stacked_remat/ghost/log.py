@@ -1,4 +1,6 @@
-"""The scores of a run's training examples in Parquet files: written whole, resumed without duplicates."""
+"""The scores of a run's training examples in Parquet files: written whole, resumed
+without duplicates.
+"""
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -30,7 +32,8 @@ def import_pyarrow() -> Any:
         import pyarrow.parquet
     except ImportError as error:
         raise ImportError(
-            "Scores are logged to Parquet, which needs pyarrow: pip install 'stacked_remat[data]'."
+            "Scores are logged to Parquet, which needs pyarrow: pip install"
+            " 'stacked_remat[data]'."
         ) from error
     return pyarrow
 
@@ -42,10 +45,13 @@ class StepScores:
 
     Attributes:
         step: number of the step, from 1.
-        examples: the id of each example; the same example has the same id in every step.
+        examples: the id of each example; the same example has the same id in every
+            step.
         losses: loss of each example, `[batch]`.
-        scores: for each leaf's path, `[batch]`, or `[layers, batch]` for leaves of a stack of layers.
-        norms: norms of the examples' gradients, as `scores`; None if they were not computed.
+        scores: for each leaf's path, `[batch]`, or `[layers, batch]` for leaves of a
+            stack of layers.
+        norms: norms of the examples' gradients, as `scores`; None if they were not
+            computed.
         texts: what to show of each example; None for nothing.
 
     Raises:
@@ -63,42 +69,56 @@ class StepScores:
         count = len(self.examples)
         if self.step < 1 or not self.scores:
             raise ValueError(
-                f"Step {self.step} with scores of {[*self.scores]}: steps are from 1, with scores."
+                f"Step {self.step} with scores of {[*self.scores]}: steps are from 1,"
+                " with scores."
             )
         if self.texts is not None and len(self.texts) != count:
             raise ValueError(f"There are {len(self.texts)} texts of {count} examples.")
         arrays = {"losses": self.losses}
         arrays |= {f"scores[{path!r}]": array for path, array in self.scores.items()}
         for path, array in ({} if self.norms is None else self.norms).items():
-            if path not in self.scores or np.shape(self.scores[path]) != np.shape(array):
-                raise ValueError(f"norms[{path!r}] has the shape {np.shape(array)}, unlike its scores.")
-        for name, array in arrays.items():
-            if not 1 <= np.ndim(array) <= (1 if name == "losses" else 2) or np.shape(array)[-1] != count:
+            if path not in self.scores or np.shape(self.scores[path]) != np.shape(
+                array
+            ):
                 raise ValueError(
-                    f"{name} has the shape {np.shape(array)}, and there are {count} examples: the last axis "
-                    f"is that of the examples, and one of layers may be before it."
+                    f"norms[{path!r}] has the shape {np.shape(array)}, unlike its"
+                    " scores."
+                )
+        for name, array in arrays.items():
+            if (
+                not 1 <= np.ndim(array) <= (1 if name == "losses" else 2)
+                or np.shape(array)[-1] != count
+            ):
+                raise ValueError(
+                    f"{name} has the shape {np.shape(array)}, and there are {count}"
+                    " examples: the last axis is that of the examples, and one of"
+                    " layers may be before it."
                 )
 
 
 @final
 @dataclass
 class ScoreLog:
-    """Writes scores to Parquet files in a folder: a row for each step, example, leaf and layer.
+    """Writes scores to Parquet files in a folder: a row for each step, example, leaf
+    and layer.
 
-    The columns are `step`, `example` (its id), `layer` (null for leaves outside of stacks), `leaf` (its
-    path), `score`, `norm` (null if not computed), `loss` (of the example) and `text`. An example's score in a
-    step is the sum of its rows.
+    The columns are `step`, `example` (its id), `layer` (null for leaves outside of
+    stacks), `leaf` (its path), `score`, `norm` (null if not computed), `loss` (of the
+    example) and `text`. An example's score in a step is the sum of its rows.
 
-    A file appears whole or not at all, with the first of its steps in its name, so a process may be killed at
-    any moment. A run that resumes after step s drops the rows of later steps, and writes them again.
+    A file appears whole or not at all, with the first of its steps in its name, so a
+    process may be killed at any moment. A run that resumes after step s drops the rows
+    of later steps, and writes them again.
 
     Args:
         folder: of the files; made if needed.
-        resumed_after: the step after which the run resumes; 0 drops all rows. None for a folder without rows.
+        resumed_after: the step after which the run resumes; 0 drops all rows. None for
+            a folder without rows.
 
     Raises:
         ImportError: pyarrow is not installed.
-        ScoreLogError: the folder has rows and `resumed_after` is not given, or a file is damaged.
+        ScoreLogError: the folder has rows and `resumed_after` is not given, or a file
+            is damaged.
 
     Cost: rows of up to 2**18 scores in memory between two files.
     """
@@ -115,13 +135,16 @@ class ScoreLog:
         if self.resumed_after is None:
             if shards := _shards(self.folder):
                 raise ScoreLogError(
-                    f"{self.folder} has scores of an earlier run ({shards[0].name}). Give resumed_after, the "
-                    f"step after which the run resumes, or another folder."
+                    f"{self.folder} has scores of an earlier run ({shards[0].name})."
+                    " Give resumed_after, the step after which the run resumes, or"
+                    " another folder."
                 )
             return
         self._last = self.resumed_after
         for shard in _shards(self.folder):
-            if int(shard.stem.rpartition("-")[2]) > self.resumed_after:  # its first step
+            if (
+                int(shard.stem.rpartition("-")[2]) > self.resumed_after
+            ):  # its first step
                 shard.unlink()
             else:
                 with _named(shard):
@@ -131,15 +154,17 @@ class ScoreLog:
                     _write(kept, shard)
 
     def append(self, found: StepScores) -> None:
-        """Adds the rows of a step; they are in a file after the next `flush`, or when there are many.
+        """Adds the rows of a step; they are in a file after the next `flush`, or when
+        there are many.
 
         Raises:
             ValueError: the step is not after those that were added before.
         """
         if found.step <= self._last:
             raise ValueError(
-                f"Scores of step {found.step} come after those of step {self._last}: each step is logged "
-                f"once, in order. Give resumed_after={found.step - 1} to log it again."
+                f"Scores of step {found.step} come after those of step {self._last}:"
+                " each step is logged once, in order. Give"
+                f" resumed_after={found.step - 1} to log it again."
             )
         self._first, self._last = self._first or found.step, found.step
         self._tables.append(_table(found))
@@ -159,13 +184,16 @@ class ScoreLog:
 def log_folder(run: Path) -> Path:
     """The folder of a run's log: `ghost/` of a run folder, or the folder itself."""
     if not run.is_dir():
-        raise FileNotFoundError(f"There is no run folder {run}. Name the one of the run (trainer.run_dir).")
+        raise FileNotFoundError(
+            f"There is no run folder {run}. Name the one of the run (trainer.run_dir)."
+        )
     for folder in (run / LOG_FOLDER, run):
         if _shards(folder):
             return folder
     raise ScoreLogError(
-        f"{run} has no scores of examples. Train with a `ghost` section in the config, such as ghost: "
-        f"{{method: grad_dot, every: 10}}, and let it reach step `every`."
+        f"{run} has no scores of examples. Train with a `ghost` section in the config,"
+        " such as ghost: {method: grad_dot, every: 10}, and let it reach step"
+        " `every`."
     )
 
 
@@ -178,9 +206,11 @@ def read_scores(
     leaves: Iterable[str] | None = None,
     examples: Iterable[str] | None = None,
 ) -> Any:
-    """Some columns and rows of a log, as a `pyarrow.Table`; all rows of what is not given.
+    """Some columns and rows of a log, as a `pyarrow.Table`; all rows of what is not
+    given.
 
-    `steps` are the first and the last one, `layer` a number, `leaves` paths, and `examples` ids.
+    `steps` are the first and the last one, `layer` a number, `leaves` paths, and
+    `examples` ids.
 
     Raises:
         ScoreLogError: a file is damaged; names it.
@@ -211,10 +241,15 @@ def _table(found: StepScores) -> Any:
     def rows(path: str) -> Any:
         scores, norms = found.scores[path], (found.norms or {}).get(path)
         layers = np.size(scores) // count
-        at, numbers = np.tile(np.arange(count, dtype=np.int32), layers), np.repeat(np.arange(layers), count)
+        at, numbers = (
+            np.tile(np.arange(count, dtype=np.int32), layers),
+            np.repeat(np.arange(layers), count),
+        )
 
         def chosen(values: Sequence[str]) -> Any:
-            return pyarrow.DictionaryArray.from_arrays(at, pyarrow.array(values, "string"))
+            return pyarrow.DictionaryArray.from_arrays(
+                at, pyarrow.array(values, "string")
+            )
 
         columns = {
             "step": np.full(at.size, found.step),
@@ -235,7 +270,12 @@ def _schema() -> Any:
     pyarrow = import_pyarrow()
     text = pyarrow.dictionary(pyarrow.int32(), pyarrow.string())
     number = pyarrow.float32()
-    kinds = {"step": pyarrow.int64(), "example": text, "layer": pyarrow.int32(), "leaf": text}
+    kinds = {
+        "step": pyarrow.int64(),
+        "example": text,
+        "layer": pyarrow.int32(),
+        "leaf": text,
+    }
     kinds |= {"score": number, "norm": number, "loss": number, "text": text}
     return pyarrow.schema(list(kinds.items()))
 
@@ -252,8 +292,8 @@ def _named(shard: Path) -> Iterator[None]:
         yield
     except (import_pyarrow().ArrowException, OSError) as error:
         raise ScoreLogError(
-            f"{shard} can't be read as a log of scores ({str(error).splitlines()[0]}). Delete it to read the "
-            f"rest."
+            f"{shard} can't be read as a log of scores ({str(error).splitlines()[0]})."
+            " Delete it to read the rest."
         ) from error
 
 

@@ -1,4 +1,6 @@
-"""Scores for a training loop of one's own, with the methods that ghost engines of PyTorch have."""
+"""Scores for a training loop of one's own, with the methods that ghost engines of
+PyTorch have.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,9 +24,9 @@ _OPTIONS = ("granularity", "norms", "check", "trainable", "tokens")
 class GhostManager:
     """Scores the examples of a training loop against a validation batch.
 
-    A thin layer over `val_direction` and `grad_dot`, which compute everything; it holds only the attached
-    batch and what was found for it. The methods have the names of the manager of GhostSuite (PyTorch), so
-    that a loop can be ported line by line:
+    A thin layer over `val_direction` and `grad_dot`, which compute everything; it holds
+    only the attached batch and what was found for it. The methods have the names of the
+    manager of GhostSuite (PyTorch), so that a loop can be ported line by line:
 
     ```python
     for step, (batch, ids) in enumerate(batches, 1):
@@ -40,13 +42,15 @@ class GhostManager:
     ```
 
     Args:
-        losses: the loss of each example, `[batch]`; with the option `tokens` of each token.
+        losses: the loss of each example, `[batch]`; with the option `tokens` of each
+            token.
         validation: the batch whose loss the scores are about, as `losses` takes it.
         log: receives the scores; None to use only what `aggregate_and_log` returns.
         reduction: whether the loss is the `mean` or the `sum` of the examples' losses.
         every: steps between scored ones; the others compute only gradients.
         save_every: steps between files of the log.
-        options: more arguments of `grad_dot`: `granularity`, `norms`, `check`, `trainable`, `tokens`.
+        options: more arguments of `grad_dot`: `granularity`, `norms`, `check`,
+            `trainable`, `tokens`.
 
     Raises:
         ValueError: a number of steps is not positive, or options have others.
@@ -63,19 +67,29 @@ class GhostManager:
     def __post_init__(self) -> None:
         for name in ("every", "save_every"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
+                raise ValueError(
+                    f"{name} must be at least 1, got {getattr(self, name)}."
+                )
         if strange := sorted(set(self.options) - set(_OPTIONS)):
             raise ValueError(
-                f"options can't have {', '.join(strange)}: only {', '.join(_OPTIONS)}. Call grad_dot itself "
-                "for the others."
+                f"options can't have {', '.join(strange)}: only {', '.join(_OPTIONS)}."
+                " Call grad_dot itself for the others."
             )
         self._attached: tuple[Any, int, list[str], Sequence[str] | None] | None = None
         self._found: tuple[GradDots, Any] | None = None
         self._is_checked = False
-        self._scored, self._plain = eqx.filter_jit(self._score), eqx.filter_jit(self._gradient)
+        self._scored, self._plain = (
+            eqx.filter_jit(self._score),
+            eqx.filter_jit(self._gradient),
+        )
 
     def attach_train_batch(
-        self, batch: Any, *, step: int, examples: Sequence[Any], texts: Sequence[str] | None = None
+        self,
+        batch: Any,
+        *,
+        step: int,
+        examples: Sequence[Any],
+        texts: Sequence[str] | None = None,
     ) -> None:
         """Names the batch of the next step.
 
@@ -93,7 +107,8 @@ class GhostManager:
         return self._required()[0]
 
     def prepare_gradients(self, model: Any, batch: Any) -> Any:
-        """The gradients of the reduced loss, and in a scored step the scores, for `aggregate_and_log`.
+        """The gradients of the reduced loss, and in a scored step the scores, for
+        `aggregate_and_log`.
 
         Args:
             model: any tree; its floating-point arrays are differentiated.
@@ -103,7 +118,8 @@ class GhostManager:
             A tree like the model, with None for what is not differentiated.
 
         Raises:
-            ValueError: at the first scored step: the loss of an example depends on other examples.
+            ValueError: at the first scored step: the loss of an example depends on
+                other examples.
         """
         if self._required()[1] % self.every:
             return self._plain(model, batch)
@@ -115,16 +131,24 @@ class GhostManager:
         return gradients
 
     def aggregate_and_log(self) -> GradDots | None:
-        """Appends the scores to the log, and returns what `grad_dot` found; None where nothing was scored."""
+        """Appends the scores to the log, and returns what `grad_dot` found; None where
+        nothing was scored.
+        """
         _, step, examples, texts = self._required()
         if self._found is None:
             return None
         found, losses = self._found
         if self.log is not None:
             scores = found.scores or {"model": found.total}  # of granularity="total"
-            norms = None if found.norms is None else found.norms or {"model": found.total_norm}
+            norms = (
+                None
+                if found.norms is None
+                else found.norms or {"model": found.total_norm}
+            )
             losses, scores, norms = jax.tree.map(
-                lambda leaf: np.asarray(raw_array(leaf)), (losses, scores, norms), is_leaf=is_named
+                lambda leaf: np.asarray(raw_array(leaf)),
+                (losses, scores, norms),
+                is_leaf=is_named,
             )
             self.log.append(StepScores(step, examples, losses, scores, norms, texts))
         return found
@@ -149,14 +173,24 @@ class GhostManager:
 
     def _required(self) -> tuple[Any, int, list[str], Sequence[str] | None]:
         if self._attached is None:
-            raise RuntimeError("There is no batch: call attach_train_batch before each step.")
+            raise RuntimeError(
+                "There is no batch: call attach_train_batch before each step."
+            )
         return self._attached
 
     def _gradient(self, model: Any, batch: Any) -> Any:
-        of_loss = {name: self.options[name] for name in ("trainable", "tokens") if name in self.options}
-        return val_direction(model, self.losses, batch, reduction=self.reduction, **of_loss)
+        of_loss = {
+            name: self.options[name]
+            for name in ("trainable", "tokens")
+            if name in self.options
+        }
+        return val_direction(
+            model, self.losses, batch, reduction=self.reduction, **of_loss
+        )
 
-    def _score(self, model: Any, batch: Any, validation: Any) -> tuple[Any, GradDots, Any]:
+    def _score(
+        self, model: Any, batch: Any, validation: Any
+    ) -> tuple[Any, GradDots, Any]:
         """The gradients, what `grad_dot` found, and the losses of the examples."""
         options = {
             "direction": self._gradient(model, validation),
@@ -164,5 +198,7 @@ class GhostManager:
             **self.options,
         }
         gradients, found = grad_dot(model, self.losses, batch, **options)
-        losses = Objective(self.reduction, self.options.get("tokens")).of_examples(self.losses(model, batch))
+        losses = Objective(self.reduction, self.options.get("tokens")).of_examples(
+            self.losses(model, batch)
+        )
         return gradients, found, losses

@@ -1,4 +1,6 @@
-"""The mean scores of a log's examples, and of a model's layers, over steps; printed as tables."""
+"""The mean scores of a log's examples, and of a model's layers, over steps; printed as
+tables.
+"""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -13,24 +15,30 @@ NORMALIZATIONS = {
     "norm": "divided by the norm of the example's gradient",
     "none": "not normalised",
 }
-"""How scores of different steps are made comparable: raw ones are largest in the first steps."""
+"""How scores of different steps are made comparable: raw ones are largest in the first
+steps.
+"""
 
 _LONGEST_TEXT = 160  # letters of an example that are shown
 
 
 class ExampleRanking(NamedTuple):
-    """Examples, from the highest mean score to the lowest, and how many steps scored each."""
+    """Examples, from the highest mean score to the lowest, and how many steps scored
+    each.
+    """
 
     ids: np.ndarray
     scores: np.ndarray
     steps: np.ndarray
 
 
-def rank_examples(folder: Path, normalize: str = "step", **selected: Any) -> ExampleRanking:
+def rank_examples(
+    folder: Path, normalize: str = "step", **selected: Any
+) -> ExampleRanking:
     """The examples of a log by their mean score over the steps that scored them.
 
-    `normalize` is a key of `NORMALIZATIONS`, `selected` which rows, as `read_scores` takes it. Rows without a
-    finite score are left out.
+    `normalize` is a key of `NORMALIZATIONS`, `selected` which rows, as `read_scores`
+    takes it. Rows without a finite score are left out.
 
     Raises:
         ScoreLogError: no row is selected, or norms are asked for and were not logged.
@@ -38,16 +46,22 @@ def rank_examples(folder: Path, normalize: str = "step", **selected: Any) -> Exa
     Memory: about 30 bytes a row.
     """
     by_norm = normalize == "norm"
-    table = _finite(folder, ["step", "example", "score", *(["norm"] if by_norm else [])], selected)
+    table = _finite(
+        folder, ["step", "example", "score", *(["norm"] if by_norm else [])], selected
+    )
     summed = [("score", "sum")]
     if by_norm:
         if table["norm"].null_count:
             raise ScoreLogError(
-                f"{folder} has rows without the norms of gradients, which are logged by runs with "
-                f"ghost.norms: true and by a GhostManager with norms=True. Give --normalize step."
+                f"{folder} has rows without the norms of gradients, which are logged by"
+                " runs with ghost.norms: true and by a GhostManager with norms=True."
+                " Give --normalize step."
             )
         squares = np.square(table["norm"].to_numpy().astype(np.float64))
-        table, summed = table.append_column("square", [squares]), [*summed, ("square", "sum")]
+        table, summed = (
+            table.append_column("square", [squares]),
+            [*summed, ("square", "sum")],
+        )
     table = table.group_by(["step", "example"], use_threads=False).aggregate(summed)
     scores = table["score_sum"].to_numpy()
     if normalize == "step":
@@ -59,18 +73,29 @@ def rank_examples(folder: Path, normalize: str = "step", **selected: Any) -> Exa
     means = table["mean_mean"].to_numpy()
     order = np.argsort(-means, kind="stable")
     ids = table["example"].cast("string").to_numpy()
-    return ExampleRanking(ids[order], means[order], table["mean_count"].to_numpy()[order])
+    return ExampleRanking(
+        ids[order], means[order], table["mean_count"].to_numpy()[order]
+    )
 
 
-def print_examples(folder: Path, count: int, normalize: str, *, best: bool, **selected: Any) -> None:
+def print_examples(
+    folder: Path, count: int, normalize: str, *, best: bool, **selected: Any
+) -> None:
     """Prints the examples with the highest scores, or the lowest, with their text."""
     ranked = rank_examples(folder, normalize, **selected)
     numbers = np.arange(len(ranked.ids))
     chosen = (numbers if best else numbers[::-1])[:count]
-    rows = read_scores(folder, ["example", "text"], examples=map(str, ranked.ids[chosen]), **selected)
-    texts = dict(zip(rows["example"].to_pylist(), rows["text"].to_pylist(), strict=True))
+    rows = read_scores(
+        folder, ["example", "text"], examples=map(str, ranked.ids[chosen]), **selected
+    )
+    texts = dict(
+        zip(rows["example"].to_pylist(), rows["text"].to_pylist(), strict=True)
+    )
     what = "most helpful" if best else "most harmful"
-    title = f"The {len(chosen)} {what} of {len(numbers):,} examples; scores {NORMALIZATIONS[normalize]}"
+    title = (
+        f"The {len(chosen)} {what} of {len(numbers):,} examples; scores"
+        f" {NORMALIZATIONS[normalize]}"
+    )
     columns = {"score": "right", "steps": "right", "example": "left", "text": "left"}
     lines = [
         (f"{ranked.scores[at]:+.3f}", f"{ranked.steps[at]}", name, texts[name])
@@ -80,18 +105,24 @@ def print_examples(folder: Path, count: int, normalize: str, *, best: bool, **se
 
 
 def print_layers(folder: Path, count: int, **selected: Any) -> None:
-    """Prints the share of the scores of each layer, and of the leaves with the largest shares.
+    """Prints the share of the scores of each layer, and of the leaves with the largest
+    shares.
 
-    Every step counts the same. Sums are of scores, divided by the sum of all absolute scores.
+    Every step counts the same. Sums are of scores, divided by the sum of all absolute
+    scores.
     """
     table = _finite(folder, ["step", "layer", "leaf", "score"], selected)
     scores = table["score"].to_numpy().astype(np.float64)
     scores = scores / _of_steps(table, scores) / len(table["step"].unique())
-    table = table.append_column("sum", [scores]).append_column("share", [np.abs(scores)])
+    table = table.append_column("sum", [scores]).append_column(
+        "share", [np.abs(scores)]
+    )
 
     def sums(*by: str) -> list[dict[str, Any]]:
         """From the smallest share."""
-        found = table.group_by([*by], use_threads=False).aggregate([("share", "sum"), ("sum", "sum")])
+        found = table.group_by([*by], use_threads=False).aggregate(
+            [("share", "sum"), ("sum", "sum")]
+        )
         return sorted(found.to_pylist(), key=lambda one: one["share_sum"])
 
     def shown(one: dict[str, Any]) -> tuple[str, str]:
@@ -101,7 +132,10 @@ def print_layers(folder: Path, count: int, **selected: Any) -> None:
     largest = {one["layer"]: one["leaf"] for one in sums("layer", "leaf")}
     by_layer = {one["layer"]: one for one in sums("layer") if one["layer"] is not None}
     if by_layer:
-        lines = [(str(layer), *shown(one), largest[layer]) for layer, one in sorted(by_layer.items())]
+        lines = [
+            (str(layer), *shown(one), largest[layer])
+            for layer, one in sorted(by_layer.items())
+        ]
         title = "The layers' shares of the absolute scores"
         _print(title, {"layer": "right", **columns, "largest leaf": "left"}, lines)
     lines = [(one["leaf"], *shown(one)) for one in sums("leaf")[::-1][:count]]
@@ -113,7 +147,10 @@ def _finite(folder: Path, columns: Sequence[str], selected: dict[str, Any]) -> A
     table = read_scores(folder, columns, **selected)
     table = table.filter(np.isfinite(table["score"].to_numpy()))
     if not table.num_rows:
-        raise ScoreLogError(f"{folder} has no finite scores of these steps, layer and leaves: select others.")
+        raise ScoreLogError(
+            f"{folder} has no finite scores of these steps, layer and leaves: select"
+            " others."
+        )
     return table
 
 
@@ -128,24 +165,33 @@ def _nonzero(values: np.ndarray) -> np.ndarray:
 
 
 def _print(title: str, columns: dict[str, Any], lines: Iterable[Sequence[str]]) -> None:
-    """Print a table, each text on one line, not as markup, without control characters, and short."""
+    """Print a table, each text on one line, not as markup, without control characters,
+    and short.
+    """
     try:
         from rich import box
         from rich.console import Console
         from rich.table import Table
         from rich.text import Text
     except ImportError as error:
-        raise ImportError("Printing needs rich: pip install 'stacked_remat[train]'.") from error
+        raise ImportError(
+            "Printing needs rich: pip install 'stacked_remat[train]'."
+        ) from error
 
     def plain(text: str) -> Text:
         spaced = " ".join(text.split())
-        kept = "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in spaced)
+        kept = "".join(
+            letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}"
+            for letter in spaced
+        )
         short = kept if len(kept) <= _LONGEST_TEXT else f"{kept[: _LONGEST_TEXT - 1]}…"
         return Text(short, overflow="fold")
 
     table = Table(title=title, title_justify="left", box=box.SIMPLE)
     for name, side in columns.items():
-        table.add_column(name, justify=side, overflow="fold", ratio=1 if name == "text" else None)
+        table.add_column(
+            name, justify=side, overflow="fold", ratio=1 if name == "text" else None
+        )
     for line in lines:
         table.add_row(*map(plain, line))
     Console().print(table)

@@ -1,4 +1,6 @@
-"""Low-rank adapters for the linears of any module, stacked or not, and reading and writing PEFT's files."""
+"""Low-rank adapters for the linears of any module, stacked or not, and reading and
+writing PEFT's files.
+"""
 
 from ._adapter import (
     LoraConfig as LoraConfig,

@@ -1,4 +1,6 @@
-"""Low-rank adapters of linears: their config; adding, selecting and merging them in a model."""
+"""Low-rank adapters of linears: their config; adding, selecting and merging them in a
+model.
+"""
 
 import difflib
 import fnmatch
@@ -31,17 +33,19 @@ RANK_AXIS = "lora_rank"
 class LoraConfig:
     """Low-rank adapters (Hu et al. 2021) on the linears whose path matches a pattern.
 
-    A linear's path is the names of its attributes, with dots between them. The layers of a stack are `*`,
-    those of a `BlockSeq` their numbers: `layers.*.attention.q_proj`, `layers.*.mlp.experts.*.up_proj`,
-    `head`. In a pattern, `*` matches any characters, dots included, `?` one character and `[ab]` one of
-    these; it has to match the whole path. `*.q_proj` is every linear of that name, `*experts*` every linear
-    with that word in its path.
+    A linear's path is the names of its attributes, with dots between them. The layers
+    of a stack are `*`, those of a `BlockSeq` their numbers:
+    `layers.*.attention.q_proj`, `layers.*.mlp.experts.*.up_proj`, `head`. In a pattern,
+    `*` matches any characters, dots included, `?` one character and `[ab]` one of
+    these; it has to match the whole path. `*.q_proj` is every linear of that name,
+    `*experts*` every linear with that word in its path.
 
     Attributes:
         rank: columns of A and rows of B.
         alpha: the adapter's output is multiplied by `alpha / rank`.
-        targets: patterns; a linear that matches one of them is adapted. The default is names that end in
-            `_proj`: in models with Hugging Face's names, attention and experts, but not routers or the head.
+        targets: patterns; a linear that matches one of them is adapted. The default is
+            names that end in `_proj`: in models with Hugging Face's names, attention
+            and experts, but not routers or the head.
     """
 
     rank: int = 16
@@ -50,11 +54,18 @@ class LoraConfig:
 
     def __post_init__(self) -> None:
         if self.rank < 1:
-            raise ValueError(f"lora.rank must be a positive integer, got {self.rank!r}.")
+            raise ValueError(
+                f"lora.rank must be a positive integer, got {self.rank!r}."
+            )
         if not (math.isfinite(self.alpha) and self.alpha > 0):
-            raise ValueError(f"lora.alpha must be positive and finite, got {self.alpha!r}.")
+            raise ValueError(
+                f"lora.alpha must be positive and finite, got {self.alpha!r}."
+            )
         if isinstance(self.targets, str) or not self.targets:
-            raise ValueError(f"lora.targets must be a list of patterns as '*.q_proj', got {self.targets!r}.")
+            raise ValueError(
+                "lora.targets must be a list of patterns as '*.q_proj', got"
+                f" {self.targets!r}."
+            )
         object.__setattr__(self, "targets", tuple(self.targets))
 
     @property
@@ -64,9 +75,11 @@ class LoraConfig:
 
 
 class LoraLinear(eqx.Module):
-    """A linear with a low-rank adapter: `wrapped(x) + (x · A) · B * scale`, never merged.
+    """A linear with a low-rank adapter: `wrapped(x) + (x · A) · B * scale`, never
+    merged.
 
-    A and B are cast to the dtype of `x`. In a stack they have the stack's axes, as the wrapped weight has.
+    A and B are cast to the dtype of `x`. In a stack they have the stack's axes, as the
+    wrapped weight has.
 
     Attributes:
         wrapped: the linear, named or plain.
@@ -74,8 +87,9 @@ class LoraLinear(eqx.Module):
         b: `[..., lora_rank, Out...]`.
         scale: factor of the adapter's output.
 
-    Cost beside that of `wrapped`: `2 * rank * (In + Out)` FLOPs for every row of `x`, and twice that
-    backward. If only A and B are trained, the gradient of the wrapped weight is not computed.
+    Cost beside that of `wrapped`: `2 * rank * (In + Out)` FLOPs for every row of `x`,
+    and twice that backward. If only A and B are trained, the gradient of the wrapped
+    weight is not computed.
     """
 
     wrapped: hnn.Linear | eqx.nn.Linear
@@ -96,16 +110,23 @@ class LoraLinear(eqx.Module):
 
     In = property(attrgetter("wrapped.In"), doc="The input axes of a named linear.")
     Out = property(attrgetter("wrapped.Out"), doc="The output axes of a named linear.")
-    in_features = property(attrgetter("wrapped.in_features"), doc="The input width of a plain linear.")
-    out_features = property(attrgetter("wrapped.out_features"), doc="The output width of a plain linear.")
+    in_features = property(
+        attrgetter("wrapped.in_features"), doc="The input width of a plain linear."
+    )
+    out_features = property(
+        attrgetter("wrapped.out_features"), doc="The output width of a plain linear."
+    )
 
     @property
     def weight(self) -> Any:
-        """Raises AttributeError, because the adapter is not part of the wrapped weight."""
+        """Raises AttributeError, because the adapter is not part of the wrapped
+        weight.
+        """
         raise AttributeError(
-            "A LoraLinear has no single weight. Call it, use `wrapped.weight`, which lacks the adapter, or "
-            "merge with `merge_lora`. A linear whose weight is used directly, such as a head in a chunked "
-            "loss, can't be adapted: leave it out of LoraConfig.targets.",
+            "A LoraLinear has no single weight. Call it, use `wrapped.weight`, which"
+            " lacks the adapter, or merge with `merge_lora`. A linear whose weight is"
+            " used directly, such as a head in a chunked loss, can't be adapted: leave"
+            " it out of LoraConfig.targets.",
             name="weight",
             obj=self,
         )
@@ -114,11 +135,14 @@ class LoraLinear(eqx.Module):
 LINEARS = (hnn.Linear, eqx.nn.Linear, LoraLinear)
 
 
-def apply_lora(model: T, config: LoraConfig, *, key: PRNGKeyArray, dtype: DTypeLike = jnp.float32) -> T:
-    """Add an adapter to every linear, of Haliax or Equinox, whose path matches one of the patterns.
+def apply_lora(
+    model: T, config: LoraConfig, *, key: PRNGKeyArray, dtype: DTypeLike = jnp.float32
+) -> T:
+    """Add an adapter to every linear, of Haliax or Equinox, whose path matches one of
+    the patterns.
 
-    A is drawn from N(0, 1 / In) and B is zero, so the model's outputs do not change. The adapter of a path
-    does not depend on the other targets.
+    A is drawn from N(0, 1 / In) and B is zero, so the model's outputs do not change.
+    The adapter of a path does not depend on the other targets.
 
     Args:
         model: any tree of modules, with or without stacks.
@@ -127,11 +151,12 @@ def apply_lora(model: T, config: LoraConfig, *, key: PRNGKeyArray, dtype: DTypeL
         dtype: of A and B.
 
     Returns:
-        The model with `LoraLinear`s in place of these linears; its arrays are not copied.
+        The model with `LoraLinear`s in place of these linears; its arrays are not
+        copied.
 
     Raises:
-        ValueError: a pattern matches no linear (names the nearest paths), or a linear has an adapter already
-            or maps scalars.
+        ValueError: a pattern matches no linear (names the nearest paths), or a linear
+            has an adapter already or maps scalars.
 
     Memory: `rank * (In + Out)` numbers of `dtype` for each linear and layer.
     """
@@ -145,11 +170,18 @@ def apply_lora(model: T, config: LoraConfig, *, key: PRNGKeyArray, dtype: DTypeL
             return linear
         if isinstance(linear, LoraLinear):
             raise ValueError(
-                f"{path} has an adapter already. Merge it first, or leave it out of the targets."
+                f"{path} has an adapter already. Merge it first, or leave it out of the"
+                " targets."
             )
         own_key = jax.random.fold_in(key, zlib.crc32(path.encode()) & 0x7FFFFFFF)
-        if isinstance(linear, eqx.nn.Linear) and "scalar" in (linear.in_features, linear.out_features):
-            raise ValueError(f"{path} maps scalars and can't have an adapter. Leave it out of the targets.")
+        if isinstance(linear, eqx.nn.Linear) and "scalar" in (
+            linear.in_features,
+            linear.out_features,
+        ):
+            raise ValueError(
+                f"{path} maps scalars and can't have an adapter. Leave it out of the"
+                " targets."
+            )
         (Stack, In, Out), Rank = axes_of(linear), Axis(RANK_AXIS, config.rank)
         a = hax.random.normal(own_key, (*Stack, *In, Rank)) * hax.axis_size(In) ** -0.5
         b = hax.zeros((*Stack, Rank, *Out), dtype=dtype)
@@ -161,7 +193,8 @@ def apply_lora(model: T, config: LoraConfig, *, key: PRNGKeyArray, dtype: DTypeL
 def lora_filter(model: Any) -> Any:
     """A tree like the model, True for A and B of every adapter and False elsewhere.
 
-    For `equinox.partition`, or as `trainable` of `stacked_remat.training.TrainState.init`.
+    For `equinox.partition`, or as `trainable` of
+    `stacked_remat.training.TrainState.init`.
 
     Raises:
         ValueError: the model has no adapters.
@@ -173,20 +206,25 @@ def lora_filter(model: Any) -> Any:
         if not isinstance(node, LoraLinear):
             return False
         marks = jax.tree.map(lambda _: False, node)
-        return eqx.tree_at(lambda of: (of.a, of.b), marks, jax.tree.map(lambda _: True, (node.a, node.b)))
+        return eqx.tree_at(
+            lambda of: (of.a, of.b),
+            marks,
+            jax.tree.map(lambda _: True, (node.a, node.b)),
+        )
 
     return jax.tree.map(mark, model, is_leaf=lambda node: isinstance(node, LoraLinear))
 
 
 def merge_lora(model: T, *, donate: bool = False) -> T:
-    """The model with plain linears of weights `W + scale * A · B`: for export, not for training.
+    """The model with plain linears of weights `W + scale * A · B`: for export, not for
+    training.
 
     Args:
         model: a model with or without adapters.
         donate: whether to reuse the memory of W, after which `model` can't be used.
 
-    Sums are computed in float32 and rounded to the dtype of W, a layer at a time. Memory: one layer of one
-    linear in float32, and the new weights unless `donate`.
+    Sums are computed in float32 and rounded to the dtype of W, a layer at a time.
+    Memory: one layer of one linear in float32, and the new weights unless `donate`.
     """
     return map_modules(model, (LoraLinear,), lambda path, node: _merged(node, donate))
 
@@ -197,11 +235,15 @@ def lora_linears(model: Any) -> dict[str, hnn.Linear | eqx.nn.Linear | LoraLinea
 
 
 def axes_of(linear: Any) -> tuple[tuple[Axis, ...], tuple[Axis, ...], tuple[Axis, ...]]:
-    """The axes of the stacks around a linear, of its input and of its output; a plain one gets names."""
+    """The axes of the stacks around a linear, of its input and of its output; a plain
+    one gets names.
+    """
     linear = linear.wrapped if isinstance(linear, LoraLinear) else linear
     if not isinstance(linear, hnn.Linear):
         *stack, wide, narrow = linear.weight.shape
-        Stack = tuple(Axis(f"stack_{number}", size) for number, size in enumerate(stack))
+        Stack = tuple(
+            Axis(f"stack_{number}", size) for number, size in enumerate(stack)
+        )
         return Stack, (Axis("in", narrow),), (Axis("out", wide),)
     In, Out = axis_spec_to_tuple(linear.In), axis_spec_to_tuple(linear.Out)
     own = {axis.name for axis in (*In, *Out)}
@@ -210,21 +252,33 @@ def axes_of(linear: Any) -> tuple[tuple[Axis, ...], tuple[Axis, ...], tuple[Axis
 
 def arranged(array: NamedArray | Array, *axes: Axis) -> NamedArray:
     """An array of a linear with its axes in this order, which a plain one has."""
-    return array.rearrange(axes) if isinstance(array, NamedArray) else NamedArray(array, axes)
+    return (
+        array.rearrange(axes)
+        if isinstance(array, NamedArray)
+        else NamedArray(array, axes)
+    )
 
 
 def named_adapter(node: LoraLinear) -> tuple[NamedArray, NamedArray]:
     """A `[Stack, In, lora_rank]` and B `[Stack, lora_rank, Out]`."""
-    rank = node.a.axis_size(RANK_AXIS) if isinstance(node.a, NamedArray) else node.a.shape[-1]
+    rank = (
+        node.a.axis_size(RANK_AXIS)
+        if isinstance(node.a, NamedArray)
+        else node.a.shape[-1]
+    )
     (Stack, In, Out), Rank = axes_of(node), Axis(RANK_AXIS, rank)
     return arranged(node.a, *Stack, *In, Rank), arranged(node.b, *Stack, Rank, *Out)
 
 
 def lora_linear(linear: Any, a: NamedArray, b: NamedArray, scale: float) -> LoraLinear:
-    """The linear with this adapter in place of its own, of plain arrays if it is plain itself."""
+    """The linear with this adapter in place of its own, of plain arrays if it is plain
+    itself.
+    """
     linear = linear.wrapped if isinstance(linear, LoraLinear) else linear
     is_named = isinstance(linear, hnn.Linear)
-    return LoraLinear(linear, a if is_named else a.array, b if is_named else b.array, scale)
+    return LoraLinear(
+        linear, a if is_named else a.array, b if is_named else b.array, scale
+    )
 
 
 def _merged(node: LoraLinear, donate: bool) -> Any:
@@ -234,14 +288,22 @@ def _merged(node: LoraLinear, donate: bool) -> Any:
     merge = _DONATING if donate else _COPYING
     if isinstance(linear, hnn.Linear):
         # Haliax multiplies a reparametrised weight by this factor when it is applied.
-        weight = merge(linear.weight, a, b, node.scale / linear.reparam.active_scale, Stack[:1])
+        weight = merge(
+            linear.weight, a, b, node.scale / linear.reparam.active_scale, Stack[:1]
+        )
     else:
-        weight = merge(arranged(linear.weight, *Stack, *Out, *In), a, b, node.scale, Stack[:1]).array
+        weight = merge(
+            arranged(linear.weight, *Stack, *Out, *In), a, b, node.scale, Stack[:1]
+        ).array
     return eqx.tree_at(lambda linear: linear.weight, linear, weight)
 
 
 def _merge(
-    weight: NamedArray, a: NamedArray, b: NamedArray, factor: float, outermost: tuple[Axis, ...]
+    weight: NamedArray,
+    a: NamedArray,
+    b: NamedArray,
+    factor: float,
+    outermost: tuple[Axis, ...],
 ) -> NamedArray:
     def merge(weight: NamedArray, a: NamedArray, b: NamedArray) -> NamedArray:
         a, b = a.astype(jnp.float32), b.astype(jnp.float32)
@@ -257,7 +319,9 @@ def _merge(
     def layer(i: Array, weight: Array) -> Array:
         """The layer, written over that of `weight`."""
         one = read((weight, *arrays[1:]), i)
-        found = merge(*(NamedArray(x, of.axes[1:]) for x, of in zip(one, named, strict=True)))
+        found = merge(
+            *(NamedArray(x, of.axes[1:]) for x, of in zip(one, named, strict=True))
+        )
         return write(weight, i, found.array)
 
     layers = lax.fori_loop(0, outermost[0].size, layer, arrays[0])
@@ -265,14 +329,20 @@ def _merge(
 
 
 _COPYING = jax.jit(_merge, static_argnames=("factor", "outermost"))
-_DONATING = jax.jit(_merge, static_argnames=("factor", "outermost"), donate_argnames="weight")
+_DONATING = jax.jit(
+    _merge, static_argnames=("factor", "outermost"), donate_argnames="weight"
+)
 
 
 def _no_match(target: str, paths: list[str]) -> str:
     if not paths:
-        return f"lora.targets: {target!r} matches no linear: the model has no linear of Haliax or Equinox."
+        return (
+            f"lora.targets: {target!r} matches no linear: the model has no linear of"
+            " Haliax or Equinox."
+        )
     nearest = difflib.get_close_matches(target, paths, n=5, cutoff=0.0)
     return (
-        f"lora.targets: {target!r} matches no linear. Nearest of {len(paths)}: {', '.join(nearest)}. A "
-        "pattern has to match the whole path; `*` matches any characters."
+        f"lora.targets: {target!r} matches no linear. Nearest of {len(paths)}:"
+        f" {', '.join(nearest)}. A pattern has to match the whole path; `*` matches any"
+        " characters."
     )

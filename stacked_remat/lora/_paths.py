@@ -16,18 +16,26 @@ _STACKS = (Stacked, hnn.Stacked)
 _LEFT_OUT = {"blocks": (BlockSeq, hnn.BlockSeq), "stacks": (StackedPattern,)}
 
 
-def map_modules(tree: T, kinds: tuple[type, ...], function: Callable[[str, Any], Any]) -> T:
+def map_modules(
+    tree: T, kinds: tuple[type, ...], function: Callable[[str, Any], Any]
+) -> T:
     """Replace every outermost module of one of `kinds` by `function(path, module)`."""
 
     def replace(path: tuple[Any, ...], node: Any) -> Any:
         return function(dotted(tree, path), node) if isinstance(node, kinds) else node
 
-    return jtu.tree_map_with_path(replace, tree, is_leaf=lambda node: isinstance(node, kinds))
+    return jtu.tree_map_with_path(
+        replace, tree, is_leaf=lambda node: isinstance(node, kinds)
+    )
 
 
 def find_modules(tree: Any, kinds: tuple[type, ...]) -> dict[str, Any]:
-    """Every outermost module of one of `kinds` by its path, in the order of the tree."""
-    nodes = jtu.tree_leaves_with_path(tree, is_leaf=lambda node: isinstance(node, kinds))
+    """Every outermost module of one of `kinds` by its path, in the order of the
+    tree.
+    """
+    nodes = jtu.tree_leaves_with_path(
+        tree, is_leaf=lambda node: isinstance(node, kinds)
+    )
     return {dotted(tree, path): node for path, node in nodes if isinstance(node, kinds)}
 
 

@@ -1,9 +1,13 @@
-"""The memory, FLOPs and transfers of a program on any accelerator, found without running it.
+"""The memory, FLOPs and transfers of a program on any accelerator, found without
+running it.
 
 ```python
 from stacked_remat import memory
 
-print(memory.report(train_step, model, optimizer_state, batch, donate="all", target="h200"))
+report = memory.report(
+    train_step, model, optimizer_state, batch, donate="all", target="h200"
+)
+print(report)
 ```
 """
 

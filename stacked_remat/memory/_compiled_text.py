@@ -1,7 +1,8 @@
-"""What the text of a compiled program tells: its largest buffers, and the bytes that devices send each other.
+"""What the text of a compiled program tells: its largest buffers, and the bytes that
+devices send each other.
 
-The compiler does not give its own assignment of buffers for devices that are not attached. Collectives appear
-when it divides the program.
+The compiler does not give its own assignment of buffers for devices that are not
+attached. Collectives appear when it divides the program.
 """
 
 import functools
@@ -20,20 +21,28 @@ from ._table import readable_bytes
 _COMPUTATION = re.compile(r"^(ENTRY )?%([^\s(]+) ?\(.*\{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%\S+ = (.*?) ([a-z][\w\-]*)\((.*)$")
 _ARRAY = re.compile(r"\b((?:pred|[a-z]+(\d+)\w*)\[([\d,]*)\])(\{[^}]*\})?")
-_CALLED = re.compile(r"(?:body|condition|to_apply|calls|\w+_computations?)=(%[\w.\-]+|\{.*?\})")
+_CALLED = re.compile(
+    r"(?:body|condition|to_apply|calls|\w+_computations?)=(%[\w.\-]+|\{.*?\})"
+)
 _NAME = re.compile(r"%([\w.\-]+)")
 _ENTRY = re.compile(r"(\w+)=(\d+)")
 _SCOPES = re.compile(r'op_name="([^"]*)"')
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
 _TRIPS = re.compile(r'known_trip_count":\{"n":"(\d+)"')
-_GROUPS = re.compile(r"replica_groups=(?:\[\d+,(\d+)\]|\{\{([\d,]*)\}|mesh\[(.*?)\] \{(.*?)\})")
+_GROUPS = re.compile(
+    r"replica_groups=(?:\[\d+,(\d+)\]|\{\{([\d,]*)\}|mesh\[(.*?)\] \{(.*?)\})"
+)
 _COLLECTIVES = re.compile(
     r"(all-gather|all-reduce|reduce-scatter|all-to-all|ragged-all-to-all|collective-permute)(-start)?$"
 )
-_LIBRARIES = (str(Path(__file__).parents[1]), *(str(Path(str(each.__file__)).parent) for each in (eqx, hax)))
+_LIBRARIES = (
+    str(Path(__file__).parents[1]),
+    *(str(Path(str(each.__file__)).parent) for each in (eqx, hax)),
+)
 _ALLOCATES_NOTHING = frozenset(
-    "parameter constant iota after-all partition-id replica-id tuple get-tuple-element while conditional "
-    "call bitcast optimization-barrier copy-done dynamic-update-slice async-done".split()
+    "parameter constant iota after-all partition-id replica-id tuple get-tuple-element"
+    " while conditional call bitcast optimization-barrier copy-done"
+    " dynamic-update-slice async-done".split()
 )
 
 
@@ -51,7 +60,8 @@ class Buffer(NamedTuple):
         size: its bytes.
         shape: dtype and shape, as `f32[4096,1024]`.
         operation: what computes it, as the program names it.
-        source: the line of source, as `file:line`; `""` where the compiler does not know it.
+        source: the line of source, as `file:line`; `""` where the compiler does not
+            know it.
     """
 
     size: int
@@ -65,10 +75,18 @@ class Buffer(NamedTuple):
 
 
 def largest_buffers(program: str) -> tuple[Buffer, ...]:
-    """The five largest arrays of a program; those of one shape and line of source count as one."""
+    """The five largest arrays of a program; those of one shape and line of source count
+    as one.
+    """
     bodies, _ = _computations(program)
     sources = _sources(program)
-    fused = {name for body in bodies.values() for one in body if one.kind == "fusion" for name in one.called}
+    fused = {
+        name
+        for body in bodies.values()
+        for one in body
+        if one.kind == "fusion"
+        for name in one.called
+    }
 
     def buffer(one: _Instruction, size: int, shape: str) -> Buffer:
         inside = [inner.rest for name in one.called for inner in bodies.get(name, ())]
@@ -78,12 +96,15 @@ def largest_buffers(program: str) -> tuple[Buffer, ...]:
         source = next((sources[frame] for frame in frames if frame in sources), "")
         return Buffer(size, shape, scope[1] if scope else one.kind, source)
 
-    allocating = [one for name, body in bodies.items() if name not in fused for one in body]
+    allocating = [
+        one for name, body in bodies.items() if name not in fused for one in body
+    ]
     buffers = [
         buffer(one, size, shape)
         for one in allocating
         for size, shape, layout in one.results
-        if one.kind not in _ALLOCATES_NOTHING and "S(" not in layout  # in another memory
+        if one.kind not in _ALLOCATES_NOTHING
+        and "S(" not in layout  # in another memory
     ]
     found: dict[tuple[str, str], Buffer] = {}
     for each in sorted(buffers, reverse=True):
@@ -93,10 +114,11 @@ def largest_buffers(program: str) -> tuple[Buffer, ...]:
 
 
 def sent_bytes(program: str, devices: int) -> int:
-    """The bytes that each device sends in collectives that go round a ring, in one call.
+    """The bytes that each device sends in collectives that go round a ring, in one
+    call.
 
-    Those in a loop count times its trips, which where the compiler does not know them its name says
-    (`_trips.py`).
+    Those in a loop count times its trips, which where the compiler does not know them
+    its name says (`_trips.py`).
     """
     computations, entry = _computations(program)
 
@@ -113,13 +135,17 @@ def sent_bytes(program: str, devices: int) -> int:
         called = [*map(sent, one.called)]
         if one.kind == "conditional":
             return max(called)
-        return sum(called) * (_trips(one, computations) if one.kind == "while" and any(called) else 1)
+        return sum(called) * (
+            _trips(one, computations) if one.kind == "while" and any(called) else 1
+        )
 
     return round(sent(entry))
 
 
 def _computations(text: str) -> tuple[dict[str, list[_Instruction]], str]:
-    """The instructions of each computation, in the order in which they run, and the name of the first."""
+    """The instructions of each computation, in the order in which they run, and the
+    name of the first.
+    """
     found: dict[str, list[_Instruction]] = {}
     entry, body = "", []
     for line in text.splitlines():
@@ -128,7 +154,9 @@ def _computations(text: str) -> tuple[dict[str, list[_Instruction]], str]:
             body = found.setdefault(start[2], [])
         elif match := _INSTRUCTION.match(line):
             types, kind, rest = match.groups()
-            called = [name for names in _CALLED.findall(rest) for name in _NAME.findall(names)]
+            called = [
+                name for names in _CALLED.findall(rest) for name in _NAME.findall(names)
+            ]
             body.append(_Instruction(kind, [*_arrays(types)], called, rest))
     return found, entry
 
@@ -140,9 +168,11 @@ def _arrays(types: str) -> Iterable[tuple[int, str, str]]:
 
 
 def _sources(text: str) -> dict[str, str]:
-    """The lines of source of a program's stack frames, as `file:line`, by the numbers of the frames.
+    """The lines of source of a program's stack frames, as `file:line`, by the numbers
+    of the frames.
 
-    For a line in this package, Equinox or Haliax, it is that of the nearest caller elsewhere.
+    For a line in this package, Equinox or Haliax, it is that of the nearest caller
+    elsewhere.
     """
     tables: dict[str, dict[str, str]] = {}
     rows: dict[str, str] = {}
@@ -157,8 +187,11 @@ def _sources(text: str) -> dict[str, str]:
         entry = dict(_ENTRY.findall(row))
         at = dict(_ENTRY.findall(tables["FileLocations"][entry["file_location_id"]]))
         file = tables["FileNames"][at["file_name_id"]].strip('"')
-        caller = found.get(str(int(entry.get("parent_frame_id", 1)) - 1))  # counted from 1, for none
-        found[frame] = caller if caller and file.startswith(_LIBRARIES) else f"{file}:{at['line']}"
+        # Counted from 1, for none
+        caller = found.get(str(int(entry.get("parent_frame_id", 1)) - 1))
+        found[frame] = (
+            caller if caller and file.startswith(_LIBRARIES) else f"{file}:{at['line']}"
+        )
     return found
 
 
@@ -178,13 +211,17 @@ def _trips(loop: _Instruction, computations: dict[str, list[_Instruction]]) -> f
 
 
 def _sent_in(kind: str, starts: bool, size: float, group: int) -> float:
-    """What a device sends, from the bytes of a collective's result; where it starts, with its operands."""
+    """What a device sends, from the bytes of a collective's result; where it starts,
+    with its operands.
+    """
     if starts and kind != "all-reduce":
         size /= {"all-gather": 1 + 1 / group, "reduce-scatter": 1 + group}.get(kind, 2)
     ring = (group - 1) / group
-    return size * {"all-reduce": 2 * ring, "reduce-scatter": group - 1, "collective-permute": 1}.get(
-        kind, ring
-    )
+    return size * {
+        "all-reduce": 2 * ring,
+        "reduce-scatter": group - 1,
+        "collective-permute": 1,
+    }.get(kind, ring)
 
 
 def _group(text: str, devices: int) -> int:

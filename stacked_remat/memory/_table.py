@@ -7,7 +7,9 @@ _WIDTH, _LEAST = 80, 16  # columns of a terminal, and of them for the names of r
 
 
 def as_table(title: str, rows: Sequence[Sequence[str]], notes: Iterable[str]) -> str:
-    """Headings and rows under a title; names in the first column break into lines, figures do not."""
+    """Headings and rows under a title; names in the first column break into lines,
+    figures do not.
+    """
     first, *others = (max(map(len, column)) for column in zip(*rows, strict=True))
     first = min(first, max(_LEAST, _WIDTH - sum(others) - 2 * len(others)))
 
@@ -25,7 +27,11 @@ def as_table(title: str, rows: Sequence[Sequence[str]], notes: Iterable[str]) ->
 def _wrapped(text: str) -> list[str]:
     """A text in lines, each but the first indented; paths are left whole."""
     return textwrap.wrap(
-        text, _WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+        text,
+        _WIDTH,
+        subsequent_indent="  ",
+        break_long_words=False,
+        break_on_hyphens=False,
     ) or [""]
 
 
@@ -39,7 +45,9 @@ def readable_bytes(count: int) -> str:
 
 
 def common_unit(counts: Iterable[int]) -> tuple[int, str]:
-    """The unit in which the largest of some numbers of bytes is readable, in bytes, and its name."""
+    """The unit in which the largest of some numbers of bytes is readable, in bytes, and
+    its name.
+    """
     power = max(max(counts, default=0).bit_length() - 1, 0) // 10
     power = min(power, len(_BINARY_UNITS) - 1)
     return 1024**power, _BINARY_UNITS[power]

@@ -1,7 +1,8 @@
 """The accelerators that programs can be compiled for, attached or not.
 
-A target returns the devices that JAX compiles for. For an accelerator that is not attached these are
-compile-only: XLA's compiler for that chip runs in full, but no program does.
+A target returns the devices that JAX compiles for. For an accelerator that is not
+attached these are compile-only: XLA's compiler for that chip runs in full, but no
+program does.
 """
 
 import dataclasses
@@ -31,11 +32,15 @@ class Target(ABC):
 
     Attributes:
         name: as in `report(..., target=name)`.
-        memory: bytes of memory of one device, as its driver reports them; None where it is not known.
-        flops: peak dense bfloat16 FLOP/s of one device, without sparsity; None where it is not known.
-        link: peak bytes per second between the memory of one device and its host, in each direction; None
-            where it is not known. With NVLink-C2C: `dataclasses.replace(TARGETS["h200"], link=450e9)`.
-        device_kinds: names of such devices, as drivers give them (`jax.Device.device_kind`).
+        memory: bytes of memory of one device, as its driver reports them; None where it
+            is not known.
+        flops: peak dense bfloat16 FLOP/s of one device, without sparsity; None where it
+            is not known.
+        link: peak bytes per second between the memory of one device and its host, in
+            each direction; None where it is not known. With NVLink-C2C:
+            `dataclasses.replace(TARGETS["h200"], link=450e9)`.
+        device_kinds: names of such devices, as drivers give them
+            (`jax.Device.device_kind`).
     """
 
     name: str
@@ -52,7 +57,8 @@ class Target(ABC):
         """Return `count` `jax.Device`s to compile for.
 
         Raises:
-            TargetError: the plugin is not installed, or there is no topology with that many devices.
+            TargetError: the plugin is not installed, or there is no topology with that
+                many devices.
         """
 
 
@@ -66,15 +72,18 @@ class LocalTarget(Target):
         found = tuple(jax.devices())
         if count > len(found):
             raise TargetError(
-                f"target 'local' has {len(found)} device(s), {count} were asked for. Name another target, or "
-                f"set XLA_FLAGS=--xla_force_host_platform_device_count={count} for virtual CPU devices."
+                f"target 'local' has {len(found)} device(s), {count} were asked for."
+                " Name another target, or set"
+                f" XLA_FLAGS=--xla_force_host_platform_device_count={count} for virtual"
+                " CPU devices."
             )
         return found[:count]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CudaTarget(Target):
-    """An NVIDIA GPU, with figures for XLA's cost model and code generator, by XLA's names, sizes in bytes.
+    """An NVIDIA GPU, with figures for XLA's cost model and code generator, by XLA's
+    names, sizes in bytes.
 
     Attributes:
         capability: compute capability, (major, minor).
@@ -88,12 +97,15 @@ class CudaTarget(Target):
     clock_rate_ghz: float
     memory_bandwidth: int
 
-    # Compiled without the device attached, XLA:GPU drops the memory kind of entry arguments. Offloading
-    # inside the program is honoured.
+    # Compiled without the device attached, XLA:GPU drops the memory kind of entry
+    # arguments. Offloading inside the program is honoured.
     sizes_host_arguments: ClassVar[bool] = False
 
     def devices(self, count: int = 1) -> tuple[Any, ...]:
-        version = next((v for v in (13, 12) if importlib.util.find_spec(f"jax_cuda{v}_plugin")), None)
+        version = next(
+            (v for v in (13, 12) if importlib.util.find_spec(f"jax_cuda{v}_plugin")),
+            None,
+        )
         if version is None:
             raise TargetError(
                 f"target {self.name!r} needs JAX's CUDA plugin (no GPU is needed): "
@@ -103,8 +115,10 @@ class CudaTarget(Target):
         try:
             found = _topology(self.name, "cuda", **options)
         except NotImplementedError:
-            # JAX skipped the plugin because it found no driver; the compiler needs none.
-            jax.devices()  # initialises the backends first, or JAX would treat the GPU as attached
+            # JAX skipped the plugin because it found no driver; the compiler needs
+            # none.
+            # initialises the backends first, or JAX would treat the GPU as attached
+            jax.devices()
             os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
             importlib.import_module(f"jax_plugins.xla_cuda{version}").initialize()
             found = _topology(self.name, "cuda", **options)
@@ -113,7 +127,8 @@ class CudaTarget(Target):
     def target_config(self) -> str:
         """The device as the text proto that XLA takes for a compile-only GPU."""
         major, minor = self.capability
-        # Only Hopper and later have a feature set beyond the plain architecture ("sm_90a").
+        # Only Hopper and later have a feature set beyond the plain architecture
+        # ("sm_90a").
         extension = " feature_extension: ACCELERATED_FEATURES" if major >= 9 else ""
         return f"""
 gpu_device_info {{
@@ -162,28 +177,40 @@ class TpuTarget(Target):
         topology = next((name for size, name in self.slices if size >= count), None)
         if topology is None:
             sizes = ", ".join(str(size) for size, _ in self.slices)
-            raise TargetError(f"target {self.name!r} has slices of {sizes} devices; {count} were asked for")
-        # An attached backend starts first, because it may need the metadata server. Without a TPU, libtpu
-        # would wait minutes for that server to tell what these variables say.
+            raise TargetError(
+                f"target {self.name!r} has slices of {sizes} devices; {count} were"
+                " asked for"
+            )
+        # An attached backend starts first, because it may need the metadata server.
+        # Without a TPU, libtpu would wait minutes for that server to tell what these
+        # variables say.
         if jax.default_backend() != "tpu":
             os.environ.update(_NO_TPU | os.environ)
         return tuple(_topology(topology, "tpu").devices)[:count]
 
 
-_NO_TPU = {"TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "v5p-8", "TPU_WORKER_HOSTNAMES": "localhost"}
+_NO_TPU = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5p-8",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+}
 
 # PCI Express of 16 lanes, in each direction; datasheets give the sum of both.
 _PCIE_4, _PCIE_5 = 32e9, 64e9
 
-# Figures of GPUs are from NVIDIA's datasheets (SXM5 for H100 and H200, DGX for B200), and as XLA read them
-# from devices (openxla/xla, xla/backends/gpu/target_config/specs). Those of TPUs are from
-# cloud.google.com/tpu/docs, of their PCI Express from Austin et al. 2025, "How to Scale Your Model", part 2.
+# Figures of GPUs are from NVIDIA's datasheets (SXM5 for H100 and H200, DGX for B200),
+# and as XLA read them from devices (openxla/xla, xla/backends/gpu/target_config/specs).
+# Those of TPUs are from cloud.google.com/tpu/docs, of their PCI Express from Austin et
+# al. 2025, "How to Scale Your Model", part 2.
 
 _SQUARES = "1x1 2x2 2x4 4x4 4x8 8x8 8x16 16x16"
 
 
 def _slices(name: str, topologies: str) -> tuple[tuple[int, str], ...]:
-    return tuple((math.prod(map(int, each.split("x"))), f"{name}:{each}") for each in topologies.split())
+    return tuple(
+        (math.prod(map(int, each.split("x"))), f"{name}:{each}")
+        for each in topologies.split()
+    )
 
 
 _H100 = CudaTarget(
@@ -263,7 +290,9 @@ _ALL: tuple[Target, ...] = (
     ),
 )
 
-TARGETS: Mapping[str, Target] = MappingProxyType({target.name: target for target in _ALL})
+TARGETS: Mapping[str, Target] = MappingProxyType(
+    {target.name: target for target in _ALL}
+)
 """Every target by name. Wherever a name is taken, so is a `Target` of your own."""
 
 
@@ -277,10 +306,16 @@ def find_target(target: str | Target) -> Target:
         return target
     name = str(target).lower()
     if name not in TARGETS:
-        raise ValueError(f"unknown target {target!r}: expected one of {', '.join(TARGETS)}.")
+        raise ValueError(
+            f"unknown target {target!r}: expected one of {', '.join(TARGETS)}."
+        )
     return TARGETS[name]
 
 
 def target_of_device(device: Any) -> Target | None:
-    """Return the target that describes a device, by its `device_kind`; None if there is none."""
-    return next((target for target in _ALL if device.device_kind in target.device_kinds), None)
+    """Return the target that describes a device, by its `device_kind`; None if there is
+    none.
+    """
+    return next(
+        (target for target in _ALL if device.device_kind in target.device_kinds), None
+    )

@@ -1,4 +1,6 @@
-"""Lists of Flax NNX layers: stacked for `remat_scan`, or as a pattern of several kinds of layers."""
+"""Lists of Flax NNX layers: stacked for `remat_scan`, or as a pattern of several kinds
+of layers.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,19 +21,24 @@ def stack(layers: Sequence[nnx.Module], axis_name: str = "layers") -> Any:
 
     ```python
     stacked = stack([Layer(16, rngs=nnx.Rngs(seed)) for seed in range(6)])
-    y = remat_scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, stacked)
+    apply = remat_scan(
+        lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry
+    )
+    y = apply(x, stacked)
     ```
 
-    It equals what `nnx.vmap` of the constructor makes. Variables with sharding metadata get the name of the
-    axis in front of theirs: give `remat_scan` `transform_metadata={nnx.PARTITION_NAME: axis_name}`.
+    It equals what `nnx.vmap` of the constructor makes. Variables with sharding metadata
+    get the name of the axis in front of theirs: give `remat_scan`
+    `transform_metadata={nnx.PARTITION_NAME: axis_name}`.
 
     Args:
         layers: modules of one class, with equal attributes beside their variables.
         axis_name: of the layers, in sharding metadata.
 
     Raises:
-        ValueError: there are no layers, two share a variable, or two differ in an attribute or in the shape
-            or dtype of a variable; names its path and both values. `pattern` takes such layers.
+        ValueError: there are no layers, two share a variable, or two differ in an
+            attribute or in the shape or dtype of a variable; names its path and both
+            values. `pattern` takes such layers.
         TypeError: a layer is no module.
 
     Cost: a copy of all variables.
@@ -41,8 +48,9 @@ def stack(layers: Sequence[nnx.Module], axis_name: str = "layers") -> Any:
     for number, layer in enumerate(layers):
         if found := _difference(layers[0], layer):
             raise ValueError(
-                f"Layers 0 and {number} differ in {found}. A stack runs all layers with the attributes of "
-                "one. Use stacked_remat.nnx.pattern(layers) for layers of several kinds."
+                f"Layers 0 and {number} differ in {found}. A stack runs all layers with"
+                " the attributes of one. Use stacked_remat.nnx.pattern(layers) for"
+                " layers of several kinds."
             )
     states = jax.tree.map(lambda *leaves: jnp.stack(leaves), *map(nnx.state, layers))
     states = nnx.spmd.add_axis(states, 0, {nnx.PARTITION_NAME: axis_name})
@@ -52,23 +60,26 @@ def stack(layers: Sequence[nnx.Module], axis_name: str = "layers") -> Any:
 def pattern(
     layers: Sequence[nnx.Module], *, remat: ScanCheckpointSpec = "nested"
 ) -> "StackedPattern[ModuleBlock]":
-    """A `StackedPattern` of layers of several kinds: those that `stack` can stack are of one kind.
+    """A `StackedPattern` of layers of several kinds: those that `stack` can stack are
+    of one kind.
 
     ```python
     blocks = pattern([Layer(window=None if i % 6 == 5 else 512) for i in range(26)])
     y = blocks.fold(x, shared(mask))
     ```
 
-    It runs the layers in the order of the list, in one loop, each kind with its own attributes. Arrays are
-    split over the layers and shared as in `fold`. `blocks[i].module` is a layer.
+    It runs the layers in the order of the list, in one loop, each kind with its own
+    attributes. Arrays are split over the layers and shared as in `fold`.
+    `blocks[i].module` is a layer.
 
     Args:
         layers: modules, in the order in which they run.
         remat: the checkpoint policy.
 
     Raises:
-        ValueError: there are no layers; when it runs, a layer that writes to its variables (statistics,
-            counts of random numbers), which only `remat_scan` keeps.
+        ValueError: there are no layers; when it runs, a layer that writes to its
+            variables (statistics, counts of random numbers), which only `remat_scan`
+            keeps.
         TypeError: a layer is no module.
 
     Cost: a copy of all variables.
@@ -89,11 +100,15 @@ def pattern(
         name: Stacked.of([ModuleBlock(*nnx.split(layer)) for layer in kind])
         for name, kind in zip(names, kinds, strict=True)
     }
-    return StackedPattern(stacks, [names[number] for number in numbers], len(layers), remat)
+    return StackedPattern(
+        stacks, [names[number] for number in numbers], len(layers), remat
+    )
 
 
 class ModuleBlock(eqx.Module):
-    """A layer of Flax NNX as a block: its variables are arrays of the block, all else is static."""
+    """A layer of Flax NNX as a block: its variables are arrays of the block, all else
+    is static.
+    """
 
     graphdef: Any = eqx.field(static=True)
     state: Any
@@ -112,8 +127,9 @@ class ModuleBlock(eqx.Module):
         for path, value in after.items():
             if before.get(path) is not value:
                 raise ValueError(
-                    f"The layer writes to {path}, and a pattern keeps no state. Call layer.eval() first, or "
-                    "use remat_scan, which returns the new state."
+                    f"The layer writes to {path}, and a pattern keeps no state. Call"
+                    " layer.eval() first, or use remat_scan, which returns the new"
+                    " state."
                 )
         return result
 
@@ -133,8 +149,9 @@ def _check_apart(layers: Sequence[nnx.Module]) -> None:
             if owner != number:
                 name = ".".join(map(str, path))
                 raise ValueError(
-                    f"Layers {owner} and {number} share the variable {name}, of which each would train its "
-                    "own copy. Pass what layers share as an argument of the function."
+                    f"Layers {owner} and {number} share the variable {name}, of which"
+                    " each would train its own copy. Pass what layers share as an"
+                    " argument of the function."
                 )
 
 
@@ -143,20 +160,32 @@ def _check_modules(layers: Sequence[nnx.Module]) -> None:
         raise ValueError("There are no layers. Give a list of modules.")
     for number, layer in enumerate(layers):
         if not isinstance(layer, nnx.Module):
-            raise TypeError(f"Layer {number} is a {type(layer).__name__}. Give a list of nnx.Modules.")
+            raise TypeError(
+                f"Layer {number} is a {type(layer).__name__}. Give a list of"
+                " nnx.Modules."
+            )
 
 
 def _difference(one: nnx.Module, other: nnx.Module) -> str | None:
-    """The first attribute or variable in which two layers differ, with both values; None if they stack."""
+    """The first attribute or variable in which two layers differ, with both values;
+    None if they stack.
+    """
     if type(one) is not type(other):
         return f"their class: {type(one).__name__} and {type(other).__name__}"
     first, second = _parts(one), _parts(other)
     for path in [*first, *(path for path in second if path not in first)]:
-        values = first.get(path), second.get(path)  # an attribute that is None has no path
+        # An attribute that is None has no path
+        values = (
+            first.get(path),
+            second.get(path),
+        )
         if not _is_equal(*values):
             return f"{path}: {values[0]!r} and {values[1]!r}"
     if nnx.graphdef(one) != nnx.graphdef(other):
-        return "their structure: variables that one of them shares, or an attribute that is no value"
+        return (
+            "their structure: variables that one of them shares, or an attribute that"
+            " is no value"
+        )
     return None
 
 
@@ -165,7 +194,9 @@ def _is_equal(one: Any, other: Any) -> bool:
 
 
 def _parts(layer: nnx.Module) -> dict[str, Any]:
-    """What `nnx.merge` takes from one layer: attributes, types of variables and of nodes, by path."""
+    """What `nnx.merge` takes from one layer: attributes, types of variables and of
+    nodes, by path.
+    """
     parts = {}
     for path, node in nnx.iter_graph(layer):
         if any(str(key).startswith("_pytree__") for key in path):

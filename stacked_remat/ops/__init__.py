@@ -1,11 +1,26 @@
-"""Operations of long-context models: attention, rotary embedding, cross entropy, grouped matrix products."""
+"""Operations of long-context models: attention, rotary embedding, cross entropy,
+grouped matrix products.
+"""
 
-from ._backends import UnsupportedCallError as UnsupportedCallError, backends_taken as backends_taken
+from ._backends import (
+    UnsupportedCallError as UnsupportedCallError,
+    backends_taken as backends_taken,
+)
 from ._grouped_linear import ExpertLinear as ExpertLinear, apply_linear as apply_linear
-from .attention import causal_attention as causal_attention, decode_attention as decode_attention
+from .attention import (
+    causal_attention as causal_attention,
+    decode_attention as decode_attention,
+)
 from .cross_entropy import chunked_cross_entropy as chunked_cross_entropy
-from .grouped_experts import expert_backend as expert_backend, grouped_experts as grouped_experts
-from .per_device import mesh_axes as mesh_axes, per_device as per_device, unmapped as unmapped
+from .grouped_experts import (
+    expert_backend as expert_backend,
+    grouped_experts as grouped_experts,
+)
+from .per_device import (
+    mesh_axes as mesh_axes,
+    per_device as per_device,
+    unmapped as unmapped,
+)
 from .rotary import (
     DefaultRotary as DefaultRotary,
     LinearRotary as LinearRotary,

@@ -1,9 +1,10 @@
 """Attention in blocks of queries and keys, in plain JAX, on any device.
 
-The softmax is accumulated online (Milakov & Gimelshein 2018) and the backward pass recomputes the scores from
-the log-sum-exp, so that no array is of size sequence x sequence. Blocks that causality, the window or the
-documents mask out are not computed. Memory: the results, one block of scores, and in the backward pass the
-gradient of the queries in float32.
+The softmax is accumulated online (Milakov & Gimelshein 2018) and the backward pass
+recomputes the scores from the log-sum-exp, so that no array is of size sequence x
+sequence. Blocks that causality, the window or the documents mask out are not computed.
+Memory: the results, one block of scores, and in the backward pass the gradient of the
+queries in float32.
 """
 
 import dataclasses
@@ -17,13 +18,25 @@ from jaxtyping import Array
 
 from .._sweep.store import varying_alike
 from .._trips import known_trips
-from ._attention_rule import Attended, Blocks, Kernel, Key, LogSumExp, Query, Ranges, Sight, of_normalisation
+from ._attention_rule import (
+    Attended,
+    Blocks,
+    Kernel,
+    Key,
+    LogSumExp,
+    Query,
+    Ranges,
+    Sight,
+    of_normalisation,
+)
 
 _NEVER = -1e30  # finite, so that differences of two of them are not NaN
 
 
 class _Cut(NamedTuple):
-    """Queries and keys in blocks, the last padded; causality hides the padding of keys."""
+    """Queries and keys in blocks, the last padded; causality hides the padding of
+    keys.
+    """
 
     blocks: Blocks  # no longer than the queries
     sight: Sight
@@ -54,10 +67,14 @@ class _Cut(NamedTuple):
         """Block `i` of numbers of rows, `[batch, kv_heads, group, row]`."""
         return jnp.moveaxis(_block(x, i, self.blocks.size), 1, 3)
 
-    def scores(self, q: Array, k: Array, i: Array, j: Array, keys_first: bool = False) -> Array:
-        """Scores of a block, in float32, masked: `[batch, kv_heads, group, query, key]`.
+    def scores(
+        self, q: Array, k: Array, i: Array, j: Array, keys_first: bool = False
+    ) -> Array:
+        """Scores of a block, in float32, masked: `[batch, kv_heads, group, query,
+        key]`.
 
-        With `keys_first` the keys come before the group: XLA for CPUs need not transpose them backward.
+        With `keys_first` the keys come before the group: XLA for CPUs need not
+        transpose them backward.
         """
         size, (rows, starts, _) = self.blocks.size, self.sight
         result = "bksgq" if keys_first else "bkgqs"
@@ -71,22 +88,32 @@ class _Cut(NamedTuple):
         visible = visible[None]
         if starts is not None:
             visible = visible & (_block(starts, i, size)[:, :, None] <= column[None])
-        visible = jnp.swapaxes(visible, 1, 2)[:, None, :, None] if keys_first else visible[:, None, None]
+        visible = (
+            jnp.swapaxes(visible, 1, 2)[:, None, :, None]
+            if keys_first
+            else visible[:, None, None]
+        )
         return jnp.where(visible, scores, _NEVER)
 
     def seen(self) -> Any:
         """See `Sight.blocks_seen`."""
         size = self.blocks.size
-        return self.sight.blocks_seen(self.queries * size, self.keys * size, size, self.blocks.window)
+        return self.sight.blocks_seen(
+            self.queries * size, self.keys * size, size, self.blocks.window
+        )
 
 
-def _over(ranges: Ranges, i: Array, body: Callable[[Array, Any], Any], state: Any) -> Any:
+def _over(
+    ranges: Ranges, i: Array, body: Callable[[Array, Any], Any], state: Any
+) -> Any:
     """The state after `body` for the blocks of block `i`."""
     with known_trips(ranges.total, len(ranges.first)):
         return lax.fori_loop(ranges.first[i], ranges.last[i] + 1, body, state)
 
 
-def _forward(query: Query, key: Key, value: Key, sight: Sight, blocks: Blocks) -> tuple[Query, LogSumExp]:
+def _forward(
+    query: Query, key: Key, value: Key, sight: Sight, blocks: Blocks
+) -> tuple[Query, LogSumExp]:
     length, cut = query.shape[1], _Cut.of(query, key, sight, blocks)
     query, key, value = cut.padded(query, key, value)
     ranges, (_, column) = Ranges.of(cut.seen()), cut.axes
@@ -95,7 +122,9 @@ def _forward(query: Query, key: Key, value: Key, sight: Sight, blocks: Blocks) -
     def query_block(_: None, i: Array) -> tuple[None, tuple[Array, Array]]:
         q = cut.cut(query, i)
 
-        def key_block(j: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        def key_block(
+            j: Array, state: tuple[Array, Array, Array]
+        ) -> tuple[Array, Array, Array]:
             highest, total, sums = state
             scores = cut.scores(q, cut.cut(key, j), i, j)
             new_highest = jnp.maximum(highest, jnp.max(scores, axis=-1))
@@ -110,19 +139,31 @@ def _forward(query: Query, key: Key, value: Key, sight: Sight, blocks: Blocks) -
             )
 
         zeros = jnp.zeros(shape, jnp.float32)
-        start = (jnp.full(shape, _NEVER, jnp.float32), zeros, jnp.zeros((*shape, q.shape[-1]), jnp.float32))
+        start = (
+            jnp.full(shape, _NEVER, jnp.float32),
+            zeros,
+            jnp.zeros((*shape, q.shape[-1]), jnp.float32),
+        )
         _, start = varying_alike((q, start))
         highest, total, sums = _over(ranges, i, key_block, start)
         output = jnp.moveaxis(sums / total[..., None], 3, 1).astype(query.dtype)
         return None, (output, jnp.moveaxis(highest + jnp.log(total), 3, 1))
 
-    _, (output, lse) = lax.scan(query_block, None, jnp.arange(cut.queries, dtype=jnp.int32))
+    _, (output, lse) = lax.scan(
+        query_block, None, jnp.arange(cut.queries, dtype=jnp.int32)
+    )
     return _unblock(output)[:, :length], _unblock(lse)[:, :length]
 
 
-def _backward(attended: Attended, cotangent: Query, blocks: Blocks) -> tuple[Query, Key, Key]:
+def _backward(
+    attended: Attended, cotangent: Query, blocks: Blocks
+) -> tuple[Query, Key, Key]:
     query, key, value, _, sight, _, lse = attended
-    rows, columns, cut = query.shape[1], key.shape[1], _Cut.of(query, key, sight, blocks)
+    rows, columns, cut = (
+        query.shape[1],
+        key.shape[1],
+        _Cut.of(query, key, sight, blocks),
+    )
     kept, ct = cut.padded(of_normalisation(attended, cotangent), cotangent)
     query, key, value = cut.padded(query, key, value)
     lse = _padded(lse, cut.blocks.size, constant_values=np.inf)  # weights are zero
@@ -132,30 +173,42 @@ def _backward(attended: Attended, cotangent: Query, blocks: Blocks) -> tuple[Que
     def key_block(query_gradient: Array, j: Array) -> tuple[Array, tuple[Array, Array]]:
         k, v = cut.cut(key, j), cut.cut(value, j)
 
-        def query_block(i: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        def query_block(
+            i: Array, state: tuple[Array, Array, Array]
+        ) -> tuple[Array, Array, Array]:
             query_gradient, key_gradient, value_gradient = state
             q, c = cut.cut(query, i), cut.cut(ct, i)
             scores = cut.scores(q, k, i, j, keys_first=True)
             weights = jnp.exp(scores - cut.of_scores(lse, i)[:, :, None])
-            value_gradient += _einsum(f"bksgq,{row}->{column}", weights.astype(c.dtype), c)
+            value_gradient += _einsum(
+                f"bksgq,{row}->{column}", weights.astype(c.dtype), c
+            )
             of_weights = _einsum(f"{row},{column}->bksgq", c, v)
             of_scores = weights * (of_weights - cut.of_scores(kept, i)[:, :, None])
             of_scores = (of_scores * blocks.scale).astype(q.dtype)
             key_gradient += _einsum(f"bksgq,{row}->{column}", of_scores, q)
-            new = jnp.transpose(_einsum(f"{column},bksgq->bkdgq", k, of_scores), (0, 4, 1, 3, 2))
+            new = jnp.transpose(
+                _einsum(f"{column},bksgq->bkdgq", k, of_scores), (0, 4, 1, 3, 2)
+            )
             new += _block(query_gradient, i, size)
-            query_gradient = lax.dynamic_update_slice_in_dim(query_gradient, new, i * size, axis=1)
+            query_gradient = lax.dynamic_update_slice_in_dim(
+                query_gradient, new, i * size, axis=1
+            )
             return query_gradient, key_gradient, value_gradient
 
         _, zeros = varying_alike((k, jnp.zeros(k.shape, jnp.float32)))
-        query_gradient, *found = _over(ranges, j, query_block, (query_gradient, zeros, zeros))
+        query_gradient, *found = _over(
+            ranges, j, query_block, (query_gradient, zeros, zeros)
+        )
         if blocks.heads_first:
             found = [jnp.moveaxis(block, -2, 1) for block in found]
         of_key, of_value = (x.astype(key.dtype) for x in found)
         return query_gradient, (of_key, of_value)
 
     _, start = varying_alike((query, jnp.zeros(query.shape, jnp.float32)))
-    of_query, of_keys = lax.scan(key_block, start, jnp.arange(cut.keys, dtype=jnp.int32))
+    of_query, of_keys = lax.scan(
+        key_block, start, jnp.arange(cut.keys, dtype=jnp.int32)
+    )
     of_key, of_value = (_unblock(x)[:, :columns] for x in of_keys)
     return of_query[:, :rows].astype(query.dtype), of_key, of_value
 
@@ -164,7 +217,9 @@ BLOCKWISE = Kernel(_forward, _backward)
 
 
 def _padded(x: Array, size: int, mode: str = "constant", **options: Any) -> Array:
-    """Positions, the first axis of vectors and the second of others, to a multiple of `size`."""
+    """Positions, the first axis of vectors and the second of others, to a multiple of
+    `size`.
+    """
     axis = min(1, x.ndim - 1)
     widths = [(0, -x.shape[axis] % size if axis == own else 0) for own in range(x.ndim)]
     return jnp.pad(x, widths, mode, **options)

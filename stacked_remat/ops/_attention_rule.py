@@ -1,7 +1,8 @@
-"""Attention and its derivative by any kernel that gives the log-sum-exp of the scores beside the output.
+"""Attention and its derivative by any kernel that gives the log-sum-exp of the scores
+beside the output.
 
-The derivative needs these two alone (Dao et al. 2022, "FlashAttention"), so they carry names for remat
-policies, and sinks are exact without the kernel's knowing them.
+The derivative needs these two alone (Dao et al. 2022, "FlashAttention"), so they carry
+names for remat policies, and sinks are exact without the kernel's knowing them.
 """
 
 import functools
@@ -26,45 +27,67 @@ Sinks = Float[Array, "kv_heads group"]
 
 
 class Sight(NamedTuple):
-    """Which keys queries see: from where their document begins to their own position."""
+    """Which keys queries see: from where their document begins to their own
+    position.
+    """
 
-    rows: Int[Array, " row"] | None = None  # positions of queries, ascending; None for all, in order
-    starts: Int[Array, "batch row"] | None = None  # of queries' documents; None for one document
-    of_keys: Int[Array, "batch position"] | None = None  # likewise of keys; None where `starts` is
+    # Positions of queries, ascending; None for all, in order
+    rows: Int[Array, " row"] | None = None
+    # Of queries' documents; None for one document
+    starts: Int[Array, "batch row"] | None = None
+    # Likewise of keys; None where `starts` is
+    of_keys: Int[Array, "batch position"] | None = None
 
     @staticmethod
-    def of(documents: Documents | None, rows: Int[Array, " row"] | None = None) -> "Sight":
+    def of(
+        documents: Documents | None, rows: Int[Array, " row"] | None = None
+    ) -> "Sight":
         """A document is a number that consecutive positions have."""
         if documents is None:
             return Sight(rows)
         position = jnp.arange(documents.shape[1], dtype=jnp.int32)
         begins = jnp.concatenate(
-            [jnp.ones_like(documents[:, :1], bool), documents[:, 1:] != documents[:, :-1]], axis=1
+            [
+                jnp.ones_like(documents[:, :1], bool),
+                documents[:, 1:] != documents[:, :-1],
+            ],
+            axis=1,
         )
         starts = lax.cummax(jnp.where(begins, position[None], 0), axis=1)
-        return Sight(rows, starts if rows is None else jnp.take(starts, rows, axis=1), starts)
+        return Sight(
+            rows, starts if rows is None else jnp.take(starts, rows, axis=1), starts
+        )
 
     def last(self, length: int) -> Any:
-        """The last key that each query sees, `[row]`; a NumPy array where it is known while tracing."""
+        """The last key that each query sees, `[row]`; a NumPy array where it is known
+        while tracing.
+        """
         return np.arange(length, dtype=np.int32) if self.rows is None else self.rows
 
     def first(self, length: int, window: int | None) -> Any:
-        """The first, `[batch or 1, row]`; likewise, and None where that is the first of all."""
+        """The first, `[batch or 1, row]`; likewise, and None where that is the first of
+        all.
+        """
         if window is None:
             return self.starts
         first = (self.last(length) - (window - 1)).clip(0)[None]
         return first if self.starts is None else jnp.maximum(self.starts, first)
 
-    def blocks_seen(self, rows: int, columns: int, size: int, window: int | None) -> Any:
+    def blocks_seen(
+        self, rows: int, columns: int, size: int, window: int | None
+    ) -> Any:
         """Whether any query of a block (row) sees any key of a block (column).
 
-        Without documents and rows it is a NumPy array, so that trip counts are known while tracing.
+        Without documents and rows it is a NumPy array, so that trip counts are known
+        while tracing.
         """
         column = np.arange(0, columns, size, dtype=np.int32)[None]
         seen = self.last(rows)[size - 1 :: size, None] >= column
         first = self.first(rows, window)
         if first is not None:
-            seen = (first.reshape(len(first), -1, size).min((0, 2))[:, None] < column + size) & seen
+            seen = (
+                first.reshape(len(first), -1, size).min((0, 2))[:, None] < column + size
+            ) & seen
         return seen
 
 
@@ -79,21 +102,28 @@ class Ranges(NamedTuple):
     def of(seen: Any) -> "Ranges":
         """The blocks (columns) that each block (row) sees."""
         where = np.where if isinstance(seen, np.ndarray) else jnp.where
-        last = where(seen.any(axis=1), seen.shape[1] - 1 - seen[:, ::-1].argmax(axis=1), -1)
+        last = where(
+            seen.any(axis=1), seen.shape[1] - 1 - seen[:, ::-1].argmax(axis=1), -1
+        )
         first = seen.argmax(axis=1)
         total = int((last + 1 - first).sum()) if isinstance(seen, np.ndarray) else None
-        return Ranges(jnp.asarray(first, jnp.int32), jnp.asarray(last, jnp.int32), total)
+        return Ranges(
+            jnp.asarray(first, jnp.int32), jnp.asarray(last, jnp.int32), total
+        )
 
 
 @dataclass(frozen=True)
 class Blocks:
     scale: float  # of the scores
-    size: int  # positions in a block of queries, and of keys, for kernels that do not choose it
-    window: int | None = None  # positions that a query sees, its own included; None for all before it
-    # Whether heads come before positions within blocks, so that products have the order of scores: XLA for
-    # CPUs otherwise transposes scores. Others copy blocks for it.
+    # positions in a block of queries, and of keys, for kernels that do not choose it
+    size: int
+    # Positions that a query sees, its own included; None for all before it
+    window: int | None = None
+    # Whether heads come before positions within blocks, so that products have the order
+    # of scores: XLA for CPUs otherwise transposes scores. Others copy blocks for it.
     heads_first: bool = False
-    strips: int = 1  # equal ones of the queries; strip i is in part i of as many of all positions
+    # Equal ones of the queries; strip i is in part i of as many of all positions
+    strips: int = 1
 
 
 class Attended(NamedTuple):
@@ -112,9 +142,10 @@ class Attended(NamedTuple):
 class Kernel:
     """An implementation of attention without sinks.
 
-    `forward` gives the output, like the query, and the log-sum-exp of each row of scores, in float32.
-    `backward` gives the gradients of query, key and value, like these, from weights that are the exponentials
-    of scores less `lse`, whatever else than scores of these keys that sums up.
+    `forward` gives the output, like the query, and the log-sum-exp of each row of
+    scores, in float32. `backward` gives the gradients of query, key and value, like
+    these, from weights that are the exponentials of scores less `lse`, whatever else
+    than scores of these keys that sums up.
     """
 
     forward: Callable[[Query, Key, Key, Sight, Blocks], tuple[Query, LogSumExp]]
@@ -133,17 +164,28 @@ def attend_by(
     """Attention by a kernel, like `query`, in its dtype; see `causal_attention`."""
     given = query, key, value, sight, sinks
     query, key, value, sight, sinks = align_varying_axes("causal_attention", given)
-    # Named outside of the custom derivative, whose forward rule `JAX_REMAT3` does not look into.
+    # Named outside of the custom derivative, whose forward rule `JAX_REMAT3` does not
+    # look into.
     output, lse = kernel.forward(*lax.stop_gradient((query, key, value)), sight, blocks)
     if sinks is not None:
-        total = jnp.logaddexp(lse, lax.stop_gradient(sinks).astype(jnp.float32)[None, None])
-        output = (output.astype(jnp.float32) * jnp.exp(lse - total)[..., None]).astype(query.dtype)
+        total = jnp.logaddexp(
+            lse, lax.stop_gradient(sinks).astype(jnp.float32)[None, None]
+        )
+        output = (output.astype(jnp.float32) * jnp.exp(lse - total)[..., None]).astype(
+            query.dtype
+        )
         lse = total
-    # With one axis after that of positions: with several, XLA copied the stack of saved outputs into another
-    # layout, 20 GiB at 65,536 tokens of 48 layers.
-    output = checkpoint_name(output.reshape(*output.shape[:2], -1), "attention_output").reshape(output.shape)
-    lse = checkpoint_name(lse.reshape(*lse.shape[:2], -1), "attention_lse").reshape(lse.shape)
-    return _with_derivative(Attended(query, key, value, sinks, sight, output, lse), kernel, blocks)
+    # With one axis after that of positions: with several, XLA copied the stack of saved
+    # outputs into another layout, 20 GiB at 65,536 tokens of 48 layers.
+    output = checkpoint_name(
+        output.reshape(*output.shape[:2], -1), "attention_output"
+    ).reshape(output.shape)
+    lse = checkpoint_name(lse.reshape(*lse.shape[:2], -1), "attention_lse").reshape(
+        lse.shape
+    )
+    return _with_derivative(
+        Attended(query, key, value, sinks, sight, output, lse), kernel, blocks
+    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
@@ -152,11 +194,15 @@ def _with_derivative(attended: Attended, kernel: Kernel, blocks: Blocks) -> Quer
     return attended.output
 
 
-def _forward_rule(attended: Attended, kernel: Kernel, blocks: Blocks) -> tuple[Query, Attended]:
+def _forward_rule(
+    attended: Attended, kernel: Kernel, blocks: Blocks
+) -> tuple[Query, Attended]:
     return attended.output, attended
 
 
-def _backward_rule(kernel: Kernel, blocks: Blocks, attended: Attended, cotangent: Query) -> tuple[Any]:
+def _backward_rule(
+    kernel: Kernel, blocks: Blocks, attended: Attended, cotangent: Query
+) -> tuple[Any]:
     of_inputs = _once_only(kernel, blocks, attended, cotangent)
     return (Attended(*of_inputs, *(None,) * 3),)  # pyright: ignore[reportArgumentType]
 
@@ -168,11 +214,15 @@ _with_derivative.defvjp(_forward_rule, _backward_rule)
 def _once_only(
     kernel: Kernel, blocks: Blocks, attended: Attended, cotangent: Query
 ) -> tuple[Query, Key, Key, Sinks | None]:
-    """The backward pass. Its derivative is an error: it would treat the output as a constant."""
+    """The backward pass. Its derivative is an error: it would treat the output as a
+    constant.
+    """
     of_sinks = None
     if attended.sinks is not None:
         weights = jnp.exp(attended.sinks.astype(jnp.float32)[None, None] - attended.lse)
-        of_sinks = -jnp.sum(weights * of_normalisation(attended, cotangent), axis=(0, 1))
+        of_sinks = -jnp.sum(
+            weights * of_normalisation(attended, cotangent), axis=(0, 1)
+        )
         of_sinks = of_sinks.astype(attended.sinks.dtype)
     return *kernel.backward(attended, cotangent, blocks), of_sinks
 
@@ -180,14 +230,17 @@ def _once_only(
 @_once_only.defjvp
 def _refuse(kernel: Kernel, blocks: Blocks, primals: Any, tangents: Any) -> Any:
     raise NotImplementedError(
-        "This attention backend has first derivatives only. For derivatives of gradients (Hessians, "
-        "Hessian-vector products, gradient penalties) call causal_attention with backend='exact'."
+        "This attention backend has first derivatives only. For derivatives of"
+        " gradients (Hessians, Hessian-vector products, gradient penalties) call"
+        " causal_attention with backend='exact'."
     )
 
 
 def of_normalisation(attended: Attended, cotangent: Query) -> LogSumExp:
     """The gradient of the softmax's normalisation, for each row."""
-    return jnp.sum(cotangent.astype(jnp.float32) * attended.output.astype(jnp.float32), axis=-1)
+    return jnp.sum(
+        cotangent.astype(jnp.float32) * attended.output.astype(jnp.float32), axis=-1
+    )
 
 
 def attend_in_context(
@@ -198,15 +251,22 @@ def attend_in_context(
     documents: Documents | None,
     context: tuple[str, ...],
 ) -> Query:
-    """Attention of one device's positions to those of all devices along `context` (context parallelism).
+    """Attention of one device's positions to those of all devices along `context`
+    (context parallelism).
 
-    Every device gathers all keys and values: with grouped queries they are small, and they exist for one
-    layer at a time. Late positions see more keys than early ones, so the devices exchange strips of queries
-    first: each gets an equal part of every device's positions (Brandon et al. 2023, "Striped Attention").
+    Every device gathers all keys and values: with grouped queries they are small, and
+    they exist for one layer at a time. Late positions see more keys than early ones, so
+    the devices exchange strips of queries first: each gets an equal part of every
+    device's positions (Brandon et al. 2023, "Striped Attention").
 
-    The axes `context` of the mesh divide positions. `attend` gets the number of strips last.
+    The axes `context` of the mesh divide positions. `attend` gets the number of strips
+    last.
     """
-    length, device, devices = query.shape[1], lax.axis_index(context), lax.axis_size(context)
+    length, device, devices = (
+        query.shape[1],
+        lax.axis_index(context),
+        lax.axis_size(context),
+    )
     gather = functools.partial(lax.all_gather, axis_name=context, axis=1, tiled=True)
     key, value, documents = jax.tree.map(gather, (key, value, documents))
     strips = strips_among(devices, length)
@@ -214,13 +274,19 @@ def attend_in_context(
         rows = device * length + jnp.arange(length, dtype=jnp.int32)
         return attend(query, key, value, Sight.of(documents, rows), 1)
     # Strip j of device i becomes strip i of device j; done twice, nothing has changed.
-    exchange = functools.partial(lax.all_to_all, axis_name=context, split_axis=1, concat_axis=1, tiled=True)
+    exchange = functools.partial(
+        lax.all_to_all, axis_name=context, split_axis=1, concat_axis=1, tiled=True
+    )
     strip = length // strips
     starts = jnp.arange(devices, dtype=jnp.int32) * length + device * strip
     rows = (starts[:, None] + jnp.arange(strip, dtype=jnp.int32)[None, :]).reshape(-1)
-    return exchange(attend(exchange(query), key, value, Sight.of(documents, rows), strips))
+    return exchange(
+        attend(exchange(query), key, value, Sight.of(documents, rows), strips)
+    )
 
 
 def strips_among(devices: int, positions: int) -> int:
-    """In how many strips a device has its positions; one where strips would be uneven."""
+    """In how many strips a device has its positions; one where strips would be
+    uneven.
+    """
     return 1 if positions % devices else devices

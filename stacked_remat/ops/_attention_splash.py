@@ -1,7 +1,9 @@
-"""Attention with JAX's splash kernels for TPUs (`jax.experimental.pallas.ops.tpu.splash_attention`).
+"""Attention with JAX's splash kernels for TPUs
+(`jax.experimental.pallas.ops.tpu.splash_attention`).
 
-They compute in blocks (Dao et al. 2022), of which tables say the visible ones. This file has the choice of
-block sizes, the tables, and the order of axes that the kernels need.
+They compute in blocks (Dao et al. 2022), of which tables say the visible ones. This
+file has the choice of block sizes, the tables, and the order of axes that the kernels
+need.
 """
 
 import functools
@@ -11,68 +13,104 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
-from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
+from jax.experimental.pallas.ops.tpu.splash_attention import (
+    splash_attention_kernel as splash,
+    splash_attention_mask_info as splash_masks,
+)
 from jaxtyping import Array, Bool, Int
 
 from .._compat import splash_gradients
 from .._trips import known_products
-from ._attention_rule import Attended, Blocks, Kernel, Key, LogSumExp, Query, Ranges, Sight
+from ._attention_rule import (
+    Attended,
+    Blocks,
+    Kernel,
+    Key,
+    LogSumExp,
+    Query,
+    Ranges,
+    Sight,
+)
 
 LANES = 128  # the width of a TPU's vector registers; block sizes are multiples of it
 
-_BLOCK = 512  # its scores and sums fit the vector memory of a v5e, v5p and v6e for heads up to 512 wide
-_LARGE_BLOCK, _LARGE_ROW = 1024, 512  # a larger block fits if a position of a head has at most so many bytes
-_TABLE = 512 * 512  # entries of a table of blocks, at three bytes, in a scalar memory of one MiB
+# its scores and sums fit the vector memory of a v5e, v5p and v6e for heads up to 512
+# wide
+_BLOCK = 512
+# A larger block fits if a position of a head has at most so many bytes
+_LARGE_BLOCK, _LARGE_ROW = (
+    1024,
+    512,
+)
+# Entries of a table of blocks, at three bytes, in a scalar memory of one MiB
+_TABLE = 512 * 512
 
 
 @dataclass(frozen=True)
 class _Visible:
-    """Whether a row sees a column, in the kernel; a function would be traced again in every call."""
+    """Whether a row sees a column, in the kernel; a function would be traced again in
+    every call.
+    """
 
     window: int | None
 
-    def __call__(self, row: Int[Array, "*block"], column: Int[Array, "*block"]) -> Bool[Array, "*block"]:
+    def __call__(
+        self, row: Int[Array, "*block"], column: Int[Array, "*block"]
+    ) -> Bool[Array, "*block"]:
         visible = row >= column
-        return visible if self.window is None else visible & (row - column < self.window)
+        return (
+            visible if self.window is None else visible & (row - column < self.window)
+        )
 
 
-def splash_block_size(strip: int, rows: int, columns: int, window: int | None, row_bytes: int) -> int | str:
+def splash_block_size(
+    strip: int, rows: int, columns: int, window: int | None, row_bytes: int
+) -> int | str:
     """Positions in a block of queries and of keys, or why no size is possible.
 
-    Queries are `rows`, in strips of consecutive positions; keys are `columns`. `row_bytes` are those of one
-    position of one head.
+    Queries are `rows`, in strips of consecutive positions; keys are `columns`.
+    `row_bytes` are those of one position of one head.
     """
     if strip % LANES:
         return f"it takes a multiple of {LANES} consecutive positions, not {strip}"
     large = _LARGE_BLOCK if row_bytes <= _LARGE_ROW else _BLOCK
     for most in (_BLOCK, large):
-        size = max(size for size in range(LANES, min(strip, most) + 1, LANES) if strip % size == 0)
+        size = max(
+            size
+            for size in range(LANES, min(strip, most) + 1, LANES)
+            if strip % size == 0
+        )
         count, width = columns // size, most_seen(rows // size, size, window)
         if count * width <= _TABLE:
             return size
     return (
-        f"its table of {count} x {width} blocks of {size} positions does not fit a TPU's scalar memory, "
-        f"which holds {_TABLE}"
+        f"its table of {count} x {width} blocks of {size} positions does not fit a"
+        f" TPU's scalar memory, which holds {_TABLE}"
     )
 
 
 def most_seen(blocks: int, size: int, window: int | None) -> int:
-    """Of so many blocks of queries, how many see a block of keys at most; and the other way round."""
+    """Of so many blocks of queries, how many see a block of keys at most; and the other
+    way round.
+    """
     return blocks if window is None else min(blocks, -(-(window - 1) // size) + 1)
 
 
 def splash_kernel(interpret: bool = False) -> Kernel:
-    """The kernels, or for tests their interpretation on the CPU, in blocks of `Blocks.size`.
+    """The kernels, or for tests their interpretation on the CPU, in blocks of
+    `Blocks.size`.
 
-    Matrix products of float32 have JAX's default precision, which on a TPU is that of bfloat16 unless
-    `jax.default_matmul_precision` says otherwise.
+    Matrix products of float32 have JAX's default precision, which on a TPU is that of
+    bfloat16 unless `jax.default_matmul_precision` says otherwise.
 
-    Cost: `2 * heads * position**2 * head_dim` FLOPs forward and 3.5 times that backward, which computes
-    scores twice; less for a window and documents. Memory: the results, a copy of each array with heads first,
-    and while a forward kernel runs, 128 copies of one key head's log-sum-exp.
+    Cost: `2 * heads * position**2 * head_dim` FLOPs forward and 3.5 times that
+    backward, which computes scores twice; less for a window and documents. Memory: the
+    results, a copy of each array with heads first, and while a forward kernel runs, 128
+    copies of one key head's log-sum-exp.
     """
-    rules: Any = [functools.partial(rule, interpret=interpret) for rule in (_forward, _backward)]
+    rules: Any = [
+        functools.partial(rule, interpret=interpret) for rule in (_forward, _backward)
+    ]
     return Kernel(*rules)
 
 
@@ -84,26 +122,40 @@ def _of_heads(
     query: Query,
     *others: Array,
 ) -> list[Array]:
-    """`fn` of the kernel, the FLOPs of a product, the documents and each key head, for each sequence.
+    """`fn` of the kernel, the FLOPs of a product, the documents and each key head, for
+    each sequence.
 
-    Arrays are `[batch, position, kv_heads, ...]`. lax.map over heads takes less memory than jax.vmap.
+    Arrays are `[batch, position, kv_heads, ...]`. lax.map over heads takes less memory
+    than jax.vmap.
     """
 
     def of_sequence(sequence: tuple[Any, tuple[Array, ...]]) -> tuple[Array, ...]:
         (starts, of_keys), heads = sequence
         own = sight._replace(starts=None if starts is None else starts[None])
-        kernel, products = _kernel_for(query, others[0].shape[1], own, blocks, interpret)
+        kernel, products = _kernel_for(
+            query, others[0].shape[1], own, blocks, interpret
+        )
         segments = None if starts is None else splash.SegmentIds(starts, of_keys)
         return lax.map(lambda head: fn(kernel, products, segments, *head), heads)
 
     heads_first = tuple(jnp.moveaxis(x, 2, 1) for x in (query, *others))
-    return [jnp.moveaxis(x, 1, 2) for x in lax.map(of_sequence, ((sight.starts, sight.of_keys), heads_first))]
+    return [
+        jnp.moveaxis(x, 1, 2)
+        for x in lax.map(of_sequence, ((sight.starts, sight.of_keys), heads_first))
+    ]
 
 
 def _forward(
     query: Query, key: Key, value: Key, sight: Sight, blocks: Blocks, interpret: bool
 ) -> tuple[Query, LogSumExp]:
-    def attend(kernel: Any, products: int, segments: Any, query: Array, key: Array, value: Array) -> Any:
+    def attend(
+        kernel: Any,
+        products: int,
+        segments: Any,
+        query: Array,
+        key: Array,
+        value: Array,
+    ) -> Any:
         # The kernels take no scale, so queries are scaled, and rounded once more.
         queries = jnp.moveaxis(query * blocks.scale, 1, 0)
         with known_products(2 * products):
@@ -135,10 +187,20 @@ def _backward(
     return of_query, of_key, of_value
 
 
-def _kernel_for(query: Query, columns: int, sight: Sight, blocks: Blocks, interpret: bool) -> tuple[Any, int]:
-    """The kernel of a key head, and the FLOPs of a product of its blocks, without what documents skip."""
+def _kernel_for(
+    query: Query, columns: int, sight: Sight, blocks: Blocks, interpret: bool
+) -> tuple[Any, int]:
+    """The kernel of a key head, and the FLOPs of a product of its blocks, without what
+    documents skip.
+    """
     _, rows, _, group, head_dim = query.shape
-    sizes = rows // blocks.strips, rows, columns, blocks.window, head_dim * query.dtype.itemsize
+    sizes = (
+        rows // blocks.strips,
+        rows,
+        columns,
+        blocks.window,
+        head_dim * query.dtype.itemsize,
+    )
     size = blocks.size if interpret else splash_block_size(*sizes)
     assert isinstance(size, int), size
     seen = sight.blocks_seen(rows, columns, size, blocks.window)
@@ -146,10 +208,17 @@ def _kernel_for(query: Query, columns: int, sight: Sight, blocks: Blocks, interp
     of_keys = table(Ranges.of(seen.T), most_seen(rows // size, size, blocks.window))
     position = jnp.arange(rows, dtype=jnp.int32) if sight.rows is None else sight.rows
     rows_of, columns_of = (
-        MaskInfo(block[None], None, is_computed[None], None, position)  # pyright: ignore[reportArgumentType]
+        splash_masks.MaskInfo(block[None], None, is_computed[None], None, position)  # pyright: ignore[reportArgumentType]
         for block, is_computed in (of_queries, (of_keys[0].T, of_keys[1].T))
     )
-    names = "block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq"
+    names = (
+        "block_q",
+        "block_kv",
+        "block_q_dkv",
+        "block_kv_dkv",
+        "block_q_dq",
+        "block_kv_dq",
+    )
     kernel = splash.SplashAttentionKernel(
         rows_of,
         rows_of,
@@ -170,7 +239,8 @@ def _kernel_for(query: Query, columns: int, sight: Sight, blocks: Blocks, interp
 
 
 def table(ranges: Ranges, width: int) -> tuple[Array, Array]:
-    """The block that a kernel reads at each of `width` steps of a block, the last ones in ascending order.
+    """The block that a kernel reads at each of `width` steps of a block, the last ones
+    in ascending order.
 
     And whether it is computed: before these, the first one is read, and waits.
     """

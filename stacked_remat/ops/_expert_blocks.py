@@ -1,7 +1,8 @@
 """Experts block by block, on any platform: each block has rows of one expert.
 
-Trip counts are those of the routing that needs most blocks, about rows / block + experts, so they are static.
-A block gathers its tokens, applies its expert and adds the result to its tokens.
+Trip counts are those of the routing that needs most blocks, about rows / block +
+experts, so they are static. A block gathers its tokens, applies its expert and adds the
+result to its tokens.
 """
 
 from collections.abc import Callable
@@ -22,11 +23,14 @@ from .per_device import free_axis_mapping
 
 
 class BlockPlan(NamedTuple):
-    """The blocks; the leading axes are iterations of the loop, and blocks in an iteration."""
+    """The blocks; the leading axes are iterations of the loop, and blocks in an
+    iteration.
+    """
 
     expert: Int[Array, "iteration block"]
     pair: Int[Array, "iteration block row"]  # (token, choice)
-    real: Bool[Array, "iteration block row"]  # False for padding rows of an expert's last block
+    # False for padding rows of an expert's last block
+    real: Bool[Array, "iteration block row"]
 
 
 def block_plan(choices: Int[Array, "token choice"], experts: int) -> BlockPlan:
@@ -36,33 +40,44 @@ def block_plan(choices: Int[Array, "token choice"], experts: int) -> BlockPlan:
     last_block = jnp.cumsum(blocks)
     most = min(choices.size, (choices.size + experts * (size - 1)) // size)
     iterations = -(-most // at_once)
-    at_once = -(-most // iterations)  # as even as can be: a block of padding reads an expert too
+    # As even as can be: a block of padding reads an expert too
+    at_once = -(-most // iterations)
     number = jnp.arange(iterations * at_once, dtype=jnp.int32)
-    # Padding repeats a row of its expert: zero times what is computed of it is zero where that is finite.
-    # Where there are no blocks it is any row, and dropped.
+    # Padding repeats a row of its expert: zero times what is computed of it is zero
+    # where that is finite. Where there are no blocks it is any row, and dropped.
     block = jnp.maximum(jnp.minimum(number, last_block[-1] - 1), 0)
-    before = jnp.sum(last_block[None, :] <= block[:, None], axis=1, dtype=jnp.int32)  # experts
+    # Experts
+    before = jnp.sum(last_block[None, :] <= block[:, None], axis=1, dtype=jnp.int32)
     expert = jnp.minimum(before, experts - 1)
     first_row = (ends - counts)[expert] + (block - (last_block - blocks)[expert]) * size
     row = first_row[:, None] + jnp.arange(size, dtype=jnp.int32)[None, :]
     real = (row < ends[expert][:, None]) & (number < last_block[-1])[:, None]
     pair = order[jnp.maximum(jnp.minimum(row, ends[expert][:, None] - 1), 0)]
     shape = (iterations, at_once)
-    return BlockPlan(expert.reshape(shape), pair.reshape(*shape, size), real.reshape(*shape, size))
+    return BlockPlan(
+        expert.reshape(shape), pair.reshape(*shape, size), real.reshape(*shape, size)
+    )
 
 
 def sizes_of_blocks(pairs: int, experts: int) -> tuple[int, int]:
-    """The rows of a block, and the blocks of an iteration: on a CPU, where batched products are slow, one."""
-    # A CPU skips blocks that are all padding, so that devices that send each other data within an expert must
-    # have the same choices.
+    """The rows of a block, and the blocks of an iteration: on a CPU, where batched
+    products are slow, one.
+    """
+    # A CPU skips blocks that are all padding, so that devices that send each other data
+    # within an expert must have the same choices.
     on_cpu, size = platform() == "cpu", 8
-    while size < 256 and size * 2 * (min(4, size // 4) if on_cpu else 8) * experts <= pairs:
+    while (
+        size < 256
+        and size * 2 * (min(4, size // 4) if on_cpu else 8) * experts <= pairs
+    ):
         size *= 2
     return size, 1 if on_cpu else 8
 
 
 class InStack(eqx.Module):
-    """An array of weights, `[expert, ...]`, that is read where it is, in the stack of all layers."""
+    """An array of weights, `[expert, ...]`, that is read where it is, in the stack of
+    all layers.
+    """
 
     stack: Array  # `[layer and expert, ...]`
     first: Int[Array, ""]  # of this layer's experts
@@ -71,7 +86,9 @@ class InStack(eqx.Module):
     @staticmethod
     def of(stack: Array, layer: Any) -> "InStack":
         """That of a layer, in a stack `[layer, expert, ...]`."""
-        return InStack(stack.reshape(-1, *stack.shape[2:]), layer * stack.shape[1], stack.shape[1])
+        return InStack(
+            stack.reshape(-1, *stack.shape[2:]), layer * stack.shape[1], stack.shape[1]
+        )
 
     @property
     def own(self) -> Array:
@@ -87,10 +104,12 @@ class InStack(eqx.Module):
 
 
 def of_layer(weights: Any, Experts: Axis) -> tuple[Any, list[InStack | None] | None]:
-    """A layer's weights, and for each array of a `LayerStack` where it is in the stack of all layers.
+    """A layer's weights, and for each array of a `LayerStack` where it is in the stack
+    of all layers.
 
-    None where the experts are not the next axis, or where the layer has another dtype than the stack; for
-    TPUs too, where XLA would pad whole stacks of narrow matrices, but for what is on the host.
+    None where the experts are not the next axis, or where the layer has another dtype
+    than the stack; for TPUs too, where XLA would pad whole stacks of narrow matrices,
+    but for what is on the host.
     """
     if not isinstance(weights, LayerStack):
         return weights, None
@@ -99,27 +118,48 @@ def of_layer(weights: Any, Experts: Axis) -> tuple[Any, list[InStack | None] | N
     def of(leaf: Any, own: Any) -> InStack | None:
         array = raw_array(leaf)
         moved = is_named(leaf) and leaf.axes[1].name != Experts.name
-        if moved or array.dtype != raw_array(own).dtype or (platform() == "tpu" and not is_on_host(array)):
+        if (
+            moved
+            or array.dtype != raw_array(own).dtype
+            or (platform() == "tpu" and not is_on_host(array))
+        ):
             return None
         return InStack.of(array, stack.layer_index)
 
-    leaves, owns = (jax.tree.leaves(tree, is_leaf=is_named) for tree in (stack.stack, layer))
-    pairs = [pair for pair in zip(leaves, owns, strict=True) if is_named(pair[0]) or is_array(pair[0])]
+    leaves, owns = (
+        jax.tree.leaves(tree, is_leaf=is_named) for tree in (stack.stack, layer)
+    )
+    pairs = [
+        pair
+        for pair in zip(leaves, owns, strict=True)
+        if is_named(pair[0]) or is_array(pair[0])
+    ]
     return layer, [of(*pair) for pair in pairs]
 
 
 class BlockLoop(ExpertLoop):
-    """The loop over blocks, of rows `[block, row, ...]` in an iteration; what is saved is `[pair, ...]`."""
+    """The loop over blocks, of rows `[block, row, ...]` in an iteration; what is saved
+    is `[pair, ...]`.
+    """
 
-    def call(self, fn: Callable[..., Any], at: BlockPlan, weights: tuple[Array, ...], *rows: Any) -> Any:
+    def call(
+        self,
+        fn: Callable[..., Any],
+        at: BlockPlan,
+        weights: tuple[Array, ...],
+        *rows: Any,
+    ) -> Any:
         def of_block(weights: tuple[Array, ...], *rows: Any) -> Any:
             return fn(self.rebuild(weights), *rows)
 
         with free_axis_mapping():
             if at.expert.shape[0] > 1:
                 return jax.vmap(of_block)(weights, *rows)
-            # A single block has no batch axis: XLA for CPUs transposes its weights there.
-            found = of_block(*jax.tree.map(lambda leaf: leaf.squeeze(0), (weights, *rows)))
+            # A single block has no batch axis: XLA for CPUs transposes its weights
+            # there.
+            found = of_block(
+                *jax.tree.map(lambda leaf: leaf.squeeze(0), (weights, *rows))
+            )
             return jax.tree.map(lambda leaf: leaf[None], found)
 
     def forward(self, inputs: Inputs, plan: BlockPlan) -> tuple[Array, Any]:
@@ -130,7 +170,9 @@ class BlockLoop(ExpertLoop):
             kept = self.keep(own, at)
             return self.apply(own, kept, at), kept
 
-        def iteration(state: tuple[Array, list[Array]], at: BlockPlan) -> tuple[Array, list[Array]]:
+        def iteration(
+            state: tuple[Array, list[Array]], at: BlockPlan
+        ) -> tuple[Array, list[Array]]:
             out, kept = state
             rows, new = rows_of(at)
             pair = _dropped(at.pair, at.real)
@@ -138,39 +180,66 @@ class BlockLoop(ExpertLoop):
             kept = [old.at[pair].set(own, mode="drop") for old, own in written]
             return add_at(out, _dropped(inputs.tokens(at.pair), at.real), rows), kept
 
-        of_rows, of_kept = jax.eval_shape(rows_of, BlockPlan(*(leaf[0] for leaf in plan)))
+        of_rows, of_kept = jax.eval_shape(
+            rows_of, BlockPlan(*(leaf[0] for leaf in plan))
+        )
         out = jax.ShapeDtypeStruct((len(inputs.x), of_rows.shape[-1]), jnp.float32)
-        kept = [jax.ShapeDtypeStruct((pairs, *one.shape[2:]), one.dtype) for one in jax.tree.leaves(of_kept)]
-        out, kept = _over_blocks(plan, iteration, zeros_after((inputs.x, plan), (out, kept)))
+        kept = [
+            jax.ShapeDtypeStruct((pairs, *one.shape[2:]), one.dtype)
+            for one in jax.tree.leaves(of_kept)
+        ]
+        out, kept = _over_blocks(
+            plan, iteration, zeros_after((inputs.x, plan), (out, kept))
+        )
         return out.astype(inputs.x.dtype), kept
 
     def backward(
-        self, perturbed: Inputs, inputs: Inputs, ct: Array, sums: Inputs, plan: BlockPlan, kept: Any
+        self,
+        perturbed: Inputs,
+        inputs: Inputs,
+        ct: Array,
+        sums: Inputs,
+        plan: BlockPlan,
+        kept: Any,
     ) -> Inputs:
         def iteration(sums: Inputs, at: BlockPlan) -> Inputs:
             own, token = _inputs_of(inputs, at), inputs.tokens(at.pair)
             structure = jax.tree.structure(jax.eval_shape(self.keep, own, at))
-            own_kept = jax.tree.unflatten(structure, [rows_at(every, at.pair) for every in kept])
-            new = self.gradients(perturbed, own, own_kept, at, masked(rows_at(ct, token), at.real))
+            own_kept = jax.tree.unflatten(
+                structure, [rows_at(every, at.pair) for every in kept]
+            )
+            new = self.gradients(
+                perturbed, own, own_kept, at, masked(rows_at(ct, token), at.real)
+            )
             token, pair = (_dropped(index, at.real) for index in (token, at.pair))
             expert = _dropped(at.expert, jnp.any(at.real, axis=1))
-            places = Inputs(token, jax.tree.map(lambda _: pair, inputs.gates), (expert,) * len(own.weights))
+            places = Inputs(
+                token,
+                jax.tree.map(lambda _: pair, inputs.gates),
+                (expert,) * len(own.weights),
+            )
             return jax.tree.map(add_at, sums, places.part(perturbed), new)
 
         return _over_blocks(plan, iteration, sums)
 
 
 def _inputs_of(inputs: Inputs, at: BlockPlan) -> Inputs:
-    return inputs.at(at.pair, tuple(_experts(array, at.expert) for array in inputs.weights))
+    return inputs.at(
+        at.pair, tuple(_experts(array, at.expert) for array in inputs.weights)
+    )
 
 
-def _over_blocks(plan: BlockPlan, iteration: Callable[[Any, BlockPlan], Any], state: Any) -> Any:
+def _over_blocks(
+    plan: BlockPlan, iteration: Callable[[Any, BlockPlan], Any], state: Any
+) -> Any:
     # GPUs copy what a conditional has.
     skips_padding = plan.expert.shape[1] == 1 and platform() == "cpu"
 
     def step(state: Any, at: BlockPlan) -> tuple[Any, None]:
         if skips_padding:
-            return lax.cond(_any_real(at.real), iteration, lambda state, _: state, state, at), None
+            return lax.cond(
+                _any_real(at.real), iteration, lambda state, _: state, state, at
+            ), None
         return iteration(state, at), None
 
     return lax.scan(step, state, plan)[0]
@@ -188,15 +257,21 @@ def _in_any_example(_size: int, _batched: Any, real: Array) -> tuple[Array, bool
 
 
 def _experts(array: Array | InStack, numbers: Array) -> Array:
-    """The entries of an array at these numbers, on the device; from the host no others are moved."""
+    """The entries of an array at these numbers, on the device; from the host no others
+    are moved.
+    """
     if isinstance(array, InStack):
         return _experts(array.stack, array.first + numbers)
     if not is_on_host(array):
         return rows_at(array, numbers)
-    entries = [lax.dynamic_index_in_dim(array, number, keepdims=False) for number in numbers]
+    entries = [
+        lax.dynamic_index_in_dim(array, number, keepdims=False) for number in numbers
+    ]
     return jnp.stack([to_device(entry) for entry in entries])
 
 
 def _dropped(index: Array, real: Array) -> Array:
-    """The index, beyond every array where it is not real: what is written there is dropped."""
+    """The index, beyond every array where it is not real: what is written there is
+    dropped.
+    """
     return jnp.where(real, index, jnp.iinfo(index.dtype).max)

@@ -1,9 +1,11 @@
-"""Experts that are divided over devices (expert parallelism): tokens go to their experts and back.
+"""Experts that are divided over devices (expert parallelism): tokens go to their
+experts and back.
 
-Every (token, expert) pair is sent to the device that has the expert, in rounds: in each, a device sends as
-many rows to every other, with padding where it has fewer. Rounds go on until all have sent everything, so no
-token is dropped, and memory is that of one round for any routing. The backward pass sends the rows again:
-none of what was received is kept for it.
+Every (token, expert) pair is sent to the device that has the expert, in rounds: in
+each, a device sends as many rows to every other, with padding where it has fewer.
+Rounds go on until all have sent everything, so no token is dropped, and memory is that
+of one round for any routing. The backward pass sends the rows again: none of what was
+received is kept for it.
 """
 
 import math
@@ -18,7 +20,15 @@ from jaxtyping import Array, Bool, Int
 
 from .._sweep.store import zeros_after
 from .._trips import known_trips
-from ._expert_loop import Inputs, add_at, added, loop_gradients, masked, rows_at, sorted_pairs
+from ._expert_loop import (
+    Inputs,
+    add_at,
+    added,
+    loop_gradients,
+    masked,
+    rows_at,
+    sorted_pairs,
+)
 from ._perturbed_vjp import perturbed_vjp, vjp_of_part
 
 _PARTS = 8  # rounds of an even routing, and about one more where it is uneven
@@ -26,13 +36,16 @@ _MOST_BYTES = 2**29  # of the rows of a round
 
 
 def devices_along(over: Sequence[str]) -> int:
-    """How many devices there are along axes of the mesh that `jax.shard_map` has made manual."""
+    """How many devices there are along axes of the mesh that `jax.shard_map` has made
+    manual.
+    """
     try:
         return math.prod(lax.axis_size(one) for one in over)
     except NameError:
         raise ValueError(
-            f"`over` divides experts over {tuple(over)}, which are not all manual axes of a mesh here: call "
-            "grouped_experts inside jax.shard_map over them, or leave `over` out."
+            f"`over` divides experts over {tuple(over)}, which are not all manual axes"
+            " of a mesh here: call grouped_experts inside jax.shard_map over them, or"
+            " leave `over` out."
         ) from None
 
 
@@ -60,18 +73,25 @@ class Exchange:
     slots: int  # rows that a device sends to each other one in a round
     even_rounds: int  # that an even routing takes
     experts: int  # of each device
-    # Rows that have arrived, choices, gates and weights to sums over this device's experts; -1 chooses none.
+    # Rows that have arrived, choices, gates and weights to sums over this device's
+    # experts; -1 chooses none.
     apply: Callable[[Array, Array, Array, Sequence[Array]], Array]
 
     @staticmethod
-    def of(over: Sequence[str], pairs: int, row_bytes: int, experts: int, apply: Any) -> "Exchange":
+    def of(
+        over: Sequence[str], pairs: int, row_bytes: int, experts: int, apply: Any
+    ) -> "Exchange":
         """For so many (token, expert) pairs on each device."""
         devices = devices_along(over)
         to_each = -(-pairs // devices)
         slots = max(min(-(-to_each // _PARTS), _MOST_BYTES // (devices * row_bytes)), 1)
-        return Exchange(tuple(over), devices, slots, -(-to_each // slots), experts, apply)
+        return Exchange(
+            tuple(over), devices, slots, -(-to_each // slots), experts, apply
+        )
 
-    def run(self, x: Array, choices: Array, gates: Array, weights: Sequence[Array]) -> Array:
+    def run(
+        self, x: Array, choices: Array, gates: Array, weights: Sequence[Array]
+    ) -> Array:
         numbers = choices.astype(jnp.int32)
         # Out-of-range choices are sorted last and go nowhere.
         _, order, counts = sorted_pairs(numbers // self.experts, self.devices)
@@ -81,7 +101,9 @@ class Exchange:
         return _exchanged(self, Inputs(x, gates, tuple(weights)), routes)
 
     def swap(self, rows: Array) -> Array:
-        """`[device, slot, ...]`, what is for each device, to what is from each device. Its own inverse."""
+        """`[device, slot, ...]`, what is for each device, to what is from each device.
+        Its own inverse.
+        """
         return lax.all_to_all(rows, self.over, split_axis=0, concat_axis=0, tiled=True)
 
     def sent(self, routes: _Routes, i: Array) -> _Sent:
@@ -91,13 +113,19 @@ class Exchange:
         return _Sent(pair, slot < routes.counts[:, None])
 
     def results(self, own: Inputs, routes: _Routes, sent: _Sent) -> Array:
-        """The results of this device's experts, for rows that it gets; `own` has those that it sends."""
+        """The results of this device's experts, for rows that it gets; `own` has those
+        that it sends.
+        """
         x, gates = (self.given(rows, sent) for rows in (own.x, own.gates))
-        choices = self.swap(jnp.where(sent.real, routes.expert[sent.pair], -1)).reshape(-1, 1)
+        choices = self.swap(jnp.where(sent.real, routes.expert[sent.pair], -1)).reshape(
+            -1, 1
+        )
         return self.apply(x, choices, gates[:, None], own.weights)
 
     def given(self, rows: Array, sent: _Sent) -> Array:
-        """The rows that this device gets where each sends such, `[device, slot, ...]`."""
+        """The rows that this device gets where each sends such, `[device, slot,
+        ...]`.
+        """
         return self.swap(masked(rows, sent.real)).reshape(-1, *rows.shape[2:])
 
     def forward(self, inputs: Inputs, routes: _Routes) -> Array:
@@ -107,23 +135,38 @@ class Exchange:
             back = self.swap(rows.reshape(self.devices, self.slots, -1))
             return add_at(out, inputs.tokens(sent.pair), masked(back, sent.real))
 
-        shape = jax.eval_shape(self.apply, inputs.x, routes.expert.reshape(inputs.gates.shape), *inputs[1:])
-        start = zeros_after((inputs.x, routes), jax.ShapeDtypeStruct(shape.shape, jnp.float32))
+        shape = jax.eval_shape(
+            self.apply, inputs.x, routes.expert.reshape(inputs.gates.shape), *inputs[1:]
+        )
+        start = zeros_after(
+            (inputs.x, routes), jax.ShapeDtypeStruct(shape.shape, jnp.float32)
+        )
         with known_trips(self.even_rounds, exact=False):
             out = lax.fori_loop(0, routes.rounds, one, start)
         return out.astype(inputs.x.dtype)
 
     def backward(
-        self, perturbed: Inputs, inputs: Inputs, cotangent: Array, sums: Inputs, routes: _Routes
+        self,
+        perturbed: Inputs,
+        inputs: Inputs,
+        cotangent: Array,
+        sums: Inputs,
+        routes: _Routes,
     ) -> Inputs:
         def one(i: Array, sums: Inputs) -> Inputs:
             sent = self.sent(routes, i)
             own, token = inputs.at(sent.pair, inputs.weights), inputs.tokens(sent.pair)
-            _, pullback = vjp_of_part(lambda own: self.results(own, routes, sent), own, perturbed)
+            _, pullback = vjp_of_part(
+                lambda own: self.results(own, routes, sent), own, perturbed
+            )
             (new,) = pullback(self.given(rows_at(cotangent, token), sent))
             of_x: Any = None if sums.x is None else add_at(sums.x, token, new.x)
-            of_gates = None if sums.gates is None else add_at(sums.gates, sent.pair, new.gates)
-            return Inputs(of_x, of_gates, jax.tree.map(added, sums.weights, new.weights))
+            of_gates = (
+                None if sums.gates is None else add_at(sums.gates, sent.pair, new.gates)
+            )
+            return Inputs(
+                of_x, of_gates, jax.tree.map(added, sums.weights, new.weights)
+            )
 
         with known_trips(self.even_rounds, exact=False):
             return lax.fori_loop(0, routes.rounds, one, sums)

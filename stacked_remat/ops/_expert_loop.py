@@ -1,8 +1,10 @@
-"""Loops over the rows of grouped experts: the rules of their derivatives, and the loop over chunks of tokens.
+"""Loops over the rows of grouped experts: the rules of their derivatives, and the loop
+over chunks of tokens.
 
-A chunk gathers the rows of its (token, expert) pairs, the first expert's first, applies the expert to all of
-them with linear maps that are grouped products, and gathers the results of each token's pairs for its sum.
-Choices out of range come last and are of no expert: nothing takes what is computed for their rows.
+A chunk gathers the rows of its (token, expert) pairs, the first expert's first, applies
+the expert to all of them with linear maps that are grouped products, and gathers the
+results of each token's pairs for its sum. Choices out of range come last and are of no
+expert: nothing takes what is computed for their rows.
 """
 
 import functools
@@ -27,7 +29,9 @@ from .per_device import free_axis_mapping
 _CHUNK_BYTES = 2**27  # of its widest rows, which it has several times
 
 Expert: TypeAlias = Callable[..., Float[Array, "row embed"]]
-"""(weights of one expert, rows, gates of the rows, perhaps what is saved) to rows times their gates."""
+"""(weights of one expert, rows, gates of the rows, perhaps what is saved) to rows times
+their gates.
+"""
 Saved: TypeAlias = Callable[[Any, Float[Array, "row embed"]], Any]
 """(weights of one expert, rows) to arrays `[row, ...]`."""
 
@@ -44,7 +48,9 @@ class Inputs(NamedTuple):
 
     def at(self, pair: Array, weights: tuple[Any, ...]) -> "Inputs":
         """The inputs of some (token, choice), beside some weights."""
-        of_gates = jax.tree.map(lambda leaf: rows_at(leaf.reshape(-1), pair), self.gates)
+        of_gates = jax.tree.map(
+            lambda leaf: rows_at(leaf.reshape(-1), pair), self.gates
+        )
         return Inputs(rows_at(self.x, self.tokens(pair)), of_gates, weights)
 
     def part(self, perturbed: "Inputs") -> "Inputs":
@@ -61,8 +67,12 @@ class ExpertLoop(ABC):
     rebuild: Callable[[Any], Any]  # makes the tree of weights that these take
 
     @abstractmethod
-    def call(self, fn: Callable[..., Any], at: Any, weights: tuple[Array, ...], *rows: Any) -> Any:
-        """`fn(weights of their expert, *rows)` for the rows of one iteration, whose plan is `at`."""
+    def call(
+        self, fn: Callable[..., Any], at: Any, weights: tuple[Array, ...], *rows: Any
+    ) -> Any:
+        """`fn(weights of their expert, *rows)` for the rows of one iteration, whose
+        plan is `at`.
+        """
 
     @abstractmethod
     def forward(self, inputs: Inputs, plan: Any) -> tuple[Array, Any]:
@@ -70,34 +80,59 @@ class ExpertLoop(ABC):
 
     @abstractmethod
     def backward(
-        self, perturbed: Inputs, inputs: Inputs, ct: Array, sums: Inputs, plan: Any, kept: Any
+        self,
+        perturbed: Inputs,
+        inputs: Inputs,
+        ct: Array,
+        sums: Inputs,
+        plan: Any,
+        kept: Any,
     ) -> Inputs:
         """See `loop_gradients`."""
 
     def keep(self, own: Inputs, at: Any) -> Any:
         """What is saved of the rows of one iteration; None where nothing is."""
-        return None if self.saved is None else self.call(self.saved, at, own.weights, own.x)
+        return (
+            None
+            if self.saved is None
+            else self.call(self.saved, at, own.weights, own.x)
+        )
 
     def apply(self, own: Inputs, kept: Any, at: Any) -> Array:
-        """The experts' results for the rows of one iteration; `kept` comes from `keep`."""
+        """The experts' results for the rows of one iteration; `kept` comes from
+        `keep`.
+        """
         more = () if self.saved is None else (kept,)
         found = self.call(self.expert, at, own.weights, own.x, own.gates, *more)
         if jnp.shape(found)[:-1] != own.x.shape[:-1]:
-            raise ValueError("expert must return an array with a row of results for each row it is given.")
+            raise ValueError(
+                "expert must return an array with a row of results for each row it is"
+                " given."
+            )
         return found
 
-    def gradients(self, perturbed: Inputs, own: Inputs, kept: Any, at: Any, ct: Array) -> Inputs:
-        """The cotangents of the perturbed inputs of one iteration, from that of its rows.
+    def gradients(
+        self, perturbed: Inputs, own: Inputs, kept: Any, at: Any, ct: Array
+    ) -> Inputs:
+        """The cotangents of the perturbed inputs of one iteration, from that of its
+        rows.
 
         Those of weights, which are added to those of other iterations, are in float32.
         """
         all_kept = jax.tree.map(lambda _: True, kept)
-        result, pullback = vjp_of_part(lambda both: self.apply(*both, at), (own, kept), (perturbed, all_kept))
-        ((found, of_kept),) = unrounded(pullback, ct.astype(result.dtype), _are_of_weights)
+        result, pullback = vjp_of_part(
+            lambda both: self.apply(*both, at), (own, kept), (perturbed, all_kept)
+        )
+        ((found, of_kept),) = unrounded(
+            pullback, ct.astype(result.dtype), _are_of_weights
+        )
         if self.saved is not None:
-            # The pullback of a linear map does not read its result, so this recomputes nothing.
+            # The pullback of a linear map does not read its result, so this recomputes
+            # nothing.
             _, pullback = vjp_of_part(lambda own: self.keep(own, at), own, perturbed)
-            found = jax.tree.map(jnp.add, found, *unrounded(pullback, of_kept, _are_of_weights))
+            found = jax.tree.map(
+                jnp.add, found, *unrounded(pullback, of_kept, _are_of_weights)
+            )
         return found
 
 
@@ -107,13 +142,21 @@ def _are_of_weights(found: Any) -> Any:
 
     def mark(node: Any) -> Any:
         is_inputs = isinstance(node, Inputs)
-        return node._replace(weights=jax.tree.map(lambda _: True, node.weights)) if is_inputs else node
+        return (
+            node._replace(weights=jax.tree.map(lambda _: True, node.weights))
+            if is_inputs
+            else node
+        )
 
     return jax.tree.map(mark, nothing, is_leaf=lambda node: isinstance(node, Inputs))
 
 
-def sorted_pairs(choices: Int[Array, "token choice"], experts: int) -> tuple[Array, Array, Array]:
-    """The expert of each (token, choice), `experts` if out of range; their order by it; how many each has."""
+def sorted_pairs(
+    choices: Int[Array, "token choice"], experts: int
+) -> tuple[Array, Array, Array]:
+    """The expert of each (token, choice), `experts` if out of range; their order by it;
+    how many each has.
+    """
     flat = choices.reshape(-1).astype(jnp.int32)
     flat = jnp.where((flat < 0) | (flat >= experts), experts, flat)
     counts = jnp.zeros(experts, jnp.int32).at[flat].add(1, mode="drop")
@@ -127,7 +170,9 @@ def masked(rows: Array, real: Array) -> Array:
 
 
 def add_at(sums: Array, index: Array, rows: Array) -> Array:
-    """Sums in float32 with rows added to them; those with an index beyond all are dropped."""
+    """Sums in float32 with rows added to them; those with an index beyond all are
+    dropped.
+    """
     return sums.at[index].add(rows.astype(jnp.float32), mode="drop")
 
 
@@ -136,13 +181,16 @@ def added(sums: Array, some: Array) -> Array:
 
 
 def rows_at(x: Array, index: Array) -> Array:
-    """The rows at indices that are all in range: otherwise XLA for CPUs compares and selects."""
+    """The rows at indices that are all in range: otherwise XLA for CPUs compares and
+    selects.
+    """
     return x.at[index].get(mode="promise_in_bounds")
 
 
 def _run(loop: ExpertLoop, inputs: Inputs, constants: Any) -> Array:
     plan, read = constants
-    return replace(loop, saved=None).forward(inputs._replace(weights=read), plan)[0]  # no backward pass
+    # No backward pass
+    return replace(loop, saved=None).forward(inputs._replace(weights=read), plan)[0]
 
 
 def _forward(loop: ExpertLoop, inputs: Inputs, constants: Any) -> tuple[Array, Any]:
@@ -152,19 +200,23 @@ def _forward(loop: ExpertLoop, inputs: Inputs, constants: Any) -> tuple[Array, A
     return out, (inputs, *checkpoint_name((plan, kept), "expert_internals"))
 
 
-def loop_gradients(loop: Any, wanted: tuple[bool, ...], residuals: Any, cotangent: Array) -> Inputs:
-    """The rule of the derivative of a loop: of an `ExpertLoop`, or of another with a method `backward`.
+def loop_gradients(
+    loop: Any, wanted: tuple[bool, ...], residuals: Any, cotangent: Array
+) -> Inputs:
+    """The rule of the derivative of a loop: of an `ExpertLoop`, or of another with a
+    method `backward`.
 
-    That gets zeros in float32, of gates `[pair]`, and returns them with all gradients added.
+    That gets zeros in float32, of gates `[pair]`, and returns them with all gradients
+    added.
     """
     inputs, *kept = residuals
     tree = jax.tree.structure(inputs._replace(weights=(0,) * len(inputs.weights)))
     perturbed: Inputs = jax.tree.unflatten(tree, wanted)
     if has_host_arrays(inputs.part(perturbed).weights):
         raise ValueError(
-            "grouped_experts has no gradient of weights in host memory. Move them to the device first: "
-            "jax.device_put(weights, jax.memory.Space.Device), or freeze them: "
-            "jax.lax.stop_gradient(weights)."
+            "grouped_experts has no gradient of weights in host memory. Move them to"
+            " the device first: jax.device_put(weights, jax.memory.Space.Device), or"
+            " freeze them: jax.lax.stop_gradient(weights)."
         )
 
     def summed(is_: bool, own: Any) -> Any:
@@ -173,8 +225,12 @@ def loop_gradients(loop: Any, wanted: tuple[bool, ...], residuals: Any, cotangen
     def like(is_: bool, own: Any, found: Any) -> Any:
         return found.reshape(own.shape).astype(own.dtype) if is_ else None
 
-    flat = inputs._replace(gates=jax.tree.map(lambda leaf: leaf.reshape(-1), inputs.gates))
-    sums = zeros_after((inputs.x, kept[0], cotangent), jax.tree.map(summed, perturbed, flat))
+    flat = inputs._replace(
+        gates=jax.tree.map(lambda leaf: leaf.reshape(-1), inputs.gates)
+    )
+    sums = zeros_after(
+        (inputs.x, kept[0], cotangent), jax.tree.map(summed, perturbed, flat)
+    )
     found = loop.backward(perturbed, inputs, cotangent, sums, *kept)
     return jax.tree.map(like, perturbed, inputs, found)
 
@@ -182,38 +238,59 @@ def loop_gradients(loop: Any, wanted: tuple[bool, ...], residuals: Any, cotangen
 apply_experts = perturbed_vjp(_run, loop_gradients, _forward)
 """(loop, inputs, (plan, weights as they are read)) to the sums of all tokens.
 
-The backward pass computes the rows again. The weights of `inputs` only get the gradients: where they are
-others than those that are read, XLA does not compute them.
+The backward pass computes the rows again. The weights of `inputs` only get the
+gradients: where they are others than those that are read, XLA does not compute them.
 """
 
 
 def chunk_plan(
-    choices: Int[Array, "token choice"], experts: int, rows_of: int, x: Array, weights: Sequence[Array]
+    choices: Int[Array, "token choice"],
+    experts: int,
+    rows_of: int,
+    x: Array,
+    weights: Sequence[Array],
 ) -> Groups:
-    """The plan in chunks of tokens, by the widest rows: tokens, or what a matrix makes of them.
+    """The plan in chunks of tokens, by the widest rows: tokens, or what a matrix makes
+    of them.
 
     The rows of a chunk come in multiples of `rows_of`.
     """
-    widest = max(x.shape[1], *(size for array in weights if array.ndim > 2 for size in array.shape[1:]), 0)
+    widest = max(
+        x.shape[1],
+        *(size for array in weights if array.ndim > 2 for size in array.shape[1:]),
+        0,
+    )
     chunks = max(1, -(-choices.size * widest * x.dtype.itemsize // _CHUNK_BYTES))
     cut = _cut(choices.astype(jnp.int32), chunks, fill=-1)
-    expert, order, sizes = jax.vmap(functools.partial(sorted_pairs, experts=experts))(cut)
+    expert, order, sizes = jax.vmap(functools.partial(sorted_pairs, experts=experts))(
+        cut
+    )
     padding = ((0, 0), (0, -order.shape[1] % rows_of))
-    expert = jnp.pad(jnp.take_along_axis(expert, order, axis=1), padding, constant_values=experts)
+    expert = jnp.pad(
+        jnp.take_along_axis(expert, order, axis=1), padding, constant_values=experts
+    )
     row = jnp.argsort(order, axis=1).astype(jnp.int32).reshape(cut.shape)
     return Groups(jnp.pad(order, padding), row, expert, sizes)
 
 
 @dataclass(frozen=True, eq=False)
 class ChunkLoop(ExpertLoop):
-    """The loop over chunks of tokens; experts take the rows and the weights of all experts, and `linear`."""
+    """The loop over chunks of tokens; experts take the rows and the weights of all
+    experts, and `linear`.
+    """
 
     kernels: Kernels
     experts: str  # the name of their axis
 
-    def call(self, fn: Callable[..., Any], at: Groups, weights: tuple[Array, ...], *rows: Any) -> Any:
+    def call(
+        self, fn: Callable[..., Any], at: Groups, weights: tuple[Array, ...], *rows: Any
+    ) -> Any:
         with free_axis_mapping():
-            return fn(self.rebuild(weights), *rows, linear=GroupedLinear(self.kernels, at, self.experts))
+            return fn(
+                self.rebuild(weights),
+                *rows,
+                linear=GroupedLinear(self.kernels, at, self.experts),
+            )
 
     def forward(self, inputs: Inputs, plan: Groups) -> tuple[Array, Any]:
         def chunk(_: None, part: Any) -> tuple[None, Any]:
@@ -222,38 +299,58 @@ class ChunkLoop(ExpertLoop):
             kept = self.keep(own, at)
             return None, (_sums(self.apply(own, kept, at), at).astype(x.dtype), kept)
 
-        _, (out, kept) = lax.scan(chunk, None, (_cut_all((inputs.x, inputs.gates), plan), plan))
+        _, (out, kept) = lax.scan(
+            chunk, None, (_cut_all((inputs.x, inputs.gates), plan), plan)
+        )
         return _joined(out, inputs.x.shape[0]), kept
 
     def backward(
-        self, perturbed: Inputs, inputs: Inputs, ct: Array, sums: Inputs, plan: Groups, kept: Any
+        self,
+        perturbed: Inputs,
+        inputs: Inputs,
+        ct: Array,
+        sums: Inputs,
+        plan: Groups,
+        kept: Any,
     ) -> Inputs:
         def chunk(of_weights: Any, part: Any) -> tuple[Any, Any]:
             (x, gates, ct), kept, at = part
             own = _rows(Inputs(x, gates, inputs.weights), at)
-            new = self.gradients(perturbed, own, kept, at, _taken(ct, at.pair // at.row.shape[1], at))
+            new = self.gradients(
+                perturbed, own, kept, at, _taken(ct, at.pair // at.row.shape[1], at)
+            )
             of_x = None if new.x is None else _sums(new.x, at)
             of_gates = jax.tree.map(lambda rows: _pairs(rows, at), new.gates)
             return jax.tree.map(added, of_weights, new.weights), (of_x, of_gates)
 
         parts = _cut_all((inputs.x, inputs.gates, ct), plan)
         of_weights, of_rows = lax.scan(chunk, sums.weights, (parts, kept, plan))
-        of_x, of_gates = jax.tree.map(lambda leaf: _joined(leaf, len(inputs.x)), of_rows)
+        of_x, of_gates = jax.tree.map(
+            lambda leaf: _joined(leaf, len(inputs.x)), of_rows
+        )
         return Inputs(of_x, of_gates, of_weights)
 
 
 def _rows(inputs: Inputs, at: Groups) -> Inputs:
-    of_gates = jax.tree.map(lambda leaf: _taken(leaf.reshape(-1), at.pair, at), inputs.gates)
-    return inputs._replace(x=_taken(inputs.x, at.pair // at.row.shape[1], at), gates=of_gates)
+    of_gates = jax.tree.map(
+        lambda leaf: _taken(leaf.reshape(-1), at.pair, at), inputs.gates
+    )
+    return inputs._replace(
+        x=_taken(inputs.x, at.pair // at.row.shape[1], at), gates=of_gates
+    )
 
 
 def _taken(x: Array, index: Array, at: Groups) -> Array:
     """What each row has of `x`, zero for those that are not real."""
-    return jnp.take(x, jnp.where(at.real, index, len(x)), axis=0, mode="fill", fill_value=0)
+    return jnp.take(
+        x, jnp.where(at.real, index, len(x)), axis=0, mode="fill", fill_value=0
+    )
 
 
 def _pairs(rows: Array, at: Groups) -> Array:
-    """The rows of each token's choices, `[token, choice, ...]`, zero for those that are not real."""
+    """The rows of each token's choices, `[token, choice, ...]`, zero for those that are
+    not real.
+    """
     row = jnp.where(jnp.take(at.real, at.row, mode="clip"), at.row, len(rows))
     return jnp.take(rows, row, axis=0, mode="fill", fill_value=0)
 

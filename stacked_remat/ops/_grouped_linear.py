@@ -1,4 +1,6 @@
-"""Linear maps of rows that are sorted by expert, of each row by the map of its expert."""
+"""Linear maps of rows that are sorted by expert, of each row by the map of its
+expert.
+"""
 
 import functools
 import math
@@ -23,7 +25,9 @@ from ._perturbed_vjp import perturbed_vjp
 # The kernels mix dtypes, also where `jax_numpy_dtype_promotion` is `strict`.
 _MIXED_DTYPES = functools.partial(jax.numpy_dtype_promotion, "standard")
 _ROWS_OF_TILE = 128
-_LANES = 128  # of a TPU's vectors. Kernels take row-major arrays, whose rows are padded to these in memory.
+# of a TPU's vectors. Kernels take row-major arrays, whose rows are padded to these in
+# memory.
+_LANES = 128
 
 Sizes: TypeAlias = Int[Array, " expert"]
 
@@ -35,24 +39,31 @@ class ExpertLinear(Protocol):
 
 
 def apply_linear(linear: Any, x: Any) -> Any:
-    """A linear map of rows: how an expert that `grouped_experts` computes alone applies its maps.
+    """A linear map of rows: how an expert that `grouped_experts` computes alone applies
+    its maps.
 
-    An expert with an argument `linear`, and this as its default, may be given another that maps the rows of
-    all experts by all their maps.
+    An expert with an argument `linear`, and this as its default, may be given another
+    that maps the rows of all experts by all their maps.
 
     Args:
-        linear: a module, such as `hnn.Linear` or `LoraLinear`; a named array, which is contracted over the
-            axes that it shares with `x`; or a matrix `[in, out]`.
+        linear: a module, such as `hnn.Linear` or `LoraLinear`; a named array, which is
+            contracted over the axes that it shares with `x`; or a matrix `[in, out]`.
         x: rows, as the map takes them: named for the first two.
     """
     if isinstance(linear, NamedArray):
         shared = [axis for axis in x.axes if axis in linear.axes]
-        return hax.dot(x, linear, axis=shared) if shared else linear.broadcast_axis(x.axes) * x
+        return (
+            hax.dot(x, linear, axis=shared)
+            if shared
+            else linear.broadcast_axis(x.axes) * x
+        )
     return x @ linear if is_array(linear) else linear(x)
 
 
 class Groups(NamedTuple):
-    """The rows of some tokens, sorted by expert. Padding and choices out of range are not real."""
+    """The rows of some tokens, sorted by expert. Padding and choices out of range are
+    not real.
+    """
 
     pair: Int[Array, " row"]  # (token, choice)
     row: Int[Array, "token choice"]
@@ -66,31 +77,38 @@ class Groups(NamedTuple):
 
 @dataclass(frozen=True)
 class Kernels:
-    """Products of rows: the first `sizes[0]` are of expert 0, and so on, and the last may be of none.
+    """Products of rows: the first `sizes[0]` are of expert 0, and so on, and the last
+    may be of none.
 
     Arrays and results of a call have one dtype; sums are in float32.
     """
 
-    # (x [row, in], w [expert, in, out], sizes, transposed) to [row, out], each row times the matrix of its
-    # expert, not defined for rows of none; with `transposed` the matrices are [expert, out, in].
+    # (x [row, in], w [expert, in, out], sizes, transposed) to [row, out], each row
+    # times the matrix of its expert, not defined for rows of none; with `transposed`
+    # the matrices are [expert, out, in].
     product: Callable[[Array, Array, Sizes, bool], Array]
-    # (x [row, in], y [row, out], sizes) to [expert, in, out], the sums of the outer products of rows.
+    # (x [row, in], y [row, out], sizes) to [expert, in, out], the sums of the outer
+    # products of rows.
     outer: Callable[[Array, Array, Sizes], Array]
     rows_of: int = 1  # rows come in multiples of it
 
 
 class Product(NamedTuple):
-    """Rows times the matrices of their experts, as these are or transposed, or the outer product of rows."""
+    """Rows times the matrices of their experts, as these are or transposed, or the
+    outer product of rows.
+    """
 
     kernels: Kernels
     kind: Literal["plain", "transposed", "outer"]
 
 
 def _product(of: Product, operands: tuple[Array, Array], sizes: Sizes) -> Array:
-    """The product, whose FLOPs are known; under `jax.vmap` of one example after the other.
+    """The product, whose FLOPs are known; under `jax.vmap` of one example after the
+    other.
 
-    A batch is another axis of a kernel's grid: on GPUs there may be three, and JAX's kernel of outer products
-    for TPUs then does not store those of its last expert (0.10.2, 0.12).
+    A batch is another axis of a kernel's grid: on GPUs there may be three, and JAX's
+    kernel of outer products for TPUs then does not store those of its last expert
+    (0.10.2, 0.12).
     """
     columns = operands[1].shape[2 if of.kind == "plain" else 1]
 
@@ -103,7 +121,9 @@ def _product(of: Product, operands: tuple[Array, Array], sizes: Sizes) -> Array:
     return jax.custom_batching.sequential_vmap(counted)(*operands, sizes)
 
 
-def _product_backward(of: Product, wanted: tuple[bool, ...], residuals: Any, ct: Array) -> Any:
+def _product_backward(
+    of: Product, wanted: tuple[bool, ...], residuals: Any, ct: Array
+) -> Any:
     (x, y), sizes = residuals
     found: Any = {
         "plain": [("transposed", ct, y), ("outer", x, ct)],
@@ -137,7 +157,15 @@ def megablox_kernels(interpret: bool = False) -> Kernels:
         if w.shape[2] < _LANES <= w.shape[1]:
             w, transposed = w.swapaxes(1, 2), not transposed
         with _MIXED_DTYPES():
-            return gmm(x, w, sizes, x.dtype, tiling, transpose_rhs=transposed, interpret=interpret)
+            return gmm(
+                x,
+                w,
+                sizes,
+                x.dtype,
+                tiling,
+                transpose_rhs=transposed,
+                interpret=interpret,
+            )
 
     def outer(x: Array, y: Array, sizes: Array) -> Array:
         from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
@@ -146,49 +174,71 @@ def megablox_kernels(interpret: bool = False) -> Kernels:
             return outer(y, x, sizes).swapaxes(1, 2)
         tiling = _tiling(len(x), x.shape[1], y.shape[1], x.dtype.itemsize)
         with _MIXED_DTYPES():
-            return tgmm(x.swapaxes(0, 1), y, sizes, x.dtype, tiling, interpret=interpret)
+            return tgmm(
+                x.swapaxes(0, 1), y, sizes, x.dtype, tiling, interpret=interpret
+            )
 
     return Kernels(product, outer, _ROWS_OF_TILE)
 
 
-def _rows_of_experts(x: Float[Array, "expert ..."], groups: Groups) -> Float[Array, "row ..."]:
-    """The expert of each row, zero for those that are not real; its derivative is summed in float32."""
+def _rows_of_experts(
+    x: Float[Array, "expert ..."], groups: Groups
+) -> Float[Array, "row ..."]:
+    """The expert of each row, zero for those that are not real; its derivative is
+    summed in float32.
+    """
     is_narrow = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
     wide = x.astype(jnp.float32) if is_narrow else x
-    return jnp.take(wide, groups.expert, axis=0, mode="fill", fill_value=0).astype(x.dtype)
+    return jnp.take(wide, groups.expert, axis=0, mode="fill", fill_value=0).astype(
+        x.dtype
+    )
 
 
 @dataclass(frozen=True)
 class GroupedLinear:
-    """`apply_linear` with the maps of all experts, whose arrays have the axis of the experts too."""
+    """`apply_linear` with the maps of all experts, whose arrays have the axis of the
+    experts too.
+    """
 
     kernels: Kernels
     groups: Groups
-    experts: str  # the name of their axis in named arrays; in plain ones it is the first
+    experts: (
+        str  # the name of their axis in named arrays; in plain ones it is the first
+    )
 
     def __call__(self, linear: Any, x: Any) -> Any:
         """Rows `[row, ...]` to `[row, ...]`; see `apply_linear`."""
         if isinstance(linear, LoraLinear):
             low = self(linear.a.astype(x.dtype), x) * linear.scale
-            whole, adapted = self(linear.wrapped, x), self(linear.b.astype(x.dtype), low)
+            whole, adapted = (
+                self(linear.wrapped, x),
+                self(linear.b.astype(x.dtype), low),
+            )
             return whole + adapted.rearrange(whole.axes)
-        if type(linear) is hnn.Linear and isinstance(linear.dot_general, DefaultDotGeneralOp):
+        if type(linear) is hnn.Linear and isinstance(
+            linear.dot_general, DefaultDotGeneralOp
+        ):
             mapped = self(linear.weight, x) * linear.reparam.active_scale
-            return mapped if linear.bias is None else mapped + self._own(linear.bias, *x.axes[:1])
+            return (
+                mapped
+                if linear.bias is None
+                else mapped + self._own(linear.bias, *x.axes[:1])
+            )
         if isinstance(linear, NamedArray):
             return self._named(linear, x)
         if isinstance(linear, hnn.Linear) or not is_array(linear) or linear.ndim != 3:
             raise ValueError(
-                f"An expert maps rows by {tree_pformat(linear)}. Grouped products take hnn.Linear, "
-                "LoraLinear, named arrays and matrices; take the backend 'block' for others."
+                f"An expert maps rows by {tree_pformat(linear)}. Grouped products take"
+                " hnn.Linear, LoraLinear, named arrays and matrices; take the backend"
+                " 'block' for others."
             )
         return self._dot(x, linear, transposed=False)
 
     def _dot(self, x: Array, w: Array, *, transposed: bool) -> Array:
         if x.dtype != w.dtype:
             raise ValueError(
-                f"An expert maps rows of {x.dtype} by weights of {w.dtype}: cast one to the dtype of the "
-                "other."
+                f"An expert maps rows of {x.dtype} by weights of {w.dtype}: cast one to"
+                " the dtype of the other."
             )
         product = Product(self.kernels, "transposed" if transposed else "plain")
         return grouped_product(product, (x, w), self.groups.sizes)
@@ -203,9 +253,15 @@ class GroupedLinear:
         transposed = list(w.axes[-len(In) :]) == In
         w = w.rearrange((Experts, *Out, *In) if transposed else (Experts, *In, *Out))
         inner = math.prod(axis.size for axis in In)
-        matrices = w.array.reshape(Experts.size, *((-1, inner) if transposed else (inner, -1)))
-        rows = self._dot(x.array.reshape(Row.size, inner), matrices, transposed=transposed)
-        return hax.named(rows.reshape(Row.size, *(axis.size for axis in Out)), (Row, *Out))
+        matrices = w.array.reshape(
+            Experts.size, *((-1, inner) if transposed else (inner, -1))
+        )
+        rows = self._dot(
+            x.array.reshape(Row.size, inner), matrices, transposed=transposed
+        )
+        return hax.named(
+            rows.reshape(Row.size, *(axis.size for axis in Out)), (Row, *Out)
+        )
 
     def _own(self, x: NamedArray, Row: hax.Axis) -> NamedArray:
         x = x.rearrange((self.experts, ...))

@@ -12,18 +12,27 @@ FLOATS, INTEGERS = (jnp.floating, "floating-point numbers"), (jnp.integer, "inte
 
 
 def check_named(
-    what: str, x: Any, kind: tuple[Any, str], has: Iterable[Axis], may_have: Iterable[Axis] | None = None
+    what: str,
+    x: Any,
+    kind: tuple[Any, str],
+    has: Iterable[Axis],
+    may_have: Iterable[Axis] | None = None,
 ) -> None:
-    """Check that an argument, `what`, is a named array of `FLOATS` or `INTEGERS` with some axes.
+    """Check that an argument, `what`, is a named array of `FLOATS` or `INTEGERS` with
+    some axes.
 
     It must have the axes `has`, and may have `may_have`; None for any.
     """
     dtype, numbers = kind
     if not isinstance(x, NamedArray):
-        raise ValueError(f"`{what}` must be a named array of {numbers}; got {type(x).__name__}.")
+        raise ValueError(
+            f"`{what}` must be a named array of {numbers}; got {type(x).__name__}."
+        )
     lacks = set(has) - set(x.axes)
     if lacks or (may_have is not None and set(x.axes) - {*has, *may_have}):
         more = f", and may have {axes_text(may_have)}" if may_have else ""
-        raise ValueError(f"`{what}` has {axes_text(x.axes)}; it must have {axes_text(has)}{more}.")
+        raise ValueError(
+            f"`{what}` has {axes_text(x.axes)}; it must have {axes_text(has)}{more}."
+        )
     if not jnp.issubdtype(x.dtype, dtype):
         raise ValueError(f"`{what}` must be {numbers}; got {x.dtype}.")

@@ -23,20 +23,28 @@ def perturbed_vjp(
 
     Args:
         run: computes the result.
-        backward: `(static, wanted, residuals, cotangent)` to the cotangents of the inputs, None for those
-            that are not wanted; `wanted` has a bool for each leaf of the inputs.
-        forward: the result and the residuals; by default these are the inputs and the constants.
+        backward: `(static, wanted, residuals, cotangent)` to the cotangents of the
+            inputs, None for those that are not wanted; `wanted` has a bool for each
+            leaf of the inputs.
+        forward: the result and the residuals; by default these are the inputs and the
+            constants.
     """
     found: Any = jax.custom_vjp(run, nondiff_argnums=(0,))
 
     def forward_rule(static: Any, inputs: Any, constants: Any) -> tuple[T, Any]:
         leaves = jax.tree.leaves(inputs)
-        wanted = [leaf.perturbed and jnp.issubdtype(leaf.value.dtype, jnp.inexact) for leaf in leaves]
-        # Without data, in its shape: JAX gives a rule with symbolic zeros, differentiated by several sets of
-        # inputs in turn, residuals of one in the structure of another.
+        wanted = [
+            leaf.perturbed and jnp.issubdtype(leaf.value.dtype, jnp.inexact)
+            for leaf in leaves
+        ]
+        # Without data, in its shape: JAX gives a rule with symbolic zeros,
+        # differentiated by several sets of inputs in turn, residuals of one in the
+        # structure of another.
         flags = np.zeros((0, len(wanted), *np.packbits(wanted).tolist()))
         inputs, constants = jax.tree.map(lambda leaf: leaf.value, (inputs, constants))
-        if forward is None:  # not `run`: of a second derivative this is a part of what is differentiated
+        if (
+            forward is None
+        ):  # not `run`: of a second derivative this is a part of what is differentiated
             return found(static, inputs, constants), (flags, (inputs, constants))
         out, residuals = forward(static, inputs, constants)
         return out, (flags, residuals)
@@ -47,7 +55,8 @@ def perturbed_vjp(
         if all(isinstance(leaf, SymbolicZero) for leaf in jax.tree.leaves(cotangent)):
             return None, None
         cotangent = jax.tree.map(
-            lambda ct: ct if eqx.is_array(ct) else jnp.zeros(ct.shape, ct.dtype), cotangent
+            lambda ct: ct if eqx.is_array(ct) else jnp.zeros(ct.shape, ct.dtype),
+            cotangent,
         )
         return backward(static, tuple(map(bool, wanted)), residuals, cotangent), None
 
@@ -55,7 +64,11 @@ def perturbed_vjp(
     return found
 
 
-def vjp_of_part(fn: Callable[[T], Any], inputs: T, wanted: Any) -> tuple[Any, Callable[[Any], tuple[T]]]:
-    """`jax.vjp(fn, inputs)` by those inputs that are wanted; the cotangents of others are None."""
+def vjp_of_part(
+    fn: Callable[[T], Any], inputs: T, wanted: Any
+) -> tuple[Any, Callable[[Any], tuple[T]]]:
+    """`jax.vjp(fn, inputs)` by those inputs that are wanted; the cotangents of others
+    are None.
+    """
     part, rest = eqx.partition(inputs, wanted)
     return jax.vjp(lambda part: fn(eqx.combine(part, rest)), part)

@@ -1,6 +1,8 @@
-"""Functions whose rows do not depend on each other, which `jax.vmap` gives the rows of all examples at once.
+"""Functions whose rows do not depend on each other, which `jax.vmap` gives the rows of
+all examples at once.
 
-What is not a row, such as weights, is then read once, and its gradient is summed over all rows.
+What is not a row, such as weights, is then read once, and its gradient is summed over
+all rows.
 """
 
 from collections.abc import Callable
@@ -16,10 +18,11 @@ from .._noted import noting
 
 
 def call_on_rows(fn: Callable[[Any, Any], Any], rows: Any, shared: Any) -> Any:
-    """`fn(rows, shared)`; in `jax.vmap` where `shared` is the same for all, of all rows in one dimension.
+    """`fn(rows, shared)`; in `jax.vmap` where `shared` is the same for all, of all rows
+    in one dimension.
 
-    That is for one example of several, within `noting`; elsewhere a plain call. All are trees of arrays;
-    those of `rows` and of the result have the rows in front.
+    That is for one example of several, within `noting`; elsewhere a plain call. All are
+    trees of arrays; those of `rows` and of the result have the rows in front.
     """
     return _bind(fn, rows, shared) if noting.value else fn(rows, shared)
 
@@ -38,27 +41,44 @@ def _evaluate(*leaves: Any, jaxpr: Any, **_: Any) -> list[Any]:
 
 def _differentiated(primals: Any, tangents: Any, **params: Any) -> Any:
     """As what it computes is differentiated."""
-    moving = [at for at, tangent in enumerate(tangents) if not isinstance(tangent, ad.Zero)]
+    moving = [
+        at for at, tangent in enumerate(tangents) if not isinstance(tangent, ad.Zero)
+    ]
 
     def of_moving(*arrays: Any) -> list[Any]:
         given = dict(zip(moving, arrays, strict=True))
-        return _evaluate(*(given.get(at, primal) for at, primal in enumerate(primals)), **params)
+        return _evaluate(
+            *(given.get(at, primal) for at, primal in enumerate(primals)), **params
+        )
 
-    return jax.jvp(of_moving, [primals[at] for at in moving], [tangents[at] for at in moving])
+    return jax.jvp(
+        of_moving, [primals[at] for at in moving], [tangents[at] for at in moving]
+    )
 
 
-def _batched(axis: Any, leaves: Any, dims: Any, *, fn: Any, tree: Any, count: int, **_: Any) -> Any:
+def _batched(
+    axis: Any, leaves: Any, dims: Any, *, fn: Any, tree: Any, count: int, **_: Any
+) -> Any:
     if any(dim is not None for dim in dims[count:]):
-        options = {"in_axes": jax.tree.unflatten(tree, dims), "spmd_axis_name": axis.spmd_name}
+        options = {
+            "in_axes": jax.tree.unflatten(tree, dims),
+            "spmd_axis_name": axis.spmd_name,
+        }
         mapped = jax.vmap(fn, **options)(*jax.tree.unflatten(tree, leaves))
         return jax.tree.leaves(mapped), [0] * len(jax.tree.leaves(mapped))
     rows = [
-        jnp.broadcast_to(leaf, (axis.size, *leaf.shape)) if dim is None else jnp.moveaxis(leaf, dim, 0)
+        jnp.broadcast_to(leaf, (axis.size, *leaf.shape))
+        if dim is None
+        else jnp.moveaxis(leaf, dim, 0)
         for leaf, dim in zip(leaves[:count], dims, strict=False)
     ]
     merged = [leaf.reshape(-1, *leaf.shape[2:]) for leaf in rows]
-    found = jax.tree.leaves(_bind(fn, *jax.tree.unflatten(tree, [*merged, *leaves[count:]])))
-    return [leaf.reshape(axis.size, -1, *leaf.shape[1:]) for leaf in found], [0] * len(found)
+    found = jax.tree.leaves(
+        _bind(fn, *jax.tree.unflatten(tree, [*merged, *leaves[count:]]))
+    )
+    return [leaf.reshape(axis.size, -1, *leaf.shape[1:]) for leaf in found], [0] * len(
+        found
+    )
 
 
 _rows_p = Primitive("rows")

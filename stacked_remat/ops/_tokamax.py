@@ -1,11 +1,14 @@
-"""tokamax's kernels for NVIDIA GPUs: attention and grouped products, and whether they can be called.
+"""tokamax's kernels for NVIDIA GPUs: attention and grouped products, and whether they
+can be called.
 
-tokamax (Python 3.12 and later) has them in private modules, so versions that were not tried are refused.
+tokamax (Python 3.12 and later) has them in private modules, so versions that were not
+tried are refused.
 
-Attention: every query has a first and a last key. The forward kernel skips blocks of keys outside of these;
-the backward kernels compute all that causality leaves, and with the positions of some queries all. So queries
-with a window, or in documents that are all short, are cut into chunks, which see two chunks of keys, and
-strips of queries go with the keys that they may see.
+Attention: every query has a first and a last key. The forward kernel skips blocks of
+keys outside of these; the backward kernels compute all that causality leaves, and with
+the positions of some queries all. So queries with a window, or in documents that are
+all short, are cut into chunks, which see two chunks of keys, and strips of queries go
+with the keys that they may see.
 """
 
 import contextlib
@@ -32,21 +35,36 @@ from ._grouped_linear import Kernels
 _VERSIONS = ("0.0.17",)
 _called_for: dict[str, str] = {}
 _CHUNK, _PARTS = 512, 24
-_PARTS_OF_LENGTH = 32, 8  # documents no longer than these parts of all positions are in chunks backward
-_COPIED, _TILE = 8, 64  # elements of 16 bits: the least that a kernel copies, and a tile
+# Documents no longer than these parts of all positions are in chunks backward
+_PARTS_OF_LENGTH = (
+    32,
+    8,
+)
+# Elements of 16 bits: the least that a kernel copies, and a tile
+_COPIED, _TILE = (
+    8,
+    64,
+)
 _STEPS: Any = {"block_k": _TILE, "max_concurrent_steps": 4, "grid_block_n": 4}
 
 
 def why_not_tokamax(what: str, capabilities: Mapping[float, str]) -> str | None:
-    """Why kernels for these compute capabilities can't run on the program's device; None if they can."""
+    """Why kernels for these compute capabilities can't run on the program's device;
+    None if they can.
+    """
     capability = getattr(target_device(), "compute_capability", "0")
     if float(capability) not in capabilities:
-        known = " and ".join(f"{number} ({name})" for number, name in capabilities.items())
+        known = " and ".join(
+            f"{number} ({name})" for number, name in capabilities.items()
+        )
         return f"{what} are for GPUs of compute capability {known}, not {capability}"
     try:
         version = importlib.metadata.version("tokamax")
     except importlib.metadata.PackageNotFoundError:
-        return "it needs Python 3.12 or later and tokamax: pip install 'stacked_remat[tokamax]'"
+        return (
+            "it needs Python 3.12 or later and tokamax: pip install"
+            " 'stacked_remat[tokamax]'"
+        )
     if version not in _VERSIONS:
         return f"it was tried with tokamax {', '.join(_VERSIONS)}, not {version}"
     return None
@@ -54,23 +72,26 @@ def why_not_tokamax(what: str, capabilities: Mapping[float, str]) -> str | None:
 
 @contextlib.contextmanager
 def calling_tokamax() -> Iterator[None]:
-    """Within it, kernels are for the program's device, which need not be attached, and may mix dtypes.
+    """Within it, kernels are for the program's device, which need not be attached, and
+    may mix dtypes.
 
     Raises:
-        UnsupportedCallError: this process has called them for another kind of GPU. jaxlib (0.12) compiles
-            Mosaic for the first one only.
+        UnsupportedCallError: this process has called them for another kind of GPU.
+            jaxlib (0.12) compiles Mosaic for the first one only.
     """
     device = target_device()
     capability = _called_for.setdefault("capability", device.compute_capability)
     if capability != device.compute_capability:
         raise UnsupportedCallError(
-            f"A process compiles tokamax's kernels for one kind of GPU, here of compute capability "
-            f"{capability}, not {device.compute_capability} too: compile for {device.device_kind} in another."
+            "A process compiles tokamax's kernels for one kind of GPU, here of compute"
+            f" capability {capability}, not {device.compute_capability} too: compile"
+            f" for {device.device_kind} in another."
         )
     log = logging.getLogger("absl")
 
     def says_more(record: logging.LogRecord) -> bool:
-        return not str(record.msg).startswith("Autotuning cache miss")  # a page for every kernel
+        # A page for every kernel
+        return not str(record.msg).startswith("Autotuning cache miss")
 
     log.addFilter(says_more)
     own = backend.get_default_device, jax.devices
@@ -83,70 +104,122 @@ def calling_tokamax() -> Iterator[None]:
         log.removeFilter(says_more)
 
 
-def _forward(query: Query, key: Key, value: Key, sight: Sight, blocks: Blocks) -> tuple[Query, LogSumExp]:
-    from tokamax._src.ops.attention import pallas_mosaic_gpu  # pyright: ignore[reportMissingImports]
+def _forward(
+    query: Query, key: Key, value: Key, sight: Sight, blocks: Blocks
+) -> tuple[Query, LogSumExp]:
+    from tokamax._src.ops.attention import (  # pyright: ignore[reportMissingImports]
+        pallas_mosaic_gpu,
+    )
 
-    shape, mask = query.shape, _mask(sight.first(query.shape[1], blocks.window), sight.rows)
-    seen = min(key.shape[1] // 2, blocks.window or key.shape[1])  # by a query in the mean, at most
+    shape, mask = (
+        query.shape,
+        _mask(sight.first(query.shape[1], blocks.window), sight.rows),
+    )
+    # By a query in the mean, at most
+    seen = min(key.shape[1] // 2, blocks.window or key.shape[1])
     with calling_tokamax(), known_products(4 * seen * query.size):
         output, (highest, total) = pallas_mosaic_gpu.PallasMosaicGpuFlashAttention()(
-            _heads_as_one(query), key, value, logits_scale=blocks.scale, mask=mask, return_residuals=True
+            _heads_as_one(query),
+            key,
+            value,
+            logits_scale=blocks.scale,
+            mask=mask,
+            return_residuals=True,
         )
     lse = jnp.moveaxis(highest + jnp.log(total), 1, 2)
     return output.reshape(shape), lse.reshape(shape[:-1])
 
 
-def _backward(attended: Attended, cotangent: Query, blocks: Blocks) -> tuple[Query, Key, Key]:
+def _backward(
+    attended: Attended, cotangent: Query, blocks: Blocks
+) -> tuple[Query, Key, Key]:
     length, window, sight = attended.query.shape[1], blocks.window, attended.sight
     if blocks.strips > 1:
         return _in_strips(attended, cotangent, blocks)
-    seen = [window] if window is not None else [length // part for part in _PARTS_OF_LENGTH]
+    seen = (
+        [window]
+        if window is not None
+        else [length // part for part in _PARTS_OF_LENGTH]
+    )
     if sight.rows is not None or (window is None and sight.starts is None):
         seen = []
     chunks = sorted({-(-each // _CHUNK) * _CHUNK for each in seen})
     chunks = [chunk for chunk in chunks if 0 < 2 * chunk < length]
-    ways = [functools.partial(_in_chunks, blocks=blocks, chunk=chunk) for chunk in chunks]
+    ways = [
+        functools.partial(_in_chunks, blocks=blocks, chunk=chunk) for chunk in chunks
+    ]
     mask = _mask(sight.first(length, window), sight.rows)
     ways.append(functools.partial(_gradients, mask=mask, scale=blocks.scale))
     if window is not None or sight.starts is None or len(ways) == 1:
         return ways[0](attended, cotangent)
     longest = 1 + jnp.max(jnp.arange(length, dtype=jnp.int32)[None] - sight.starts)
-    return lax.switch(jnp.sum(longest > jnp.asarray(chunks, jnp.int32)), ways, attended, cotangent)
+    return lax.switch(
+        jnp.sum(longest > jnp.asarray(chunks, jnp.int32)), ways, attended, cotangent
+    )
 
 
 def _one_by_one(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Called once for each example by `jax.vmap`, which traces kernels again, without `calling_tokamax`."""
-    return lambda *arrays: custom_batching.sequential_vmap(lambda *own: run(*own, arrays[-1]))(*arrays[:-1])
+    """Called once for each example by `jax.vmap`, which traces kernels again, without
+    `calling_tokamax`.
+    """
+    return lambda *arrays: custom_batching.sequential_vmap(
+        lambda *own: run(*own, arrays[-1])
+    )(*arrays[:-1])
 
 
 ATTENTION = Kernel(_one_by_one(_forward), _one_by_one(_backward))
 
 
-def _in_strips(attended: Attended, cotangent: Query, blocks: Blocks) -> tuple[Query, Key, Key]:
+def _in_strips(
+    attended: Attended, cotangent: Query, blocks: Blocks
+) -> tuple[Query, Key, Key]:
     """The gradients of parts of the queries with the keys that they may see.
 
-    And of parts of the keys, with the queries that may see them, so that no gradients are summed.
+    And of parts of the keys, with the queries that may see them, so that no gradients
+    are summed.
     """
     parts = math.gcd(_PARTS, blocks.strips)
     rows, columns = attended.query.shape[1] // parts, attended.key.shape[1] // parts
 
-    def gradients(queries: tuple[int, int], keys: tuple[int, int], products: int) -> tuple[Query, Key, Key]:
-        own, seen = slice(*(rows * end for end in queries)), slice(*(columns * end for end in keys))
+    def gradients(
+        queries: tuple[int, int], keys: tuple[int, int], products: int
+    ) -> tuple[Query, Key, Key]:
+        own, seen = (
+            slice(*(rows * end for end in queries)),
+            slice(*(columns * end for end in keys)),
+        )
         some = _cut(attended, lambda x: x[:, own], lambda x: x[:, seen])
-        sight = Sight(*(None if x is None else x[..., own] - seen.start for x in attended.sight[:2]))
+        sight = Sight(
+            *(
+                None if x is None else x[..., own] - seen.start
+                for x in attended.sight[:2]
+            )
+        )
         mask = _mask(sight.first(len(some.query[0]), blocks.window), sight.rows)
         return _gradients(some, cotangent[:, own], mask, blocks.scale, products)
 
-    # XLA leaves out the kernel whose results are not used. Of seven products one has three, the other four.
-    reach = parts if blocks.window is None else -(-(blocks.window - 1) // columns)  # parts before one's own
-    of_query = [gradients((p, p + 1), (max(0, p - reach), p + 1), 3)[0] for p in range(parts)]
-    of_keys = [gradients((p, min(parts, p + 1 + reach)), (p, p + 1), 4)[1:] for p in range(parts)]
-    of_key, of_value = (jnp.concatenate(some, axis=1) for some in zip(*of_keys, strict=True))
+    # XLA leaves out the kernel whose results are not used. Of seven products one has
+    # three, the other four.
+    # Parts before one's own
+    reach = parts if blocks.window is None else -(-(blocks.window - 1) // columns)
+    of_query = [
+        gradients((p, p + 1), (max(0, p - reach), p + 1), 3)[0] for p in range(parts)
+    ]
+    of_keys = [
+        gradients((p, min(parts, p + 1 + reach)), (p, p + 1), 4)[1:]
+        for p in range(parts)
+    ]
+    of_key, of_value = (
+        jnp.concatenate(some, axis=1) for some in zip(*of_keys, strict=True)
+    )
     return jnp.concatenate(of_query, axis=1), of_key, of_value
 
 
-def _in_chunks(attended: Attended, cotangent: Query, blocks: Blocks, chunk: int) -> tuple[Query, Key, Key]:
-    """The gradients of chunks of queries, each with its own keys and those of the chunk before it.
+def _in_chunks(
+    attended: Attended, cotangent: Query, blocks: Blocks, chunk: int
+) -> tuple[Query, Key, Key]:
+    """The gradients of chunks of queries, each with its own keys and those of the chunk
+    before it.
 
     No query sees more than a chunk.
     """
@@ -160,36 +233,49 @@ def _in_chunks(attended: Attended, cotangent: Query, blocks: Blocks, chunk: int)
     def with_before(x: Array) -> Array:
         own = cut(x).reshape(-1, chunks, chunk, *x.shape[2:])
         before = jnp.roll(own, 1, axis=1)  # the first chunk's is not seen
-        return jnp.concatenate([before, own], axis=2).reshape(-1, 2 * chunk, *x.shape[2:])
+        return jnp.concatenate([before, own], axis=2).reshape(
+            -1, 2 * chunk, *x.shape[2:]
+        )
 
     def joined(x: Array) -> Array:
         return x.reshape(-1, chunks * chunk, *x.shape[2:])[:, :length]
 
     def summed(x: Array) -> Array:
         before, own = jnp.moveaxis(x.reshape(-1, chunks, 2, chunk, *x.shape[2:]), 2, 0)
-        return joined((own + jnp.roll(before, -1, axis=1)).reshape(-1, chunk, *x.shape[2:]))
+        return joined(
+            (own + jnp.roll(before, -1, axis=1)).reshape(-1, chunk, *x.shape[2:])
+        )
 
-    first = jnp.broadcast_to(attended.sight.first(length, blocks.window), attended.lse.shape[:2])
+    first = jnp.broadcast_to(
+        attended.sight.first(length, blocks.window), attended.lse.shape[:2]
+    )
     begins = chunk * (jnp.arange(chunks, dtype=jnp.int32) - 1)
     first = cut(first).reshape(-1, chunks, chunk) - begins[None, :, None]
     mask = _mask(first.reshape(-1, chunk), chunk + jnp.arange(chunk, dtype=jnp.int32))
-    some = _cut(attended, cut, with_before)._replace(lse=cut(attended.lse, jnp.inf))  # no weights
+    # No weights
+    some = _cut(attended, cut, with_before)._replace(lse=cut(attended.lse, jnp.inf))
     of_query, of_key, of_value = _gradients(some, cut(cotangent), mask, blocks.scale)
     return joined(of_query), summed(of_key), summed(of_value)
 
 
 def _cut(
-    attended: Attended, of_queries: Callable[[Array], Array], of_keys: Callable[[Array], Array]
+    attended: Attended,
+    of_queries: Callable[[Array], Array],
+    of_keys: Callable[[Array], Array],
 ) -> Attended:
     key, value = map(of_keys, (attended.key, attended.value))
-    query, output, lse = map(of_queries, (attended.query, attended.output, attended.lse))
+    query, output, lse = map(
+        of_queries, (attended.query, attended.output, attended.lse)
+    )
     return attended._replace(query=query, key=key, value=value, output=output, lse=lse)
 
 
 def _gradients(
     attended: Attended, cotangent: Query, mask: Any, scale: float, products: int = 7
 ) -> tuple[Query, Key, Key]:
-    """By two kernels, of which those that are used have so many products of queries and keys in all."""
+    """By two kernels, of which those that are used have so many products of queries and
+    keys in all.
+    """
     from tokamax._src.ops.attention import (  # pyright: ignore[reportMissingImports]
         pallas_mosaic_gpu,
         pallas_mosaic_gpu_vjp,
@@ -197,20 +283,32 @@ def _gradients(
 
     query, key, value, _, _, output, lse = attended
     one, output, cotangent = map(_heads_as_one, (query, output, cotangent))
-    # The highest score and the sum of the exponentials of others less that, of which it has the logarithm.
+    # The highest score and the sum of the exponentials of others less that, of which it
+    # has the logarithm.
     highest = jnp.moveaxis(lse.reshape(*lse.shape[:2], -1), 2, 1)
     forward = pallas_mosaic_gpu.PallasMosaicGpuFlashAttention()
     pairs = key.shape[1] // 2 if mask.is_causal else key.shape[1]
-    with calling_tokamax(), known_products(products * pairs * query.size):  # by each, in the mean
+    with (
+        calling_tokamax(),
+        known_products(products * pairs * query.size),
+    ):  # by each, in the mean
         bound = forward.bind(one, key, value, logits_scale=scale, mask=mask)
         found = pallas_mosaic_gpu_vjp.PallasMosaicGpuFlashAttentionVjp()(
-            (highest, jnp.ones_like(highest)), output, cotangent, *bound.args, **bound.kwargs
+            (highest, jnp.ones_like(highest)),
+            output,
+            cotangent,
+            *bound.args,
+            **bound.kwargs,
         )
     return found["q"].reshape(query.shape), found["k"], found["v"]
 
 
-def _mask(first: Int[Array, "batch row"] | None, last: Int[Array, " row"] | None) -> Any:
-    """Tokamax's mask; without a last key of each query it is causal, which skips blocks backward too."""
+def _mask(
+    first: Int[Array, "batch row"] | None, last: Int[Array, " row"] | None
+) -> Any:
+    """Tokamax's mask; without a last key of each query it is causal, which skips blocks
+    backward too.
+    """
     from tokamax._src.ops.attention import base  # pyright: ignore[reportMissingImports]
 
     start = None if first is None else jnp.asarray(first)[:, None]
@@ -226,19 +324,35 @@ def _heads_as_one(x: Query) -> Array:
 
 def _product(x: Array, w: Array, sizes: Array, transposed: bool) -> Array:
     from jax.experimental.pallas.ops.gpu import ragged_dot_mgpu
-    from tokamax._src.ops.ragged_dot import base, pallas_mosaic_gpu  # pyright: ignore[reportMissingImports]
+    from tokamax._src.ops.ragged_dot import (  # pyright: ignore[reportMissingImports]
+        base,
+        pallas_mosaic_gpu,
+    )
 
-    # Kernels take one order. Without a layout XLA transposes the stack that these are a slice of.
+    # Kernels take one order. Without a layout XLA transposes the stack that these are a
+    # slice of.
     w = layout.with_layout_constraint(w, layout.Layout((0, 1, 2)))
     if transposed and not any(size % _TILE for size in w.shape[1:]):
         # By JAX's kernel: for tokamax's, XLA makes a transposed copy of all matrices.
         tiles: Any = dict(block_m=2 * _TILE, block_n=_width(w.shape[1]), **_STEPS)
         with calling_tokamax():
-            return ragged_dot_mgpu.ragged_dot(x, w, group_sizes=sizes, transpose_rhs=True, **tiles)
-    names = base.TRANS_RHS_RAGGED_DOT_DIM_NUMS if transposed else base.DEFAULT_RAGGED_DOT_DIM_NUMS
+            return ragged_dot_mgpu.ragged_dot(
+                x, w, group_sizes=sizes, transpose_rhs=True, **tiles
+            )
+    names = (
+        base.TRANS_RHS_RAGGED_DOT_DIM_NUMS
+        if transposed
+        else base.DEFAULT_RAGGED_DOT_DIM_NUMS
+    )
     # On an H200 about twice as fast as the kernel's own guess.
     config = pallas_mosaic_gpu.Config(
-        block_m=128, block_n=128, block_k=_TILE, num_stages=4, split_k=1, persistent=False, grid_minor_dim=0
+        block_m=128,
+        block_n=128,
+        block_k=_TILE,
+        num_stages=4,
+        split_k=1,
+        persistent=False,
+        grid_minor_dim=0,
     )
     with calling_tokamax():
         found = pallas_mosaic_gpu.PallasMosaicGpuRaggedDot(config=config)(
@@ -250,12 +364,18 @@ def _product(x: Array, w: Array, sizes: Array, transposed: bool) -> Array:
 
 
 def _outer(x: Array, y: Array, sizes: Array) -> Array:
-    """By JAX's kernel: tokamax's (0.0.17) overwrites what it reads, and gave wrong sums on an H200."""
+    """By JAX's kernel: tokamax's (0.0.17) overwrites what it reads, and gave wrong sums
+    on an H200.
+    """
     from jax.experimental.pallas.ops.gpu import transposed_ragged_dot_mgpu
 
     is_real = (jnp.arange(len(x)) < jnp.sum(sizes))[:, None]
-    # Rows of other experts in a tile are multiplied by zero, and those of none may hold anything.
-    wide = [_aligned(jnp.where(is_real, one, jnp.zeros((), one.dtype)), 1, _TILE) for one in (x, y)]
+    # Rows of other experts in a tile are multiplied by zero, and those of none may hold
+    # anything.
+    wide = [
+        _aligned(jnp.where(is_real, one, jnp.zeros((), one.dtype)), 1, _TILE)
+        for one in (x, y)
+    ]
     tiles = [_width(one.shape[1]) for one in wide]
     with calling_tokamax():
         found = transposed_ragged_dot_mgpu.transposed_ragged_dot(
@@ -270,7 +390,10 @@ def _width(size: int) -> int:
 
 def _aligned(x: Array, axes: int, multiple: int) -> Array:
     """With zeros to multiples of a number in the last axes."""
-    widths = [(0, -size % multiple if axis >= x.ndim - axes else 0) for axis, size in enumerate(x.shape)]
+    widths = [
+        (0, -size % multiple if axis >= x.ndim - axes else 0)
+        for axis, size in enumerate(x.shape)
+    ]
     return jnp.pad(x, widths)
 
 

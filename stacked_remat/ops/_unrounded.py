@@ -1,8 +1,9 @@
 """Products in half precision whose float32 sums are not rounded.
 
-The gradient of a matrix is a product of rows and cotangents. In bfloat16 JAX rounds its result to bfloat16.
-Gradients of blocks of rows that are then added are rounded once each, and where they cancel, their sum is off
-by many times the rounding of one. `unrounded` takes such results of a function in float32, as summed.
+The gradient of a matrix is a product of rows and cotangents. In bfloat16 JAX rounds its
+result to bfloat16. Gradients of blocks of rows that are then added are rounded once
+each, and where they cancel, their sum is off by many times the rounding of one.
+`unrounded` takes such results of a function in float32, as summed.
 """
 
 from collections.abc import Callable
@@ -25,7 +26,9 @@ _MOVES = {
     "squeeze",
     "transpose",
 }
-"""Primitives after a product that give its values to the results, linearly, whatever their dtype."""
+"""Primitives after a product that give its values to the results, linearly, whatever
+their dtype.
+"""
 
 
 def is_half(dtype: DTypeLike) -> bool:
@@ -33,43 +36,75 @@ def is_half(dtype: DTypeLike) -> bool:
     return jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize < 4
 
 
-def unrounded(fn: Callable[[Any], Any], argument: Any, is_sum: Callable[[Any], Any]) -> Any:
-    """`fn(argument)`, of which some results are in float32, as the products that make them sum them.
+def unrounded(
+    fn: Callable[[Any], Any], argument: Any, is_sum: Callable[[Any], Any]
+) -> Any:
+    """`fn(argument)`, of which some results are in float32, as the products that make
+    them sum them.
 
     Args:
-        is_sum: a tree like the result, of bools: which of them are. Others are as `fn` gives them.
+        is_sum: a tree like the result, of bools: which of them are. Others are as `fn`
+            gives them.
 
     A result that no product makes, by transpositions, sums and the like, is only cast.
     """
     closed, types = jax.make_jaxpr(fn, return_shape=True)(argument)
     marks, jaxpr = jax.tree.leaves(is_sum(types)), closed.jaxpr
-    wide = _Wide({var for var, mark in zip(jaxpr.outvars, marks, strict=True) if mark and _is_var(var)})
-    later = [equation for equation in reversed(jaxpr.eqns) if wide.takes(equation)][::-1]
+    wide = _Wide(
+        {
+            var
+            for var, mark in zip(jaxpr.outvars, marks, strict=True)
+            if mark and _is_var(var)
+        }
+    )
+    later = [equation for equation in reversed(jaxpr.eqns) if wide.takes(equation)][
+        ::-1
+    ]
     read = [*(atom for equation in later for atom in equation.invars), *jaxpr.outvars]
-    first = [*dict.fromkeys(atom for atom in read if _is_var(atom) and atom not in wide.made)]
-    before, _ = dce_jaxpr(jaxpr.replace(outvars=first), [True] * len(first), instantiate=True)
-    values = dict(zip(first, eval_jaxpr(before, closed.consts, *jax.tree.leaves(argument)), strict=True))
+    first = [
+        *dict.fromkeys(atom for atom in read if _is_var(atom) and atom not in wide.made)
+    ]
+    before, _ = dce_jaxpr(
+        jaxpr.replace(outvars=first), [True] * len(first), instantiate=True
+    )
+    values = dict(
+        zip(
+            first,
+            eval_jaxpr(before, closed.consts, *jax.tree.leaves(argument)),
+            strict=True,
+        )
+    )
     for equation in later:
         values[equation.outvars[0]] = wide.value(equation, values)
     outputs = zip(jaxpr.outvars, marks, strict=True)
-    found = [_widened(_read(var, values)) if mark else _narrow(var, values) for var, mark in outputs]
+    found = [
+        _widened(_read(var, values)) if mark else _narrow(var, values)
+        for var, mark in outputs
+    ]
     return jax.tree.unflatten(jax.tree.structure(types), found)
 
 
 class _Wide:
-    """The variables that are wanted in float32, found from the last equation to the first."""
+    """The variables that are wanted in float32, found from the last equation to the
+    first.
+    """
 
     def __init__(self, wanted: set[Any]):
         self.wanted = wanted
         self.made: set[Any] = set()  # those of `wanted` that `value` computes
 
     def takes(self, equation: JaxprEqn) -> bool:
-        """Whether `value` computes an equation; then what it moves is wanted in float32 too."""
+        """Whether `value` computes an equation; then what it moves is wanted in float32
+        too.
+        """
         name, (out, *others) = equation.primitive.name, equation.outvars
         if others or out not in self.wanted:
             return False
         is_move = name in _MOVES and all(map(_is_float, (out, *equation.invars)))
-        is_sum = equation.primitive in (prims.dot_general_p, prims.reduce_sum_p) and is_half(_dtype(out))
+        is_sum = equation.primitive in (
+            prims.dot_general_p,
+            prims.reduce_sum_p,
+        ) and is_half(_dtype(out))
         if not is_move and not is_sum:
             return False
         self.made.add(out)
@@ -79,8 +114,12 @@ class _Wide:
 
     def value(self, equation: JaxprEqn, values: dict[Any, Array]) -> Array:
         if equation.primitive is prims.dot_general_p:
-            params = equation.params | {"preferred_element_type": jnp.dtype(jnp.float32)}
-            return prims.dot_general_p.bind(*(_narrow(atom, values) for atom in equation.invars), **params)
+            params = equation.params | {
+                "preferred_element_type": jnp.dtype(jnp.float32)
+            }
+            return prims.dot_general_p.bind(
+                *(_narrow(atom, values) for atom in equation.invars), **params
+            )
         operands = [_widened(_read(atom, values)) for atom in equation.invars]
         if equation.primitive is prims.convert_element_type_p:
             return operands[0]
@@ -100,7 +139,11 @@ def _is_float(atom: Any) -> bool:
 
 
 def _read(atom: Any, values: dict[Any, Array]) -> Any:
-    return jnp.asarray(atom.val, _dtype(atom)) if isinstance(atom, Literal) else values[atom]
+    return (
+        jnp.asarray(atom.val, _dtype(atom))
+        if isinstance(atom, Literal)
+        else values[atom]
+    )
 
 
 def _narrow(atom: Any, values: dict[Any, Array]) -> Array:

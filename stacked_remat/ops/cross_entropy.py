@@ -1,8 +1,8 @@
 """Cross entropy from hidden states, a chunk of tokens at a time.
 
-The logits of all tokens are the largest array of a long-context step: with 65,536 tokens and a vocabulary of
-151,936 they take 37 GiB in float32. Here the logits of one chunk exist at a time, and the backward pass
-recomputes them.
+The logits of all tokens are the largest array of a long-context step: with 65,536
+tokens and a vocabulary of 151,936 they take 37 GiB in float32. Here the logits of one
+chunk exist at a time, and the backward pass recomputes them.
 """
 
 import dataclasses
@@ -27,15 +27,18 @@ from .per_device import align_varying_axes, per_device
 Hidden = Float[Array, "token embed"]
 Head = Float[Array, "embed vocab"] | Float[Array, "vocab embed"]
 
-IGNORED_TARGET = -100  # of a position without a target, as in PyTorch and Hugging Face's transformers
+# Of a position without a target, as in PyTorch and Hugging Face's transformers
+IGNORED_TARGET = -100
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CrossEntropyCall:
-    """A call of `chunked_cross_entropy`, for an interpreter of the program that makes it."""
+    """A call of `chunked_cross_entropy`, for an interpreter of the program that makes
+    it.
+    """
 
-    # The arrays of hidden, head, targets and perhaps weights, and a direction of the head, to the losses and
-    # their derivative along it, which costs one product more.
+    # The arrays of hidden, head, targets and perhaps weights, and a direction of the
+    # head, to the losses and their derivative along it, which costs one product more.
     along: Callable[[Sequence[Any], Any], tuple[Any, Any]]
 
 
@@ -62,11 +65,12 @@ def chunked_cross_entropy(
     Args:
         hidden: `[..., Embed]`.
         head: `[Embed, Vocab]` in any order, cast to the dtype of `hidden`.
-        targets: integers `[...]`. The loss of -100 is zero and has no gradient, for any weight. That of any
-            other integer outside `Vocab` is NaN.
-        weights: float `[...]`; a token of weight 0 may have any target. The gradient of a weight is the
-            token's loss, and zero where its target is outside `Vocab`.
-        z_loss: a Python number, factor of the squared log-sum-exp (Chowdhery et al. 2022).
+        targets: integers `[...]`. The loss of -100 is zero and has no gradient, for any
+            weight. That of any other integer outside `Vocab` is NaN.
+        weights: float `[...]`; a token of weight 0 may have any target. The gradient of
+            a weight is the token's loss, and zero where its target is outside `Vocab`.
+        z_loss: a Python number, factor of the squared log-sum-exp (Chowdhery et al.
+            2022).
         chunk_size: tokens whose logits exist at once.
 
     Returns:
@@ -75,10 +79,12 @@ def chunked_cross_entropy(
     Raises:
         ValueError: an argument does not fit.
 
-    On several devices: each computes the tokens that Haliax's axis mapping gives it, with all of `head`.
+    On several devices: each computes the tokens that Haliax's axis mapping gives it,
+    with all of `head`.
 
-    Cost: `8 * tokens * embed * vocab` FLOPs with the gradient (6 if the logits were kept), and 2 less if
-    `head` is frozen. Memory in float32: a few times `chunk_size * vocab`, and the gradient of `head`.
+    Cost: `8 * tokens * embed * vocab` FLOPs with the gradient (6 if the logits were
+    kept), and 2 less if `head` is frozen. Memory in float32: a few times `chunk_size *
+    vocab`, and the gradient of `head`.
     """
     tokens = targets.axes
     check_named("targets", targets, INTEGERS, ())
@@ -87,7 +93,9 @@ def chunked_cross_entropy(
     if weights is not None:
         check_named("weights", weights, FLOATS, tokens, ())
     if chunk_size < 1:
-        raise ValueError(f"chunk_size must be a number of tokens, at least 1; got {chunk_size}.")
+        raise ValueError(
+            f"chunk_size must be a number of tokens, at least 1; got {chunk_size}."
+        )
 
     losses = functools.partial(_of_tokens, Embed, Vocab, float(z_loss), chunk_size)
 
@@ -97,24 +105,40 @@ def chunked_cross_entropy(
     structure, axes = jax.tree.structure((hidden, head, targets, weights)), head.axes
 
     def along(arrays: Sequence[Any], direction: Any) -> tuple[Any, Any]:
-        arguments = (*jax.tree.unflatten(structure, arrays), NamedArray(direction, axes))
+        arguments = (
+            *jax.tree.unflatten(structure, arrays),
+            NamedArray(direction, axes),
+        )
         found = per_device(losses, *arguments, over=tokens, out=(tokens, tokens))
         return found[0].array, found[1].array
 
     return noted(CrossEntropyCall(along), of_all)(hidden, head, targets, weights)
 
 
-def _of_tokens(Embed: Axis, Vocab: Axis, z_loss: float, chunk_size: int, *given: Any) -> Any:
-    """The losses, and with a direction of the head a tuple of these and their derivative along it."""
-    hidden, head, targets, weights, *rest = align_varying_axes("chunked_cross_entropy", given)
+def _of_tokens(
+    Embed: Axis, Vocab: Axis, z_loss: float, chunk_size: int, *given: Any
+) -> Any:
+    """The losses, and with a direction of the head a tuple of these and their
+    derivative along it.
+    """
+    hidden, head, targets, weights, *rest = align_varying_axes(
+        "chunked_cross_entropy", given
+    )
     (direction,) = rest or (None,)
     tokens = targets.axes
     count = math.prod(axis.size for axis in tokens)
     flat = hidden.rearrange((*tokens, Embed)).array.reshape(count, Embed.size)
-    # As it is stored: XLA would hold the transpose of a frozen head through the whole step.
-    matrix, names = head.array.astype(flat.dtype), "ev" if head.axes[0] == Embed else "ve"
-    labels = targets.array.reshape(count).astype(jnp.int32)  # narrower types could not hold Vocab.size
-    counted = None if weights is None else weights.rearrange(tokens).array.reshape(count)
+    # As it is stored: XLA would hold the transpose of a frozen head through the whole
+    # step.
+    matrix, names = (
+        head.array.astype(flat.dtype),
+        "ev" if head.axes[0] == Embed else "ve",
+    )
+    # Narrower types could not hold Vocab.size
+    labels = targets.array.reshape(count).astype(jnp.int32)
+    counted = (
+        None if weights is None else weights.rearrange(tokens).array.reshape(count)
+    )
     ignored = labels == IGNORED_TARGET
     if counted is not None:
         ignored |= (counted == 0) & ((labels < 0) | (labels >= Vocab.size))
@@ -131,7 +155,11 @@ def _of_tokens(Embed: Axis, Vocab: Axis, z_loss: float, chunk_size: int, *given:
         return NamedArray(each.reshape([axis.size for axis in tokens]), tokens)
 
     losses, derivatives = found
-    return of_tokens(losses) if derivatives is None else (of_tokens(losses), of_tokens(derivatives))
+    return (
+        of_tokens(losses)
+        if derivatives is None
+        else (of_tokens(losses), of_tokens(derivatives))
+    )
 
 
 class _Options(NamedTuple):
@@ -140,7 +168,9 @@ class _Options(NamedTuple):
     names: str  # of the axes of the head
 
 
-def _of_rows(options: _Options, rows: tuple[Hidden, Array], heads: tuple[Head, Head | None]) -> Any:
+def _of_rows(
+    options: _Options, rows: tuple[Hidden, Array], heads: tuple[Head, Head | None]
+) -> Any:
     (hidden, targets), (head, along), count = rows, heads, len(rows[1])
     options = options._replace(size=min(options.size, count) or 1)
     padding = (0, -count % options.size)
@@ -150,12 +180,16 @@ def _of_rows(options: _Options, rows: tuple[Hidden, Array], heads: tuple[Head, H
 
 
 def _found(options: _Options, inputs: Any, constants: Any) -> tuple[Any, Array]:
-    """The losses and their derivatives along a direction of the head, and the log-sum-exps."""
+    """The losses and their derivatives along a direction of the head, and the
+    log-sum-exps.
+    """
     (hidden, head), (targets, along), (z_loss, size, names) = inputs, constants, options
     chunks = hidden.reshape(-1, size, hidden.shape[1]), targets.reshape(-1, size)
 
     def of_head(head: Head) -> tuple[Array, Array]:
-        def chunk(_: None, at: tuple[Hidden, Array]) -> tuple[None, tuple[Array, Array]]:
+        def chunk(
+            _: None, at: tuple[Hidden, Array]
+        ) -> tuple[None, tuple[Array, Array]]:
             own, target = at
             logits = _logits(own, head, names)
             lse = jax.nn.logsumexp(logits, axis=-1)
@@ -177,24 +211,36 @@ def _forward(options: _Options, inputs: Any, constants: Any) -> tuple[Any, Any]:
     return found, (*inputs, constants[0], lse)
 
 
-def _backward(options: _Options, wanted: tuple[bool, ...], residuals: Any, cotangents: Any) -> Any:
+def _backward(
+    options: _Options, wanted: tuple[bool, ...], residuals: Any, cotangents: Any
+) -> Any:
     (hidden, head, targets, lse), (z_loss, size, names) = residuals, options
     cotangent, _ = cotangents
 
-    def chunk(gradients: tuple[Array, Array | None], i: Array) -> tuple[tuple[Array, Array | None], None]:
+    def chunk(
+        gradients: tuple[Array, Array | None], i: Array
+    ) -> tuple[tuple[Array, Array | None], None]:
         of_hidden, of_head = gradients
         own, target, own_lse, ct = (
-            lax.dynamic_slice_in_dim(x, i * size, size) for x in (hidden, targets, lse, cotangent)
+            lax.dynamic_slice_in_dim(x, i * size, size)
+            for x in (hidden, targets, lse, cotangent)
         )
         of_lse = ct * (1.0 + 2.0 * z_loss * own_lse)
-        of_logits = jnp.exp(_logits(own, head, names) - own_lse[:, None]) * of_lse[:, None]
+        of_logits = (
+            jnp.exp(_logits(own, head, names) - own_lse[:, None]) * of_lse[:, None]
+        )
         hit = target[:, None] == jnp.arange(of_logits.shape[1])[None, :]
         of_logits = jnp.where(hit, of_logits - ct[:, None], of_logits).astype(own.dtype)
         if of_head is not None:
-            new = jnp.einsum(f"te,tv->{names}", own, of_logits, preferred_element_type=jnp.float32)
+            new = jnp.einsum(
+                f"te,tv->{names}", own, of_logits, preferred_element_type=jnp.float32
+            )
             of_head = of_head + new
         new = jnp.einsum(f"tv,{names}->te", of_logits, head)
-        return (lax.dynamic_update_slice_in_dim(of_hidden, new, i * size, 0), of_head), None
+        return (
+            lax.dynamic_update_slice_in_dim(of_hidden, new, i * size, 0),
+            of_head,
+        ), None
 
     of_head = jax.ShapeDtypeStruct(head.shape, jnp.float32) if wanted[1] else None
     start = zeros_after((hidden, cotangent), (hidden, of_head))
@@ -207,4 +253,6 @@ _losses = perturbed_vjp(lambda *args: _found(*args)[0], _backward, _forward)
 
 
 def _logits(hidden: Hidden, head: Head, names: str) -> Float[Array, "token vocab"]:
-    return jnp.einsum(f"te,{names}->tv", hidden, head, preferred_element_type=jnp.float32)
+    return jnp.einsum(
+        f"te,{names}->tv", hidden, head, preferred_element_type=jnp.float32
+    )

@@ -1,6 +1,8 @@
-"""Applies each expert of a mixture to the tokens that chose it, block by block or by grouped products.
+"""Applies each expert of a mixture to the tokens that chose it, block by block or by
+grouped products.
 
-No token is dropped for any routing, and memory grows with tokens, not with tokens x experts.
+No token is dropped for any routing, and memory grows with tokens, not with tokens x
+experts.
 """
 
 import dataclasses
@@ -20,7 +22,14 @@ from .._placement import compiled_for, is_on_host
 from .._scan.arguments import Caller
 from .._scan.layer_axis import TreeLayout, split_tree
 from .._scan.marks import is_array, is_named, is_split
-from ._backends import HALVES, Backend, Call, choose_backend, devices_left_to_the_compiler, first_supported
+from ._backends import (
+    HALVES,
+    Backend,
+    Call,
+    choose_backend,
+    devices_left_to_the_compiler,
+    first_supported,
+)
 from ._expert_blocks import BlockLoop, block_plan, of_layer
 from ._expert_exchange import Exchange, devices_along
 from ._expert_loop import ChunkLoop, Expert, Inputs, Saved, apply_experts, chunk_plan
@@ -35,27 +44,42 @@ class ExpertsFacts(Call):
     """See `Call`."""
 
     on_host: bool = False  # whether some weights are in host memory
-    is_varying: bool = False  # whether types say over which devices values vary, as with `check_vma=True`
-    takes_linear: bool = True  # whether the expert applies its maps by a function that it is given
+    # whether types say over which devices values vary, as with `check_vma=True`
+    is_varying: bool = False
+    # Whether the expert applies its maps by a function that it is given
+    takes_linear: bool = True
 
 
 def _why_not_products(call: ExpertsFacts) -> str | None:
     """Why no kernels of grouped products support a call."""
     if not call.takes_linear:
-        return "its expert has no argument `linear`, by which it would map the rows of all experts at once"
+        return (
+            "its expert has no argument `linear`, by which it would map the rows of all"
+            " experts at once"
+        )
     if call.on_host:
-        return "weights are in host memory, from which blocks of rows alone read the experts that are chosen"
+        return (
+            "weights are in host memory, from which blocks of rows alone read the"
+            " experts that are chosen"
+        )
     if call.is_varying:
-        return "its kernels do not say over which devices results vary: use shard_map with check_vma=False"
+        return (
+            "its kernels do not say over which devices results vary: use shard_map with"
+            " check_vma=False"
+        )
     return None
 
 
 def _why_not_tokamax(call: ExpertsFacts) -> str | None:
-    return _why_not_products(call) or why_not_tokamax("all of its products", {9.0: "Hopper"})
+    return _why_not_products(call) or why_not_tokamax(
+        "all of its products", {9.0: "Hopper"}
+    )
 
 
 EXPERT_BACKENDS: dict[str, Backend[Kernels | None]] = {
-    "megablox": Backend(megablox_kernels(), "tpu", (jnp.bfloat16, jnp.float32), _why_not_products),
+    "megablox": Backend(
+        megablox_kernels(), "tpu", (jnp.bfloat16, jnp.float32), _why_not_products
+    ),
     "tokamax": Backend(PRODUCTS, "cuda", HALVES, _why_not_tokamax),
     "block": Backend(None),  # rows in blocks of one expert each
 }
@@ -63,7 +87,8 @@ EXPERT_BACKENDS: dict[str, Backend[Kernels | None]] = {
 
 
 def expert_backend(dtype: Any, device: Any) -> str:
-    """The backend of `grouped_experts` that `"auto"` is for tokens of a dtype on a device, attached or not.
+    """The backend of `grouped_experts` that `"auto"` is for tokens of a dtype on a
+    device, attached or not.
 
     It may be one of `stacked_remat.memory.find_target(...).devices()`.
     """
@@ -94,87 +119,111 @@ def grouped_experts(
     ```
 
     Args:
-        expert: applies one expert to some rows and multiplies them by their gates. It may not close over
-            traced values. Multiply before the last linear map, `(hidden * gate) @ down`: then the backward
-            pass does not recompute that map. Adapters can be part of the weights. With an argument
-            `linear=apply_linear` that it applies all its maps by, grouped products can compute it too.
-        weights: a tree whose named arrays have the axis `Experts` and whose plain arrays have it first. Of
-            those in host memory only the blocks' experts come to the device; they have no gradient. May be
-            in a `LayerStack`: `"block"` then reads the stack and makes no copy of the layer's, but on TPUs.
+        expert: applies one expert to some rows and multiplies them by their gates. It
+            may not close over traced values. Multiply before the last linear map,
+            `(hidden * gate) @ down`: then the backward pass does not recompute that
+            map. Adapters can be part of the weights. With an argument
+            `linear=apply_linear` that it applies all its maps by, grouped products can
+            compute it too.
+        weights: a tree whose named arrays have the axis `Experts` and whose plain
+            arrays have it first. Of those in host memory only the blocks' experts come
+            to the device; they have no gradient. May be in a `LayerStack`: `"block"`
+            then reads the stack and makes no copy of the layer's, but on TPUs.
         Experts: the axis of the experts.
         x: tokens.
-        choices: the experts of each token; none twice for one token. An out-of-range number chooses no
-            expert.
+        choices: the experts of each token; none twice for one token. An out-of-range
+            number chooses no expert.
         gates: their factors.
-        saved: the part of `expert` that the backward pass does not recompute: for a gated MLP one of its
-            first two maps, or both. Its result for every pair, an array or a tree, is kept for the backward
-            pass, and `expert` may take it as a fourth argument. Its checkpoint name, and that of the order of
-            the pairs, is `expert_internals`: it helps only where these are saved (`internals_are_saved`).
-            Like `expert`, it may not close over traced values.
-        backend: `"block"`, which runs anywhere; or grouped products, of all rows of a chunk of tokens each
-            with the matrix of its expert: `"megablox"`, by JAX's kernels for TPUs, compiled and not yet run
-            on one, and `"tokamax"`, by its kernels for Hopper GPUs. `"auto"` is the one that supports the
-            call, or `"block"`.
-        over: inside `jax.shard_map`, the axes of the mesh over which the experts are divided, in order.
-            `weights` then have this device's part of `Experts`, `choices` are numbers of all, and tokens go
-            to the devices of their experts and back. Nothing is `saved` then.
+        saved: the part of `expert` that the backward pass does not recompute: for a
+            gated MLP one of its first two maps, or both. Its result for every pair, an
+            array or a tree, is kept for the backward pass, and `expert` may take it as
+            a fourth argument. Its checkpoint name, and that of the order of the pairs,
+            is `expert_internals`: it helps only where these are saved
+            (`internals_are_saved`). Like `expert`, it may not close over traced values.
+        backend: `"block"`, which runs anywhere; or grouped products, of all rows of a
+            chunk of tokens each with the matrix of its expert: `"megablox"`, by JAX's
+            kernels for TPUs, compiled and not yet run on one, and `"tokamax"`, by its
+            kernels for Hopper GPUs. `"auto"` is the one that supports the call, or
+            `"block"`.
+        over: inside `jax.shard_map`, the axes of the mesh over which the experts are
+            divided, in order. `weights` then have this device's part of `Experts`,
+            `choices` are numbers of all, and tokens go to the devices of their experts
+            and back. Nothing is `saved` then.
 
     Returns:
         In the dtype of `x`; sums are in float32.
 
     Raises:
-        ValueError: an argument does not fit, or the backend does not support the call; the gradient of
-            weights in host memory; `over` does not divide `Experts`, or is not of a `jax.shard_map` around
-            the call.
+        ValueError: an argument does not fit, or the backend does not support the call;
+            the gradient of weights in host memory; `over` does not divide `Experts`, or
+            is not of a `jax.shard_map` around the call.
 
-    Cost: with `n` pairs, `expert` on at most `n + experts * block` rows, once forward, and once and its two
-    products backward; a block has 8 to 256 rows, so that padding is at most an eighth, on a CPU a quarter,
-    where there are enough. Inputs that are not differentiated cost neither FLOPs nor memory. A gated MLP
-    whose gates come before its last map has 3 products forward and 8 backward, 5 where weights are frozen,
-    and one less for each of the first two maps that is saved.
+    Cost: with `n` pairs, `expert` on at most `n + experts * block` rows, once forward,
+    and once and its two products backward; a block has 8 to 256 rows, so that padding
+    is at most an eighth, on a CPU a quarter, where there are enough. Inputs that are
+    not differentiated cost neither FLOPs nor memory. A gated MLP whose gates come
+    before its last map has 3 products forward and 8 backward, 5 where weights are
+    frozen, and one less for each of the first two maps that is saved.
 
-    Memory beside the arguments: the result and the gradients in float32, five integers per pair, a few
-    blocks, and what is saved. Grouped products have chunks whose widest rows, of tokens or of what a matrix
-    makes of them, are at most 0.125 GiB, and add the gradients of a chunk, as large as the trained weights,
-    to those of all. On several devices call them inside `jax.shard_map(..., check_vma=False)`, with or
+    Memory beside the arguments: the result and the gradients in float32, five integers
+    per pair, a few blocks, and what is saved. Grouped products have chunks whose widest
+    rows, of tokens or of what a matrix makes of them, are at most 0.125 GiB, and add
+    the gradients of a chunk, as large as the trained weights, to those of all. On
+    several devices call them inside `jax.shard_map(..., check_vma=False)`, with or
     without `over`.
 
-    With `over`, each pair's row of `x` is sent to its expert and a result comes back; in the backward pass it
-    is sent again with its cotangent, and a cotangent comes back. Padding adds about an eighth to an even
-    routing. Memory: up to 0.5 GiB for the rows of a round. Weights stay where they are.
+    With `over`, each pair's row of `x` is sent to its expert and a result comes back;
+    in the backward pass it is sent again with its cotangent, and a cotangent comes
+    back. Padding adds about an eighth to an even routing. Memory: up to 0.5 GiB for the
+    rows of a round. Weights stay where they are.
     """
     if Experts.size == 0:
-        raise ValueError(f"{axes_text([Experts])} has no experts; there must be at least one.")
+        raise ValueError(
+            f"{axes_text([Experts])} has no experts; there must be at least one."
+        )
     if over:
         devices = devices_along(over)
         if Experts.size % devices:
             raise ValueError(
-                f"{axes_text([Experts])} can't be divided evenly over {tuple(over)}, {devices} devices; take "
-                f"axes of the mesh that divide it."
+                f"{axes_text([Experts])} can't be divided evenly over {tuple(over)},"
+                f" {devices} devices; take axes of the mesh that divide it."
             )
         Experts, saved = Experts.resize(Experts.size // devices), None
     weights, in_stack = of_layer(weights, Experts)
     layout, arrays, shared = _split(weights, Experts)
     _check_tokens(x, choices, gates)
     x, choices, gates, arrays = jax.tree.map(jnp.asarray, (x, choices, gates, arrays))
-    x, choices, gates, arrays = align_varying_axes("grouped_experts", (x, choices, gates, arrays))
+    x, choices, gates, arrays = align_varying_axes(
+        "grouped_experts", (x, choices, gates, arrays)
+    )
     count = x.shape[0]
     if count == 0:
-        x, choices, gates = (jnp.pad(some, ((0, 1), (0, 0))) for some in (x, choices, gates))
+        x, choices, gates = (
+            jnp.pad(some, ((0, 1), (0, 0))) for some in (x, choices, gates)
+        )
     facts = ExpertsFacts(
         dtype=x.dtype,
         devices=devices_left_to_the_compiler(x),
         on_host=any(map(is_on_host, arrays)),
         is_varying=bool(jax.typeof(x).manual_axis_type.varying),
-        takes_linear=all("linear" in inspect.signature(fn).parameters for fn in (expert, saved or expert)),
+        takes_linear=all(
+            "linear" in inspect.signature(fn).parameters
+            for fn in (expert, saved or expert)
+        ),
     )
     kernels = choose_backend("experts", EXPERT_BACKENDS, backend, facts)
-    rebuild, whole = (functools.partial(of, shared=shared) for of in (layout.layer, layout.stacked))
+    rebuild, whole = (
+        functools.partial(of, shared=shared) for of in (layout.layer, layout.stacked)
+    )
     call = ExpertsCall(expert, saved, rebuild, Experts, kernels, whole)
     if over:
-        run = Exchange.of(over, choices.size, x.shape[1] * x.dtype.itemsize, Experts.size, call.run).run
+        run = Exchange.of(
+            over, choices.size, x.shape[1] * x.dtype.itemsize, Experts.size, call.run
+        ).run
     else:  # gradient dot products read the layer's own weights
-        run = noted(call, call.run, otherwise=functools.partial(call.run, in_stack=in_stack))
+        run = noted(
+            call, call.run, otherwise=functools.partial(call.run, in_stack=in_stack)
+        )
     return run(x, choices, gates, arrays)[:count]
 
 
@@ -184,13 +233,24 @@ class ExpertsCall:
 
     expert: Expert
     saved: Saved | None
-    rebuild: Callable[[Any], Any]  # makes one expert's tree of weights from a slice of each array
+    # Makes one expert's tree of weights from a slice of each array
+    rebuild: Callable[[Any], Any]
     Experts: Axis
-    kernels: Kernels | None = None  # of grouped products; None for rows in blocks of one expert each
-    whole: Callable[[Any], Any] | None = None  # makes the tree of all experts' weights, for these
+    # Of grouped products; None for rows in blocks of one expert each
+    kernels: Kernels | None = None
+    # Makes the tree of all experts' weights, for these
+    whole: Callable[[Any], Any] | None = None
 
-    def run(self, x: Array, choices: Array, gates: Any, arrays: Sequence[Array], in_stack: Any = ()) -> Array:
-        """The result; `gates` may be a tree of factors, of which the expert gets those of its rows.
+    def run(
+        self,
+        x: Array,
+        choices: Array,
+        gates: Any,
+        arrays: Sequence[Array],
+        in_stack: Any = (),
+    ) -> Array:
+        """The result; `gates` may be a tree of factors, of which the expert gets those
+        of its rows.
 
         `in_stack` has what is read in place of arrays, None for the array itself.
         """
@@ -204,8 +264,12 @@ class ExpertsCall:
                 pairs = zip(arrays, in_stack or arrays, strict=True)
                 read = tuple(own if other is None else other for own, other in pairs)
             else:
-                loop = ChunkLoop(self.expert, self.saved, self.whole, self.kernels, self.Experts.name)
-                plan = chunk_plan(choices, self.Experts.size, self.kernels.rows_of, x, arrays)
+                loop = ChunkLoop(
+                    self.expert, self.saved, self.whole, self.kernels, self.Experts.name
+                )
+                plan = chunk_plan(
+                    choices, self.Experts.size, self.kernels.rows_of, x, arrays
+                )
             return apply_experts(loop, Inputs(x, gates, arrays), (plan, read))
 
         return call_on_rows(of_rows, (x, choices, gates), (tuple(arrays), in_stack))
@@ -215,11 +279,14 @@ def _check_tokens(x: Any, choices: Any, gates: Any) -> None:
     for what, some in (("x", x), ("choices", choices), ("gates", gates)):
         if not is_array(some) or some.ndim != 2 or some.shape[1] == 0:
             got = f"the shape {some.shape}" if hasattr(some, "shape") else repr(some)
-            raise ValueError(f"{what} must be a plain array with columns, a row for each token; got {got}.")
+            raise ValueError(
+                f"{what} must be a plain array with columns, a row for each token; got"
+                f" {got}."
+            )
     if choices.shape != gates.shape or choices.shape[0] != x.shape[0]:
         raise ValueError(
-            f"choices {choices.shape} and gates {gates.shape} must have the same shape, with a row for "
-            f"each of the {x.shape[0]} tokens."
+            f"choices {choices.shape} and gates {gates.shape} must have the same shape,"
+            f" with a row for each of the {x.shape[0]} tokens."
         )
     if not jnp.issubdtype(choices.dtype, jnp.integer):
         raise ValueError(f"choices must be integers; got {choices.dtype}.")
@@ -229,12 +296,13 @@ def _split(weights: Any, Experts: Axis) -> tuple[TreeLayout, list[Array], list[A
     for path, leaf in jax.tree_util.tree_leaves_with_path(weights, is_leaf=is_named):
         if is_array(leaf) and not is_named(leaf) and leaf.shape[:1] != (Experts.size,):
             raise ValueError(
-                f"weights{jax.tree_util.keystr(path)} has the shape {leaf.shape}; the first axis of a plain "
-                f"array must be the {Experts.size} experts."
+                f"weights{jax.tree_util.keystr(path)} has the shape {leaf.shape}; the"
+                f" first axis of a plain array must be the {Experts.size} experts."
             )
         if (is_named(leaf) or is_array(leaf)) and not is_split(leaf, Experts):
             raise ValueError(
-                f"weights{jax.tree_util.keystr(path)} has no axis `{Experts.name}`, which every array of the "
-                "weights must have. Broadcast it, or close over it as a Python value."
+                f"weights{jax.tree_util.keystr(path)} has no axis `{Experts.name}`,"
+                " which every array of the weights must have. Broadcast it, or close"
+                " over it as a Python value."
             )
     return split_tree(weights, Experts, Caller("grouped_experts"))

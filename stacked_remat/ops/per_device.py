@@ -1,8 +1,9 @@
 """Runs an operation on each device of a mesh, for its part of some named axes.
 
-The compiler would gather the tokens of a loop over tokens on every device, and cannot partition a kernel at
-all. The caller names the axes over which an operation may be divided; Haliax's axis mapping
-(`haliax.axis_mapping`) and the mesh (`jax.set_mesh`) decide which of them are.
+The compiler would gather the tokens of a loop over tokens on every device, and cannot
+partition a kernel at all. The caller names the axes over which an operation may be
+divided; Haliax's axis mapping (`haliax.axis_mapping`) and the mesh (`jax.set_mesh`)
+decide which of them are.
 """
 
 import contextlib
@@ -27,20 +28,25 @@ T = TypeVar("T")
 
 
 def per_device(fn: Callable[..., T], *args: Any, over: Sequence[Axis], out: Any) -> T:
-    """`fn(*args)`, computed by each device for its own part; a plain call if no axis is mapped to a mesh.
+    """`fn(*args)`, computed by each device for its own part; a plain call if no axis is
+    mapped to a mesh.
 
     Args:
-        fn: computes positions along the axes `over` independently of each other; returns a named array or a
-            tuple of them.
-        args: trees of named and plain arrays; plain ones, and named ones without these axes, are replicated.
+        fn: computes positions along the axes `over` independently of each other;
+            returns a named array or a tuple of them.
+        args: trees of named and plain arrays; plain ones, and named ones without these
+            axes, are replicated.
         over: axes that may be divided.
-        out: the full axes of the result, in order, or a tuple of the axes of each result.
+        out: the full axes of the result, in order, or a tuple of the axes of each
+            result.
 
     Raises:
-        UnsupportedCallError: an axis does not divide evenly, is mapped to an axis that the mesh lacks, or to
-            the same one as another axis of one array, or inside `jax.shard_map` with `check_vma=True`.
+        UnsupportedCallError: an axis does not divide evenly, is mapped to an axis that
+            the mesh lacks, or to the same one as another axis of one array, or inside
+            `jax.shard_map` with `check_vma=True`.
 
-    Where an axis of the mesh is `AxisType.Explicit`, arguments are resharded first, to what the mapping says.
+    Where an axis of the mesh is `AxisType.Explicit`, arguments are resharded first, to
+    what the mapping says.
 
     Cost: outside of `jax.jit` every call compiles `fn`.
     """
@@ -48,7 +54,10 @@ def per_device(fn: Callable[..., T], *args: Any, over: Sequence[Axis], out: Any)
     if not cut and not of_examples:
         return fn(*args)
     sizes = jax.sharding.get_abstract_mesh().shape
-    parts = {name: math.prod(sizes[one] for one in physical) for name, physical in cut.items()}
+    parts = {
+        name: math.prod(sizes[one] for one in physical)
+        for name, physical in cut.items()
+    }
     is_any = lambda x: is_named_array(x) or eqx.is_array(x)  # noqa: E731
     arrays, static = eqx.partition(args, is_any, is_leaf=is_named_array)
 
@@ -59,8 +68,9 @@ def per_device(fn: Callable[..., T], *args: Any, over: Sequence[Axis], out: Any)
         for one, other in itertools.combinations(axes, 2):
             if both := {*cut.get(one.name, ())} & {*cut.get(other.name, ())}:
                 raise UnsupportedCallError(
-                    f"The axes `{one.name}` and `{other.name}` are both mapped to {', '.join(sorted(both))}: "
-                    "one axis of the mesh divides one axis of an array."
+                    f"The axes `{one.name}` and `{other.name}` are both mapped to"
+                    f" {', '.join(sorted(both))}: one axis of the mesh divides one axis"
+                    " of an array."
                 )
         return PartitionSpec(*(cut.get(axis.name) for axis in axes))
 
@@ -69,35 +79,49 @@ def per_device(fn: Callable[..., T], *args: Any, over: Sequence[Axis], out: Any)
     for axis in over:
         if axis.size % parts.get(axis.name, 1):
             raise UnsupportedCallError(
-                f"The axis `{axis.name}` of {axis.size} can't be divided evenly over the {parts[axis.name]} "
-                f"devices of {', '.join(cut[axis.name])}: give it a multiple of {parts[axis.name]}, or map "
-                f"it to no axis of the mesh."
+                f"The axis `{axis.name}` of {axis.size} can't be divided evenly over"
+                f" the {parts[axis.name]} devices of {', '.join(cut[axis.name])}: give"
+                f" it a multiple of {parts[axis.name]}, or map it to no axis of the"
+                " mesh."
             )
 
     def own(arrays: Any) -> Any:
-        mine = _map_arrays(lambda x: NamedArray(x.array, local(x.axes)) if is_named_array(x) else x, arrays)
+        mine = _map_arrays(
+            lambda x: NamedArray(x.array, local(x.axes)) if is_named_array(x) else x,
+            arrays,
+        )
         with free_axis_mapping():
             results = fn(*eqx.combine(mine, static, is_leaf=is_named_array))
         return jax.tree.map(
-            lambda axes, one: one.rearrange(local(axes)).array, out, results, is_leaf=_is_axes
+            lambda axes, one: one.rearrange(local(axes)).array,
+            out,
+            results,
+            is_leaf=_is_axes,
         )
 
-    if any(jax.typeof(array).manual_axis_type.varying for array in jax.tree.leaves(arrays)):
+    if any(
+        jax.typeof(array).manual_axis_type.varying for array in jax.tree.leaves(arrays)
+    ):
         raise UnsupportedCallError(
-            f"inside jax.shard_map(..., check_vma=True) an axis is mapped as well: {cut}. Map none there, or "
-            f"use check_vma=False."
+            "inside jax.shard_map(..., check_vma=True) an axis is mapped as well:"
+            f" {cut}. Map none there, or use check_vma=False."
         )
     if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
         arrays = jax.tree.map(jax.reshard, arrays, specs, is_leaf=is_named_array)
     names = of_examples.union(*cut.values())
-    run = jax.shard_map(own, in_specs=(specs,), out_specs=out_specs, axis_names=names, check_vma=False)
+    run = jax.shard_map(
+        own, in_specs=(specs,), out_specs=out_specs, axis_names=names, check_vma=False
+    )
     if not any(isinstance(array, Tracer) for array in jax.tree.leaves(arrays)):
         run = jax.jit(run)  # outside of it, jax.shard_map takes no mesh with Auto axes
-    return jax.tree.map(lambda axes, array: NamedArray(array, axes), out, run(arrays), is_leaf=_is_axes)
+    return jax.tree.map(
+        lambda axes, array: NamedArray(array, axes), out, run(arrays), is_leaf=_is_axes
+    )
 
 
 def align_varying_axes(what: str, arrays: T) -> T:
-    """The arrays, all varying over the axes of an enclosing `jax.shard_map` over which some of them vary.
+    """The arrays, all varying over the axes of an enclosing `jax.shard_map` over which
+    some of them vary.
 
     Loops of an operation need it, whose carries keep their types.
 
@@ -105,18 +129,24 @@ def align_varying_axes(what: str, arrays: T) -> T:
         ValueError: a type says that its array is divided (`AxisType.Explicit`).
     """
     for array in jax.tree.leaves(arrays):
-        names = [name for some in jax.typeof(array).sharding.spec for name in ensure_tuple(some or ())]
+        names = [
+            name
+            for some in jax.typeof(array).sharding.spec
+            for name in ensure_tuple(some or ())
+        ]
         if names:
             raise ValueError(
-                f"{what} has an array divided over {names[0]!r}, an axis of the mesh that is "
-                f"AxisType.Explicit. Map a named axis to it, as in haliax.axis_mapping({{'batch': "
-                f"{names[0]!r}}}), call it inside jax.shard_map, or make the mesh with AxisType.Auto."
+                f"{what} has an array divided over {names[0]!r}, an axis of the mesh"
+                " that is AxisType.Explicit. Map a named axis to it, as in"
+                f" haliax.axis_mapping({{'batch': {names[0]!r}}}), call it inside"
+                " jax.shard_map, or make the mesh with AxisType.Auto."
             )
     return varying_alike(arrays)
 
 
 def mesh_axes(axis: Axis) -> tuple[str, ...]:
-    """The axes of the mesh that `per_device` divides an axis over; none where it does not.
+    """The axes of the mesh that `per_device` divides an axis over; none where it does
+    not.
 
     Raises:
         UnsupportedCallError: it is mapped to an axis that the mesh lacks.
@@ -125,7 +155,8 @@ def mesh_axes(axis: Axis) -> tuple[str, ...]:
 
 
 def unmapped(*axes: Axis) -> contextlib.AbstractContextManager[None]:
-    """Within it, Haliax's axis mapping maps none of these axes: their arrays are whole on every device.
+    """Within it, Haliax's axis mapping maps none of these axes: their arrays are whole
+    on every device.
 
     For arrays that have two axes which are mapped to one axis of the mesh.
     """
@@ -134,19 +165,28 @@ def unmapped(*axes: Axis) -> contextlib.AbstractContextManager[None]:
 
 
 def free_axis_mapping() -> contextlib.AbstractContextManager[None]:
-    """Restrict Haliax's axis mapping to mesh axes that no enclosing `jax.shard_map` has made manual.
+    """Restrict Haliax's axis mapping to mesh axes that no enclosing `jax.shard_map` has
+    made manual.
 
-    The rules of a `jax.custom_vjp` that call functions on named axes need it, because they are traced after
-    `jax.shard_map` has returned.
+    The rules of a `jax.custom_vjp` that call functions on named axes need it, because
+    they are traced after `jax.shard_map` has returned.
     """
     free = _free_mesh_axes()
-    return _mapping_with(lambda _, physical: tuple(one for one in ensure_tuple(physical) if one in free))
+    return _mapping_with(
+        lambda _, physical: tuple(one for one in ensure_tuple(physical) if one in free)
+    )
 
 
-def _mapping_with(kept: Callable[[str, Any], Any]) -> contextlib.AbstractContextManager[None]:
+def _mapping_with(
+    kept: Callable[[str, Any], Any],
+) -> contextlib.AbstractContextManager[None]:
     """Haliax's axis mapping with what is kept of each axis's part."""
     mapping = current_thread_local_mapping() or {}
-    left = {name: some for name, physical in mapping.items() if (some := kept(name, physical))}
+    left = {
+        name: some
+        for name, physical in mapping.items()
+        if (some := kept(name, physical))
+    }
     return axis_mapping(left) if left else no_axis_mapping()
 
 
@@ -155,9 +195,11 @@ _examples_over = jax.make_user_context(default_value=())
 
 @contextlib.contextmanager
 def each_example(axis: Axis, over: Sequence[str]) -> Iterator[None]:
-    """Within it, an axis has one example, and `jax.vmap` divides examples over these axes of the mesh.
+    """Within it, an axis has one example, and `jax.vmap` divides examples over these
+    axes of the mesh.
 
-    They are its `spmd_axis_name`. Each device then computes an operation for its examples.
+    They are its `spmd_axis_name`. Each device then computes an operation for its
+    examples.
     """
     with unmapped(axis), _examples_over(tuple(over)):
         yield
@@ -172,13 +214,17 @@ def _is_axes(node: Any) -> bool:
 
 
 def _cut(over: Sequence[Axis]) -> dict[str, tuple[str, ...]]:
-    """The mesh axes that each axis is divided over: those of more than one device that are not manual."""
+    """The mesh axes that each axis is divided over: those of more than one device that
+    are not manual.
+    """
     mapping, free = current_thread_local_mapping() or {}, _free_mesh_axes()
     mesh = jax.sharding.get_abstract_mesh()
     found: dict[str, tuple[str, ...]] = {}
     for axis in over:
         wanted = ensure_tuple(mapping.get(axis.name, ()))
-        unknown = [one for one in wanted if not mesh.empty and one not in mesh.axis_names]
+        unknown = [
+            one for one in wanted if not mesh.empty and one not in mesh.axis_names
+        ]
         if unknown:
             raise UnsupportedCallError(
                 f"The axis `{axis.name}` is mapped to {unknown[0]!r}; the mesh has "

@@ -1,4 +1,6 @@
-"""Rotary position embedding on named axes (Su et al. 2021, "RoFormer"), and scalings for longer contexts."""
+"""Rotary position embedding on named axes (Su et al. 2021, "RoFormer"), and scalings
+for longer contexts.
+"""
 
 import dataclasses
 import math
@@ -21,10 +23,12 @@ Frequencies = Float[np.ndarray, " half"]
 
 @dataclass(frozen=True)
 class RotaryScaling(ABC):
-    """How the frequencies of a rotary embedding are rescaled for longer contexts than those of training.
+    """How the frequencies of a rotary embedding are rescaled for longer contexts than
+    those of training.
 
-    Fields have the names of Hugging Face's `rope_scaling` (`rope_parameters` in its newer configs).
-    Frequencies are computed in NumPy and float64, as constants of the program.
+    Fields have the names of Hugging Face's `rope_scaling` (`rope_parameters` in its
+    newer configs). Frequencies are computed in NumPy and float64, as constants of the
+    program.
     """
 
     rope_type: ClassVar[str]  # in Hugging Face's configs
@@ -33,7 +37,10 @@ class RotaryScaling(ABC):
         for name in ("factor", "original_max_position_embeddings"):
             value = getattr(self, name, 1)
             if not isinstance(value, int | float) or not value >= 1:
-                raise ValueError(f"{self.rope_type}: {name} must be a number of at least 1, got {value!r}.")
+                raise ValueError(
+                    f"{self.rope_type}: {name} must be a number of at least 1, got"
+                    f" {value!r}."
+                )
 
     @abstractmethod
     def rescale(self, frequencies: Frequencies, theta: float) -> Frequencies:
@@ -41,7 +48,9 @@ class RotaryScaling(ABC):
 
     @property
     def attention_factor_used(self) -> float:
-        """Factor of cosines and sines; the scores of attention are multiplied by its square."""
+        """Factor of cosines and sines; the scores of attention are multiplied by its
+        square.
+        """
         return 1.0
 
     def frequencies(self, head_dim: int, theta: float) -> Frequencies:
@@ -52,11 +61,16 @@ class RotaryScaling(ABC):
         """
         if head_dim < 2 or head_dim % 2:
             raise ValueError(
-                f"a rotary embedding needs an even number of coordinates; a head has {head_dim}."
+                "a rotary embedding needs an even number of coordinates; a head has"
+                f" {head_dim}."
             )
         if not theta > 1:
-            raise ValueError(f"theta, the base of the wavelengths, must be above 1; got {theta}.")
-        return self.rescale(theta ** (np.arange(head_dim // 2) * (-2.0 / head_dim)), theta)
+            raise ValueError(
+                f"theta, the base of the wavelengths, must be above 1; got {theta}."
+            )
+        return self.rescale(
+            theta ** (np.arange(head_dim // 2) * (-2.0 / head_dim)), theta
+        )
 
 
 @dataclass(frozen=True)
@@ -72,7 +86,9 @@ class DefaultRotary(RotaryScaling):
 
 @dataclass(frozen=True)
 class LinearRotary(RotaryScaling):
-    """All frequencies divided by a factor: position interpolation (Chen et al. 2023)."""
+    """All frequencies divided by a factor: position interpolation (Chen et al.
+    2023).
+    """
 
     rope_type: ClassVar[str] = "linear"
     factor: float
@@ -84,10 +100,11 @@ class LinearRotary(RotaryScaling):
 
 @dataclass(frozen=True)
 class Llama3Rotary(RotaryScaling):
-    """Long wavelengths stretched, short ones unchanged, a ramp between ("The Llama 3 Herd of Models", 2024).
+    """Long wavelengths stretched, short ones unchanged, a ramp between ("The Llama 3
+    Herd of Models", 2024).
 
-    Wavelengths longer than the original context divided by `low_freq_factor` are stretched, those shorter
-    than that divided by `high_freq_factor` are unchanged.
+    Wavelengths longer than the original context divided by `low_freq_factor` are
+    stretched, those shorter than that divided by `high_freq_factor` are unchanged.
     """
 
     rope_type: ClassVar[str] = "llama3"
@@ -101,25 +118,32 @@ class Llama3Rotary(RotaryScaling):
         low, high = self.low_freq_factor, self.high_freq_factor
         if not 0 < low < high:
             raise ValueError(
-                f"llama3: low_freq_factor = {low} must be positive and below high_freq_factor = {high}."
+                f"llama3: low_freq_factor = {low} must be positive and below"
+                f" high_freq_factor = {high}."
             )
 
     def rescale(self, frequencies: Frequencies, theta: float) -> Frequencies:
         """See `RotaryScaling`."""
         rotations = self.original_max_position_embeddings * frequencies / (2 * math.pi)
-        kept = (rotations - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        kept = (rotations - self.low_freq_factor) / (
+            self.high_freq_factor - self.low_freq_factor
+        )
         return _blend(frequencies, self.factor, np.clip(kept, 0, 1))
 
 
 @dataclass(frozen=True)
 class YarnRotary(RotaryScaling):
-    """YaRN (Peng et al. 2023): slow pairs interpolated, fast ones unchanged, and a ramp between.
+    """YaRN (Peng et al. 2023): slow pairs interpolated, fast ones unchanged, and a ramp
+    between.
 
     Attributes:
-        attention_factor: of cosines and sines; None for `0.1 ln(factor) + 1`, the paper's.
-        beta_fast: pairs with more rotations than this over the original context are unchanged.
+        attention_factor: of cosines and sines; None for `0.1 ln(factor) + 1`, the
+            paper's.
+        beta_fast: pairs with more rotations than this over the original context are
+            unchanged.
         beta_slow: pairs with fewer rotations than this are interpolated.
-        mscale: weight of `ln(factor)` in the attention factor's numerator; together with `mscale_all_dim`.
+        mscale: weight of `ln(factor)` in the attention factor's numerator; together
+            with `mscale_all_dim`.
         mscale_all_dim: the same in its denominator.
         truncate: whether the ends of the ramp are rounded to whole pairs, outwards.
     """
@@ -138,18 +162,28 @@ class YarnRotary(RotaryScaling):
         super().__post_init__()
         slow, fast = self.beta_slow, self.beta_fast
         if not 0 < slow <= fast:
-            raise ValueError(f"yarn: beta_slow = {slow} must be positive and at most beta_fast = {fast}.")
+            raise ValueError(
+                f"yarn: beta_slow = {slow} must be positive and at most beta_fast ="
+                f" {fast}."
+            )
         for name in ("attention_factor", "mscale", "mscale_all_dim"):
             value = getattr(self, name)
             if value is not None and not value > 0:
-                raise ValueError(f"yarn: {name} must be positive, got {value}; leave it out for the default.")
+                raise ValueError(
+                    f"yarn: {name} must be positive, got {value}; leave it out for the"
+                    " default."
+                )
         if (self.mscale is None) != (self.mscale_all_dim is None):
             raise ValueError(
-                f"yarn: mscale = {self.mscale} and mscale_all_dim = {self.mscale_all_dim} have an effect "
-                "only together; give both or neither."
+                f"yarn: mscale = {self.mscale} and mscale_all_dim ="
+                f" {self.mscale_all_dim} have an effect only together; give both or"
+                " neither."
             )
         if self.attention_factor is not None and self.mscale is not None:
-            raise ValueError("yarn: attention_factor and mscale can't both be set; leave out one of them.")
+            raise ValueError(
+                "yarn: attention_factor and mscale can't both be set; leave out one of"
+                " them."
+            )
 
     @property
     def attention_factor_used(self) -> float:
@@ -157,7 +191,11 @@ class YarnRotary(RotaryScaling):
         if self.attention_factor is not None:
             return self.attention_factor
         longer = 0.1 * math.log(self.factor)
-        mscale, all_dim = (1.0, 0.0) if self.mscale is None else (self.mscale, self.mscale_all_dim or 0.0)
+        mscale, all_dim = (
+            (1.0, 0.0)
+            if self.mscale is None
+            else (self.mscale, self.mscale_all_dim or 0.0)
+        )
         return (longer * mscale + 1.0) / (longer * all_dim + 1.0)
 
     def rescale(self, frequencies: Frequencies, theta: float) -> Frequencies:
@@ -173,31 +211,48 @@ class YarnRotary(RotaryScaling):
         low, high = max(low, 0), min(high, 2 * pairs - 1)
         if low == high:
             high += 0.001  # a step instead of a ramp, as in the authors' code
-        return _blend(frequencies, self.factor, 1 - np.clip((np.arange(pairs) - low) / (high - low), 0, 1))
+        return _blend(
+            frequencies,
+            self.factor,
+            1 - np.clip((np.arange(pairs) - low) / (high - low), 0, 1),
+        )
 
 
 _SCALINGS: dict[str, type[RotaryScaling]] = {
-    one.rope_type: one for one in (DefaultRotary, LinearRotary, Llama3Rotary, YarnRotary)
+    one.rope_type: one
+    for one in (DefaultRotary, LinearRotary, Llama3Rotary, YarnRotary)
 }
 
 
-def rotary_from_hf(parameters: Mapping[str, Any] | None, *, max_position_embeddings: int) -> RotaryScaling:
+def rotary_from_hf(
+    parameters: Mapping[str, Any] | None, *, max_position_embeddings: int
+) -> RotaryScaling:
     """The scaling of a Hugging Face config.
 
     Args:
-        parameters: `rope_scaling` of `config.json`, or `rope_parameters` of newer ones without its
-            `rope_theta`; None for none. `rope_type` may have its older name `type`.
+        parameters: `rope_scaling` of `config.json`, or `rope_parameters` of newer ones
+            without its `rope_theta`; None for none. `rope_type` may have its older name
+            `type`.
         max_position_embeddings: of the same config; the default of the original length.
 
     Raises:
-        ValueError: a `rope_type` that is not supported, or an unknown or missing field; names it.
+        ValueError: a `rope_type` that is not supported, or an unknown or missing field;
+            names it.
     """
-    given = {name: value for name, value in (parameters or {}).items() if value is not None}
+    given = {
+        name: value for name, value in (parameters or {}).items() if value is not None
+    }
     rope_type = given.pop("rope_type", given.pop("type", "default"))
     if rope_type not in _SCALINGS:
-        raise ValueError(f"rope_type {rope_type!r} is not supported. Those that are: {', '.join(_SCALINGS)}.")
+        raise ValueError(
+            f"rope_type {rope_type!r} is not supported. Those that are:"
+            f" {', '.join(_SCALINGS)}."
+        )
     if given.pop("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError("partial_rotary_factor is not supported: all coordinates of a head are rotated.")
+        raise ValueError(
+            "partial_rotary_factor is not supported: all coordinates of a head are"
+            " rotated."
+        )
     fields = {field.name: field for field in dataclasses.fields(_SCALINGS[rope_type])}
     if "original_max_position_embeddings" in fields:
         given.setdefault("original_max_position_embeddings", max_position_embeddings)
@@ -205,15 +260,21 @@ def rotary_from_hf(parameters: Mapping[str, Any] | None, *, max_position_embeddi
         given = _yarn_fields(given, max_position_embeddings)
     if unknown := sorted(given.keys() - fields):
         has = ", ".join(sorted(fields)) or "no fields"
-        raise ValueError(f"rope_type {rope_type!r} has no {', '.join(unknown)}. It has: {has}.")
-    required = {name for name, field in fields.items() if field.default is dataclasses.MISSING}
+        raise ValueError(
+            f"rope_type {rope_type!r} has no {', '.join(unknown)}. It has: {has}."
+        )
+    required = {
+        name for name, field in fields.items() if field.default is dataclasses.MISSING
+    }
     if missing := sorted(required - given.keys()):
         raise ValueError(f"rope_type {rope_type!r} needs {', '.join(missing)}.")
     return _SCALINGS[rope_type](**given)
 
 
 def rotary_to_hf(scaling: RotaryScaling | None) -> dict[str, Any] | None:
-    """The `rope_scaling` of a Hugging Face config, without defaults; the inverse of `rotary_from_hf`."""
+    """The `rope_scaling` of a Hugging Face config, without defaults; the inverse of
+    `rotary_from_hf`.
+    """
     if scaling is None:
         return None
     defaults = {field.name: field.default for field in dataclasses.fields(scaling)}
@@ -222,13 +283,26 @@ def rotary_to_hf(scaling: RotaryScaling | None) -> dict[str, Any] | None:
     return {"rope_type": scaling.rope_type, **changed}
 
 
-def _yarn_fields(fields: dict[str, Any], max_position_embeddings: int) -> dict[str, Any]:
-    """Drop the fields that transformers' YaRN ignores, and fill in the factor as it does."""
+def _yarn_fields(
+    fields: dict[str, Any], max_position_embeddings: int
+) -> dict[str, Any]:
+    """Drop the fields that transformers' YaRN ignores, and fill in the factor as it
+    does.
+    """
     # It replaces zeros by its defaults, and ignores one of the two scales alone.
     zeros = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
-    fields = {name: value for name, value in fields.items() if value or name not in zeros}
-    if "attention_factor" in fields or not {"mscale", "mscale_all_dim"} <= fields.keys():
-        fields = {name: value for name, value in fields.items() if name not in ("mscale", "mscale_all_dim")}
+    fields = {
+        name: value for name, value in fields.items() if value or name not in zeros
+    }
+    if (
+        "attention_factor" in fields
+        or not {"mscale", "mscale_all_dim"} <= fields.keys()
+    ):
+        fields = {
+            name: value
+            for name, value in fields.items()
+            if name not in ("mscale", "mscale_all_dim")
+        }
     original = fields["original_max_position_embeddings"]
     return {"factor": max_position_embeddings / original, **fields}
 
@@ -241,8 +315,8 @@ def _blend(frequencies: Frequencies, factor: float, kept: Frequencies) -> Freque
 class RotaryTable(eqx.Module):
     """Cosines and sines of the rotary angles of each pair of coordinates, in float32.
 
-    `[..., Pos, HeadDim]` with half of the coordinates, times the attention factor of the scaling. Made once
-    per forward pass and shared by all layers.
+    `[..., Pos, HeadDim]` with half of the coordinates, times the attention factor of
+    the scaling. Made once per forward pass and shared by all layers.
     """
 
     cos: NamedArray
@@ -250,27 +324,39 @@ class RotaryTable(eqx.Module):
 
 
 def rotary_table(
-    positions: NamedArray, HeadDim: Axis, *, theta: float, scaling: RotaryScaling | None = None
+    positions: NamedArray,
+    HeadDim: Axis,
+    *,
+    theta: float,
+    scaling: RotaryScaling | None = None,
 ) -> RotaryTable:
-    """Cosines and sines of the rotary angles, in the layout of Hugging Face's checkpoints.
+    """Cosines and sines of the rotary angles, in the layout of Hugging Face's
+    checkpoints.
 
-    Coordinates i and i + HeadDim/2 rotate by `theta**(-2i/HeadDim)`, rescaled, in radians per position.
+    Coordinates i and i + HeadDim/2 rotate by `theta**(-2i/HeadDim)`, rescaled, in
+    radians per position.
 
     Args:
-        positions: integer positions `[..., Pos]`; with a batch axis if sequences are packed differently.
+        positions: integer positions `[..., Pos]`; with a batch axis if sequences are
+            packed differently.
         HeadDim: the axis of one head's coordinates; its size must be even.
         theta: base of the wavelengths.
-        scaling: how frequencies are rescaled for longer contexts than those of training; None for not at all.
+        scaling: how frequencies are rescaled for longer contexts than those of
+            training; None for not at all.
 
     Raises:
-        ValueError: `HeadDim` is odd, positions are not integers or have that axis, or `theta` is at most one.
+        ValueError: `HeadDim` is odd, positions are not integers or have that axis, or
+            `theta` is at most one.
 
-    Cost: a float32 number per position and coordinate. Angles are products in float32, as in Hugging
-    Face's transformers: a cosine is off by up to 1e-3 at position 65,535 and 3e-2 at a million.
+    Cost: a float32 number per position and coordinate. Angles are products in float32,
+    as in Hugging Face's transformers: a cosine is off by up to 1e-3 at position 65,535
+    and 3e-2 at a million.
     """
     check_named("positions", positions, INTEGERS, ())
     if HeadDim.name in {axis.name for axis in positions.axes}:
-        raise ValueError(f"positions already have the axis {HeadDim.name!r} of a head's coordinates.")
+        raise ValueError(
+            f"positions already have the axis {HeadDim.name!r} of a head's coordinates."
+        )
     scaling = DefaultRotary() if scaling is None else scaling
     frequencies = scaling.frequencies(HeadDim.size, theta)
     Half = HeadDim.resize(HeadDim.size // 2)
@@ -281,7 +367,8 @@ def rotary_table(
 
 
 def apply_rotary(x: NamedArray, table: RotaryTable, HeadDim: Axis) -> NamedArray:
-    """Rotate the coordinate pairs of `x`, `[..., Pos, ..., HeadDim]`, by the table's angles.
+    """Rotate the coordinate pairs of `x`, `[..., Pos, ..., HeadDim]`, by the table's
+    angles.
 
     Computes in float32 and returns the axes and dtype of `x`.
 
@@ -293,5 +380,8 @@ def apply_rotary(x: NamedArray, table: RotaryTable, HeadDim: Axis) -> NamedArray
     check_named("x", x, FLOATS, (*own, pairs.resize(2 * pairs.size), HeadDim))
     wide = x.astype(jnp.float32)
     first, second = wide[HeadDim, : pairs.size], wide[HeadDim, pairs.size :]
-    rotated = [first * table.cos - second * table.sin, second * table.cos + first * table.sin]
+    rotated = [
+        first * table.cos - second * table.sin,
+        second * table.cos + first * table.sin,
+    ]
     return hax.concatenate(HeadDim, rotated).rearrange(x.axes).astype(x.dtype)

@@ -1,4 +1,6 @@
-"""Training for any model: configs, data, steps, the loop around them, checkpoints and trackers."""
+"""Training for any model: configs, data, steps, the loop around them, checkpoints and
+trackers.
+"""
 
 from . import extra as extra
 from .batches import (
@@ -27,17 +29,26 @@ from .data.chat_template import (
     ChatTemplateError as ChatTemplateError,
     RenderedChat as RenderedChat,
 )
-from .data.packing import PackedDocuments as PackedDocuments, TokenizedDocuments as TokenizedDocuments
+from .data.packing import (
+    PackedDocuments as PackedDocuments,
+    TokenizedDocuments as TokenizedDocuments,
+)
 from .data.tokenizer_files import (
     load_tokenizer as load_tokenizer,
     read_tokenizer_files as read_tokenizer_files,
 )
 from .data.tokenizers import ByteTokenizer as ByteTokenizer, Tokenizer as Tokenizer
-from .data.training_data import TrainingData as TrainingData, open_training_data as open_training_data
+from .data.training_data import (
+    TrainingData as TrainingData,
+    open_training_data as open_training_data,
+)
 from .data_config import DataConfig as DataConfig, SourceConfig as SourceConfig
 from .errors import ConfigError as ConfigError, DataError as DataError
 from .evaluation import held_out_evaluators as held_out_evaluators
-from .ghost_config import GhostConfig as GhostConfig, GhostValidationConfig as GhostValidationConfig
+from .ghost_config import (
+    GhostConfig as GhostConfig,
+    GhostValidationConfig as GhostValidationConfig,
+)
 from .loop import (
     NonFiniteLossError as NonFiniteLossError,
     Position as Position,
@@ -46,7 +57,10 @@ from .loop import (
     train as train,
 )
 from .mesh import Partitioning as Partitioning, mesh_sizes as mesh_sizes
-from .optimizer import build_optimizer as build_optimizer, learning_rate_schedule as learning_rate_schedule
+from .optimizer import (
+    build_optimizer as build_optimizer,
+    learning_rate_schedule as learning_rate_schedule,
+)
 from .optimizer_config import (
     AdafactorConfig as AdafactorConfig,
     AdamWConfig as AdamWConfig,
@@ -62,7 +76,11 @@ from .optimizer_config import (
 )
 from .precision import cast_parameters as cast_parameters
 from .progress import ConsoleProgress as ConsoleProgress
-from .remat import RematPresets as RematPresets, check_remat as check_remat, remat_policy as remat_policy
+from .remat import (
+    RematPresets as RematPresets,
+    check_remat as check_remat,
+    remat_policy as remat_policy,
+)
 from .run_folder import RunFolder as RunFolder, lock_run_folder as lock_run_folder
 from .scoring import (
     ExampleLosses as ExampleLosses,

@@ -26,7 +26,9 @@ def arrays_by_name(tree: Any) -> dict[str, Any]:
 
 
 def layout(tree: Any) -> dict[str, dict[str, Any]]:
-    """The shape and dtype of each array, and the names of its axes if it has any, as JSON."""
+    """The shape and dtype of each array, and the names of its axes if it has any, as
+    JSON.
+    """
     entries: dict[str, dict[str, Any]] = {}
     for name, leaf in _leaves(tree):
         array = raw_array(leaf)
@@ -36,9 +38,16 @@ def layout(tree: Any) -> dict[str, dict[str, Any]]:
     return entries
 
 
-def differences(saved: Mapping[str, Mapping[str, Any]], wanted: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """One line for each array that a checkpoint lacks, has in excess, or has in another layout."""
-    here, there = ({name: _shown(entry) for name, entry in entries.items()} for entries in (wanted, saved))
+def differences(
+    saved: Mapping[str, Mapping[str, Any]], wanted: Mapping[str, Mapping[str, Any]]
+) -> list[str]:
+    """One line for each array that a checkpoint lacks, has in excess, or has in another
+    layout.
+    """
+    here, there = (
+        {name: _shown(entry) for name, entry in entries.items()}
+        for entries in (wanted, saved)
+    )
     return entry_problems(here, there)
 
 
@@ -54,24 +63,33 @@ def with_arrays(like: State, arrays: Mapping[str, Any]) -> State:
 
 
 def digests(tree: Any) -> dict[str, list[int]]:
-    """Two numbers for each array by name, which almost surely differ if the bits of two arrays do.
+    """Two numbers for each array by name, which almost surely differ if the bits of two
+    arrays do.
 
-    They depend on the bits of every element and on its index, so elements that change places, and changes
-    that cancel in a sum of bits, are noticed. They are the same under every sharding. Arrays of one shape
-    collide with a probability of about 2**-64.
+    They depend on the bits of every element and on its index, so elements that change
+    places, and changes that cancel in a sum of bits, are noticed. They are the same
+    under every sharding. Arrays of one shape collide with a probability of about
+    2**-64.
 
     Cost: one pass over the arrays on their devices, without a copy.
     """
-    return {name: [int(number) for number in _digest(array)] for name, array in arrays_by_name(tree).items()}
+    return {
+        name: [int(number) for number in _digest(array)]
+        for name, array in arrays_by_name(tree).items()
+    }
 
 
 @jax.jit
 def _digest(array: Array) -> tuple[Array, Array]:
-    """Two sums of hashes of the elements, modulo 2**32: a sum of integers is the same in any order."""
+    """Two sums of hashes of the elements, modulo 2**32: a sum of integers is the same
+    in any order.
+    """
     if not is_on_host(array):
         return _sums_of_hashes(_words(array))
 
-    def add(totals: tuple[Array, Array], index: Array) -> tuple[tuple[Array, Array], None]:
+    def add(
+        totals: tuple[Array, Array], index: Array
+    ) -> tuple[tuple[Array, Array], None]:
         entry = to_device(jax.lax.dynamic_slice_in_dim(array, index, 1))
         sums = _sums_of_hashes(_words(entry), first=index)
         return (totals[0] + sums[0], totals[1] + sums[1]), None
@@ -97,7 +115,8 @@ def _sums_of_hashes(words: Array, first: Array | int = 0) -> tuple[Array, Array]
 
     `first` is the index of the first entry along the first axis in the whole array.
     """
-    # Two numbers are the index of a word, since an array may have more than 2**32 of them; an entry has not.
+    # Two numbers are the index of a word, since an array may have more than 2**32 of
+    # them; an entry has not.
     entry, within = jnp.asarray(first, jnp.uint32), jnp.zeros(words.shape, jnp.uint32)
     for axis, size in enumerate(words.shape):
         index = jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis)
@@ -117,7 +136,9 @@ _SEEDS = (0x9E3779B1, 0x85EBCA77)  # any two odd numbers
 
 
 def _mixed(x: Array) -> Array:
-    """A permutation of uint32 that changes half of the bits for any change (MurmurHash3's finalizer)."""
+    """A permutation of uint32 that changes half of the bits for any change
+    (MurmurHash3's finalizer).
+    """
     x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
     return x ^ (x >> 16)

@@ -1,4 +1,6 @@
-"""The batch of tokens that a training step receives, and protocols of what gives batches."""
+"""The batch of tokens that a training step receives, and protocols of what gives
+batches.
+"""
 
 from typing import Any, Protocol
 
@@ -18,11 +20,13 @@ class TokenBatch(eqx.Module):
     Attributes:
         tokens: int32 inputs.
         targets: int32, the token that follows each input in its document.
-        weights: float32, weight of each target in the loss: 0 for padding and tokens that are not trained on,
-            1 elsewhere.
-        documents: int32 number of each position's document in its row, from 1; 0 for padding, at the end of a
-            row. Positions attend only within their document. None where every row is one document.
-        positions: int32 position in its document, from 0. None where every row is one document.
+        weights: float32, weight of each target in the loss: 0 for padding and tokens
+            that are not trained on, 1 elsewhere.
+        documents: int32 number of each position's document in its row, from 1; 0 for
+            padding, at the end of a row. Positions attend only within their document.
+            None where every row is one document.
+        positions: int32 position in its document, from 0. None where every row is one
+            document.
     """
 
     tokens: NamedArray
@@ -46,13 +50,25 @@ class TokenBatch(eqx.Module):
         *,
         on_host: bool = False,
     ) -> "TokenBatch":
-        """A batch from NumPy arrays, on the default device, or left in NumPy for `shard_batch`."""
+        """A batch from NumPy arrays, on the default device, or left in NumPy for
+        `shard_batch`.
+        """
         axes = (Axis(BATCH_AXIS, tokens.shape[0]), Axis(POSITION_AXIS, tokens.shape[1]))
 
         def named(array: Any) -> Any:
-            return None if array is None else NamedArray(array if on_host else jnp.asarray(array), axes)
+            return (
+                None
+                if array is None
+                else NamedArray(array if on_host else jnp.asarray(array), axes)
+            )
 
-        return TokenBatch(named(tokens), named(targets), named(weights), named(documents), named(positions))
+        return TokenBatch(
+            named(tokens),
+            named(targets),
+            named(weights),
+            named(documents),
+            named(positions),
+        )
 
 
 class TokenStream(Protocol):

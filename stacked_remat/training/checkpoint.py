@@ -1,9 +1,11 @@
-"""Checkpoints: training states on disk, written in the background, each whole or not at all.
+"""Checkpoints: training states on disk, written in the background, each whole or not at
+all.
 
-A checkpoint is a folder named by its step, written by Orbax: the arrays of the state by name, and in JSON the
-position of the data and the loop, the config, and the shape, the dtype and a digest of every array. Digests
-are compared with those of the arrays that are read: Orbax itself finds only some damage. It is imported where
-it is used: help and errors in configs do not wait for it.
+A checkpoint is a folder named by its step, written by Orbax: the arrays of the state by
+name, and in JSON the position of the data and the loop, the config, and the shape, the
+dtype and a digest of every array. Digests are compared with those of the arrays that
+are read: Orbax itself finds only some damage. It is imported where it is used: help and
+errors in configs do not wait for it.
 """
 
 import contextlib
@@ -30,12 +32,15 @@ State = TypeVar("State")
 
 _STATE, _RUN = "state", "run"
 _RUN_FILE = f"{_RUN}/metadata"  # as Orbax names what it writes as JSON
-_FORMAT = 2  # of what a checkpoint says of its run; before 2, digests did not tell all damage
+# Of what a checkpoint says of its run; before 2, digests did not tell all damage
+_FORMAT = 2
 _SYSTEM_ERROR = re.compile(r"os_error_code='(\d+)'")  # in TensorStore's errors
 
 
 class CheckpointMismatchError(ValueError):
-    """A checkpoint has the arrays of another model or optimizer; the message names them."""
+    """A checkpoint has the arrays of another model or optimizer; the message names
+    them.
+    """
 
 
 class CheckpointDamagedError(ValueError):
@@ -46,8 +51,8 @@ class CheckpointDamagedError(ValueError):
 class Checkpoints:
     """The checkpoints of one run.
 
-    `save` copies the state to the host and returns; it is written in the background. A process that is killed
-    meanwhile leaves earlier checkpoints unchanged.
+    `save` copies the state to the host and returns; it is written in the background. A
+    process that is killed meanwhile leaves earlier checkpoints unchanged.
 
     Attributes:
         folder: of the checkpoints.
@@ -61,15 +66,17 @@ class Checkpoints:
         run_config: Mapping[str, Any],
         saved: Callable[[Any], Any] | None = None,
     ):
-        """Opens or makes the folder, and removes unfinished checkpoints of an earlier process.
+        """Opens or makes the folder, and removes unfinished checkpoints of an earlier
+        process.
 
         Args:
             folder: of the checkpoints.
             config: when to save and what to keep.
             run_config: the resolved config of the run, saved in each checkpoint.
-            saved: maps a state to a tree of booleans that marks the arrays to save; all if not given. The
-                others must never change, and must be given to `restore`: checkpoints have their digests, and
-                are not restored with other arrays.
+            saved: maps a state to a tree of booleans that marks the arrays to save; all
+                if not given. The others must never change, and must be given to
+                `restore`: checkpoints have their digests, and are not restored with
+                other arrays.
         """
         import orbax.checkpoint as ocp
 
@@ -87,7 +94,9 @@ class Checkpoints:
         self._manager = ocp.CheckpointManager(folder.absolute(), options=options)
 
     def latest(self) -> int | None:
-        """The step of the latest checkpoint, whole or damaged; None if there is none."""
+        """The step of the latest checkpoint, whole or damaged; None if there is
+        none.
+        """
         return max(checkpoint_steps(self.folder), default=None)
 
     def is_due(self, step: int) -> bool:
@@ -97,7 +106,9 @@ class Checkpoints:
         """
         every, minutes = self._config.every_steps, self._config.every_minutes
         by_step = every is not None and step % every == 0
-        by_time = minutes is not None and self._is_late(time.monotonic() - self._last_save >= 60 * minutes)
+        by_time = minutes is not None and self._is_late(
+            time.monotonic() - self._last_save >= 60 * minutes
+        )
         return by_step or bool(by_time)
 
     def save(self, step: int, state: Any, position: Mapping[str, Any]) -> None:
@@ -105,7 +116,8 @@ class Checkpoints:
 
         Args:
             step: of the checkpoint; later than those of all others.
-            state: the arrays to save. Their buffers may be donated as soon as this returns.
+            state: the arrays to save. Their buffers may be donated as soon as this
+                returns.
             position: anything else that is needed to resume, as JSON.
 
         Raises:
@@ -115,7 +127,9 @@ class Checkpoints:
 
         self.wait()
         chosen, rest = self._divided(state)
-        arrays = {name: array for name, array in arrays_by_name(chosen).items() if array.size}
+        arrays = {
+            name: array for name, array in arrays_by_name(chosen).items() if array.size
+        }
         if self._unsaved is None:
             self._unsaved = digests(rest)
         run = {
@@ -133,12 +147,14 @@ class Checkpoints:
         self._last_save, self._is_late = time.monotonic(), LargestOfAll()
 
     def restore(self, like: State) -> tuple[State, dict[str, Any]]:
-        """The state and the position of the latest checkpoint; all processes of a run call this.
+        """The state and the position of the latest checkpoint; all processes of a run
+        call this.
 
         Args:
-            like: a state of the same structure. Saved arrays may be `jax.ShapeDtypeStruct`s. Each array is
-                restored with its sharding here, or on the default device; the number of devices may differ
-                from that of the run that saved.
+            like: a state of the same structure. Saved arrays may be
+                `jax.ShapeDtypeStruct`s. Each array is restored with its sharding here,
+                or on the default device; the number of devices may differ from that of
+                the run that saved.
 
         Raises what `load_checkpoint` and `check_unsaved` raise.
         """
@@ -149,7 +165,9 @@ class Checkpoints:
         return eqx.combine(restored, rest), checkpoint_run(self.folder)["position"]
 
     def wait(self) -> None:
-        """Waits until all checkpoints are on disk; raises an OSError if one can't be written."""
+        """Waits until all checkpoints are on disk; raises an OSError if one can't be
+        written.
+        """
         with self._writing():
             self._manager.wait_until_finished()
 
@@ -169,29 +187,47 @@ class Checkpoints:
             yield
         except (OSError, ValueError) as error:  # TensorStore raises ValueErrors
             code = _SYSTEM_ERROR.search(str(error))
-            number = error.errno if isinstance(error, OSError) else code and int(code.group(1))
+            number = (
+                error.errno
+                if isinstance(error, OSError)
+                else code and int(code.group(1))
+            )
             reason = os.strerror(number) if number else error
-            problem = f"Can't write the checkpoint of step {self._saving}: {reason}. Earlier ones are whole"
+            problem = (
+                f"Can't write the checkpoint of step {self._saving}: {reason}. Earlier"
+                " ones are whole"
+            )
             raise OSError(number or errno.EIO, problem, str(self.folder)) from error
 
 
-def load_checkpoint(folder: Path, like: State, *, step: int | None = None, part: str = "") -> State:
+def load_checkpoint(
+    folder: Path, like: State, *, step: int | None = None, part: str = ""
+) -> State:
     """Reads a state, or a part of one, from a run's folder of checkpoints.
 
     Args:
         folder: of the checkpoints.
         like: a tree of the same structure; its arrays may be `jax.ShapeDtypeStruct`s.
         step: of the checkpoint; the latest if not given.
-        part: path of `like` in the state, such as `trained`; all of the state if not given.
+        part: path of `like` in the state, such as `trained`; all of the state if not
+            given.
 
     Raises:
-        CheckpointMismatchError: arrays differ in name, shape or dtype. Or what `checkpoint_run` raises.
+        CheckpointMismatchError: arrays differ in name, shape or dtype. Or what
+            `checkpoint_run` raises.
 
-    Cost: reads and digests the arrays of `like` alone, onto the devices of their shardings.
+    Cost: reads and digests the arrays of `like` alone, onto the devices of their
+    shardings.
     """
-    run, path, prefix = checkpoint_run(folder, step=step), _existing(folder, step), f"{part}." if part else ""
+    run, path, prefix = (
+        checkpoint_run(folder, step=step),
+        _existing(folder, step),
+        f"{part}." if part else "",
+    )
     saved = {
-        name.removeprefix(prefix): entry for name, entry in run["layout"].items() if name.startswith(prefix)
+        name.removeprefix(prefix): entry
+        for name, entry in run["layout"].items()
+        if name.startswith(prefix)
     }
     differing = differences(saved, layout(like))
     if differing:
@@ -200,31 +236,53 @@ def load_checkpoint(folder: Path, like: State, *, step: int | None = None, part:
             + shortened(differing, "\n  ", most=8)
         )
     wanted = {prefix + name: array for name, array in arrays_by_name(like).items()}
-    found = _read(path / _STATE, {name: array for name, array in wanted.items() if np.prod(array.shape)})
-    changed = [name for name, digest in digests(found).items() if digest != run["saved"].get(name)]
+    found = _read(
+        path / _STATE,
+        {name: array for name, array in wanted.items() if np.prod(array.shape)},
+    )
+    changed = [
+        name
+        for name, digest in digests(found).items()
+        if digest != run["saved"].get(name)
+    ]
     if changed:
-        raise _damaged(path, f"arrays are not those that were written: {shortened(changed, most=3)}")
-    empty = {name: jnp.zeros(a.shape, a.dtype) for name, a in wanted.items() if not np.prod(a.shape)}
-    return with_arrays(like, {name.removeprefix(prefix): array for name, array in (found | empty).items()})
+        raise _damaged(
+            path,
+            f"arrays are not those that were written: {shortened(changed, most=3)}",
+        )
+    empty = {
+        name: jnp.zeros(a.shape, a.dtype)
+        for name, a in wanted.items()
+        if not np.prod(a.shape)
+    }
+    return with_arrays(
+        like,
+        {name.removeprefix(prefix): array for name, array in (found | empty).items()},
+    )
 
 
 def check_unsaved(folder: Path, rest: Any, *, step: int | None = None) -> None:
-    """Checks that `rest`, a state with None for the arrays that are saved, is that of a checkpoint's run.
+    """Checks that `rest`, a state with None for the arrays that are saved, is that of a
+    checkpoint's run.
 
     A CheckpointMismatchError names the arrays that differ.
     """
     saved, found = checkpoint_run(folder, step=step)["unsaved"], digests(rest)
-    differing = [name for name in sorted({*saved, *found}) if saved.get(name) != found.get(name)]
+    differing = [
+        name for name in sorted({*saved, *found}) if saved.get(name) != found.get(name)
+    ]
     if differing:
         raise CheckpointMismatchError(
-            f"The checkpoint {_existing(folder, step)} belongs to a run with other frozen weights: "
-            f"{shortened(differing, most=3)}. Give the run the weights that it began with (the same files, "
-            f"or the same revision on the Hub), or start a new run."
+            f"The checkpoint {_existing(folder, step)} belongs to a run with other"
+            f" frozen weights: {shortened(differing, most=3)}. Give the run the weights"
+            " that it began with (the same files, or the same revision on the Hub), or"
+            " start a new run."
         )
 
 
 def checkpoint_run(folder: Path, *, step: int | None = None) -> dict[str, Any]:
-    """What a checkpoint says of its run, as JSON: `config`, resolved, and `position`, to resume from.
+    """What a checkpoint says of its run, as JSON: `config`, resolved, and `position`,
+    to resume from.
 
     Args:
         folder: of the checkpoints.
@@ -247,16 +305,21 @@ def checkpoint_run(folder: Path, *, step: int | None = None) -> dict[str, Any]:
         raise _damaged(path, f"{file} can't be read ({error})") from error
     if run.get("format") != _FORMAT:
         raise CheckpointMismatchError(
-            f"An earlier version of stacked_remat wrote the checkpoint {path}: its digests do not tell all "
-            f"damage, and are not compared any more. Export it or end its run with that version."
+            f"An earlier version of stacked_remat wrote the checkpoint {path}: its"
+            " digests do not tell all damage, and are not compared any more. Export it"
+            " or end its run with that version."
         )
     return run
 
 
 def checkpoint_steps(folder: Path) -> list[int]:
-    """The steps of a folder's checkpoints, in order, including damaged ones, some of which Orbax hides."""
+    """The steps of a folder's checkpoints, in order, including damaged ones, some of
+    which Orbax hides.
+    """
     paths = folder.iterdir() if folder.is_dir() else ()
-    return sorted(int(path.name) for path in paths if path.name.isdecimal() and path.is_dir())
+    return sorted(
+        int(path.name) for path in paths if path.name.isdecimal() and path.is_dir()
+    )
 
 
 def _existing(folder: Path, step: int | None) -> Path:
@@ -271,20 +334,31 @@ def _existing(folder: Path, step: int | None) -> Path:
 
 
 def _damaged(path: Path, problem: str) -> CheckpointDamagedError:
-    others = [str(other) for other in checkpoint_steps(path.parent) if str(other) != path.name]
-    choice = f", or delete it and take another one (of step {', '.join(others)})" if others else ""
+    others = [
+        str(other) for other in checkpoint_steps(path.parent) if str(other) != path.name
+    ]
+    choice = (
+        f", or delete it and take another one (of step {', '.join(others)})"
+        if others
+        else ""
+    )
     return CheckpointDamagedError(
-        f"The checkpoint {path} is damaged or incomplete: {problem}. Restore it from a copy{choice}."
+        f"The checkpoint {path} is damaged or incomplete: {problem}. Restore it from a"
+        f" copy{choice}."
     )
 
 
 def _read(state: Path, wanted: dict[str, Any]) -> dict[str, Any]:
-    """The arrays of a checkpoint that have these names, in the shardings of `wanted`."""
+    """The arrays of a checkpoint that have these names, in the shardings of
+    `wanted`.
+    """
     import orbax.checkpoint as ocp
 
     default = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     targets = {
-        name: jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=getattr(one, "sharding", None) or default)
+        name: jax.ShapeDtypeStruct(
+            one.shape, one.dtype, sharding=getattr(one, "sharding", None) or default
+        )
         for name, one in wanted.items()
     }
     arguments = ocp.args.PyTreeRestore(

@@ -1,4 +1,6 @@
-"""From a YAML file and dotted command-line overrides to a checked config dataclass, and back."""
+"""From a YAML file and dotted command-line overrides to a checked config dataclass, and
+back.
+"""
 
 import contextlib
 import dataclasses
@@ -28,7 +30,8 @@ from .errors import ConfigError, all_without_credentials
 
 Config = TypeVar("Config")
 
-_WRITTEN = "_written_keys"  # an attribute of configs that were read, which `dataclasses.replace` drops
+# an attribute of configs that were read, which `dataclasses.replace` drops
+_WRITTEN = "_written_keys"
 _CONFIG_PATH, _COMMAND_LINE = "config_path", "on the command line"
 _BOOLS = yaml.SafeLoader.bool_values  # of `yes`, `true`, `on` and their opposites
 
@@ -36,16 +39,20 @@ _BOOLS = yaml.SafeLoader.bool_values  # of `yes`, `true`, `on` and their opposit
 def parse_config(config_class: type[Config], arguments: Sequence[str]) -> Config:
     """Reads `--config_path FILE` and `--dotted.key VALUE` overrides into a config.
 
-    The annotation of a key says what a value is: `1.10` and `yes` are text for one of text.
+    The annotation of a key says what a value is: `1.10` and `yes` are text for one of
+    text.
 
     Args:
-        config_class: a dataclass of values, dataclasses and registries (`draccus.ChoiceRegistry`).
-        arguments: the command line without the program's name. The file and the values are YAML, in which
-            `!include FILE` inserts the content of another file. `--help` prints all keys and exits.
+        config_class: a dataclass of values, dataclasses and registries
+            (`draccus.ChoiceRegistry`).
+        arguments: the command line without the program's name. The file and the values
+            are YAML, in which `!include FILE` inserts the content of another file.
+            `--help` prints all keys and exits.
 
     Raises:
-        ConfigError: an unknown or missing key, a value of another type or out of range, or a file that can't
-            be read; names the key, where it was written, and the nearest valid one.
+        ConfigError: an unknown or missing key, a value of another type or out of range,
+            or a file that can't be read; names the key, where it was written, and the
+            nearest valid one.
     """
     if "--help" in arguments or "-h" in arguments:
         print(config_reference(config_class), end="")
@@ -56,46 +63,62 @@ def parse_config(config_class: type[Config], arguments: Sequence[str]) -> Config
         flag = remaining.pop(0)
         key, equals, value = flag.removeprefix("--").partition("=")
         if not flag.startswith("--") or not all(key.split(".")):
-            raise ConfigError(f"Expected `--key value` on the command line, got {flag!r}.")
+            raise ConfigError(
+                f"Expected `--key value` on the command line, got {flag!r}."
+            )
         if not equals and not remaining:
-            raise ConfigError(f"`--{key}` on the command line has no value: write `--{key} VALUE`.")
+            raise ConfigError(
+                f"`--{key}` on the command line has no value: write `--{key} VALUE`."
+            )
         given[key] = value if equals else remaining.pop(0)
     file = given.pop(_CONFIG_PATH, None)
     tree = {} if file is None else read_config_file(file)
     for key, text in given.items():
         set_key(tree, key, text)
-    return decode_config(config_class, tree, f"in {file}" if file else _COMMAND_LINE, list(given))
+    return decode_config(
+        config_class, tree, f"in {file}" if file else _COMMAND_LINE, list(given)
+    )
 
 
 def decode_config(
-    config_class: type[Config], tree: dict[str, Any], place: str, given: Sequence[str] = ()
+    config_class: type[Config],
+    tree: dict[str, Any],
+    place: str,
+    given: Sequence[str] = (),
 ) -> Config:
-    """The instance of `config_class` that sections of plain values describe; errors as `parse_config`.
+    """The instance of `config_class` that sections of plain values describe; errors as
+    `parse_config`.
 
-    `place` is where the values were written, except for those `given` on the command line, by dotted key.
+    `place` is where the values were written, except for those `given` on the command
+    line, by dotted key.
     """
     return _Decoder(config_class, place, given).section(config_class, tree, "")
 
 
 def written_keys(section: Any) -> frozenset[str] | None:
-    """The dotted keys that a config file or the command line gave below a section, its `type` included.
+    """The dotted keys that a config file or the command line gave below a section, its
+    `type` included.
 
-    None for a config that Python code made: there a default and a value that equals it look alike.
+    None for a config that Python code made: there a default and a value that equals it
+    look alike.
     """
     return getattr(section, _WRITTEN, None)
 
 
 def config_as_dict(config: Any) -> dict[str, Any]:
-    """The config as plain dicts, lists and scalars, with every default filled in and registries' `type` keys.
+    """The config as plain dicts, lists and scalars, with every default filled in and
+    registries' `type` keys.
 
-    Written as YAML or JSON it is read back to an equal config, except for passwords and tokens in URLs, which
-    are left out.
+    Written as YAML or JSON it is read back to an equal config, except for passwords and
+    tokens in URLs, which are left out.
     """
     return all_without_credentials(draccus.encode(config))
 
 
 class _Misfit(Exception):
-    """A value that its annotation does not allow; its text says what to write, where that is known."""
+    """A value that its annotation does not allow; its text says what to write, where
+    that is known.
+    """
 
 
 def _default_of(field: dataclasses.Field) -> Any:
@@ -105,12 +128,19 @@ def _default_of(field: dataclasses.Field) -> Any:
 
 
 def _set_in(usual: Any, config_class: Any) -> dict[str, Any]:
-    """The fields of a default section that are not those of its class, such as an architecture's own."""
-    required = [field for field in dataclasses.fields(config_class) if _is_required(field)]
+    """The fields of a default section that are not those of its class, such as an
+    architecture's own.
+    """
+    required = [
+        field for field in dataclasses.fields(config_class) if _is_required(field)
+    ]
     if type(usual) is not config_class or required:
         return {}
     plain = config_class()
-    pairs = ((field.name, getattr(usual, field.name)) for field in dataclasses.fields(config_class))
+    pairs = (
+        (field.name, getattr(usual, field.name))
+        for field in dataclasses.fields(config_class)
+    )
     return {name: value for name, value in pairs if value != getattr(plain, name)}
 
 
@@ -121,31 +151,41 @@ def _is_required(field: dataclasses.Field) -> bool:
 class _Decoder:
     """From a tree to dataclasses.
 
-    Knows the class of the whole config and where values were written, for errors. `at` is the dotted key of a
-    value, empty for the whole config.
+    Knows the class of the whole config and where values were written, for errors. `at`
+    is the dotted key of a value, empty for the whole config.
     """
 
     def __init__(self, config_class: Any, place: str, given: Sequence[str]):
         self._config_class, self._place, self._given = config_class, place, given
 
     def section(self, config_class: Any, tree: Any, at: str, usual: Any = None) -> Any:
-        """The instance of `config_class`, or of the type chosen from it, that a section describes.
+        """The instance of `config_class`, or of the type chosen from it, that a section
+        describes.
 
-        `usual` is what there is without the section: keys that are not written keep what it has.
+        `usual` is what there is without the section: keys that are not written keep
+        what it has.
         """
         self._check_section(tree, at, "is a section of keys", config_class)
-        written = frozenset(".".join(path) for path, value in leaves(tree) if value != {})
+        written = frozenset(
+            ".".join(path) for path, value in leaves(tree) if value != {}
+        )
         registry, tree = config_class if is_registry(config_class) else None, dict(tree)
         below = f"{at}." if at else ""
         if registry is not None:
             config_class = self._chosen(registry, tree, at)
-        hints, fields = typing.get_type_hints(config_class), dataclasses.fields(config_class)
+        hints, fields = (
+            typing.get_type_hints(config_class),
+            dataclasses.fields(config_class),
+        )
         valid = [field.name for field in fields]
         if unknown := [key for key in tree if key not in valid]:
             meant = self._meant(unknown[0], registry, valid)
             raise ConfigError(f"Unknown key {self._named(below + unknown[0])}.{meant}")
         usual_of = {field.name: _default_of(field) for field in fields}
-        values = {key: self.value(hints[key], own, below + key, usual_of[key]) for key, own in tree.items()}
+        values = {
+            key: self.value(hints[key], own, below + key, usual_of[key])
+            for key, own in tree.items()
+        }
         values = _set_in(usual, config_class) | values
         for field in fields:
             if _is_required(field) and field.name not in values:
@@ -157,7 +197,9 @@ class _Decoder:
             keys = [below + ".".join(path) for path, _ in leaves(tree)]
             blamed = [key for key in keys if _mentions(str(error), key)] or keys or [at]
             places = " and ".join(dict.fromkeys(map(self._where, blamed)))
-            raise ConfigError(f"Bad config {places}{'' if named else f' (of `{at}`)'}: {error}") from error
+            raise ConfigError(
+                f"Bad config {places}{'' if named else f' (of `{at}`)'}: {error}"
+            ) from error
         object.__setattr__(config, _WRITTEN, written)
         return config
 
@@ -165,7 +207,11 @@ class _Decoder:
         """What a field of this annotation gets."""
         parts = union_parts(hint)
         if hint is Any:
-            return self._fitted(type(value), value, at) if isinstance(value, dict | list) else _natural(value)
+            return (
+                self._fitted(type(value), value, at)
+                if isinstance(value, dict | list)
+                else _natural(value)
+            )
         if type(None) in parts and value is None:
             return None
         if (section := section_class(hint)) is not None:
@@ -175,13 +221,17 @@ class _Decoder:
         fix = ""
         # `true` for `str | bool` is a bool, and else the value's own type is first.
         own = bool if str(value).lower() in _BOOLS else type(value)
-        for part in sorted(parts, key=lambda part: own is not (typing.get_origin(part) or part)):
+        for part in sorted(
+            parts, key=lambda part: own is not (typing.get_origin(part) or part)
+        ):
             try:
                 if part is not type(None) and value is not None:
                     return self._fitted(part, value, at)
             except _Misfit as misfit:
                 fix = fix or str(misfit)
-        raise ConfigError(f"{self._named(at)} must be {type_name(hint)}, got {_got(value)}.{fix}")
+        raise ConfigError(
+            f"{self._named(at)} must be {type_name(hint)}, got {_got(value)}.{fix}"
+        )
 
     def _fitted(self, hint: Any, value: Any, at: str) -> Any:
         """The value for an annotation that is not a union, or a `_Misfit`."""
@@ -190,18 +240,25 @@ class _Decoder:
             return _scalar(hint, value)
         if origin is typing.Literal:
             if value not in arguments:
-                raise _Misfit(did_you_mean(str(value), [str(choice) for choice in arguments]))
+                raise _Misfit(
+                    did_you_mean(str(value), [str(choice) for choice in arguments])
+                )
             return value
         if origin in (tuple, list) and not isinstance(value, list):
             raise _Misfit("" if isinstance(value, Mapping) else f" Write [{value}].")
         if origin is list or arguments[1:] == (Ellipsis,):
             own = arguments[0] if arguments else Any
-            return origin(self.value(own, item, f"{at}.{number}") for number, item in enumerate(value))
+            return origin(
+                self.value(own, item, f"{at}.{number}")
+                for number, item in enumerate(value)
+            )
         if origin is dict:
             if not isinstance(value, dict):
                 raise _Misfit
             own = arguments[1] if arguments else Any
-            return {key: self.value(own, item, f"{at}.{key}") for key, item in value.items()}
+            return {
+                key: self.value(own, item, f"{at}.{key}") for key, item in value.items()
+            }
         try:
             return get_decoding_fn(hint)(self.value(Any, value, at), at.split("."))
         except (draccus.utils.DraccusException, ValueError, TypeError) as error:
@@ -212,12 +269,19 @@ class _Decoder:
         return f"`{at}` {self._where(at)}" if at else "The config"
 
     def _where(self, at: str) -> str:
-        given = any(f"{key}.".startswith(f"{at}.") or at.startswith(f"{key}.") for key in self._given)
+        given = any(
+            f"{key}.".startswith(f"{at}.") or at.startswith(f"{key}.")
+            for key in self._given
+        )
         return _COMMAND_LINE if given else self._place
 
     def _check_section(self, value: Any, at: str, what: str, config_class: Any) -> None:
         if not isinstance(value, dict):
-            names = ["type"] if is_registry(config_class) else list(config_class.__dataclass_fields__)
+            names = (
+                ["type"]
+                if is_registry(config_class)
+                else list(config_class.__dataclass_fields__)
+            )
             raise ConfigError(
                 f"{self._named(at)} {what}, got {_got(value)}. Write its keys there "
                 f"({', '.join(names[:4])}, ...), or leave `{at}` out."
@@ -229,16 +293,24 @@ class _Decoder:
         valid = ", ".join(choices)
         chosen = keys.pop("type") if "type" in keys else registry.default_choice_name()
         if chosen is None:
-            raise ConfigError(f"{self._named(at)} lacks the key `type`. Known types: {valid}.")
+            raise ConfigError(
+                f"{self._named(at)} lacks the key `type`. Known types: {valid}."
+            )
         if not isinstance(chosen, str) or chosen not in choices:
             hint = did_you_mean(str(chosen), choices)
-            raise ConfigError(f"{self._named(f'{at}.type')} is {chosen!r}.{hint} Valid: {valid}.")
+            raise ConfigError(
+                f"{self._named(f'{at}.type')} is {chosen!r}.{hint} Valid: {valid}."
+            )
         return choices[chosen]
 
     def _meant(self, key: str, registry: Any, valid: list[str]) -> str:
         """What an unknown key may have been meant to be."""
         choices = {} if registry is None else registry.get_known_choices()
-        owners = [f"`type: {name}`" for name, one in choices.items() if key in one.__dataclass_fields__]
+        owners = [
+            f"`type: {name}`"
+            for name, one in choices.items()
+            if key in one.__dataclass_fields__
+        ]
         keys = dict.fromkeys(config_keys(self._config_class))
         same = [other for other in keys if other.rpartition(".")[2] == key]
         if owners:
@@ -251,7 +323,9 @@ class _Decoder:
 
 
 def _natural(value: Any) -> Any:
-    """A value of which no annotation says what its text means: a number or a bool, where it reads as one."""
+    """A value of which no annotation says what its text means: a number or a bool,
+    where it reads as one.
+    """
     with contextlib.suppress(ValueError):
         return float(value) if isinstance(value, str) else value
     return _BOOLS.get(value.lower(), value)

@@ -1,4 +1,5 @@
-"""Every key of a config with its type, default and meaning: for `--help`, and as a page of documentation.
+"""Every key of a config with its type, default and meaning: for `--help`, and as a page
+of documentation.
 
 The meanings come from the `Attributes:` of the dataclasses' docstrings.
 """
@@ -19,18 +20,29 @@ _WIDTH = 79
 
 
 def config_reference(config_class: Any) -> str:
-    """The reference of a config's keys as Markdown in lines of 79 characters, a heading for each section.
+    """The reference of a config's keys as Markdown in lines of 79 characters, a heading
+    for each section.
 
     Args:
-        config_class: a dataclass of values, dataclasses and registries (`draccus.ChoiceRegistry`), of which
-            every known type is described.
+        config_class: a dataclass of values, dataclasses and registries
+            (`draccus.ChoiceRegistry`), of which every known type is described.
     """
-    usage = "`--config_path FILE`: a YAML file of the keys below, which are given as `--key VALUE` too."
-    return "\n\n".join([*_description(config_class), _wrapped(usage), *_rows(config_class, "")]) + "\n"
+    usage = (
+        "`--config_path FILE`: a YAML file of the keys below, which are given as `--key"
+        " VALUE` too."
+    )
+    return (
+        "\n\n".join(
+            [*_description(config_class), _wrapped(usage), *_rows(config_class, "")]
+        )
+        + "\n"
+    )
 
 
 def config_keys(config_class: Any) -> list[str]:
-    """The dotted keys of a config's values, without those below names of its user's own."""
+    """The dotted keys of a config's values, without those below names of its user's
+    own.
+    """
     return re.findall(r"^- `([\w.]+)`", config_reference(config_class), re.MULTILINE)
 
 
@@ -42,8 +54,16 @@ def _rows(config_class: Any, prefix: str, instance: Any = None) -> Iterator[str]
     hints, meanings = typing.get_type_hints(config_class), _meanings(config_class)
     sections = []
     for field in dataclasses.fields(config_class):
-        hint, dotted, meaning = hints[field.name], f"{prefix}{field.name}", meanings.get(field.name, "")
-        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        hint, dotted, meaning = (
+            hints[field.name],
+            f"{prefix}{field.name}",
+            meanings.get(field.name, ""),
+        )
+        default = (
+            field.default
+            if field.default_factory is dataclasses.MISSING
+            else field.default_factory()
+        )
         value = default if instance is None else getattr(instance, field.name)
         if (named := named_section_class(hint)) is not None:
             sections.append(_section(named, f"{dotted}.NAME", meaning, {}))
@@ -52,14 +72,21 @@ def _rows(config_class: Any, prefix: str, instance: Any = None) -> Iterator[str]
         else:
             encoded = None if value is dataclasses.MISSING else draccus.encode(value)
             written = encoded if isinstance(encoded, str) else json.dumps(encoded)
-            given = "required" if value is dataclasses.MISSING else f"default `{written}`"
-            yield _wrapped(f"- `{dotted}` {type_name(hint)}, {given}: {meaning}".rstrip(": "))
+            given = (
+                "required" if value is dataclasses.MISSING else f"default `{written}`"
+            )
+            yield _wrapped(
+                f"- `{dotted}` {type_name(hint)}, {given}: {meaning}".rstrip(": ")
+            )
     yield from sections
 
 
 def _section(section: Any, dotted: str, meaning: str, default: Any) -> str:
     """The heading, the meaning and the rows of a section."""
-    heading, meaning = f"{'#' * min(2 + dotted.count('.'), 4)} `{dotted}`", meaning[:1].upper() + meaning[1:]
+    heading, meaning = (
+        f"{'#' * min(2 + dotted.count('.'), 4)} `{dotted}`",
+        meaning[:1].upper() + meaning[1:],
+    )
     unset = ["Left out by default."] if default is None else []
     instance = default if dataclasses.is_dataclass(default) else None
     if is_registry(section):
@@ -75,7 +102,10 @@ def _types(registry: Any, dotted: str, instance: Any) -> Iterator[str]:
     choices = registry.get_known_choices()
     default = [name for name, choice in choices.items() if type(instance) is choice]
     chosen = f"; `{default[0]}` if the section is left out" if default else ""
-    yield _wrapped(f"`{dotted}.type` is one of {', '.join(f'`{name}`' for name in choices)}{chosen}.")
+    yield _wrapped(
+        f"`{dotted}.type` is one of"
+        f" {', '.join(f'`{name}`' for name in choices)}{chosen}."
+    )
     owners: dict[str, list[str]] = {}
     for name, choice in choices.items():
         own = instance if type(instance) is choice else None
@@ -89,25 +119,39 @@ def _types(registry: Any, dotted: str, instance: Any) -> Iterator[str]:
 
 
 def _wrapped(text: str) -> str:
-    """The text in lines of at most 79 characters, its words whole; an item's lines are indented."""
+    """The text in lines of at most 79 characters, its words whole; an item's lines are
+    indented.
+    """
     indent = "  " if text.startswith("- ") else ""
     options: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
     return textwrap.fill(text, _WIDTH, subsequent_indent=indent, **options)
 
 
 def _description(config_class: Any) -> list[str]:
-    """The paragraphs that a docstring has before its attributes; indented ones are examples, and kept."""
-    text = inspect.cleandoc(config_class.__doc__ or "").partition("\nAttributes:")[0].strip()
+    """The paragraphs that a docstring has before its attributes; indented ones are
+    examples, and kept.
+    """
+    text = (
+        inspect.cleandoc(config_class.__doc__ or "")
+        .partition("\nAttributes:")[0]
+        .strip()
+    )
     if text.startswith(f"{config_class.__name__}("):  # made by `dataclass`
         return []
-    return [part if part.startswith(" ") else _wrapped(part) for part in text.split("\n\n") if part]
+    return [
+        part if part.startswith(" ") else _wrapped(part)
+        for part in text.split("\n\n")
+        if part
+    ]
 
 
 def _meanings(config_class: type) -> dict[str, str]:
     """What the `Attributes:` of a class and of its bases say about each field."""
     found: dict[str, str] = {}
     for base in reversed(config_class.__mro__):
-        _, _, attributes = inspect.cleandoc(base.__doc__ or "").partition("\nAttributes:\n")
+        _, _, attributes = inspect.cleandoc(base.__doc__ or "").partition(
+            "\nAttributes:\n"
+        )
         block = re.split(r"\n(?=\S)", attributes)[0]
         for entry in re.split(r"\n(?=    \S)", block):
             name, colon, meaning = entry.strip().partition(":")
@@ -117,7 +161,9 @@ def _meanings(config_class: type) -> dict[str, str]:
 
 
 def is_registry(hint: Any) -> bool:
-    """Whether this is the root of a family of dataclasses of which `type:` chooses one."""
+    """Whether this is the root of a family of dataclasses of which `type:` chooses
+    one.
+    """
     return isinstance(hint, type) and draccus.ChoiceRegistry in hint.__bases__
 
 
@@ -128,12 +174,16 @@ def union_parts(hint: Any) -> tuple[Any, ...]:
 
 
 def section_class(hint: Any) -> Any:
-    """The class whose fields are the keys of a section, which may be optional; None for a value."""
-    # An abstract class that is not a registry has its own decoder, which knows the keys.
+    """The class whose fields are the keys of a section, which may be optional; None for
+    a value.
+    """
+    # An abstract class that is not a registry has its own decoder, which knows the
+    # keys.
     sections = [
         part
         for part in union_parts(hint)
-        if is_registry(part) or (dataclasses.is_dataclass(part) and not inspect.isabstract(part))
+        if is_registry(part)
+        or (dataclasses.is_dataclass(part) and not inspect.isabstract(part))
     ]
     return sections[0] if len(sections) == 1 else None
 
@@ -141,11 +191,17 @@ def section_class(hint: Any) -> Any:
 def named_section_class(hint: Any) -> Any:
     """The class of the values of a `dict[str, Section]`; None for anything else."""
     arguments = typing.get_args(hint)
-    return section_class(arguments[1]) if typing.get_origin(hint) is dict and len(arguments) == 2 else None
+    return (
+        section_class(arguments[1])
+        if typing.get_origin(hint) is dict and len(arguments) == 2
+        else None
+    )
 
 
 def type_name(hint: Any) -> str:
-    """The names of a union's members, or the choices; for anything else its own name."""
+    """The names of a union's members, or the choices; for anything else its own
+    name.
+    """
     names = []
     for part in union_parts(hint):
         origin, arguments = typing.get_origin(part), typing.get_args(part)
@@ -156,5 +212,7 @@ def type_name(hint: Any) -> str:
         elif origin is tuple and arguments[1:] == (Ellipsis,):
             names.append(f"list[{type_name(arguments[0])}]")
         else:
-            names.append(part.__name__ if isinstance(part, type) and not arguments else str(part))
+            names.append(
+                part.__name__ if isinstance(part, type) and not arguments else str(part)
+            )
     return "|".join(names).replace("typing.", "").replace(" ", "")

@@ -4,11 +4,13 @@
 
     <<: !include base.yaml  # all of it, except for the keys below
     trainer:
-      <<: [!include short.yaml, !include quiet.yaml]  # the first one that has a key gives its value
+      # The first one that has a key gives its value.
+      <<: [!include short.yaml, !include quiet.yaml]
 
-A name is relative to the file that includes it. A file at a URL includes only files of the same host or
-bucket, and none of this machine. Keys beside a merge override single keys of included files, at any depth; a
-section that names another `type`, or `{}`, replaces the included one.
+A name is relative to the file that includes it. A file at a URL includes only files of
+the same host or bucket, and none of this machine. Keys beside a merge override single
+keys of included files, at any depth; a section that names another `type`, or `{}`,
+replaces the included one.
 """
 
 import os
@@ -25,8 +27,12 @@ from .._messages import shown
 from .errors import ConfigError
 
 
-def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """The path and the value of everything in sections that is not a section with keys."""
+def leaves(
+    value: Any, path: tuple[Any, ...] = ()
+) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """The path and the value of everything in sections that is not a section with
+    keys.
+    """
     if isinstance(value, Mapping) and value:
         for key, own in value.items():
             yield from leaves(own, (*path, key))
@@ -35,34 +41,45 @@ def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, 
 
 
 def read_config_file(location: str) -> dict[str, Any]:
-    """The keys of a YAML file, a path or any URL that fsspec knows, and of the files that it includes.
+    """The keys of a YAML file, a path or any URL that fsspec knows, and of the files
+    that it includes.
 
-    A ConfigError names the file that can't be read or includes itself, and those that lead to it.
+    A ConfigError names the file that can't be read or includes itself, and those that
+    lead to it.
     """
     tree = _File(_beside("", location)).value()
     if not isinstance(tree, dict):
         got = "is empty" if tree is None else f"holds {shown(tree)}"
-        raise ConfigError(f"The config file {location} {got}; it must hold a mapping of keys to values.")
+        raise ConfigError(
+            f"The config file {location} {got}; it must hold a mapping of keys to"
+            " values."
+        )
     return tree
 
 
 def set_key(tree: dict[str, Any], dotted: str, text: str) -> None:
-    """Sets a key from the command line, with the sections that it is in; `text` is YAML."""
+    """Sets a key from the command line, with the sections that it is in; `text` is
+    YAML.
+    """
     *above, last = dotted.split(".")
     for at, name in enumerate(above, 1):
         if not isinstance(below := tree.get(name), dict | None):
             section = ".".join(above[:at])
             raise ConfigError(
-                f"`{dotted}` on the command line is a key of the section `{section}`, but `{section}` is "
-                f"{shown(below)}, which has no keys. Write a section there, or leave `{section}` out."
+                f"`{dotted}` on the command line is a key of the section `{section}`,"
+                f" but `{section}` is {shown(below)}, which has no keys. Write a"
+                f" section there, or leave `{section}` out."
             )
-        tree[name] = tree = dict(below or {})  # others may refer to the one of the file, by an alias
+        # Others may refer to the one of the file, by an alias
+        tree[name] = tree = dict(below or {})
     try:
         tree[last] = from_yaml(text)
     except ConfigError:
         raise
     except Exception as error:  # PyYAML raises a KeyError for `!!bool abc`
-        raise ConfigError(f"The value of `--{dotted}` on the command line is not YAML: {error}") from error
+        raise ConfigError(
+            f"The value of `--{dotted}` on the command line is not YAML: {error}"
+        ) from error
 
 
 def from_yaml(text: str) -> Any:
@@ -73,7 +90,8 @@ def from_yaml(text: str) -> Any:
 def _overlaid(below: Any, above: Any) -> Any:
     """Two values merged key by key; where both have one, that of `above` holds.
 
-    A section that is empty, or names another `type` than the one below, replaces all of it.
+    A section that is empty, or names another `type` than the one below, replaces all of
+    it.
     """
     if not (isinstance(below, dict) and isinstance(above, dict) and above):
         return above
@@ -87,7 +105,9 @@ def _overlaid(below: Any, above: Any) -> Any:
 
 @dataclass(frozen=True)
 class _File:
-    """A file being read: its path or URL, empty for the command line, and the files that lead to it."""
+    """A file being read: its path or URL, empty for the command line, and the files
+    that lead to it.
+    """
 
     location: str
     chain: str = ""  # `, included by FILE line N` for each of them, the nearest first
@@ -103,18 +123,26 @@ class _File:
         try:
             location = _beside(self.location, name)
         except ValueError as error:
-            raise ConfigError(f"{by}{self.chain}, includes {name!r}: {error}") from error
+            raise ConfigError(
+                f"{by}{self.chain}, includes {name!r}: {error}"
+            ) from error
         includers = (*self.includers, self.location)
         found = _File(location, f", included by {by}{self.chain}", includers)
         if location in includers:
-            raise ConfigError(f"A config file can't include itself: {location}{found.chain}.")
+            raise ConfigError(
+                f"A config file can't include itself: {location}{found.chain}."
+            )
         return found.value()
 
     def value(self) -> Any:
         """What the file holds."""
         location = self.location
         try:
-            with fsspec.open(location, "rb") if "://" in location else open(location, "rb") as stream:
+            with (
+                fsspec.open(location, "rb")
+                if "://" in location
+                else open(location, "rb")
+            ) as stream:
                 text = stream.read().decode("utf-8-sig")  # pyright: ignore[reportAttributeAccessIssue]
             return _Loader(text, self).get_single_data()
         except ConfigError:
@@ -122,19 +150,28 @@ class _File:
         except Exception as error:  # file systems raise what their clients do
             problem = str(error) or type(error).__name__
             if isinstance(error, OSError):
-                problem = f"{error.strerror or problem}. Check the path and its permissions."
-            raise ConfigError(f"Can't read the config file {location}{self.chain}: {problem}") from error
+                problem = (
+                    f"{error.strerror or problem}. Check the path and its permissions."
+                )
+            raise ConfigError(
+                f"Can't read the config file {location}{self.chain}: {problem}"
+            ) from error
 
 
 class _Loader(yaml.SafeLoader):
     """Gives plain values. Refuses a key that is given twice.
 
-    What is neither null nor a whole number in decimal is text as it was written: YAML 1.1 reads `0010` as 8,
-    `1:30` as 90, `no` as false and `2024-01-01 10:00` as a date. The annotation of a key says what is a bool.
+    What is neither null nor a whole number in decimal is text as it was written: YAML
+    1.1 reads `0010` as 8, `1:30` as 90, `no` as false and `2024-01-01 10:00` as a date.
+    The annotation of a key says what is a bool.
     """
 
     yaml_implicit_resolvers = {
-        first: [(tag, regexp) for tag, regexp in resolvers if tag.endswith((":null", ":merge"))]
+        first: [
+            (tag, regexp)
+            for tag, regexp in resolvers
+            if tag.endswith((":null", ":merge"))
+        ]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
@@ -150,9 +187,13 @@ class _Loader(yaml.SafeLoader):
         for key, value in node.value:
             problem = "" if isinstance(key, yaml.ScalarNode) else "a key must be text"
             if not problem and key.value in lines:
-                problem = f"the key {key.value!r} is given twice: line {lines[key.value]}"
+                problem = (
+                    f"the key {key.value!r} is given twice: line {lines[key.value]}"
+                )
             if problem:
-                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+                raise yaml.constructor.ConstructorError(
+                    None, None, problem, key.start_mark
+                )
             lines[key.value] = key.start_mark.line + 1
             found = self.construct_object(value, deep=True)
             if key.tag == "tag:yaml.org,2002:merge":
@@ -161,18 +202,25 @@ class _Loader(yaml.SafeLoader):
                 tree[key.value] = found
         for below in merged:
             if not isinstance(below, dict):
-                raise ConfigError(f"`<<` in {self._file.where} merges {shown(below)}; it must be a mapping.")
+                raise ConfigError(
+                    f"`<<` in {self._file.where} merges {shown(below)}; it must be a"
+                    " mapping."
+                )
             tree = _overlaid(below, tree) if tree else below
         return tree
 
     def construct_include(self, node: yaml.ScalarNode) -> Any:
         """The value of another file."""
-        return self._file.included(str(self.construct_scalar(node)), node.start_mark.line + 1)
+        return self._file.included(
+            str(self.construct_scalar(node)), node.start_mark.line + 1
+        )
 
 
 _Loader.add_constructor("tag:yaml.org,2002:map", _Loader.construct_map)
 _Loader.add_constructor("!include", _Loader.construct_include)
-_Loader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"(0|-?[1-9][0-9]*)$"), list("-0123456789"))
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:int", re.compile(r"(0|-?[1-9][0-9]*)$"), list("-0123456789")
+)
 
 
 _LOCAL_SCHEMES = ("file", "local")  # of fsspec, for files of this machine
@@ -180,26 +228,38 @@ _WITHOUT_HOST = ("memory",)  # whose URLs begin with a folder
 
 
 def _beside(including: str, name: str) -> str:
-    """The location of a file that another names; a ValueError if that is at a URL and may not include it."""
+    """The location of a file that another names; a ValueError if that is at a URL and
+    may not include it.
+    """
     scheme, separator, path = including.rpartition("://")
     if separator and scheme not in _LOCAL_SCHEMES:
         return _beside_url(scheme, path, name)
     name = os.path.expanduser(name)
     if "://" in name or os.path.isabs(name):
         return name
-    return scheme + separator + posixpath.normpath(posixpath.join(posixpath.dirname(path), name))
+    return (
+        scheme
+        + separator
+        + posixpath.normpath(posixpath.join(posixpath.dirname(path), name))
+    )
 
 
 def _beside_url(scheme: str, path: str, name: str) -> str:
     """The URL of a file of the same host or bucket that one at a URL names."""
-    host, slash, path = ("", "", path) if scheme in _WITHOUT_HOST else path.partition("/")
+    host, slash, path = (
+        ("", "", path) if scheme in _WITHOUT_HOST else path.partition("/")
+    )
     own = f"{scheme}://{host}{slash}"
     is_relative = "://" not in name and not name.startswith(("/", "~"))
     # fsspec reads `::` as a chain of file systems, each of which may be local.
     if "::" in name or not (is_relative or name.startswith(own)):
         raise ValueError(
-            "a config at a URL can't include files of this machine or of another host. Write a path relative "
-            "to it, or copy the config to this machine."
+            "a config at a URL can't include files of this machine or of another host."
+            " Write a path relative to it, or copy the config to this machine."
         )
-    below = posixpath.join(posixpath.dirname(path), name) if is_relative else name.removeprefix(own)
+    below = (
+        posixpath.join(posixpath.dirname(path), name)
+        if is_relative
+        else name.removeprefix(own)
+    )
     return own + posixpath.normpath(f"/{below}").lstrip("/")

@@ -4,7 +4,8 @@ import re
 from typing import Any
 
 _URL = re.compile(r"[A-Za-z][\w+.-]*://[^\s'\"<>]*")
-# A password may contain a `/` that should have been written %2F: then no port follows the colon.
+# A password may contain a `/` that should have been written %2F: then no port follows
+# the colon.
 _USER = re.compile(r"(?<=://)([^/?#]*@|[^/?#@:]*:(?!\d+([/?#]|$))[^?#]*@)")
 _VALUE = re.compile(r"(?<=[?&;#])([^=&;#]*=)?[^=&;#]+")
 _URL_BEGIN = re.compile(r"[A-Za-z][\w+.-]*://")
@@ -17,15 +18,21 @@ class _WithoutCredentials(ValueError):
 
 
 class ConfigError(_WithoutCredentials):
-    """A config that can't be used; the message names the key, where it was written, and the fix."""
+    """A config that can't be used; the message names the key, where it was written, and
+    the fix.
+    """
 
 
 class DataError(_WithoutCredentials):
-    """Data that can't be used; the message names the file, the line or row if there is one, and the fix."""
+    """Data that can't be used; the message names the file, the line or row if there is
+    one, and the fix.
+    """
 
 
 def without_credentials(text: str) -> str:
-    """The text with `***` for users, passwords and all values of queries in its URLs."""
+    """The text with `***` for users, passwords and all values of queries in its
+    URLs.
+    """
     if _URL_BEGIN.match(text):  # all of the text is a URL, which may contain spaces
         return _redacted(text)
     return _URL.sub(lambda found: _redacted(found.group()), text)
@@ -44,6 +51,10 @@ def all_without_credentials(tree: Any) -> Any:
 
 def _redacted(url: str) -> str:
     place, mark, query = _USER.sub("***@", url).partition("?")
-    if mark and (_WEB.search(place) or "=" in query):  # in other URLs a `?` alone is part of a glob
-        return place + _VALUE.sub(lambda found: f"{found.group(1) or ''}***", mark + query)
+    if mark and (
+        _WEB.search(place) or "=" in query
+    ):  # in other URLs a `?` alone is part of a glob
+        return place + _VALUE.sub(
+            lambda found: f"{found.group(1) or ''}***", mark + query
+        )
     return place + mark + query

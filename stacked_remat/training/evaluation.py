@@ -23,22 +23,28 @@ def held_out_evaluators(
     *,
     partitioning: Partitioning | None = None,
 ) -> dict[str, Evaluator]:
-    """Evaluators by name of metric: `held_out`, and `held_out/NAME` for each of several sources.
+    """Evaluators by name of metric: `held_out`, and `held_out/NAME` for each of several
+    sources.
 
-    Each call reads the same batches. The first one compiles, once for all evaluators whose batches have the
-    same shape.
+    Each call reads the same batches. The first one compiles, once for all evaluators
+    whose batches have the same shape.
 
     Args:
         loss_function: its `loss` metric is averaged over the tokens.
         held_out: the held-out text of all sources together.
-        by_source: the held-out text of each source; may be empty, and a single one is not evaluated twice.
-        num_batches: batches per evaluation, the first ones; all batches of a source that has fewer.
+        by_source: the held-out text of each source; may be empty, and a single one is
+            not evaluated twice.
+        num_batches: batches per evaluation, the first ones; all batches of a source
+            that has fewer.
         partitioning: shards the batches; must be active when the evaluators are called.
 
     Raises:
-        ConfigError: `held_out` has fewer batches; an evaluator finds no token that counts.
+        ConfigError: `held_out` has fewer batches; an evaluator finds no token that
+            counts.
     """
-    compiled = eqx.filter_jit(lambda model, batch: loss_function(model, batch)[1]["loss"])
+    compiled = eqx.filter_jit(
+        lambda model, batch: loss_function(model, batch)[1]["loss"]
+    )
     shard = (partitioning or Partitioning.one_device()).shard_batch
 
     def evaluator(name: str, text: HeldOutSet, count: int) -> Evaluator:
@@ -51,13 +57,23 @@ def held_out_evaluators(
                 total += float(compiled(model, batch)) * own
                 tokens += own
             if not tokens:
-                raise ConfigError(f"No token of the set {name} counts as a target. Hold out other text.")
+                raise ConfigError(
+                    f"No token of the set {name} counts as a target. Hold out other"
+                    " text."
+                )
             return total / tokens
 
         return evaluate
 
-    sets = {f"held_out/{source}": text for source, text in by_source.items()} if len(by_source) > 1 else {}
-    own = {name: evaluator(name, text, min(num_batches, len(text))) for name, text in sets.items()}
+    sets = (
+        {f"held_out/{source}": text for source, text in by_source.items()}
+        if len(by_source) > 1
+        else {}
+    )
+    own = {
+        name: evaluator(name, text, min(num_batches, len(text)))
+        for name, text in sets.items()
+    }
     return {"held_out": evaluator("held_out", held_out, num_batches), **own}
 
 
@@ -65,6 +81,7 @@ def check_batches(held_out: HeldOutSet, num_batches: int, name: str, key: str) -
     """Refuses a set of fewer batches; `key` is that of `num_batches`."""
     if len(held_out) < num_batches:
         raise ConfigError(
-            f"The set {name} has {len(held_out)} batches, fewer than {key} = {num_batches}. Lower {key}, "
-            f"data.batch_size or data.seq_len, or hold out more text."
+            f"The set {name} has {len(held_out)} batches, fewer than {key} ="
+            f" {num_batches}. Lower {key}, data.batch_size or data.seq_len, or hold out"
+            " more text."
         )

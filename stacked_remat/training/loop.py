@@ -1,4 +1,6 @@
-"""The training loop around the pure step: batches, evaluation, checkpoints, metrics and progress."""
+"""The training loop around the pure step: batches, evaluation, checkpoints, metrics and
+progress.
+"""
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
@@ -54,9 +56,10 @@ class TrainingResult:
     Attributes:
         state: the state after the last step.
         held_out_before: loss on each held-out set before the first step.
-        held_out_after: loss on each held-out set at the latest evaluation: after the last step, unless the
-            run was stopped before.
-        stopped_by: what `should_stop` returned if it stopped the run before its last step.
+        held_out_after: loss on each held-out set at the latest evaluation: after the
+            last step, unless the run was stopped before.
+        stopped_by: what `should_stop` returned if it stopped the run before its last
+            step.
     """
 
     state: TrainState
@@ -95,27 +98,29 @@ def train(
     should_stop: Callable[[], str | None] = lambda: None,
     scoring: Scoring | None = None,
 ) -> TrainingResult:
-    """Trains up to step `config.num_steps`; evaluates before, after, and every `config.eval_every` steps.
+    """Trains up to step `config.num_steps`; evaluates before, after, and every
+    `config.eval_every` steps.
 
     Args:
         state: the state to start from; its buffers are donated.
-        step: has the loss, the optimizer that `state` was initialised with, and the sharding, which must be
-            active.
+        step: has the loss, the optimizer that `state` was initialised with, and the
+            sharding, which must be active.
         schedule: the learning rate by step, for the log.
         training: batches to train on.
-        evaluators: for each held-out set by name, a function from the model to its loss, which is logged as
-            `NAME_loss`.
+        evaluators: for each held-out set by name, a function from the model to its
+            loss, which is logged as `NAME_loss`.
         config: how long to train, and how often to log, evaluate and save.
         outputs: where to write results.
         position: the position of `state`, if it comes from a checkpoint.
-        should_stop: called after every step and after the evaluation that follows it; the text that it
-            returns, such as the name of a signal, ends the run after a checkpoint.
-        scoring: how the examples of some steps are scored; the weights are updated as without. It takes no
-            `FusedOptimizer`.
+        should_stop: called after every step and after the evaluation that follows it;
+            the text that it returns, such as the name of a signal, ends the run after a
+            checkpoint.
+        scoring: how the examples of some steps are scored; the weights are updated as
+            without. It takes no `FusedOptimizer`.
 
     Raises:
-        NonFiniteLossError: a step is not finite, and the config does not say to skip it, or too many were
-            skipped.
+        NonFiniteLossError: a step is not finite, and the config does not say to skip
+            it, or too many were skipped.
     """
     compiled = eqx.filter_jit(step, donate="all-except-first")
     scorer = None if scoring is None else StepScorer(scoring, step)
@@ -149,12 +154,16 @@ def train(
             if done == last_traced:
                 tracing.close()
             asked = should_stop()
-            if done == config.num_steps or (config.eval_every and done % config.eval_every == 0):
+            if done == config.num_steps or (
+                config.eval_every and done % config.eval_every == 0
+            ):
                 report.evaluate(done, state.model)
                 asked = asked or should_stop()  # an evaluation may take long
             stopped_by = asked if done < config.num_steps else None
             now = Position(done, data, report.before, report.after, report.skipped)
-            report.save(state, now, scorer, is_last=bool(stopped_by) or done == config.num_steps)
+            report.save(
+                state, now, scorer, is_last=bool(stopped_by) or done == config.num_steps
+            )
     return TrainingResult(state, report.before, report.after, stopped_by)
 
 
@@ -166,7 +175,9 @@ def _num_targets(batch: TokenBatch) -> Any:
 
 @final
 class _Report:
-    """Reports steps and evaluations to trackers and the terminal, and stops a run that is not finite."""
+    """Reports steps and evaluations to trackers and the terminal, and stops a run that
+    is not finite.
+    """
 
     def __init__(
         self,
@@ -177,7 +188,11 @@ class _Report:
         position: Position | None,
     ):
         begun = Position(0, {}, {}, {}) if position is None else position
-        self.before, self.after, self.skipped = begun.held_out_before, begun.held_out_after, begun.skipped
+        self.before, self.after, self.skipped = (
+            begun.held_out_before,
+            begun.held_out_after,
+            begun.skipped,
+        )
         self._config, self._evaluators, self._outputs = config, evaluators, outputs
         self._schedule, self._clock = jax.jit(schedule), Clock()
         self._seconds_at_peak: float | None = None
@@ -198,7 +213,9 @@ class _Report:
         self._clock.tick(batch.num_tokens)
         learning_rate = float(self._schedule(np.int32(done - 1 - self.skipped)))
         memory = peak_memory_bytes()
-        self._outputs.progress.advance(done, loss, self._clock.tokens_per_second, memory)
+        self._outputs.progress.advance(
+            done, loss, self._clock.tokens_per_second, memory
+        )
         targets = int(_num_targets(batch))
         if not targets:
             self._outputs.progress.message(
@@ -210,9 +227,19 @@ class _Report:
                 "step_seconds": self._clock.step_seconds,
                 **({} if memory is None else {"peak_memory_bytes": memory}),
             }
-            if self._seconds_at_peak is not None:  # model FLOPs utilisation (Chowdhery et al. 2022)
+            if (
+                self._seconds_at_peak is not None
+            ):  # model FLOPs utilisation (Chowdhery et al. 2022)
                 speed["mfu"] = self._seconds_at_peak / self._clock.step_seconds
-            self._log(done, {**metrics, "targets": targets, "learning_rate": learning_rate, **speed})
+            self._log(
+                done,
+                {
+                    **metrics,
+                    "targets": targets,
+                    "learning_rate": learning_rate,
+                    **speed,
+                },
+            )
             self._clock.restart()
         if not (np.isfinite(loss) and np.isfinite(norm)):
             self._not_finite(done, metrics, learning_rate)
@@ -220,15 +247,27 @@ class _Report:
     def evaluate(self, done: int, model: Any) -> None:
         """Reports the losses on held-out text after step `done`."""
         with self._clock.paused():
-            self.after = {name: evaluate(model) for name, evaluate in self._evaluators.items()}
+            self.after = {
+                name: evaluate(model) for name, evaluate in self._evaluators.items()
+            }
         self.before = self.after if done == 0 else self.before
         self._log(done, {f"{name}_loss": loss for name, loss in self.after.items()})
         for name, loss in self.after.items():
             shown = name.replace("held_out", "held-out", 1)
-            self._outputs.progress.message(f"{shown} loss after {done} steps: {loss:.4f}")
+            self._outputs.progress.message(
+                f"{shown} loss after {done} steps: {loss:.4f}"
+            )
 
-    def save(self, state: TrainState, position: Position, scorer: StepScorer | None, is_last: bool) -> None:
-        """Writes a checkpoint if one is due, after scores and metrics up to it; waits for the last one."""
+    def save(
+        self,
+        state: TrainState,
+        position: Position,
+        scorer: StepScorer | None,
+        is_last: bool,
+    ) -> None:
+        """Writes a checkpoint if one is due, after scores and metrics up to it; waits
+        for the last one.
+        """
         checkpoints = self._outputs.checkpoints
         if not (is_last or checkpoints.is_due(position.step)):
             return
@@ -247,18 +286,30 @@ class _Report:
 
     def _not_finite(self, done: int, metrics: Metrics, learning_rate: float) -> None:
         """Reports a skipped step, or raises."""
-        found = f"loss {float(metrics['loss'])}, gradient norm {float(metrics['grad_norm']):.3g}"
-        more = "; or trainer.update.on_nonfinite: skip, with which the same command resumes"
+        found = (
+            f"loss {float(metrics['loss'])}, gradient norm"
+            f" {float(metrics['grad_norm']):.3g}"
+        )
+        more = (
+            "; or trainer.update.on_nonfinite: skip, with which the same command"
+            " resumes"
+        )
         if "skips" in metrics:
             self.skipped += 1
             in_a_row = int(metrics["skips"])
-            self._outputs.progress.message(f"step {done} skipped: {found} ({in_a_row} in a row)")
+            self._outputs.progress.message(
+                f"step {done} skipped: {found} ({in_a_row} in a row)"
+            )
             if in_a_row < self._config.update.max_consecutive_skips:
                 return
-            found += f", the last of {in_a_row} in a row (trainer.update.max_consecutive_skips)"
+            found += (
+                f", the last of {in_a_row} in a row"
+                " (trainer.update.max_consecutive_skips)"
+            )
             more = ""
         raise NonFiniteLossError(
-            f"Step {done} is not finite: {found}, with learning rate {learning_rate:.3g}. Training stopped. "
-            f"Usual fixes: a lower optimizer.learning_rate, more optimizer.warmup or a smaller "
-            f"optimizer.max_grad_norm{more}."
+            f"Step {done} is not finite: {found}, with learning rate"
+            f" {learning_rate:.3g}. Training stopped. Usual fixes: a lower"
+            " optimizer.learning_rate, more optimizer.warmup or a smaller"
+            f" optimizer.max_grad_norm{more}."
         )

@@ -1,7 +1,9 @@
-"""Sharding: a mesh of devices, and which named axes of arrays are divided over its axes.
+"""Sharding: a mesh of devices, and which named axes of arrays are divided over its
+axes.
 
-Data parallel training maps `batch` in `compute_mapping`; fully sharded training (FSDP, ZeRO-3: Rajbhandari et
-al. 2020) also maps an axis of the weights in `param_mapping`, which shards the optimizer's state too.
+Data parallel training maps `batch` in `compute_mapping`; fully sharded training (FSDP,
+ZeRO-3: Rajbhandari et al. 2020) also maps an axis of the weights in `param_mapping`,
+which shards the optimizer's state too.
 """
 
 import contextlib
@@ -17,7 +19,14 @@ import jax.core
 import numpy as np
 from haliax import Axis, NamedArray, axis_mapping
 from haliax.util import ensure_tuple, is_named_array
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import (
+    AxisType,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    Sharding,
+    SingleDeviceSharding,
+)
 
 from .._block_seq import BlockSeq
 from .._compat import no_axis_mapping
@@ -36,7 +45,8 @@ _HOST = "pinned_host"
 @final
 @dataclass(frozen=True, eq=False)
 class Partitioning:
-    """A mesh of devices and the named axes that are sharded over it. Does nothing on a single device.
+    """A mesh of devices and the named axes that are sharded over it. Does nothing on a
+    single device.
 
     Its methods raise a `ConfigError` where an axis does not divide evenly.
 
@@ -52,7 +62,8 @@ class Partitioning:
 
     @staticmethod
     def of(config: MeshConfig, devices: Sequence[Any] | None = None) -> "Partitioning":
-        """The partitioning of a config on the first of these devices, or of all that JAX has.
+        """The partitioning of a config on the first of these devices, or of all that
+        JAX has.
 
         Raises:
             ConfigError: the devices can't be arranged in this mesh.
@@ -62,13 +73,16 @@ class Partitioning:
         used = math.prod(sizes.values())
         if used < len(available) and jax.process_count() > 1:
             raise ConfigError(
-                f"trainer.mesh.axes {config.axes} takes {used} of {len(available)} devices; with several "
-                f"processes all must be in the mesh."
+                f"trainer.mesh.axes {config.axes} takes {used} of {len(available)}"
+                " devices; with several processes all must be in the mesh."
             )
         grid = np.array(available[:used], dtype=object).reshape(tuple(sizes.values()))
         mesh = Mesh(grid, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
         tables = (config.compute_mapping, config.param_mapping)
-        tuples = ({name: tuple(ensure_tuple(over)) for name, over in table.items()} for table in tables)
+        tuples = (
+            {name: tuple(ensure_tuple(over)) for name, over in table.items()}
+            for table in tables
+        )
         return Partitioning(mesh, *tuples)
 
     @staticmethod
@@ -78,22 +92,35 @@ class Partitioning:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """A context in which programs are traced for this mesh. Not to be entered inside `jax.jit`."""
-        with jax.set_mesh(self.mesh) if self.mesh.size > 1 else contextlib.nullcontext(), self.activations():
+        """A context in which programs are traced for this mesh. Not to be entered
+        inside `jax.jit`.
+        """
+        with (
+            jax.set_mesh(self.mesh) if self.mesh.size > 1 else contextlib.nullcontext(),
+            self.activations(),
+        ):
             yield
 
     def activations(self) -> contextlib.AbstractContextManager[None]:
-        """A context in which Haliax shards activations by `compute_mapping` over the mesh in use."""
-        return axis_mapping(self.compute_mapping) if self.mesh.size > 1 else contextlib.nullcontext()
+        """A context in which Haliax shards activations by `compute_mapping` over the
+        mesh in use.
+        """
+        return (
+            axis_mapping(self.compute_mapping)
+            if self.mesh.size > 1
+            else contextlib.nullcontext()
+        )
 
     def init_sharded(self, make: Callable[..., T], *args: Any) -> T:
-        """The state `make(*args)`, with every array created sharded, never whole. Donates `args`.
+        """The state `make(*args)`, with every array created sharded, never whole.
+        Donates `args`.
 
         Cost: on several devices, a compilation.
         """
         if self.mesh.size == 1:
-            # Given one committed array, such as a weight that was read, a step returns all arrays committed.
-            # Were the others not committed before, the second step would be compiled again.
+            # Given one committed array, such as a weight that was read, a step returns
+            # all arrays committed. Were the others not committed before, the second
+            # step would be compiled again.
             def commit(leaf: Any) -> Any:
                 is_made = eqx.is_array(leaf) and not isinstance(leaf, jax.core.Tracer)
                 return jax.device_put(leaf, leaf.sharding) if is_made else leaf
@@ -101,13 +128,16 @@ class Partitioning:
             return jax.tree.map(commit, make(*args))
 
         def made(*args: Any) -> T:
-            with no_axis_mapping():  # that of activations would divide weights otherwise, or make them whole
+            with (
+                no_axis_mapping()
+            ):  # that of activations would divide weights otherwise, or make them whole
                 return self.shard_weights(make(*args))
 
         return eqx.filter_jit(made, donate="all")(*args)
 
     def weight_sharding(self, weight: Any, *, on_host: bool = False) -> Sharding:
-        """The sharding of a weight: a named array, or its shape; a plain array is copied to every device.
+        """The sharding of a weight: a named array, or its shape; a plain array is
+        copied to every device.
 
         Args:
             weight: the array or its shape.
@@ -115,7 +145,11 @@ class Partitioning:
         """
         if self.mesh.size == 1:
             device = self.mesh.devices.flat[0]
-            return self._on_host(PartitionSpec()) if on_host else SingleDeviceSharding(device)
+            return (
+                self._on_host(PartitionSpec())
+                if on_host
+                else SingleDeviceSharding(device)
+            )
         axes = weight.axes if is_named_array(weight) else ()
         if axes and weight.array.shape != tuple(axis.size for axis in axes):
             axes = ()  # an optimizer's statistics, without some of the weight's axes
@@ -123,7 +157,9 @@ class Partitioning:
         return self._on_host(spec) if on_host else NamedSharding(self.mesh, spec)
 
     def shapes_of(self, make: Callable[[], T]) -> T:
-        """The shapes of the state `make()`, with the shardings of `init_sharded`; makes nothing."""
+        """The shapes of the state `make()`, with the shardings of `init_sharded`; makes
+        nothing.
+        """
 
         def with_memory() -> tuple[T, Any]:
             tree = make()
@@ -135,13 +171,20 @@ class Partitioning:
         def marked(leaf: Any, is_: bool) -> Any:
             if not is_:
                 return leaf
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self._on_host(PartitionSpec()))
+            return jax.ShapeDtypeStruct(
+                leaf.shape, leaf.dtype, sharding=self._on_host(PartitionSpec())
+            )
 
         return self.weight_shapes(jax.tree.map(marked, shapes, on_host))
 
     def weight_shapes(self, tree: T) -> T:
-        """The shapes of a state's arrays, with their shardings, in the memory that they are in."""
-        return self._map(lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at), tree)
+        """The shapes of a state's arrays, with their shardings, in the memory that they
+        are in.
+        """
+        return self._map(
+            lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at),
+            tree,
+        )
 
     def shard_weights(self, tree: T) -> T:
         """A state with every array moved to its sharding, in the memory that it is in.
@@ -153,49 +196,66 @@ class Partitioning:
 
         def put(array: Any, sharding: Sharding) -> Any:
             traced = isinstance(array, jax.core.Tracer)
-            return (jax.lax.with_sharding_constraint if traced else jax.device_put)(array, sharding)
+            return (jax.lax.with_sharding_constraint if traced else jax.device_put)(
+                array, sharding
+            )
 
         return self._map(put, tree)
 
     def check_names(self, state: Any) -> None:
-        """Checks that the mappings name axes of a state (or of its shapes) or of batches.
+        """Checks that the mappings name axes of a state (or of its shapes) or of
+        batches.
 
         Raises:
             ConfigError: no array has an axis of that name, or it is one of layers.
         """
         leaves = jax.tree.leaves(state, is_leaf=is_named_array)
-        names = {axis.name for leaf in leaves if is_named_array(leaf) for axis in leaf.axes}
+        names = {
+            axis.name for leaf in leaves if is_named_array(leaf) for axis in leaf.axes
+        }
         # A stack in a layer is one of experts.
-        stacks = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, Stacked | BlockSeq))
+        stacks = jax.tree.leaves(
+            state, is_leaf=lambda node: isinstance(node, Stacked | BlockSeq)
+        )
         layers = {node.Layers.name for node in stacks if isinstance(node, Stacked)}
         valid = sorted(names - layers | {BATCH_AXIS, POSITION_AXIS})
         for table in ("compute_mapping", "param_mapping"):
             for name in getattr(self, table):
                 if name in layers:
                     raise ConfigError(
-                        f"trainer.mesh.{table}.{name}: layers can't be divided over devices: every one "
-                        f"would gather all of them. Divide another axis, such as `embed`."
+                        f"trainer.mesh.{table}.{name}: layers can't be divided over"
+                        " devices: every one would gather all of them. Divide another"
+                        " axis, such as `embed`."
                     )
                 if name not in valid:
                     raise ConfigError(
-                        f"trainer.mesh.{table}.{name}: no array of this model has an axis `{name}`."
-                        f"{did_you_mean(name, valid)} Valid: {', '.join(valid)}."
+                        f"trainer.mesh.{table}.{name}: no array of this model has an"
+                        f" axis `{name}`.{did_you_mean(name, valid)} Valid:"
+                        f" {', '.join(valid)}."
                     )
 
     def check_batch(self, rows: int, positions: int, microbatches: int = 1) -> None:
-        """Checks that a batch of so many sequences and positions, in microbatches, divides evenly.
+        """Checks that a batch of so many sequences and positions, in microbatches,
+        divides evenly.
 
         Raises:
             ConfigError: it does not.
         """
-        sizes = ("batch_size", rows, microbatches, BATCH_AXIS), ("seq_len", positions, 1, POSITION_AXIS)
+        sizes = (
+            ("batch_size", rows, microbatches, BATCH_AXIS),
+            ("seq_len", positions, 1, POSITION_AXIS),
+        )
         for name, size, cut, axis in sizes:
-            parts, of = self.parts_of(axis), f" in {cut} microbatches" if cut > 1 else ""
+            parts, of = (
+                self.parts_of(axis),
+                f" in {cut} microbatches" if cut > 1 else "",
+            )
             if size % (parts * cut):
                 raise ConfigError(
-                    f"data.{name} = {size}{of} can't be divided evenly over the {parts} devices that "
-                    f"trainer.mesh.compute_mapping.{axis} gives it: make it a multiple of {parts * cut}, or "
-                    f"divide it over fewer devices (trainer.mesh.axes)."
+                    f"data.{name} = {size}{of} can't be divided evenly over the {parts}"
+                    f" devices that trainer.mesh.compute_mapping.{axis} gives it: make"
+                    f" it a multiple of {parts * cut}, or divide it over fewer devices"
+                    " (trainer.mesh.axes)."
                 )
 
     def parts_of(self, axis: str) -> int:
@@ -203,7 +263,8 @@ class Partitioning:
         return self._parts(self.compute_mapping.get(axis, ()))
 
     def process_share(self, rows: int) -> ProcessShare:
-        """The rows of each batch that this process's devices have; other processes may have the same.
+        """The rows of each batch that this process's devices have; other processes may
+        have the same.
 
         Raises:
             ConfigError: they are not one of equal parts of the batch.
@@ -217,23 +278,31 @@ class Partitioning:
         size = sum(last - first for first, last in own)
         if size != stop - start or start % size or rows % size:
             raise ConfigError(
-                f"trainer.mesh gives process {jax.process_index()} rows {own} of a batch of {rows}, and a "
-                f"process reads one of equal parts. Put the axes that `batch` is mapped to first in "
-                f"trainer.mesh.axes."
+                f"trainer.mesh gives process {jax.process_index()} rows {own} of a"
+                f" batch of {rows}, and a process reads one of equal parts. Put the"
+                " axes that `batch` is mapped to first in trainer.mesh.axes."
             )
         return ProcessShare(start // size, rows // size)
 
     def shard_batch(self, batch: TokenBatch) -> TokenBatch:
-        """The batch of all processes, sharded over the devices, from this process's rows."""
+        """The batch of all processes, sharded over the devices, from this process's
+        rows.
+        """
         if self.mesh.size == 1:
             return jax.device_put(batch)
         processes = self.process_share(self.parts_of(BATCH_AXIS)).count
 
         def share(named: NamedArray) -> NamedArray:
-            axes = [a.resize(a.size * processes) if a.name == BATCH_AXIS else a for a in named.axes]
+            axes = [
+                a.resize(a.size * processes) if a.name == BATCH_AXIS else a
+                for a in named.axes
+            ]
             local, shape = np.asarray(named.array), tuple(axis.size for axis in axes)
             sharding = self._batch_sharding(axes)
-            return NamedArray(jax.make_array_from_process_local_data(sharding, local, shape), tuple(axes))
+            return NamedArray(
+                jax.make_array_from_process_local_data(sharding, local, shape),
+                tuple(axes),
+            )
 
         return jax.tree.map(share, batch, is_leaf=is_named_array)
 
@@ -260,30 +329,39 @@ class Partitioning:
             if not hasattr(array, "shape") or not hasattr(array, "dtype"):
                 return leaf
             mapped = fn(array, self.weight_sharding(leaf, on_host=is_on_host(array)))
-            return jax.tree.map(lambda _: mapped, leaf)  # its axes may not be those of the array
+            # Its axes may not be those of the array
+            return jax.tree.map(lambda _: mapped, leaf)
 
         return jax.tree.map(each, tree, is_leaf=is_named_array)
 
     def _spec(self, axes: Sequence[Axis], table: str) -> PartitionSpec:
-        """Over what each axis is divided. An axis of the mesh goes to the first axis mapped to it."""
+        """Over what each axis is divided. An axis of the mesh goes to the first axis
+        mapped to it.
+        """
         mapping: Mapping[str, tuple[str, ...]] = getattr(self, table)
         sizes = {axis.name: axis.size for axis in axes}
         physical: dict[str, tuple[str, ...]] = {}
         for name in filter(sizes.__contains__, mapping):
             used = set(itertools.chain(*physical.values()))
-            over = physical[name] = tuple(one for one in mapping[name] if one not in used)
+            over = physical[name] = tuple(
+                one for one in mapping[name] if one not in used
+            )
             if sizes[name] % self._parts(over):
                 raise ConfigError(
-                    f"trainer.mesh.{table} divides `{name}` over {self._parts(over)} devices, but an "
-                    f"array ({axes_text(axes)}) has {sizes[name]} of it. Map another axis, or change "
-                    f"trainer.mesh.axes."
+                    f"trainer.mesh.{table} divides `{name}` over {self._parts(over)}"
+                    f" devices, but an array ({axes_text(axes)}) has {sizes[name]} of"
+                    " it. Map another axis, or change trainer.mesh.axes."
                 )
         return PartitionSpec(*(physical.get(axis.name) or None for axis in axes))
 
     def _on_host(self, spec: PartitionSpec) -> NamedSharding:
-        """A sharding in host memory; JAX sees the memory in no sharding without a mesh."""
+        """A sharding in host memory; JAX sees the memory in no sharding without a
+        mesh.
+        """
         found = NamedSharding(self.mesh, spec, memory_kind=_HOST)
-        if found.memory_kind is None and self.mesh.size == 1:  # a GPU that is not attached
+        if (
+            found.memory_kind is None and self.mesh.size == 1
+        ):  # a GPU that is not attached
             return on_one_device(jax.local_devices()[0], _HOST)
         return found
 
@@ -299,9 +377,14 @@ def mesh_sizes(config: MeshConfig, devices: int) -> dict[str, int]:
     """
     fixed = math.prod(size for size in config.axes.values() if size != -1)
     if fixed > devices or (-1 in config.axes.values() and devices % fixed):
-        multiple = " or a multiple of that" if -1 in config.axes.values() else ""
+        has_rest = -1 in config.axes.values()
+        multiple = " or a multiple of that" if has_rest else ""
+        other = "" if has_rest else ", or give one axis -1 for all remaining devices"
         raise ConfigError(
-            f"trainer.mesh.axes {config.axes} takes {fixed} devices{multiple}; there are {devices}. Change a "
-            f"size{'' if multiple else ', or give one axis -1 for all remaining devices'}."
+            f"trainer.mesh.axes {config.axes} takes {fixed} devices{multiple}; there"
+            f" are {devices}. Change a size{other}."
         )
-    return {name: devices // fixed if size == -1 else size for name, size in config.axes.items()}
+    return {
+        name: devices // fixed if size == -1 else size
+        for name, size in config.axes.items()
+    }

@@ -13,15 +13,19 @@ from . import optimizer_config as configs
 from .precision import in_float32
 from .trainer_config import FloatName
 
-_VOCABULARY = "vocab"  # linear maps from or to an axis of this name are not orthogonalised, as embeddings
+# linear maps from or to an axis of this name are not orthogonalised, as embeddings
+_VOCABULARY = "vocab"
 
 
-def learning_rate_schedule(config: configs.OptimizerConfig, num_steps: int) -> optax.Schedule:
-    """The learning rate by step, from 0: linear during the warm-up, then `config.schedule`.
+def learning_rate_schedule(
+    config: configs.OptimizerConfig, num_steps: int
+) -> optax.Schedule:
+    """The learning rate by step, from 0: linear during the warm-up, then
+    `config.schedule`.
 
-    The rate grows by the same amount from step to step, first from zero, and the step after the warm-up is
-    the first at the highest. A schedule reaches its lowest rate right after the last step, so no step has a
-    rate of zero.
+    The rate grows by the same amount from step to step, first from zero, and the step
+    after the warm-up is the first at the highest. A schedule reaches its lowest rate
+    right after the last step, so no step has a rate of zero.
 
     Raises:
         ValueError: the warm-up leaves no steps, or too few for the decay.
@@ -29,9 +33,9 @@ def learning_rate_schedule(config: configs.OptimizerConfig, num_steps: int) -> o
     steps = config.warmup_steps(num_steps)
     if steps >= num_steps:
         raise ValueError(
-            f"optimizer.warmup = {config.warmup:g} takes {steps} steps, but trainer.num_steps = {num_steps} "
-            f"is not more: lower optimizer.warmup (below 1 it is a share of all steps), or raise "
-            f"trainer.num_steps."
+            f"optimizer.warmup = {config.warmup:g} takes {steps} steps, but"
+            f" trainer.num_steps = {num_steps} is not more: lower optimizer.warmup"
+            " (below 1 it is a share of all steps), or raise trainer.num_steps."
         )
     highest, left = config.learning_rate, num_steps - steps
     match config.schedule:
@@ -45,12 +49,16 @@ def learning_rate_schedule(config: configs.OptimizerConfig, num_steps: int) -> o
             decay = config.schedule.decay_steps(num_steps)
             if decay > left:
                 raise ValueError(
-                    f"optimizer.schedule.decay_fraction = {fraction} takes {decay} steps of decay, but the "
-                    f"warm-up leaves {left} of trainer.num_steps = {num_steps}: lower it or optimizer.warmup."
+                    f"optimizer.schedule.decay_fraction = {fraction} takes {decay}"
+                    f" steps of decay, but the warm-up leaves {left} of"
+                    f" trainer.num_steps = {num_steps}: lower it or optimizer.warmup."
                 )
-            falls = min(decay + 1, left)  # from the last step at the highest rate to the end of the run
+            # From the last step at the highest rate to the end of the run
+            falls = min(decay + 1, left)
             down = optax.linear_schedule(highest, highest * ratio, falls)
-            after = optax.join_schedules([optax.constant_schedule(highest), down], [left - falls])
+            after = optax.join_schedules(
+                [optax.constant_schedule(highest), down], [left - falls]
+            )
         case other:
             raise TypeError(f"No schedule is registered for {type(other).__name__}.")
     warmup = optax.linear_schedule(highest / (steps + 1), highest, steps)
@@ -64,12 +72,14 @@ def build_optimizer(
     state_dtype: FloatName = "float32",
     eps_root: float = 0.0,
 ) -> optax.GradientTransformation:
-    """Clipping, the update of `config`'s optimizer, weight decay, and the learning rate by step.
+    """Clipping, the update of `config`'s optimizer, weight decay, and the learning rate
+    by step.
 
     Args:
         config: the optimizer and its schedule.
         num_steps: steps of the run, for the schedule.
-        state_dtype: dtype in which the optimizer's arrays are stored; it computes in float32.
+        state_dtype: dtype in which the optimizer's arrays are stored; it computes in
+            float32.
         eps_root: added below AdamW's square root, for derivatives of the updates.
 
     Memory: as the config's class says, in `state_dtype`.
@@ -84,19 +94,33 @@ def build_optimizer(
     return in_float32(optax.chain(*chain), state_dtype)
 
 
-def _direction(config: configs.OptimizerConfig, eps_root: float) -> optax.GradientTransformation:
+def _direction(
+    config: configs.OptimizerConfig, eps_root: float
+) -> optax.GradientTransformation:
     """From gradients to updates, before weight decay and the learning rate."""
     match config:
         case configs.AdamWConfig():
-            return optax.scale_by_adam(config.beta1, config.beta2, config.epsilon, eps_root)
+            return optax.scale_by_adam(
+                config.beta1, config.beta2, config.epsilon, eps_root
+            )
         case configs.LionConfig():
             return optax.scale_by_lion(b1=config.beta1, b2=config.beta2)
         case configs.AdafactorConfig():
             least, threshold = config.min_factored_dim, config.clipping_threshold
             return optax.chain(
-                optax.scale_by_factored_rms(decay_rate=config.decay_rate, min_dim_size_to_factor=least),
-                optax.identity() if threshold is None else optax.clip_by_block_rms(threshold),
-                optax.scale_by_param_block_rms() if config.scale_by_parameter else optax.identity(),
+                optax.scale_by_factored_rms(
+                    decay_rate=config.decay_rate, min_dim_size_to_factor=least
+                ),
+                (
+                    optax.identity()
+                    if threshold is None
+                    else optax.clip_by_block_rms(threshold)
+                ),
+                (
+                    optax.scale_by_param_block_rms()
+                    if config.scale_by_parameter
+                    else optax.identity()
+                ),
             )
         case configs.MuonConfig():
             muon = optax.contrib.muon(
@@ -108,9 +132,14 @@ def _direction(config: configs.OptimizerConfig, eps_root: float) -> optax.Gradie
                 muon_weight_dimension_numbers=_matrices,
                 consistent_rms=config.update_rms,
             )
-            return optax.chain(muon, optax.scale(-1.0))  # like optax's aliases, it negates by its rate
+            # Like optax's aliases, it negates by its rate
+            return optax.chain(muon, optax.scale(-1.0))
         case configs.SgdConfig():
-            return optax.trace(config.momentum, config.nesterov) if config.momentum else optax.identity()
+            return (
+                optax.trace(config.momentum, config.nesterov)
+                if config.momentum
+                else optax.identity()
+            )
     raise TypeError(f"No optimizer is registered for {type(config).__name__}.")
 
 
@@ -126,10 +155,14 @@ def _is_decayed(parameters: Any) -> Any:
 
 
 def _is_norm(node: Any) -> bool:
-    """Whether a node is a norm, by its name, which holds arrays alone: one around a layer has its weights."""
+    """Whether a node is a norm, by its name, which holds arrays alone: one around a
+    layer has its weights.
+    """
     if not type(node).__name__.lower().endswith("norm"):
         return False
-    children = jax.tree.leaves(node, is_leaf=lambda part: part is not node and isinstance(part, eqx.Module))
+    children = jax.tree.leaves(
+        node, is_leaf=lambda part: part is not node and isinstance(part, eqx.Module)
+    )
     layers = (one for one in children if isinstance(one, eqx.Module))
     return all(isinstance(one, eqx.nn.StateIndex) for one in layers)
 
@@ -141,9 +174,14 @@ def _matrices(parameters: Any) -> Any:
         return isinstance(node, hnn.Linear | hnn.MoELinear | eqx.nn.Linear)
 
     def dimensions(node: Any) -> Any:
-        found = _matrix_of(node) if is_linear(node) and node.weight is not None else None
+        found = (
+            _matrix_of(node) if is_linear(node) and node.weight is not None else None
+        )
         return jax.tree_util.tree_map_with_path(
-            lambda path, _: found if path and getattr(path[0], "name", None) == "weight" else None, node
+            lambda path, _: (
+                found if path and getattr(path[0], "name", None) == "weight" else None
+            ),
+            node,
         )
 
     return jax.tree.map(dimensions, parameters, is_leaf=is_linear)
@@ -153,7 +191,10 @@ def _matrix_of(linear: Any) -> optax.contrib.MuonDimensionNumbers | None:
     if not isinstance(linear.weight, NamedArray):  # Equinox: [..., out, in]
         return optax.contrib.MuonDimensionNumbers(reduction_axis=-1, output_axis=-2)
     names = [axis.name for axis in linear.weight.axes]
-    ends = [tuple(axis.name for axis in ensure_tuple(spec)) for spec in (linear.In, linear.Out)]
+    ends = [
+        tuple(axis.name for axis in ensure_tuple(spec))
+        for spec in (linear.In, linear.Out)
+    ]
     if not all(ends) or _VOCABULARY in ends[0] + ends[1]:
         return None
     rows, columns = (tuple(names.index(name) for name in end) for end in ends)

@@ -17,7 +17,9 @@ _POSITIVE = (
 
 
 class ScheduleConfig(draccus.ChoiceRegistry, abc.ABC):
-    """The learning rate after the warm-up: `schedule: {type: NAME, ...}`, cosine by default."""
+    """The learning rate after the warm-up: `schedule: {type: NAME, ...}`, cosine by
+    default.
+    """
 
     @classmethod
     def default_choice_name(cls) -> str:
@@ -36,14 +38,18 @@ class _Decay(ScheduleConfig):
     """A learning rate that falls.
 
     Attributes:
-        min_lr_ratio: learning rate that is reached right after the last step, as a share of the highest.
+        min_lr_ratio: learning rate that is reached right after the last step, as a
+            share of the highest.
     """
 
     min_lr_ratio: float = 0.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.min_lr_ratio <= 1:
-            raise ValueError(f"optimizer.schedule.min_lr_ratio must lie in [0, 1], got {self.min_lr_ratio}.")
+            raise ValueError(
+                "optimizer.schedule.min_lr_ratio must lie in [0, 1], got"
+                f" {self.min_lr_ratio}."
+            )
 
 
 @ScheduleConfig.register_subclass("cosine")
@@ -63,10 +69,12 @@ class LinearSchedule(_Decay):
 @ScheduleConfig.register_subclass("wsd")
 @dataclass(frozen=True)
 class WarmupStableDecaySchedule(_Decay):
-    """The highest rate, then a straight line down over the last part of the run (Hu et al. 2024).
+    """The highest rate, then a straight line down over the last part of the run (Hu et
+    al. 2024).
 
     Attributes:
-        decay_fraction: share of all steps that the decay takes, rounded to the nearest number of steps.
+        decay_fraction: share of all steps that the decay takes, rounded to the nearest
+            number of steps.
     """
 
     decay_fraction: float = 0.2
@@ -75,12 +83,15 @@ class WarmupStableDecaySchedule(_Decay):
         super().__post_init__()
         if not 0 < self.decay_fraction <= 1:
             raise ValueError(
-                f"optimizer.schedule.decay_fraction must lie in (0, 1], got {self.decay_fraction}; for no "
-                f"decay write optimizer.schedule.type: constant."
+                "optimizer.schedule.decay_fraction must lie in (0, 1], got"
+                f" {self.decay_fraction}; for no decay write optimizer.schedule.type:"
+                " constant."
             )
 
     def decay_steps(self, num_steps: int) -> int:
-        """The steps below the highest rate at the end of a run of `num_steps`; at least one."""
+        """The steps below the highest rate at the end of a run of `num_steps`; at least
+        one.
+        """
         return max(1, _share_of(num_steps, self.decay_fraction))
 
 
@@ -88,15 +99,18 @@ class WarmupStableDecaySchedule(_Decay):
 class OptimizerConfig(draccus.ChoiceRegistry, abc.ABC):
     """Base of all optimizers: `optimizer: {type: NAME, ...}`, AdamW by default.
 
-    Weight decay is decoupled from the gradient for every optimizer: `learning_rate * weight_decay` per step.
+    Weight decay is decoupled from the gradient for every optimizer: `learning_rate *
+    weight_decay` per step.
 
     Attributes:
         learning_rate: the highest learning rate, of the step after the warm-up.
-        warmup: steps at lower learning rates, which grow by equal parts from zero; below 1 a share of all
-            steps, rounded to the nearest number that leaves a step.
+        warmup: steps at lower learning rates, which grow by equal parts from zero;
+            below 1 a share of all steps, rounded to the nearest number that leaves a
+            step.
         schedule: the learning rate after the warm-up.
         weight_decay: decay of all weights except norms and biases.
-        max_grad_norm: gradients with a larger global norm are scaled down to it; null turns this off.
+        max_grad_norm: gradients with a larger global norm are scaled down to it; null
+            turns this off.
     """
 
     learning_rate: float = 1e-3
@@ -120,19 +134,22 @@ class OptimizerConfig(draccus.ChoiceRegistry, abc.ABC):
                 raise ValueError(f"optimizer.{name} must lie in [0, 1), got {value}.")
         if self.warmup >= 1 and self.warmup != int(self.warmup):
             raise ValueError(
-                f"optimizer.warmup must be a share of all steps, below 1, or a whole number of steps, got "
-                f"{self.warmup}."
+                "optimizer.warmup must be a share of all steps, below 1, or a whole"
+                f" number of steps, got {self.warmup}."
             )
 
     def warmup_steps(self, num_steps: int) -> int:
-        """The steps before the one at the highest learning rate in a run of `num_steps`."""
+        """The steps before the one at the highest learning rate in a run of
+        `num_steps`.
+        """
         if self.warmup >= 1:
             return int(self.warmup)
         return min(_share_of(num_steps, self.warmup), num_steps - 1)
 
 
 def _share_of(num_steps: int, share: float) -> int:
-    """The number of steps nearest to a share of all, by the decimal number that a config has.
+    """The number of steps nearest to a share of all, by the decimal number that a
+    config has.
 
     In binary, 0.29 of 100 is less than 29.
     """
@@ -158,9 +175,11 @@ class AdamWConfig(OptimizerConfig):
 @OptimizerConfig.register_subclass("lion")
 @dataclass(frozen=True)
 class LionConfig(OptimizerConfig):
-    """Lion (Chen et al. 2023): the sign of a mean of gradients. Memory: one array like the parameters.
+    """Lion (Chen et al. 2023): the sign of a mean of gradients. Memory: one array like
+    the parameters.
 
-    Use a learning rate three to ten times lower than AdamW's, and a weight decay higher by the same factor.
+    Use a learning rate three to ten times lower than AdamW's, and a weight decay higher
+    by the same factor.
 
     Attributes:
         beta1: share of the mean in the direction of a step.
@@ -174,16 +193,22 @@ class LionConfig(OptimizerConfig):
 @OptimizerConfig.register_subclass("adafactor")
 @dataclass(frozen=True)
 class AdafactorConfig(OptimizerConfig):
-    """Adafactor (Shazeer & Stern 2018): factored squared gradients, no mean of gradients.
+    """Adafactor (Shazeer & Stern 2018): factored squared gradients, no mean of
+    gradients.
 
-    Memory: one row and one column for each layer's and expert's matrix, as the two longest dimensions of an
-    array are factored. Scaling and clipping go by the root mean square of a whole stack.
+    Memory: one row and one column for each layer's and expert's matrix, as the two
+    longest dimensions of an array are factored. Scaling and clipping go by the root
+    mean square of a whole stack.
 
     Attributes:
-        decay_rate: the decay of the mean of squared gradients at a step is `1 - step ** -decay_rate`.
-        clipping_threshold: largest root mean square of an array's update; null turns this off.
-        scale_by_parameter: whether updates are scaled by the root mean square of the parameter.
-        min_factored_dim: arrays whose second longest dimension is shorter are not factored.
+        decay_rate: the decay of the mean of squared gradients at a step is `1 - step **
+            -decay_rate`.
+        clipping_threshold: largest root mean square of an array's update; null turns
+            this off.
+        scale_by_parameter: whether updates are scaled by the root mean square of the
+            parameter.
+        min_factored_dim: arrays whose second longest dimension is shorter are not
+            factored.
     """
 
     decay_rate: float = 0.8
@@ -195,11 +220,12 @@ class AdafactorConfig(OptimizerConfig):
 @OptimizerConfig.register_subclass("muon")
 @dataclass(frozen=True)
 class MuonConfig(OptimizerConfig):
-    """Muon (Jordan 2024) for the matrix of each layer and expert, AdamW with Nesterov momentum for the rest.
+    """Muon (Jordan 2024) for the matrix of each layer and expert, AdamW with Nesterov
+    momentum for the rest.
 
-    A matrix is the weight of a linear map, `In` by `Out`; each layer and expert has its own. Updates are
-    scaled to AdamW's size (Liu et al. 2025), so that AdamW's learning rates apply.
-    Memory: one array like the matrices, two like the rest.
+    A matrix is the weight of a linear map, `In` by `Out`; each layer and expert has its
+    own. Updates are scaled to AdamW's size (Liu et al. 2025), so that AdamW's learning
+    rates apply. Memory: one array like the matrices, two like the rest.
 
     Attributes:
         momentum: decay of the mean of gradients of a matrix.
@@ -219,7 +245,8 @@ class MuonConfig(OptimizerConfig):
 @OptimizerConfig.register_subclass("sgd")
 @dataclass(frozen=True)
 class SgdConfig(OptimizerConfig):
-    """Gradient descent with momentum. Memory: one array like the parameters, none without momentum.
+    """Gradient descent with momentum. Memory: one array like the parameters, none
+    without momentum.
 
     Attributes:
         momentum: decay of the sum of gradients; 0 for none.
@@ -232,4 +259,7 @@ class SgdConfig(OptimizerConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.nesterov and not self.momentum:
-            raise ValueError("optimizer.nesterov has no effect without optimizer.momentum: set one of them.")
+            raise ValueError(
+                "optimizer.nesterov has no effect without optimizer.momentum: set one"
+                " of them."
+            )

@@ -1,4 +1,6 @@
-"""Dtypes in which weights and optimizer state are stored; arithmetic on them is in float32."""
+"""Dtypes in which weights and optimizer state are stored; arithmetic on them is in
+float32.
+"""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -15,7 +17,9 @@ T = TypeVar("T")
 
 
 def cast_parameters(model: T, dtype: FloatName) -> T:
-    """The model with its floating-point arrays in `dtype`; arrays of fewer bits are not widened."""
+    """The model with its floating-point arrays in `dtype`; arrays of fewer bits are not
+    widened.
+    """
     return _cast(model, dtype, lambda bytes_: bytes_ >= jnp.dtype(dtype).itemsize)
 
 
@@ -23,7 +27,11 @@ def _cast(tree: T, dtype: FloatName, wanted: Callable[[int], bool]) -> T:
     """The tree with its floating-point arrays of some sizes of numbers in `dtype`."""
 
     def cast(leaf: Any) -> Any:
-        return leaf.astype(dtype) if eqx.is_inexact_array(leaf) and wanted(leaf.dtype.itemsize) else leaf
+        return (
+            leaf.astype(dtype)
+            if eqx.is_inexact_array(leaf) and wanted(leaf.dtype.itemsize)
+            else leaf
+        )
 
     return jax.tree.map(cast, tree)
 
@@ -31,10 +39,11 @@ def _cast(tree: T, dtype: FloatName, wanted: Callable[[int], bool]) -> T:
 def in_float32(
     optimizer: optax.GradientTransformation, storage: FloatName = "float32"
 ) -> optax.GradientTransformation:
-    """An optimizer that computes in float32 and stores arrays of their own parameter's shape in `storage`.
+    """An optimizer that computes in float32 and stores arrays of their own parameter's
+    shape in `storage`.
 
-    Statistics of other shapes (Adafactor's rows and columns, counters, coefficients) are small and keep their
-    dtypes. Updates are float32.
+    Statistics of other shapes (Adafactor's rows and columns, counters, coefficients)
+    are small and keep their dtypes. Updates are float32.
     """
 
     def widened(tree: T) -> T:
@@ -44,7 +53,9 @@ def in_float32(
         return _stored(optimizer.init(widened(params)), params, storage)
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        steps, after = optimizer.update(widened(updates), widened(state), widened(params))
+        steps, after = optimizer.update(
+            widened(updates), widened(state), widened(params)
+        )
         return steps, _stored(after, updates, storage)
 
     return optax.GradientTransformation(init, update)
@@ -53,11 +64,23 @@ def in_float32(
 def _stored(state: Any, parameters: Any, dtype: DTypeLike) -> Any:
     if jnp.dtype(dtype) == jnp.float32:
         return state
-    shapes = {path: leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(parameters) if leaf.ndim}
+    shapes = {
+        path: leaf.shape
+        for path, leaf in jax.tree_util.tree_leaves_with_path(parameters)
+        if leaf.ndim
+    }
 
     def store(path: tuple[Any, ...], leaf: Any) -> Any:
-        # In an optimizer's state, what belongs to a parameter is in a tree like the parameters'.
-        own = next((shapes[path[at:]] for at in range(len(path) + 1) if path[at:] in shapes), None)
-        return leaf.astype(dtype) if eqx.is_inexact_array(leaf) and leaf.shape == own else leaf
+        # In an optimizer's state, what belongs to a parameter is in a tree like the
+        # parameters'.
+        own = next(
+            (shapes[path[at:]] for at in range(len(path) + 1) if path[at:] in shapes),
+            None,
+        )
+        return (
+            leaf.astype(dtype)
+            if eqx.is_inexact_array(leaf) and leaf.shape == own
+            else leaf
+        )
 
     return jax.tree_util.tree_map_with_path(store, state)

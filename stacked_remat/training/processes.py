@@ -1,4 +1,6 @@
-"""Several processes of one run: how they start, what they agree on, and how the loss of one is noticed."""
+"""Several processes of one run: how they start, what they agree on, and how the loss of
+one is noticed.
+"""
 
 import contextlib
 import itertools
@@ -20,8 +22,15 @@ from .errors import ConfigError
 from .signals import EXIT_INTERRUPTED
 
 T = TypeVar("T")
-# What the collectives of CPUs (Gloo) and JAX's coordination service say when a process is gone.
-_LOST = ("gloo", "connection closed by peer", "coordination service", "heartbeat", "unavailable:")
+# What the collectives of CPUs (Gloo) and JAX's coordination service say when a process
+# is gone.
+_LOST = (
+    "gloo",
+    "connection closed by peer",
+    "coordination service",
+    "heartbeat",
+    "unavailable:",
+)
 _SECONDS_TO_END = 10
 _HOURS_TO_WAIT = 24  # the first process may have to tokenize the text
 _exchanges = itertools.count()
@@ -30,9 +39,10 @@ _exchanges = itertools.count()
 def start_processes(distributed: bool | str | Mapping[str, Any]) -> None:
     """Connects this process to the others of its run, before JAX looks for devices.
 
-    `off` (or False, as YAML reads it) is for this process alone; `auto` for `jax.distributed.initialize()`
-    where JAX finds a cluster of several processes; a mapping has its arguments; a ConfigError has JAX's
-    reason. JAX itself ends a process that can't connect in time, or later finds that another one is gone.
+    `off` (or False, as YAML reads it) is for this process alone; `auto` for
+    `jax.distributed.initialize()` where JAX finds a cluster of several processes; a
+    mapping has its arguments; a ConfigError has JAX's reason. JAX itself ends a process
+    that can't connect in time, or later finds that another one is gone.
     """
     if distributed in (False, "off"):
         return
@@ -45,15 +55,19 @@ def start_processes(distributed: bool | str | Mapping[str, Any]) -> None:
         _in_thread(lambda: jax.distributed.initialize(**arguments))
     except Exception as error:  # JAX and its detection of clusters raise anything
         raise ConfigError(
-            f"distributed: JAX can't connect the processes: {type(error).__name__}: {error}. Set "
-            f"distributed: off to train in this process alone."
+            f"distributed: JAX can't connect the processes: {type(error).__name__}:"
+            f" {error}. Set distributed: off to train in this process alone."
         ) from error
 
 
 def check_one_process(command: str) -> None:
-    """Refuses a command under a launcher of several processes, each of which would do all of its work."""
+    """Refuses a command under a launcher of several processes, each of which would do
+    all of its work.
+    """
     if (count := max(cluster_size() or 1, jax.process_count())) > 1:
-        raise ConfigError(f"{command} is for one process, and this is one of {count}: start it alone.")
+        raise ConfigError(
+            f"{command} is for one process, and this is one of {count}: start it alone."
+        )
 
 
 def _in_thread(work: Callable[[], T]) -> T:
@@ -82,13 +96,16 @@ def of_all(value: T) -> list[T]:
     found = _in_thread(lambda: exchange(name, json.dumps(value), seconds))
     if found is None:
         raise TimeoutError(
-            f"the processes of this run did not all arrive within {_HOURS_TO_WAIT} hours of each other."
+            f"the processes of this run did not all arrive within {_HOURS_TO_WAIT}"
+            " hours of each other."
         )
     return [json.loads(text) for text in found]
 
 
 def agreed(work: Callable[[], T], *, takes_part: bool = True) -> T:
-    """`work()` in all processes, or in those that take part; where it fails in one, it fails in all."""
+    """`work()` in all processes, or in those that take part; where it fails in one, it
+    fails in all.
+    """
     result: Any = None
     error = None
     try:
@@ -99,61 +116,82 @@ def agreed(work: Callable[[], T], *, takes_part: bool = True) -> T:
     if error is not None:
         raise error
     if True in failed:
-        raise ConfigError(f"process {failed.index(True)} of this run failed; its output says why.")
+        raise ConfigError(
+            f"process {failed.index(True)} of this run failed; its output says why."
+        )
     return result
 
 
 def in_turn(work: Callable[[], T]) -> T:
-    """`agreed`, in the first process and then in all others: for files that the first one makes."""
+    """`agreed`, in the first process and then in all others: for files that the first
+    one makes.
+    """
     is_first = jax.process_index() == 0
-    first, other = (agreed(work, takes_part=is_turn) for is_turn in (is_first, not is_first))
+    first, other = (
+        agreed(work, takes_part=is_turn) for is_turn in (is_first, not is_first)
+    )
     return first if is_first else other
 
 
 @final
 class LargestOfAll:
-    """The largest number of all processes, one call later, so that no call waits for the others."""
+    """The largest number of all processes, one call later, so that no call waits for
+    the others.
+    """
 
     def __init__(self) -> None:
         self._before: jax.Array | None = None
 
     def __call__(self, number: int) -> int:
-        """The largest number of the call before this one, 0 at the first; of one process, `number`."""
+        """The largest number of the call before this one, 0 at the first; of one
+        process, `number`.
+        """
         if jax.process_count() == 1:
             return number
-        sharding = NamedSharding(Mesh(np.array(jax.devices()), ("all",)), PartitionSpec("all"))
+        sharding = NamedSharding(
+            Mesh(np.array(jax.devices()), ("all",)), PartitionSpec("all")
+        )
         own = np.full(jax.local_device_count(), number, np.int32)
         before = self._before
-        self._before = jax.jit(jnp.max)(jax.make_array_from_process_local_data(sharding, own))
+        self._before = jax.jit(jnp.max)(
+            jax.make_array_from_process_local_data(sharding, own)
+        )
         return 0 if before is None else int(before.addressable_data(0))
 
 
 @contextlib.contextmanager
 def ending_with_others() -> Iterator[None]:
-    """Ends this process with `EXIT_INTERRUPTED` and a message where JAX says that another one is gone.
+    """Ends this process with `EXIT_INTERRUPTED` and a message where JAX says that
+    another one is gone.
 
-    At once: whatever waits for the other, such as a checkpoint that is being written or JAX's own end, would
-    wait for minutes. Checkpoints that are written are whole. Where collectives do not fail but wait (TPUs,
-    NCCL), JAX aborts the process after `heartbeat_timeout_seconds`.
+    At once: whatever waits for the other, such as a checkpoint that is being written or
+    JAX's own end, would wait for minutes. Checkpoints that are written are whole. Where
+    collectives do not fail but wait (TPUs, NCCL), JAX aborts the process after
+    `heartbeat_timeout_seconds`.
     """
     try:
         yield
-    except jax.errors.JaxRuntimeError as error:  # others may have these words too, such as in a path
+    except (
+        jax.errors.JaxRuntimeError
+    ) as error:  # others may have these words too, such as in a path
         text = str(error)
         if jax.process_count() > 1 and any(sign in text.lower() for sign in _LOST):
             reason = text.partition("\n")[0]
             print(
-                f"error: another process of this run has ended; its output says why. The same command in all "
-                f"of them resumes the run from its last checkpoint. ({reason})"
+                "error: another process of this run has ended; its output says why."
+                " The same command in all of them resumes the run from its last"
+                f" checkpoint. ({reason})"
             )
             end_process(EXIT_INTERRUPTED)
         raise
 
 
 def end_after_error(status: int) -> NoReturn:
-    """Ends this process: together with the others if they end too, otherwise after some seconds.
+    """Ends this process: together with the others if they end too, otherwise after some
+    seconds.
 
-    If the process of the coordination service ended before the others, JAX would abort these.
+    If the process of the coordination service ended before the others, JAX would abort
+    these.
     """
 
     def leave() -> None:

@@ -28,7 +28,8 @@ _BAR, _STATUS = BarColumn(bar_width=None), TextColumn("{task.fields[status]}")
 class LastingOutput:
     """A text stream that stays usable when its reader goes away or its disk is full.
 
-    From the first failed write on, all text is dropped. Characters outside its encoding become `?`.
+    From the first failed write on, all text is dropped. Characters outside its encoding
+    become `?`.
     """
 
     def __init__(self, stream: Any):
@@ -66,7 +67,9 @@ def lasting_console() -> Console:
 
 @final
 class ConsoleProgress:
-    """A run as a bar with loss, tokens per second, memory and time left; as lines without a terminal."""
+    """A run as a bar with loss, tokens per second, memory and time left; as lines
+    without a terminal.
+    """
 
     def __init__(self, console: Console | None = None, *, line_every: int = 20):
         self._console = lasting_console() if console is None else console
@@ -82,14 +85,21 @@ class ConsoleProgress:
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def work(self, what: str, done: int, total: int, status: str) -> None:
-        """Shows work before the steps, such as tokenizing; without a terminal by a line every 15 seconds.
+        """Shows work before the steps, such as tokenizing; without a terminal by a line
+        every 15 seconds.
 
-        The work `what` ends with the call in which `done` is `total`, which is at least 1.
+        The work `what` ends with the call in which `done` is `total`, which is at least
+        1.
         """
         if self._work is None or self._work[0] != what:
             self.stop()
             self._work = (what, time.monotonic())
-            columns = (TextColumn(what, markup=False), _BAR, TaskProgressColumn(), _STATUS)
+            columns = (
+                TextColumn(what, markup=False),
+                _BAR,
+                TaskProgressColumn(),
+                _STATUS,
+            )
             self._show_bar(*columns, total=total, status=status)
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=done, status=status)
@@ -104,23 +114,43 @@ class ConsoleProgress:
         self._num_steps = num_steps
         self._first_done = None
         columns = (TextColumn("step {task.completed}/{task.total}"), _BAR, _STATUS)
-        self._show_bar(*columns, total=num_steps, completed=done, status="compiling the first step")
+        self._show_bar(
+            *columns, total=num_steps, completed=done, status="compiling the first step"
+        )
 
-    def advance(self, step: int, loss: float, tokens_per_second: float, memory: int | None = None) -> None:
-        """Shows that a step is done: moves the bar, or prints a line every `line_every` steps.
+    def advance(
+        self,
+        step: int,
+        loss: float,
+        tokens_per_second: float,
+        memory: int | None = None,
+    ) -> None:
+        """Shows that a step is done: moves the bar, or prints a line every `line_every`
+        steps.
 
-        `tokens_per_second` is nan if it is not known yet, and `memory` the peak of bytes in use so far.
+        `tokens_per_second` is nan if it is not known yet, and `memory` the peak of
+        bytes in use so far.
         """
         status = f"loss {loss:.3f}"
-        if math.isfinite(tokens_per_second):  # not at the first step, whose time is that of compiling
+        if math.isfinite(
+            tokens_per_second
+        ):  # not at the first step, whose time is that of compiling
             status += f"  {tokens_per_second:,.0f} tokens/s"
         status += "" if memory is None else f"  {readable_bytes(memory)}"
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=step, status=status)
-        elif step % self._line_every == 0 or step == self._num_steps or self._first_done is None:
+        elif (
+            step % self._line_every == 0
+            or step == self._num_steps
+            or self._first_done is None
+        ):
             if self._first_done is not None:
                 first, then = self._first_done
-                left = (time.monotonic() - then) / (step - first) * (self._num_steps - step)
+                left = (
+                    (time.monotonic() - then)
+                    / (step - first)
+                    * (self._num_steps - step)
+                )
                 status += f"  {left:.0f} s left"
             self.message(f"step {step}/{self._num_steps}  {status}")
         self._first_done = self._first_done or (step, time.monotonic())

@@ -9,22 +9,28 @@ from .._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
 from ..memory import parse_bytes
 
 RematEntry: TypeAlias = bool | Mapping[str, Any] | str
-"""An alias, the name of a preset, `auto`, or a mapping of `ScanCheckpointPolicy`'s fields."""
+"""An alias, the name of a preset, `auto`, or a mapping of `ScanCheckpointPolicy`'s
+fields.
+"""
 
 RematPresets: TypeAlias = Mapping[str, ScanCheckpointPolicy]
 """A model's own policies by name; they name values inside its layers."""
 
-_ALIASES = get_args(next(part for part in get_args(ScanCheckpointSpec) if get_origin(part) is Literal))
+_ALIASES = get_args(
+    next(part for part in get_args(ScanCheckpointSpec) if get_origin(part) is Literal)
+)
 
 NO_PRESETS: RematPresets = MappingProxyType({})
 
 
-def remat_policy(value: RematEntry, presets: RematPresets = NO_PRESETS) -> ScanCheckpointPolicy:
+def remat_policy(
+    value: RematEntry, presets: RematPresets = NO_PRESETS
+) -> ScanCheckpointPolicy:
     """The policy of a `remat` config entry.
 
     Args:
-        value: an alias (`true`, `false`, `nested`, ...), the name of a preset, or a mapping of
-            `ScanCheckpointPolicy`'s fields.
+        value: an alias (`true`, `false`, `nested`, ...), the name of a preset, or a
+            mapping of `ScanCheckpointPolicy`'s fields.
         presets: the model's named policies.
 
     Raises:
@@ -41,8 +47,9 @@ def remat_policy(value: RematEntry, presets: RematPresets = NO_PRESETS) -> ScanC
     for name in value:
         if name not in valid:
             raise ValueError(
-                f"remat.{name} is not a field of ScanCheckpointPolicy.{did_you_mean(name, valid)} Valid: "
-                f"{', '.join(valid)}."
+                f"remat.{name} is not a field of"
+                f" ScanCheckpointPolicy.{did_you_mean(name, valid)} Valid:"
+                f" {', '.join(valid)}."
             )
     try:
         return ScanCheckpointPolicy(**value)
@@ -51,13 +58,23 @@ def remat_policy(value: RematEntry, presets: RematPresets = NO_PRESETS) -> ScanC
 
 
 def remat_entry(spec: ScanCheckpointSpec) -> bool | str | dict[str, Any]:
-    """The `remat` config entry of a policy without functions; the inverse of `remat_policy`."""
-    if callable(spec) or (isinstance(spec, ScanCheckpointPolicy) and callable(spec.save_block_internals)):
-        raise ValueError(f"{spec!r} holds a function, which a config cannot. Name what is saved instead.")
+    """The `remat` config entry of a policy without functions; the inverse of
+    `remat_policy`.
+    """
+    if callable(spec) or (
+        isinstance(spec, ScanCheckpointPolicy) and callable(spec.save_block_internals)
+    ):
+        raise ValueError(
+            f"{spec!r} holds a function, which a config cannot. Name what is saved"
+            " instead."
+        )
     if isinstance(spec, bool | str):
         return spec
     spec = resolve_policy(spec)
-    entry = {name: list(value) if isinstance(value, tuple) else value for name, value in spec.settings()}
+    entry = {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in spec.settings()
+    }
     return entry or True
 
 
@@ -67,23 +84,28 @@ def check_remat(
     host_budget: str | None,
     presets: RematPresets = NO_PRESETS,
 ) -> ScanCheckpointPolicy | None:
-    """The policy of a `remat` config entry, or None for `auto`, which is found later from the budgets.
+    """The policy of a `remat` config entry, or None for `auto`, which is found later
+    from the budgets.
 
     Raises:
-        ValueError: as `remat_policy`; or a budget is missing, has no effect, or cannot be read.
+        ValueError: as `remat_policy`; or a budget is missing, has no effect, or cannot
+            be read.
     """
     budgets = {"budget": budget, "host_budget": host_budget}
     given = {name: size for name, size in budgets.items() if size is not None}
     for name, size in given.items():
         if remat != "auto":
-            raise ValueError(f"{name} = {size} has no effect beside remat: {remat}. Write remat: auto.")
+            raise ValueError(
+                f"{name} = {size} has no effect beside remat: {remat}. Write remat:"
+                " auto."
+            )
         try:
             parse_bytes(size)
         except ValueError as error:
             raise ValueError(f"{name}: {error}.") from error
     if remat == "auto" and budget is None:
         raise ValueError(
-            "remat: auto takes the policy that fits a budget, and none is given. Say how much device "
-            "memory the step may take: budget: 72GiB."
+            "remat: auto takes the policy that fits a budget, and none is given. Say"
+            " how much device memory the step may take: budget: 72GiB."
         )
     return None if remat == "auto" else remat_policy(remat, presets)

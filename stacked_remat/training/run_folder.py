@@ -36,7 +36,8 @@ _FREE = (
     "trainer.update.on_nonfinite",
     "trainer.update.max_consecutive_skips",
 )
-# May be different in each process of a run. That all see one run folder is checked when it is opened.
+# May be different in each process of a run. That all see one run folder is checked when
+# it is opened.
 _OWN = ("distributed", "trainer.run_dir", "trainer.trackers", "data.cache_dir")
 _ABSENT = "not set"
 _LOCK = ".lock"
@@ -64,37 +65,51 @@ class RunFolder:
 
     @staticmethod
     def open(
-        root: Path, config: Mapping[str, Any], *, overwrite: bool = False, accept_changes: bool = False
+        root: Path,
+        config: Mapping[str, Any],
+        *,
+        overwrite: bool = False,
+        accept_changes: bool = False,
     ) -> "RunFolder":
-        """Makes the folder of a new run, or opens that of an unfinished run of the same config.
+        """Makes the folder of a new run, or opens that of an unfinished run of the same
+        config.
 
-        The config of a new run is written at once, that of an earlier run is not changed until `begin`.
+        The config of a new run is written at once, that of an earlier run is not
+        changed until `begin`.
 
         Args:
             root: the folder; its parents are made too.
             config: the resolved config.
-            overwrite: delete an earlier run's results, and nothing else, and start a new run.
-            accept_changes: also open the folder of a run of another config, even if that run is finished.
+            overwrite: delete an earlier run's results, and nothing else, and start a
+                new run.
+            accept_changes: also open the folder of a run of another config, even if
+                that run is finished.
 
         Raises:
             FileExistsError: the folder has a finished run, or files and no config.
-            ConfigError: it has a run of another config (the message names the keys), or an unreadable config.
+            ConfigError: it has a run of another config (the message names the keys), or
+                an unreadable config.
         """
         folder = RunFolder(root)
         if overwrite:
             folder._delete_results()
         else:
-            folder._check(from_yaml(yaml.safe_dump(dict(config))), accept_changes)  # as it is read back
+            # As it is read back
+            folder._check(from_yaml(yaml.safe_dump(dict(config))), accept_changes)
         root.mkdir(parents=True, exist_ok=True)
         if not folder.config.exists():
             folder.begin(config)
         return folder
 
     def begin(self, config: Mapping[str, Any]) -> None:
-        """Writes the config and removes an earlier result: the run begins or resumes."""
+        """Writes the config and removes an earlier result: the run begins or
+        resumes.
+        """
         self.result.unlink(missing_ok=True)
         with replaced_whole(self.config) as path:
-            path.write_text(yaml.safe_dump(dict(config), sort_keys=False), encoding="utf-8")
+            path.write_text(
+                yaml.safe_dump(dict(config), sort_keys=False), encoding="utf-8"
+            )
 
     def finish(self, result: Mapping[str, Any]) -> None:
         """Writes the result."""
@@ -108,44 +123,68 @@ class RunFolder:
         if changes and not accept_changes:
             lines = "\n  ".join(changes)
             raise ConfigError(
-                f"{self.root} has a run of another config, which can't be resumed with this one:\n  {lines}\n"
-                f"{_WAYS_OUT} To resume from its last checkpoint anyway, give "
-                f"--trainer.checkpoint.accept_changes true."
+                f"{self.root} has a run of another config, which can't be resumed with"
+                f" this one:\n  {lines}\n{_WAYS_OUT} To resume from its last checkpoint"
+                " anyway, give --trainer.checkpoint.accept_changes true."
             )
         if self.result.exists() and not changes:
-            raise FileExistsError(f"{self.root} has a finished run of this config. {_WAYS_OUT}")
+            raise FileExistsError(
+                f"{self.root} has a finished run of this config. {_WAYS_OUT}"
+            )
 
     def _results(self) -> list[Path]:
-        names = (self.config, self.metrics, self.checkpoints, self.scores, self.result, self.profile)
-        more = (self.root / "tensorboard", self.root / "wandb", self.root / "wandb_run_id.txt")
+        names = (
+            self.config,
+            self.metrics,
+            self.checkpoints,
+            self.scores,
+            self.result,
+            self.profile,
+        )
+        more = (
+            self.root / "tensorboard",
+            self.root / "wandb",
+            self.root / "wandb_run_id.txt",
+        )
         return [path for path in (*names, *more) if path.exists() or path.is_symlink()]
 
     def _delete_results(self) -> None:
         """Deletes all results; of a symbolic link only the link."""
-        for path in self._results():  # the config first: without it, the rest is refused and not resumed
-            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        for path in (
+            self._results()
+        ):  # the config first: without it, the rest is refused and not resumed
+            (
+                shutil.rmtree(path)
+                if path.is_dir() and not path.is_symlink()
+                else path.unlink()
+            )
 
 
 _WAYS_OUT = (
-    "Give this run a folder of its own with --trainer.run_dir, or delete those results and start a new run "
-    "with --trainer.checkpoint.overwrite true."
+    "Give this run a folder of its own with --trainer.run_dir, or delete those results"
+    " and start a new run with --trainer.checkpoint.overwrite true."
 )
 
 
 def _check_empty(root: Path) -> None:
-    if others := sorted({path.name for path in root.glob("*")} - {_LOCK, ".config.yaml.unfinished"}):
+    if others := sorted(
+        {path.name for path in root.glob("*")} - {_LOCK, ".config.yaml.unfinished"}
+    ):
         raise FileExistsError(
-            f"{root} has files and no run, which has {_LOCK} and config.yaml: {shortened(others, most=3)}. "
-            f"Give this run a folder of its own with --trainer.run_dir."
+            f"{root} has files and no run, which has {_LOCK} and config.yaml:"
+            f" {shortened(others, most=3)}. Give this run a folder of its own with"
+            " --trainer.run_dir."
         )
 
 
 @contextlib.contextmanager
 def lock_run_folder(root: Path) -> Iterator[None]:
-    """Makes a run's folder if needed, and locks it where the file system can, while this process lives.
+    """Makes a run's folder if needed, and locks it where the file system can, while
+    this process lives.
 
     Raises:
-        FileExistsError: another process has locked it, or it has files and no lock: it is no run's.
+        FileExistsError: another process has locked it, or it has files and no lock: it
+            is no run's.
     """
     root.mkdir(parents=True, exist_ok=True)
     if not (root / _LOCK).exists():
@@ -155,8 +194,8 @@ def lock_run_folder(root: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise FileExistsError(
-                f"Another process trains in {root}. Wait for it or end it, or give this run a folder of its "
-                f"own with --trainer.run_dir."
+                f"Another process trains in {root}. Wait for it or end it, or give this"
+                " run a folder of its own with --trainer.run_dir."
             ) from error
         except OSError:
             pass
@@ -164,9 +203,11 @@ def lock_run_folder(root: Path) -> Iterator[None]:
 
 
 def check_same_in_all(config: Mapping[str, Any], fix: str) -> None:
-    """Refuses configs of the processes of a run that differ in more than what each has of its own.
+    """Refuses configs of the processes of a run that differ in more than what each has
+    of its own.
 
-    The ConfigError is the same in all processes: it names the keys, and ends with `fix`.
+    The ConfigError is the same in all processes: it names the keys, and ends with
+    `fix`.
     """
     first, *others = of_all(dict(config))
     lines = [
@@ -176,22 +217,36 @@ def check_same_in_all(config: Mapping[str, Any], fix: str) -> None:
     ]
     if lines:
         listed = shortened(lines, "\n  ", most=8)
-        raise ConfigError(f"the processes of this run have different configs:\n  {listed}\n{fix}")
+        raise ConfigError(
+            f"the processes of this run have different configs:\n  {listed}\n{fix}"
+        )
 
 
 def config_changes(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """One line for each key that changes results and differs between two resolved configs."""
-    return [f"{key} was {there} and is {here}" for key, there, here in _differing(earlier, now, _FREE)]
+    """One line for each key that changes results and differs between two resolved
+    configs.
+    """
+    return [
+        f"{key} was {there} and is {here}"
+        for key, there, here in _differing(earlier, now, _FREE)
+    ]
 
 
 def _differing(
     one: Mapping[str, Any], other: Mapping[str, Any], free: Sequence[str]
 ) -> Iterator[tuple[str, Any, Any]]:
-    """The keys with different values in two configs, except for some and what is below them; both values."""
-    there, here = ({".".join(map(str, path)): own for path, own in leaves(tree)} for tree in (one, other))
+    """The keys with different values in two configs, except for some and what is below
+    them; both values.
+    """
+    there, here = (
+        {".".join(map(str, path)): own for path, own in leaves(tree)}
+        for tree in (one, other)
+    )
     for key in sorted({*there, *here}):
         values = there.get(key, _ABSENT), here.get(key, _ABSENT)
-        if values[0] != values[1] and not any(key == each or key.startswith(f"{each}.") for each in free):
+        if values[0] != values[1] and not any(
+            key == each or key.startswith(f"{each}.") for each in free
+        ):
             yield key, *values
 
 

@@ -1,4 +1,6 @@
-"""Training steps that also score their examples: by how much each lowers the loss of held-out text."""
+"""Training steps that also score their examples: by how much each lowers the loss of
+held-out text.
+"""
 
 import hashlib
 from collections.abc import Callable, Mapping
@@ -21,7 +23,8 @@ from .mesh import Partitioning
 from .step import FusedOptimizer, Metrics, TrainState, TrainStep, marks, of_whole_batch
 
 ExampleLosses: TypeAlias = Callable[[Any, TokenBatch], tuple[NamedArray, Metrics]]
-"""From (model, batch) to each sequence's part of the batch's mean loss per token, `[batch]`, and metrics.
+"""From (model, batch) to each sequence's part of the batch's mean loss per token,
+`[batch]`, and metrics.
 
 It takes a batch of one sequence too.
 """
@@ -29,7 +32,9 @@ It takes a batch of one sequence too.
 
 @dataclass(frozen=True)
 class ValidationBatch:
-    """A batch of held-out text, and the weight of its mean loss in that of all of them."""
+    """A batch of held-out text, and the weight of its mean loss in that of all of
+    them.
+    """
 
     held_out: HeldOutSet
     index: int
@@ -37,18 +42,27 @@ class ValidationBatch:
 
 
 def validation_batches(
-    config: GhostValidationConfig, held_out: HeldOutSet, by_source: Mapping[str, HeldOutSet]
+    config: GhostValidationConfig,
+    held_out: HeldOutSet,
+    by_source: Mapping[str, HeldOutSet],
 ) -> tuple[ValidationBatch, ...]:
-    """The batches against whose loss examples are scored; the loss of each text is its mean over tokens.
+    """The batches against whose loss examples are scored; the loss of each text is its
+    mean over tokens.
 
     Raises:
         ConfigError: a text has fewer batches than the config asks for.
     """
-    texts = {f"held_out/{name}": (by_source[name], weight) for name, weight in config.sources.items()}
+    texts = {
+        f"held_out/{name}": (by_source[name], weight)
+        for name, weight in config.sources.items()
+    }
     total, found = sum(config.sources.values()) or 1.0, []
     for name, (text, weight) in (texts or {"held_out": (held_out, 1.0)}).items():
         check_batches(text, config.batches, name, "ghost.validation.batches")
-        tokens = [float(text.batch(index).weights.array.sum()) for index in range(config.batches)]
+        tokens = [
+            float(text.batch(index).weights.array.sum())
+            for index in range(config.batches)
+        ]
         found += [
             ValidationBatch(text, index, weight / total * own / sum(tokens))
             for index, own in enumerate(tokens)
@@ -63,8 +77,9 @@ class Scoring:
     Attributes:
         config: the method, and how often.
         losses: of a batch's examples.
-        is_whole: whether the loss of the step is the sum of these, without random numbers or auxiliary losses
-            such as the load balance of experts. If not, the update is by a pass of its own.
+        is_whole: whether the loss of the step is the sum of these, without random
+            numbers or auxiliary losses such as the load balance of experts. If not, the
+            update is by a pass of its own.
         validation: the batches of held-out text, from `validation_batches`.
         decode: the text of tokens.
         log: receives the scores.
@@ -80,10 +95,11 @@ class Scoring:
 
 @final
 class StepScorer:
-    """Does the scored steps of a run in place of `step`, which is not fused, and logs their scores.
+    """Does the scored steps of a run in place of `step`, which is not fused, and logs
+    their scores.
 
-    Memory: of a scored step, that of another step, one array more for each trained one, and what `grad_dot`
-    takes.
+    Memory: of a scored step, that of another step, one array more for each trained one,
+    and what `grad_dot` takes.
     """
 
     def __init__(self, scoring: Scoring, step: TrainStep):
@@ -101,34 +117,48 @@ class StepScorer:
         return step % self._scoring.config.every == 0
 
     def step(self, batch: TokenBatch, state: TrainState) -> tuple[TrainState, Metrics]:
-        """The step, which returns what one without scores does; `log` takes the scores."""
+        """The step, which returns what one without scores does; `log` takes the
+        scores.
+        """
         if not self._is_checked:
             check_examples(state.model, self._sums, batch)
             self._is_checked = True
-        direction = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), state.trained)
+        direction = jax.tree.map(
+            lambda leaf: jnp.zeros(leaf.shape, jnp.float32), state.trained
+        )
         for one in self._scoring.validation:
             part = self._partitioning.shard_batch(one.held_out.batch(one.index))
-            direction = self._add((state.trained, state.frozen, part, jnp.asarray(one.weight)), direction)
+            direction = self._add(
+                (state.trained, state.frozen, part, jnp.asarray(one.weight)), direction
+            )
         state, metrics, self._found = self._step((batch, direction), state)
         return state, metrics
 
     def _sums(self, model: Any, batch: TokenBatch) -> NamedArray:
-        """The losses of the sequences, added up over their tokens: they are the same alone and in a batch."""
+        """The losses of the sequences, added up over their tokens: they are the same
+        alone and in a batch.
+        """
         return self._scoring.losses(model, batch)[0] * _weight(batch)
 
     def log(self, step: int, batch: TokenBatch) -> None:
-        """Logs the scores of the latest `step`; those of a step that is not finite are left out."""
+        """Logs the scores of the latest `step`; those of a step that is not finite are
+        left out.
+        """
         assert self._found is not None
         found, self._found = jax.tree.map(np.asarray, self._found), None
         if all(np.isfinite(array).all() for array in jax.tree.leaves(found)):
             ids, texts = named_examples(batch, self._scoring.decode)
-            self._scoring.log.append(StepScores(step, ids, found.losses, found.scores, found.norms, texts))
+            self._scoring.log.append(
+                StepScores(step, ids, found.losses, found.scores, found.norms, texts)
+            )
 
     def flush(self) -> None:
         """Writes what was logged to files."""
         self._scoring.log.flush()
 
-    def _add_direction(self, data: tuple[Any, Any, TokenBatch, Array], direction: Any) -> Any:
+    def _add_direction(
+        self, data: tuple[Any, Any, TokenBatch, Array], direction: Any
+    ) -> Any:
         """The direction plus the gradient of the loss of a batch, times a weight."""
         trained, frozen, batch, weight = data
         gradients = val_direction(
@@ -138,18 +168,30 @@ class StepScorer:
             reduction="sum",
             trainable=marks(trained),
         )
-        return jax.tree.map(lambda sum_, new: sum_ + weight * new.astype(sum_.dtype), direction, gradients)
+        return jax.tree.map(
+            lambda sum_, new: sum_ + weight * new.astype(sum_.dtype),
+            direction,
+            gradients,
+        )
 
     def _scored_step(
         self, data: tuple[TokenBatch, Any], state: TrainState
     ) -> tuple[TrainState, Metrics, "_BatchScores"]:
-        """The step for a batch and a direction, a tree like the trained arrays, with scores."""
+        """The step for a batch and a direction, a tree like the trained arrays, with
+        scores.
+        """
         (batch, direction), step = data, self._ordinary
         model = eqx.combine(step.shard(state.trained), state.frozen)
-        options = {"direction": direction, "reduction": "sum", "trainable": marks(state.trained)}
+        options = {
+            "direction": direction,
+            "reduction": "sum",
+            "trainable": marks(state.trained),
+        }
         ordinary = step.gradients_of(state, batch)
 
-        def compute(part: TokenBatch, share: Any, index: Any) -> tuple[Any, Metrics, _BatchScores]:
+        def compute(
+            part: TokenBatch, share: Any, index: Any
+        ) -> tuple[Any, Metrics, _BatchScores]:
             gradients, metrics, scores = self._scored_part(part, share, model, options)
             if not self._scoring.is_whole:
                 # The compiler leaves out what gives only the gradients above.
@@ -158,7 +200,9 @@ class StepScorer:
 
         after, metrics, scores = step.by(compute, batch, state)
         if step.microbatches > 1:  # `[microbatch, ..., row]`
-            scores = jax.tree.map(lambda x: jnp.moveaxis(x, 0, -1).reshape(*x.shape[1:-1], -1), scores)
+            scores = jax.tree.map(
+                lambda x: jnp.moveaxis(x, 0, -1).reshape(*x.shape[1:-1], -1), scores
+            )
         of_example = self._scoring.config.token_mean == "example"
         factors = _batch_over_own_weights(batch) if of_example else jnp.ones(())
         return after, metrics, jax.tree.map(lambda array: array * factors, scores)
@@ -166,7 +210,9 @@ class StepScorer:
     def _scored_part(
         self, part: TokenBatch, share: Any, model: Any, options: dict[str, Any]
     ) -> tuple[Any, Metrics, "_BatchScores"]:
-        """The gradients, metrics and scores of a microbatch that has a share of the batch's weights."""
+        """The gradients, metrics and scores of a microbatch that has a share of the
+        batch's weights.
+        """
         total = _weight(part)
 
         def of_examples(model: Any, one: TokenBatch) -> tuple[NamedArray, Any]:
@@ -179,11 +225,17 @@ class StepScorer:
         each, metrics = found.aux
         metrics = of_whole_batch(metrics, 1.0 / _batch_over_own_weights(part))
         norms = None if found.norms is None else _arrays(found.norms)
-        return gradients, metrics, _BatchScores(_arrays(found.scores), each.array, norms)
+        return (
+            gradients,
+            metrics,
+            _BatchScores(_arrays(found.scores), each.array, norms),
+        )
 
 
 class _BatchScores(eqx.Module):
-    """The scores and norms of a batch, as the log takes them: `[batch]` or `[layers, batch]`, by path."""
+    """The scores and norms of a batch, as the log takes them: `[batch]` or `[layers,
+    batch]`, by path.
+    """
 
     scores: dict[str, Array]
     losses: Array
@@ -195,19 +247,27 @@ def _weight(batch: TokenBatch) -> Array:
 
 
 def _arrays(by_path: dict[str, NamedArray]) -> dict[str, Array]:
-    return {path: named.rearrange((..., BATCH_AXIS)).array for path, named in by_path.items()}
+    return {
+        path: named.rearrange((..., BATCH_AXIS)).array
+        for path, named in by_path.items()
+    }
 
 
 def _batch_over_own_weights(batch: TokenBatch) -> Array:
-    """For each row, by how much its loss per own token is larger than its part of the batch's."""
+    """For each row, by how much its loss per own token is larger than its part of the
+    batch's.
+    """
     own = hax.sum(batch.weights, POSITION_AXIS).array
     return jnp.maximum(jnp.sum(own), 1.0) / jnp.maximum(own, 1.0)
 
 
-def named_examples(batch: TokenBatch, decode: Callable[[np.ndarray], str]) -> tuple[list[str], list[str]]:
+def named_examples(
+    batch: TokenBatch, decode: Callable[[np.ndarray], str]
+) -> tuple[list[str], list[str]]:
     """The ids and the texts of a batch's examples, as logs of scores have them.
 
-    Ids are hashes, the same in every epoch and run. Texts are of one document after the other.
+    Ids are hashes, the same in every epoch and run. Texts are of one document after the
+    other.
     """
     arrays = {
         name: np.asarray(named.rearrange((BATCH_AXIS, POSITION_AXIS)).array)
@@ -216,14 +276,24 @@ def named_examples(batch: TokenBatch, decode: Callable[[np.ndarray], str]) -> tu
     }
     ids, texts = [], []
     for index, tokens in enumerate(arrays["tokens"]):
-        used = np.flatnonzero(arrays["documents"][index]) if "documents" in arrays else [len(tokens) - 1]
+        used = (
+            np.flatnonzero(arrays["documents"][index])
+            if "documents" in arrays
+            else [len(tokens) - 1]
+        )
         stop = used[-1] + 1 if len(used) else 0  # padding follows
         row = {name: array[index, :stop] for name, array in arrays.items()}
         digest = hashlib.sha256()
         for name in ("tokens", "targets", "weights", "documents"):
             digest.update(row[name].tobytes() if name in row else b"none")
         ids.append(digest.hexdigest()[:16])
-        ends = np.flatnonzero(np.diff(row.get("documents", np.zeros(stop)), append=-1)) + 1
-        parts = zip(np.split(row["tokens"], ends[:-1]), row["targets"][ends - 1], strict=False)
-        texts.append("\n".join(decode(np.append(part, target)) for part, target in parts))
+        ends = (
+            np.flatnonzero(np.diff(row.get("documents", np.zeros(stop)), append=-1)) + 1
+        )
+        parts = zip(
+            np.split(row["tokens"], ends[:-1]), row["targets"][ends - 1], strict=False
+        )
+        texts.append(
+            "\n".join(decode(np.append(part, target)) for part, target in parts)
+        )
     return ids, texts

@@ -1,4 +1,6 @@
-"""Stopping a run by signals: at once while there is nothing to save, later between two steps."""
+"""Stopping a run by signals: at once while there is nothing to save, later between two
+steps.
+"""
 
 import os
 import signal
@@ -8,28 +10,35 @@ from types import FrameType
 from typing import Any, final
 
 EXIT_INTERRUPTED = 75
-"""Exit status of a run that a signal ended and that the same command resumes (EX_TEMPFAIL)."""
+"""Exit status of a run that a signal ended and that the same command resumes
+(EX_TEMPFAIL).
+"""
 
 _SHOW_CURSOR = b"\x1b[?25h"
 
 
 class Interrupted(KeyboardInterrupt):
-    """Raised for a signal while `StopSignals` ends work at once; its text is the signal's name."""
+    """Raised for a signal while `StopSignals` ends work at once; its text is the
+    signal's name.
+    """
 
 
 @final
 class StopSignals:
-    """A context in which the first SIGTERM or SIGINT only asks to stop, and the next SIGINT ends the process.
+    """A context in which the first SIGTERM or SIGINT only asks to stop, and the next
+    SIGINT ends the process.
 
-    The system then ends it, whatever the process does; nothing is cleaned up. Does nothing outside the main
-    thread, where Python handles no signals.
+    The system then ends it, whatever the process does; nothing is cleaned up. Does
+    nothing outside the main thread, where Python handles no signals.
 
     Attributes:
         received: name of the first signal received, or None.
     """
 
     def __init__(self, *, at_once: bool = False) -> None:
-        """`at_once`: whether the first signal raises `Interrupted` in the main thread, until `defer`."""
+        """`at_once`: whether the first signal raises `Interrupted` in the main thread,
+        until `defer`.
+        """
         self._at_once = at_once
         self.received: str | None = None
         self._before: dict[int, Any] = {}
@@ -41,7 +50,9 @@ class StopSignals:
     def __enter__(self) -> "StopSignals":
         if threading.current_thread() is threading.main_thread():
             numbers = (signal.SIGTERM, signal.SIGINT)
-            self._before = {number: signal.signal(number, self._receive) for number in numbers}
+            self._before = {
+                number: signal.signal(number, self._receive) for number in numbers
+            }
         return self
 
     def __exit__(self, *_: object) -> None:

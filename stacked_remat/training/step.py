@@ -25,15 +25,19 @@ Metrics: TypeAlias = dict[str, Array]
 LossFunction: TypeAlias = Callable[..., tuple[Float[Array, ""], Metrics]]
 """From (model, batch) to the scalar to minimise and metrics, one of which is `loss`.
 
-A loss that draws random numbers, as dropout does, takes a key as its third argument (`TrainState.key`).
+A loss that draws random numbers, as dropout does, takes a key as its third argument
+(`TrainState.key`).
 
-`loss` is the mean over the batch's weights, and differentiable. The rest of the scalar is averaged over
-microbatches, where `loss` is weighted by their shares of the weights. That is not the rest of the whole batch
-where it is a product of means, as the load-balance loss of experts is: write a `LossWithSums`.
+`loss` is the mean over the batch's weights, and differentiable. The rest of the scalar
+is averaged over microbatches, where `loss` is weighted by their shares of the weights.
+That is not the rest of the whole batch where it is a product of means, as the
+load-balance loss of experts is: write a `LossWithSums`.
 """
 
 Trainable: TypeAlias = Any
-"""Which arrays of a model are trained: a predicate on leaves, or a tree of bools like the model."""
+"""Which arrays of a model are trained: a predicate on leaves, or a tree of bools like
+the model.
+"""
 
 _MICROBATCH = "microbatch"
 
@@ -42,20 +46,24 @@ _MICROBATCH = "microbatch"
 class LossWithSums:
     """A loss function with a term that depends on sums over all examples of a batch.
 
-    With microbatches, the term and its gradient are those of the whole batch. That takes the sums of all
-    microbatches before the first gradient: one more forward pass.
+    With microbatches, the term and its gradient are those of the whole batch. That
+    takes the sums of all microbatches before the first gradient: one more forward pass.
 
     Attributes:
-        parts: from (model, batch, and a key if the loss takes one) to `(loss, sums)` and metrics, one of
-            which is `loss`, the mean over the batch's weights. `sums` is a tree of floating-point arrays;
-            those of a batch are the sums of those of its microbatches.
-        term: from (model, sums of a batch) to a scalar that is added to the loss, and metrics.
+        parts: from (model, batch, and a key if the loss takes one) to `(loss, sums)`
+            and metrics, one of which is `loss`, the mean over the batch's weights.
+            `sums` is a tree of floating-point arrays; those of a batch are the sums of
+            those of its microbatches.
+        term: from (model, sums of a batch) to a scalar that is added to the loss, and
+            metrics.
     """
 
     parts: Callable[..., tuple[tuple[Float[Array, ""], Any], Metrics]]
     term: Callable[[Any, Any], tuple[Float[Array, ""], Metrics]]
 
-    def __call__(self, model: Any, batch: TokenBatch, *keys: PRNGKeyArray) -> tuple[Array, Metrics]:
+    def __call__(
+        self, model: Any, batch: TokenBatch, *keys: PRNGKeyArray
+    ) -> tuple[Array, Metrics]:
         """The loss of a batch, as a `LossFunction`."""
         (loss, sums), metrics = self.parts(model, batch, *keys)
         term, more = self.term(model, sums)
@@ -64,15 +72,16 @@ class LossWithSums:
 
 @dataclasses.dataclass(frozen=True)
 class FusedOptimizer:
-    """An optimizer that is applied within the backward pass, to each layer once its gradient exists.
+    """An optimizer that is applied within the backward pass, to each layer once its
+    gradient exists.
 
-    See `stacked_remat.fused_update`. No gradient of a stack exists, so there are no microbatches, and a step
-    that is not finite cannot be skipped.
+    See `stacked_remat.fused_update`. No gradient of a stack exists, so there are no
+    microbatches, and a step that is not finite cannot be skipped.
 
     Attributes:
         optimizer: updates every layer by its own gradient.
-        max_grad_norm: gradients with a larger global norm are scaled down to it; None for no clipping. It
-            takes one more backward pass over the stacks.
+        max_grad_norm: gradients with a larger global norm are scaled down to it; None
+            for no clipping. It takes one more backward pass over the stacks.
     """
 
     optimizer: optax.GradientTransformation
@@ -80,7 +89,9 @@ class FusedOptimizer:
 
     def init(self, model: Any, trainable: Trainable) -> FusedState:
         """The state for the arrays of a model that are trained."""
-        return fused_update(lambda *_: None, self.optimizer, trainable=trainable).init(model)
+        return fused_update(lambda *_: None, self.optimizer, trainable=trainable).init(
+            model
+        )
 
 
 class TrainState(eqx.Module):
@@ -89,12 +100,13 @@ class TrainState(eqx.Module):
     Attributes:
         step: steps done.
         trained: the model with `None` in place of all leaves that are not trained.
-        frozen: the model with `None` in place of all leaves that are trained. No step changes it, and
-            checkpoints leave it out.
+        frozen: the model with `None` in place of all leaves that are trained. No step
+            changes it, and checkpoints leave it out.
         optimizer_state: the optimizer's state for the trained arrays.
-        key: the words of the key that is folded with the number of the step for each step's random numbers;
-            None for a loss that draws none.
-        skips: how many of the latest steps in a row were skipped because they were not finite.
+        key: the words of the key that is folded with the number of the step for each
+            step's random numbers; None for a loss that draws none.
+        skips: how many of the latest steps in a row were skipped because they were not
+            finite.
     """
 
     step: Int[Array, ""]
@@ -118,19 +130,23 @@ class TrainState(eqx.Module):
             model: any tree.
             optimizer: the optimizer of the step.
             trainable: which arrays are trained; all floating-point arrays by default.
-            key: for a loss that draws random numbers; each step and microbatch has its own key.
+            key: for a loss that draws random numbers; each step and microbatch has its
+                own key.
 
         Raises:
-            ValueError: no array is trainable, or one that is not of floating-point numbers.
+            ValueError: no array is trainable, or one that is not of floating-point
+                numbers.
         """
         trained, frozen = eqx.partition(model, trainable)
         if not jax.tree.leaves(trained):
-            raise ValueError("Nothing of the model is trainable: `trainable` selects no leaf.")
+            raise ValueError(
+                "Nothing of the model is trainable: `trainable` selects no leaf."
+            )
         for path, leaf in jax.tree_util.tree_leaves_with_path(trained):
             if not eqx.is_inexact_array(leaf):
                 raise ValueError(
-                    f"model{jax.tree_util.keystr(path)} can't be trained: {leaf!r} is not a floating-point "
-                    "array. Leave it out of `trainable`."
+                    f"model{jax.tree_util.keystr(path)} can't be trained: {leaf!r} is"
+                    " not a floating-point array. Leave it out of `trainable`."
                 )
         is_fused = isinstance(optimizer, FusedOptimizer)
         return TrainState(
@@ -149,38 +165,47 @@ class TrainState(eqx.Module):
 
     @property
     def loss_keys(self) -> tuple[PRNGKeyArray, ...]:
-        """What the loss of the next step takes beside the model and the batch: a key, or nothing."""
+        """What the loss of the next step takes beside the model and the batch: a key,
+        or nothing.
+        """
         keys = () if self.key is None else (jax.random.wrap_key_data(self.key),)
         return tuple(jax.random.fold_in(key, self.step) for key in keys)
 
 
 Compute: TypeAlias = Callable[[TokenBatch, Any, Any], tuple[Any, Metrics, Any]]
-"""From a microbatch, its share of the batch's weights and its number to gradients, metrics and more."""
+"""From a microbatch, its share of the batch's weights and its number to gradients,
+metrics and more.
+"""
 
 
 class TrainStep(eqx.Module):
-    """A function from a batch and a state to the next state, by the gradient of the loss on the batch.
+    """A function from a batch and a state to the next state, by the gradient of the
+    loss on the batch.
 
-    It also returns the loss function's metrics (before the step) with `grad_norm` (before clipping) and, with
-    `skip_nonfinite`, `skips`. Frozen arrays get neither gradients nor optimizer state. Compile it with the
-    state donated, so that it is updated in place: `eqx.filter_jit(step, donate="all-except-first")`.
+    It also returns the loss function's metrics (before the step) with `grad_norm`
+    (before clipping) and, with `skip_nonfinite`, `skips`. Frozen arrays get neither
+    gradients nor optimizer state. Compile it with the state donated, so that it is
+    updated in place: `eqx.filter_jit(step, donate="all-except-first")`.
 
     Attributes:
         loss_function: the loss to minimise.
         optimizer: the optimizer that the state was initialised with.
-        microbatches: number of equal parts of the batch that are processed one after the other.
+        microbatches: number of equal parts of the batch that are processed one after
+            the other.
         gradient_dtype: dtype in which gradients are added up.
-        skip_nonfinite: whether a step with a loss or gradient that is not finite changes only `step` and
-            `skips`.
-        partitioning: the sharding of weights, gradients and optimizer state; must be active while the step
-            is traced. One device if not given.
+        skip_nonfinite: whether a step with a loss or gradient that is not finite
+            changes only `step` and `skips`.
+        partitioning: the sharding of weights, gradients and optimizer state; must be
+            active while the step is traced. One device if not given.
 
     Raises:
         ValueError: a `FusedOptimizer` with microbatches or `skip_nonfinite`.
 
-    Memory: the model's, and with microbatches one more copy of the trained arrays in `gradient_dtype`.
+    Memory: the model's, and with microbatches one more copy of the trained arrays in
+    `gradient_dtype`.
 
-    Cost: that of a forward and a backward pass; microbatches of a `LossWithSums` take one more forward pass.
+    Cost: that of a forward and a backward pass; microbatches of a `LossWithSums` take
+    one more forward pass.
     """
 
     loss_function: LossFunction
@@ -192,7 +217,9 @@ class TrainStep(eqx.Module):
 
     @staticmethod
     def of(config: TrainerConfig, **others: Any) -> "TrainStep":
-        """The step with the settings of a config, and the loss, optimizer and partitioning."""
+        """The step with the settings of a config, and the loss, optimizer and
+        partitioning.
+        """
         return TrainStep(
             microbatches=config.update.microbatches,
             gradient_dtype=config.precision.gradients,
@@ -201,13 +228,17 @@ class TrainStep(eqx.Module):
         )
 
     def __check_init__(self) -> None:
-        if isinstance(self.optimizer, FusedOptimizer) and (self.microbatches > 1 or self.skip_nonfinite):
+        if isinstance(self.optimizer, FusedOptimizer) and (
+            self.microbatches > 1 or self.skip_nonfinite
+        ):
             raise ValueError(
-                "A fused update has changed the weights before all gradients are known: it takes neither "
-                "microbatches nor skip_nonfinite."
+                "A fused update has changed the weights before all gradients are known:"
+                " it takes neither microbatches nor skip_nonfinite."
             )
 
-    def __call__(self, batch: TokenBatch, state: TrainState) -> tuple[TrainState, Metrics]:
+    def __call__(
+        self, batch: TokenBatch, state: TrainState
+    ) -> tuple[TrainState, Metrics]:
         """The next state, and the metrics."""
         if isinstance(self.optimizer, FusedOptimizer):
             return self._fused(batch, state, self.optimizer)
@@ -216,13 +247,15 @@ class TrainStep(eqx.Module):
 
     def shard(self, tree: T) -> T:
         """A tree of weights, gradients or optimizer state, sharded."""
-        return tree if self.partitioning is None else self.partitioning.shard_weights(tree)
+        return (
+            tree if self.partitioning is None else self.partitioning.shard_weights(tree)
+        )
 
     def gradients_of(self, state: TrainState, batch: TokenBatch) -> Compute:
         """The gradients of each microbatch's part of the objective of `batch`.
 
-        The mean loss of the batch is the sum of the microbatches' mean losses times their shares of the
-        weights.
+        The mean loss of the batch is the sum of the microbatches' mean losses times
+        their shares of the weights.
         """
         loss, count = self.loss_function, self.microbatches
         share_of: Any = self._mean_over_microbatches
@@ -231,11 +264,14 @@ class TrainStep(eqx.Module):
         elif isinstance(loss, LossWithSums):
             share_of = self._with_sums_of(state, batch, loss)
 
-        def compute(part: TokenBatch, share: Any, index: Any) -> tuple[Any, Metrics, None]:
+        def compute(
+            part: TokenBatch, share: Any, index: Any
+        ) -> tuple[Any, Metrics, None]:
             keys = self._keys(state, index)
 
             def share_of_loss(trained: Any) -> tuple[Array, Metrics]:
-                model = eqx.combine(self.shard(trained), state.frozen)  # which shards the gradients too
+                # Which shards the gradients too
+                model = eqx.combine(self.shard(trained), state.frozen)
                 return share_of(model, part, share, keys)
 
             return *eqx.filter_grad(share_of_loss, has_aux=True)(state.trained), None
@@ -252,25 +288,38 @@ class TrainStep(eqx.Module):
         self, model: Any, part: TokenBatch, share: Any, keys: tuple[PRNGKeyArray, ...]
     ) -> tuple[Array, Metrics]:
         objective, metrics = self.loss_function(model, part, *keys)
-        return metrics["loss"] * share + (objective - metrics["loss"]) / self.microbatches, metrics
+        return (
+            metrics["loss"] * share + (objective - metrics["loss"]) / self.microbatches,
+            metrics,
+        )
 
-    def _with_sums_of(self, state: TrainState, batch: TokenBatch, loss: LossWithSums) -> Any:
+    def _with_sums_of(
+        self, state: TrainState, batch: TokenBatch, loss: LossWithSums
+    ) -> Any:
         """The part of the objective of each microbatch, by the sums of the whole batch.
 
-        With S the sum of the microbatches' sums s, the gradient of the term A(model, S) is that of A at a
-        constant S, plus dA/dS times the gradient of S, of which each microbatch adds that of its own s.
-        S and dA/dS are constants here alone: their derivatives by the state exist, as replays need them.
+        With S the sum of the microbatches' sums s, the gradient of the term A(model, S)
+        is that of A at a constant S, plus dA/dS times the gradient of S, of which each
+        microbatch adds that of its own s. S and dA/dS are constants here alone: their
+        derivatives by the state exist, as replays need them.
         """
-        parts, before = _split(batch, self.microbatches), eqx.combine(self.shard(state.trained), state.frozen)
+        parts, before = (
+            _split(batch, self.microbatches),
+            eqx.combine(self.shard(state.trained), state.frozen),
+        )
 
         def sums_of(index: Any) -> Any:
-            (_, sums), _ = loss.parts(before, _microbatch(parts, index), *self._keys(state, index))
+            (_, sums), _ = loss.parts(
+                before, _microbatch(parts, index), *self._keys(state, index)
+            )
             return sums
 
         def add(total: Any, index: Array) -> tuple[Any, None]:
             return jax.tree.map(jnp.add, total, sums_of(index)), None
 
-        zeros = jax.tree.map(lambda sums: jnp.zeros(sums.shape, sums.dtype), jax.eval_shape(sums_of, 0))
+        zeros = jax.tree.map(
+            lambda sums: jnp.zeros(sums.shape, sums.dtype), jax.eval_shape(sums_of, 0)
+        )
         total, _ = jax.lax.scan(add, zeros, jnp.arange(self.microbatches))
         slope, _ = jax.grad(lambda sums: loss.term(before, sums), has_aux=True)(total)
 
@@ -279,18 +328,37 @@ class TrainStep(eqx.Module):
         ) -> tuple[Array, Metrics]:
             (own_loss, sums), metrics = loss.parts(model, part, *keys)
             term, more = loss.term(model, total)
-            products = jax.tree.map(lambda one, other: jnp.sum(one * other), slope, sums)
-            objective = own_loss * share + sum(jax.tree.leaves(products)) + term / self.microbatches
+            products = jax.tree.map(
+                lambda one, other: jnp.sum(one * other), slope, sums
+            )
+            objective = (
+                own_loss * share
+                + sum(jax.tree.leaves(products))
+                + term / self.microbatches
+            )
             return objective, {**metrics, **more}
 
         return share_of
 
-    def by(self, compute: Compute, batch: TokenBatch, state: TrainState) -> tuple[TrainState, Metrics, Any]:
-        """The next state and the metrics by these gradients, and what else is computed for microbatches."""
+    def by(
+        self, compute: Compute, batch: TokenBatch, state: TrainState
+    ) -> tuple[TrainState, Metrics, Any]:
+        """The next state and the metrics by these gradients, and what else is computed
+        for microbatches.
+        """
         gradients, metrics, found = self._of_microbatches(compute, batch, state.trained)
-        updates, optimizer_state = self.optimizer.update(gradients, state.optimizer_state, state.trained)  # pyright: ignore[reportAttributeAccessIssue]
-        metrics = {**metrics, "grad_norm": optax.tree.norm(optax.tree.cast(gradients, jnp.float32))}
-        add = lambda leaf, update: (leaf.astype(update.dtype) + update).astype(leaf.dtype)  # noqa: E731
+        optimizer: Any = self.optimizer
+        updates, optimizer_state = optimizer.update(
+            gradients, state.optimizer_state, state.trained
+        )
+        metrics = {
+            **metrics,
+            "grad_norm": optax.tree.norm(optax.tree.cast(gradients, jnp.float32)),
+        }
+
+        def add(leaf: jax.Array, update: jax.Array) -> jax.Array:
+            return (leaf.astype(update.dtype) + update).astype(leaf.dtype)
+
         trained = jax.tree.map(add, state.trained, updates)
         after = _after(state, trained, optimizer_state)
         if self.skip_nonfinite:
@@ -298,11 +366,18 @@ class TrainStep(eqx.Module):
             skipped = dataclasses.replace(state, step=after.step, skips=state.skips + 1)
             both = (dataclasses.replace(each, frozen=None) for each in (after, skipped))
             kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), *both)
-            after, metrics["skips"] = dataclasses.replace(kept, frozen=state.frozen), kept.skips
+            after, metrics["skips"] = (
+                dataclasses.replace(kept, frozen=state.frozen),
+                kept.skips,
+            )
         return self.shard(after), metrics, found
 
-    def _of_microbatches(self, compute: Compute, batch: TokenBatch, trained: Any) -> tuple[Any, Metrics, Any]:
-        """The gradients and metrics of a batch, whose row `i * count + n` is row `i` of microbatch `n`."""
+    def _of_microbatches(
+        self, compute: Compute, batch: TokenBatch, trained: Any
+    ) -> tuple[Any, Metrics, Any]:
+        """The gradients and metrics of a batch, whose row `i * count + n` is row `i` of
+        microbatch `n`.
+        """
         count, dtype = self.microbatches, self.gradient_dtype
         if count == 1:
             gradients, metrics, found = compute(batch, 1.0, 0)
@@ -314,11 +389,15 @@ class TrainStep(eqx.Module):
             part = _microbatch(parts, index)
             share = hax.sum(part.weights).scalar() / total
             gradients, metrics, found = compute(part, share, index)
-            summed = jax.tree.map(lambda total, new: total + new.astype(dtype), summed, gradients)
+            summed = jax.tree.map(
+                lambda total, new: total + new.astype(dtype), summed, gradients
+            )
             return summed, (share, metrics, found)
 
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, dtype), trained)
-        gradients, (shares, metrics, found) = jax.lax.scan(add, zeros, jnp.arange(count))
+        gradients, (shares, metrics, found) = jax.lax.scan(
+            add, zeros, jnp.arange(count)
+        )
         return gradients, of_whole_batch(metrics, shares), found
 
     def _fused(
@@ -341,7 +420,9 @@ class TrainStep(eqx.Module):
 
 def marks(trained: Any) -> Any:
     """True where the tree has an array, False where it has None."""
-    return jax.tree.map(lambda leaf: leaf is not None, trained, is_leaf=lambda leaf: leaf is None)
+    return jax.tree.map(
+        lambda leaf: leaf is not None, trained, is_leaf=lambda leaf: leaf is None
+    )
 
 
 def _after(state: TrainState, trained: Any, optimizer_state: Any) -> TrainState:
@@ -363,7 +444,8 @@ def of_whole_batch(metrics: Metrics, shares: Array) -> Metrics:
 def _split(batch: TokenBatch, count: int) -> TokenBatch:
     """The batch with a leading axis of microbatches, equal in rows.
 
-    Rows go to the microbatches in turn, so that rows that are sharded over devices stay on their devices.
+    Rows go to the microbatches in turn, so that rows that are sharded over devices stay
+    on their devices.
     """
 
     def split(leaf: Any) -> Any:
@@ -375,4 +457,6 @@ def _split(batch: TokenBatch, count: int) -> TokenBatch:
 
 
 def _microbatch(parts: TokenBatch, index: Any) -> TokenBatch:
-    return jax.tree.map(lambda leaf: leaf[_MICROBATCH, index], parts, is_leaf=is_named_array)
+    return jax.tree.map(
+        lambda leaf: leaf[_MICROBATCH, index], parts, is_leaf=is_named_array
+    )

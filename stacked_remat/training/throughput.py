@@ -1,4 +1,6 @@
-"""Throughput of a run: time per step, tokens per second, model FLOPs and peak memory."""
+"""Throughput of a run: time per step, tokens per second, model FLOPs and peak
+memory.
+"""
 
 import contextlib
 import resource
@@ -16,7 +18,9 @@ from .step import LossFunction, marks
 
 
 class Clock:
-    """Time and tokens of the steps since the last restart, without the first step, which compiles."""
+    """Time and tokens of the steps since the last restart, without the first step,
+    which compiles.
+    """
 
     def __init__(self) -> None:
         self._last: float | None = None
@@ -57,16 +61,19 @@ class Clock:
 def training_flops(
     loss_function: LossFunction, model: Any, batch: TokenBatch, trained: Any = None
 ) -> float | None:
-    """FLOPs of the matrix products of one step, without recomputation; costs one tracing.
+    """FLOPs of the matrix products of one step, without recomputation; costs one
+    tracing.
 
-    Each product of the loss counts once, and once more for the gradient of each factor that depends on
-    trained arrays: three times for a trained weight, twice for a frozen one, once without gradients.
+    Each product of the loss counts once, and once more for the gradient of each factor
+    that depends on trained arrays: three times for a trained weight, twice for a frozen
+    one, once without gradients.
 
     Args:
         loss_function: the loss.
         model: its weights, or their shapes.
         batch: a batch, or its shapes.
-        trained: the model with `None` in place of frozen arrays; all floating-point arrays by default.
+        trained: the model with `None` in place of frozen arrays; all floating-point
+            arrays by default.
 
     Returns:
         The count; None if the trip count of a loop depends on the data.
@@ -79,12 +86,16 @@ def training_flops(
 
     jaxpr, _, _ = eqx.filter_make_jaxpr(loss)(trained, frozen, batch)
     num_trained = len(jax.tree.leaves(trained))
-    found = count_flops(jaxpr, trained=[index < num_trained for index in range(len(jaxpr.in_avals))])
+    found = count_flops(
+        jaxpr, trained=[index < num_trained for index in range(len(jaxpr.in_avals))]
+    )
     return None if found.too_low else float(found.matmul)
 
 
 def peak_memory_bytes() -> int | None:
-    """The peak memory of the first device so far; on a CPU, the peak of this process."""
+    """The peak memory of the first device so far; on a CPU, the peak of this
+    process.
+    """
     statistics = jax.local_devices()[0].memory_stats()
     if statistics and "peak_bytes_in_use" in statistics:
         return int(statistics["peak_bytes_in_use"])
@@ -95,4 +106,8 @@ def peak_resident_bytes() -> int:
     """The peak of resident memory of this process so far."""
     # Not `ru_maxrss` on Linux, which a process inherits from the one that started it.
     kibibytes = number_in("/proc/self/status", "VmHWM:")
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss if kibibytes is None else 1024 * kibibytes
+    return (
+        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        if kibibytes is None
+        else 1024 * kibibytes
+    )

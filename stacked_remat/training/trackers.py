@@ -24,13 +24,17 @@ class Tracker(abc.ABC):
 
     @abc.abstractmethod
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Records numbers, or arrays of numbers, of the end of step `step` (0: before the first)."""
+        """Records numbers, or arrays of numbers, of the end of step `step` (0: before
+        the first).
+        """
 
     @abc.abstractmethod
     def flush(self) -> None:
-        """Hands what was logged to the operating system, or to a process that outlives this one.
+        """Hands what was logged to the operating system, or to a process that outlives
+        this one.
 
-        Called before each checkpoint: a run that is killed does not log the steps before it again.
+        Called before each checkpoint: a run that is killed does not log the steps
+        before it again.
         """
 
     @abc.abstractmethod
@@ -40,15 +44,18 @@ class Tracker(abc.ABC):
 
 @final
 class JsonLinesTracker(Tracker):
-    """One JSON object per line: the step and its metrics. `log` flushes each line to the file."""
+    """One JSON object per line: the step and its metrics. `log` flushes each line to
+    the file.
+    """
 
     def __init__(self, path: Path, *, resumed_after: int | None = None):
         """Opens the file to append to it.
 
         Args:
             path: the file.
-            resumed_after: the step after which the run resumes. Lines of later steps, and an incomplete last
-                line, are dropped first: an earlier process wrote them after its last checkpoint.
+            resumed_after: the step after which the run resumes. Lines of later steps,
+                and an incomplete last line, are dropped first: an earlier process wrote
+                them after its last checkpoint.
 
         Raises:
             ConfigError: a line is damaged; the file is unchanged.
@@ -60,9 +67,14 @@ class JsonLinesTracker(Tracker):
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Appends a line; numbers that are not finite become null."""
-        numbers = {name: _as_json(np.asarray(value).tolist()) for name, value in metrics.items()}
+        numbers = {
+            name: _as_json(np.asarray(value).tolist())
+            for name, value in metrics.items()
+        }
         with named_in_errors(self._path):
-            self._file.write(json.dumps({"step": step, **numbers}, allow_nan=False) + "\n")
+            self._file.write(
+                json.dumps({"step": step, **numbers}, allow_nan=False) + "\n"
+            )
             self._file.flush()
 
     def flush(self) -> None:
@@ -76,9 +88,11 @@ class JsonLinesTracker(Tracker):
 
 @final
 class _TensorBoard(Tracker):
-    """An event file for TensorBoard, which hides earlier events of steps after `resumed_after`.
+    """An event file for TensorBoard, which hides earlier events of steps after
+    `resumed_after`.
 
-    The package's `SummaryWriter` passes events to a thread, and its `flush` does not wait for all of them.
+    The package's `SummaryWriter` passes events to a thread, and its `flush` does not
+    wait for all of them.
     """
 
     def __init__(self, folder: Path, resumed_after: int | None):
@@ -110,7 +124,9 @@ class _TensorBoard(Tracker):
 class _Wandb(Tracker):
     """A run of Weights & Biases, the same one when the run resumes."""
 
-    def __init__(self, config: WandbConfig, folder: Path, run_config: Mapping[str, Any]):
+    def __init__(
+        self, config: WandbConfig, folder: Path, run_config: Mapping[str, Any]
+    ):
         package, identifier = _package("wandb"), folder / "wandb_run_id.txt"
         if not identifier.exists():
             identifier.write_text(uuid.uuid4().hex, encoding="utf-8")
@@ -127,8 +143,9 @@ class _Wandb(Tracker):
             )
         except Exception as error:  # the package raises anything
             raise ConfigError(
-                f"trainer.trackers.wandb: Weights & Biases could not start the run: {error} Log in there, "
-                f"keep the run on this machine (mode: offline), or remove the section."
+                "trainer.trackers.wandb: Weights & Biases could not start the run:"
+                f" {error} Log in there, keep the run on this machine (mode: offline),"
+                " or remove the section."
             ) from error
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
@@ -142,9 +159,14 @@ class _Wandb(Tracker):
 
 
 def build_trackers(
-    config: TrackersConfig, folder: Path, run_config: Mapping[str, Any], *, resumed_after: int | None = None
+    config: TrackersConfig,
+    folder: Path,
+    run_config: Mapping[str, Any],
+    *,
+    resumed_after: int | None = None,
 ) -> list[Tracker]:
-    """The trackers of a config, besides the JSON lines; they log each number of an array by its index.
+    """The trackers of a config, besides the JSON lines; they log each number of an
+    array by its index.
 
     Args:
         config: of the trackers.
@@ -153,8 +175,8 @@ def build_trackers(
         resumed_after: the step after which the run resumes; None for a new run.
 
     Raises:
-        ConfigError: a package is not installed or can't start the run, for lack of a login or a network
-            perhaps; the message names it.
+        ConfigError: a package is not installed or can't start the run, for lack of a
+            login or a network perhaps; the message names it.
     """
     built: list[Tracker] = []
     if config.wandb.project is not None:  # first, since it may fail
@@ -165,7 +187,9 @@ def build_trackers(
 
 
 def check_trackers(config: TrackersConfig) -> None:
-    """Imports the packages of a config's trackers; a ConfigError names one that is not installed."""
+    """Imports the packages of a config's trackers; a ConfigError names one that is not
+    installed.
+    """
     if config.tensorboard:
         _package("tensorboardX")
     if config.wandb.project is not None:
@@ -177,8 +201,12 @@ def _package(name: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         package = name.partition(".")[0]
-        install = "'stacked_remat[tensorboard]'" if package == "tensorboardX" else package
-        raise ConfigError(f"trainer.trackers needs the package {package}: pip install {install}") from error
+        install = (
+            "'stacked_remat[tensorboard]'" if package == "tensorboardX" else package
+        )
+        raise ConfigError(
+            f"trainer.trackers needs the package {package}: pip install {install}"
+        ) from error
 
 
 def _keep_lines(path: Path, last_step: int) -> None:
@@ -186,12 +214,16 @@ def _keep_lines(path: Path, last_step: int) -> None:
     kept = []
     for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
         try:
-            if line.endswith(b"\n") and json.loads(line.decode("utf-8"))["step"] <= last_step:
+            if (
+                line.endswith(b"\n")
+                and json.loads(line.decode("utf-8"))["step"] <= last_step
+            ):
                 kept.append(line)
         except (ValueError, LookupError, TypeError, RecursionError) as error:
             raise ConfigError(
-                f"{path} is damaged: line {number} is not a line of metrics ({error}). Delete that line, or "
-                f"move the file away, and start the same command again."
+                f"{path} is damaged: line {number} is not a line of metrics ({error})."
+                " Delete that line, or move the file away, and start the same command"
+                " again."
             ) from error
     with replaced_whole(path) as rewritten:
         rewritten.write_bytes(b"".join(kept))
@@ -203,7 +235,10 @@ def _scalars(metrics: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
         if array.ndim == 0:
             yield name, float(array)
         else:
-            yield from ((f"{name}/{index}", float(number)) for index, number in enumerate(array.ravel()))
+            yield from (
+                (f"{name}/{index}", float(number))
+                for index, number in enumerate(array.ravel())
+            )
 
 
 def _as_json(value: Any) -> Any:

@@ -13,14 +13,15 @@ class UpdateConfig:
     """How a batch updates the weights.
 
     Attributes:
-        microbatches: equal parts of a batch whose gradients are computed one after the other and added up.
-            The update is that of the whole batch; activations take the memory of one part. For the losses of
-            experts, which are of the whole batch too, it takes one more forward pass.
-        on_nonfinite: what to do when the loss or the gradient norm is NaN or infinite: `stop` ends the run,
-            `skip` leaves weights and optimizer unchanged.
+        microbatches: equal parts of a batch whose gradients are computed one after the
+            other and added up. The update is that of the whole batch; activations take
+            the memory of one part. For the losses of experts, which are of the whole
+            batch too, it takes one more forward pass.
+        on_nonfinite: what to do when the loss or the gradient norm is NaN or infinite:
+            `stop` ends the run, `skip` leaves weights and optimizer unchanged.
         max_consecutive_skips: skipped steps in a row after which `skip` stops too.
-        fused: whether each layer is updated within the backward pass, as soon as its gradient exists, so that
-            no gradient of the whole model takes memory.
+        fused: whether each layer is updated within the backward pass, as soon as its
+            gradient exists, so that no gradient of the whole model takes memory.
     """
 
     microbatches: int = 1
@@ -29,23 +30,28 @@ class UpdateConfig:
     fused: bool = False
 
     def __post_init__(self) -> None:
-        check_at_least(1, "trainer.update", self, "microbatches", "max_consecutive_skips")
+        check_at_least(
+            1, "trainer.update", self, "microbatches", "max_consecutive_skips"
+        )
         if self.fused and (self.microbatches > 1 or self.on_nonfinite == "skip"):
             raise ValueError(
-                "trainer.update.fused changes weights before all gradients are known: leave it out, or both "
-                "trainer.update.microbatches and on_nonfinite: skip."
+                "trainer.update.fused changes weights before all gradients are known:"
+                " leave it out, or both trainer.update.microbatches and on_nonfinite:"
+                " skip."
             )
 
 
 @dataclass(frozen=True)
 class PrecisionConfig:
-    """Dtypes in which the training state is stored; the dtype of computation belongs to the model's config.
+    """Dtypes in which the training state is stored; the dtype of computation belongs to
+    the model's config.
 
     Losses and the optimizer's arithmetic are float32 in any case.
 
     Attributes:
         parameters: the weights.
-        gradients: gradients as they are added up over microbatches and passed to the optimizer.
+        gradients: gradients as they are added up over microbatches and passed to the
+            optimizer.
         optimizer_state: the optimizer's arrays that have the shape of a parameter.
     """
 
@@ -59,24 +65,31 @@ class MeshConfig:
     """The mesh of devices, and the named axes that are sharded over it.
 
     Attributes:
-        axes: the axes of the mesh and their sizes; one may be -1 for all remaining devices. Where the sizes
-            need fewer devices than there are, the first ones are used.
-        compute_mapping: for each named axis of activations that is sharded, the mesh axis, or a list of
-            several. `batch: data` is data parallelism.
-        param_mapping: the same for weights, gradients and the optimizer's state. `embed: data` is FSDP: a
-            layer's weights are gathered when the layer runs. `{}` copies all of them to every device. In an
-            array with several of these axes, a mesh axis divides the one that is written first.
+        axes: the axes of the mesh and their sizes; one may be -1 for all remaining
+            devices. Where the sizes need fewer devices than there are, the first ones
+            are used.
+        compute_mapping: for each named axis of activations that is sharded, the mesh
+            axis, or a list of several. `batch: data` is data parallelism.
+        param_mapping: the same for weights, gradients and the optimizer's state.
+            `embed: data` is FSDP: a layer's weights are gathered when the layer runs.
+            `{}` copies all of them to every device. In an array with several of these
+            axes, a mesh axis divides the one that is written first.
     """
 
     axes: dict[str, int] = field(default_factory=lambda: {"data": -1})
-    compute_mapping: dict[str, list[str] | str] = field(default_factory=lambda: {"batch": "data"})
-    param_mapping: dict[str, list[str] | str] = field(default_factory=lambda: {"embed": "data"})
+    compute_mapping: dict[str, list[str] | str] = field(
+        default_factory=lambda: {"batch": "data"}
+    )
+    param_mapping: dict[str, list[str] | str] = field(
+        default_factory=lambda: {"embed": "data"}
+    )
 
     def __post_init__(self) -> None:
         for name, size in self.axes.items():
             if size != -1 and size < 1:
                 raise ValueError(
-                    f"trainer.mesh.axes.{name} must be at least 1, or -1 for the rest; got {size}."
+                    f"trainer.mesh.axes.{name} must be at least 1, or -1 for the rest;"
+                    f" got {size}."
                 )
         if list(self.axes.values()).count(-1) > 1:
             raise ValueError(f"trainer.mesh.axes can have one -1, got {self.axes}.")
@@ -86,23 +99,29 @@ class MeshConfig:
                 strange = [one for one in over if one not in self.axes]
                 if strange:
                     raise ValueError(
-                        f"trainer.mesh.{table}.{name} names the mesh axis {strange[0]!r}; those in "
-                        f"trainer.mesh.axes are {', '.join(self.axes)}. Where you did not write that, it is "
-                        f"the default: map {name} to one of them, or write trainer.mesh.{table}: {{}}."
+                        f"trainer.mesh.{table}.{name} names the mesh axis"
+                        f" {strange[0]!r}; those in trainer.mesh.axes are"
+                        f" {', '.join(self.axes)}. Where you did not write that, it is"
+                        f" the default: map {name} to one of them, or write"
+                        f" trainer.mesh.{table}: {{}}."
                     )
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """When checkpoints are written besides the one at the end, which are kept, and how a run resumes.
+    """When checkpoints are written besides the one at the end, which are kept, and how
+    a run resumes.
 
     Attributes:
         every_steps: steps between checkpoints; null for none by step.
         every_minutes: minutes between checkpoints; null for none by time.
         keep_last: how many of the latest are kept.
-        keep_every_steps: checkpoints at multiples of this are kept forever; null for none.
-        overwrite: whether to delete the results of an earlier run in `run_dir` and start again.
-        accept_changes: whether a run may resume with a config that would give other results.
+        keep_every_steps: checkpoints at multiples of this are kept forever; null for
+            none.
+        overwrite: whether to delete the results of an earlier run in `run_dir` and
+            start again.
+        accept_changes: whether a run may resume with a config that would give other
+            results.
     """
 
     every_steps: int | None = None
@@ -114,7 +133,13 @@ class CheckpointConfig:
 
     def __post_init__(self) -> None:
         check_at_least(1, "trainer.checkpoint", self, "keep_last")
-        check_positive("trainer.checkpoint", self, "every_steps", "every_minutes", "keep_every_steps")
+        check_positive(
+            "trainer.checkpoint",
+            self,
+            "every_steps",
+            "every_minutes",
+            "keep_every_steps",
+        )
 
 
 @dataclass(frozen=True)
@@ -124,8 +149,9 @@ class ProfilerConfig:
     Attributes:
         start_step: first step of a trace by JAX's profiler; null for no trace.
         num_steps: steps in the trace.
-        peak_flops: peak FLOP/s of one device, for the model FLOPs utilisation; null takes the device's known
-            dense bfloat16 peak, or reports no utilisation where it is not known.
+        peak_flops: peak FLOP/s of one device, for the model FLOPs utilisation; null
+            takes the device's known dense bfloat16 peak, or reports no utilisation
+            where it is not known.
     """
 
     start_step: int | None = None
@@ -159,7 +185,8 @@ class TrackersConfig:
     """Where metrics are logged besides `metrics.jsonl` in the run folder.
 
     Attributes:
-        tensorboard: whether to write event files to the run folder; needs the package tensorboardX.
+        tensorboard: whether to write event files to the run folder; needs the package
+            tensorboardX.
         wandb: Weights & Biases; needs the package wandb.
     """
 
@@ -169,22 +196,24 @@ class TrackersConfig:
 
 @dataclass(frozen=True)
 class TrainerConfig:
-    """Trainer settings: how long to train, on which devices, and what to report and save.
+    """Trainer settings: how long to train, on which devices, and what to report and
+    save.
 
     Attributes:
         num_steps: optimizer steps.
         seed: of the initial weights and of the order of the batches.
         log_every: steps between lines in the metrics file.
-        eval_every: steps between evaluations on held-out text; null for those before the first and after the
-            last step only.
-        eval_batches: batches in an evaluation, always the same ones; with several sources, also for each.
-        run_dir: folder for config, metrics and checkpoints; `runs/DATE-TIME` if null. The same command with
-            the same folder resumes an interrupted run.
+        eval_every: steps between evaluations on held-out text; null for those before
+            the first and after the last step only.
+        eval_batches: batches in an evaluation, always the same ones; with several
+            sources, also for each.
+        run_dir: folder for config, metrics and checkpoints; `runs/DATE-TIME` if null.
+            The same command with the same folder resumes an interrupted run.
         mesh: the mesh of devices, and the axes that are sharded over it.
         update: microbatches, and what to do with steps that are not finite.
-        streaming: whether the weights of the layers are in host memory, and come to the device while their
-            layer runs: frozen weights, or with `update.fused` those that are trained, with their optimizer
-            state.
+        streaming: whether the weights of the layers are in host memory, and come to the
+            device while their layer runs: frozen weights, or with `update.fused` those
+            that are trained, with their optimizer state.
         precision: dtypes of weights, gradients and optimizer state.
         checkpoint: when checkpoints are written, and which are kept.
         profiler: traces, and the device's peak.
@@ -206,8 +235,12 @@ class TrainerConfig:
     trackers: TrackersConfig = field(default_factory=TrackersConfig)
 
     def __post_init__(self) -> None:
-        check_at_least(1, "trainer", self, "num_steps", "log_every", "eval_every", "eval_batches")
+        check_at_least(
+            1, "trainer", self, "num_steps", "log_every", "eval_every", "eval_batches"
+        )
         if not 0 <= self.seed < 2**63:
-            raise ValueError(f"trainer.seed must be at least 0 and below 2**63, got {self.seed}.")
+            raise ValueError(
+                f"trainer.seed must be at least 0 and below 2**63, got {self.seed}."
+            )
         if self.run_dir is not None:
             check_folder("trainer.run_dir", self.run_dir)

@@ -1,4 +1,6 @@
-"""Benchmarks run at toy size on the CPU and write their rows, with the options that they declare."""
+"""Benchmarks run at toy size on the CPU and write their rows, with the options that
+they declare.
+"""
 
 import importlib
 import json
@@ -12,13 +14,26 @@ from benchmarks.residual_mlp import Sizes
 
 MLP = "--layers 4 --tokens 32 --width 16 --inner 24"
 SMALL = "--model.num_layers 2 --model.hidden_dim 32"
-CONTEXT = f"--config {CONFIG.with_name('qwen3_moe_65k_cpu.yaml')} --target local {SMALL}"
+CONTEXT = (
+    f"--config {CONFIG.with_name('qwen3_moe_65k_cpu.yaml')} --target local {SMALL}"
+)
 STEP = f"--configs {CONFIG.with_name('qwen3_moe_tiny.yaml')} --target local --devices 8"
-# The command, the file that it writes, how many rows, but for those of kernels that are refused, and what is
-# above zero in all rows that have it, of which there is one at least.
+# The command, the file that it writes, how many rows, but for those of kernels that are
+# refused, and what is above zero in all rows that have it, of which there is one at
+# least.
 COMMANDS = [
-    (f"step_memory {STEP} --layers 1 --policies True", "qwen3_moe_tiny_local_8", 1, ("total", "sent")),
-    (f"stack_memory {MLP} --only ^lax[^,]*$", "stack_memory_local", 2, ("total", "matmul_flops")),
+    (
+        f"step_memory {STEP} --layers 1 --policies True",
+        "qwen3_moe_tiny_local_8",
+        1,
+        ("total", "sent"),
+    ),
+    (
+        f"stack_memory {MLP} --only ^lax[^,]*$",
+        "stack_memory_local",
+        2,
+        ("total", "matmul_flops"),
+    ),
     (
         f"checkpoint_chain {MLP} --only ^nothing|^BlockSeq,.nested$",
         "checkpoint_chain_local",
@@ -68,13 +83,19 @@ COMMANDS = [
         ("temporaries_ratio", "flops_ratio"),
     ),
     (
-        "expert_layer --rounds 2 --tokens 64 --embed 16 --inner 8 --experts 4 --chosen 2",
+        (
+            "expert_layer --rounds 2 --tokens 64 --embed 16 --inner 8 --experts 4"
+            " --chosen 2"
+        ),
         "expert_layer_cpu",
         4,
         ("median_seconds", "to_dense"),
     ),
     (
-        "attention_layer --kv_heads 1 --group 2 --head_dim 8 --tokens 64 --check 64 --rounds 1",
+        (
+            "attention_layer --kv_heads 1 --group 2 --head_dim 8 --tokens 64 --check 64"
+            " --rounds 1"
+        ),
         "attention_layer_cpu",
         10,
         ("milliseconds", "utilisation_of_matmul_peak", "agrees"),
@@ -92,7 +113,9 @@ SIZES = Sizes()
 
 @pytest.mark.deep
 @pytest.mark.parametrize(
-    ("command", "name", "rows", "positive"), COMMANDS, ids=lambda value: str(value).split(" --")[0]
+    ("command", "name", "rows", "positive"),
+    COMMANDS,
+    ids=lambda value: str(value).split(" --")[0],
 )
 def test_a_benchmark_writes_its_rows(
     command, name, rows, positive, tmp_path, monkeypatch, standard_promotion
@@ -100,13 +123,17 @@ def test_a_benchmark_writes_its_rows(
     monkeypatch.setattr("benchmarks.streaming.EXPERTS", (2, 4, 16, 8))
     monkeypatch.setattr("benchmarks.qwen3_context.LEANEST", ("nested",))
     adapted = tmp_path / "adapted.yaml"
-    adapted.write_text(CONFIG.with_name("qwen3_moe_65k_cpu.yaml").read_text() + "lora: {rank: 2}\n")
+    adapted.write_text(
+        CONFIG.with_name("qwen3_moe_65k_cpu.yaml").read_text() + "lora: {rank: 2}\n"
+    )
     monkeypatch.setattr("benchmarks.ghost.CONFIG", adapted)
     monkeypatch.setattr("benchmarks.ghost.SMALL", [("experts", "adapters", 8, 1024)])
     monkeypatch.setattr("benchmarks.attention_layer.matmul_peak", lambda: 1.0)
     monkeypatch.chdir(tmp_path)
     module, *arguments = command.split(" ")
-    path = importlib.import_module(f"benchmarks.{module}").main([*arguments, "--out", str(tmp_path)])
+    path = importlib.import_module(f"benchmarks.{module}").main(
+        [*arguments, "--out", str(tmp_path)]
+    )
     found = json.loads(path.read_text())
     measured = [row for row in found["rows"] if "refused" not in row]
     assert path == tmp_path / f"{name}.json" and len(measured) == rows
@@ -116,23 +143,47 @@ def test_a_benchmark_writes_its_rows(
         assert values and min(values) > 0, key
 
 
-def rows_of(sizes: Sizes = SIZES, only: tuple[int, ...] = (), fast: bool = False, overrides=()):
-    yield {"name": f"{sizes.layers} {sizes.inner} {only} {fast} {overrides}", "temporaries": 2**30}
+def rows_of(
+    sizes: Sizes = SIZES, only: tuple[int, ...] = (), fast: bool = False, overrides=()
+):
+    yield {
+        "name": f"{sizes.layers} {sizes.inner} {only} {fast} {overrides}",
+        "temporaries": 2**30,
+    }
 
 
 def test_options_are_those_of_the_function(tmp_path, capsys):
-    run = one_of(first=benchmark("rows_{layers}_{platform}")(rows_of), second=benchmark("second")(rows_of))
+    run = one_of(
+        first=benchmark("rows_{layers}_{platform}")(rows_of),
+        second=benchmark("second")(rows_of),
+    )
     path = run(
-        ["--layers", "5", "--only", "1", "2", "--fast", "--a.key", "x", "--out", str(tmp_path / "new")]
+        [
+            "--layers",
+            "5",
+            "--only",
+            "1",
+            "2",
+            "--fast",
+            "--a.key",
+            "x",
+            "--out",
+            str(tmp_path / "new"),
+        ]
     )
     found = json.loads(path.read_text())
-    assert path == tmp_path / "new/rows_5_cpu.json" and (found["sizes"]["layers"], found["only"]) == (
+    assert path == tmp_path / "new/rows_5_cpu.json" and (
+        found["sizes"]["layers"],
+        found["only"],
+    ) == (
         5,
         [1, 2],
     )
     assert found["rows"][0]["name"] == "5 2048 (1, 2) True ('--a.key', 'x')"
     assert "temporaries 1.00 GiB" in capsys.readouterr().out
-    assert run(["second", "--name", "other", "--out", str(tmp_path)]).name == "other.json"
+    assert (
+        run(["second", "--name", "other", "--out", str(tmp_path)]).name == "other.json"
+    )
 
 
 def test_wrong_options_and_nothing_to_measure_are_errors(tmp_path, capsys):

@@ -14,7 +14,17 @@ with warnings.catch_warnings():
 
 pytestmark = pytest.mark.torch
 
-SMALL = dict(layers=2, width=16, heads=4, kv_heads=2, head_dim=4, experts=4, chosen=2, inner=8, vocab=32)
+SMALL = dict(
+    layers=2,
+    width=16,
+    heads=4,
+    kv_heads=2,
+    head_dim=4,
+    experts=4,
+    chosen=2,
+    inner=8,
+    vocab=32,
+)
 SMALL |= dict(batch=2, positions=16)
 
 

@@ -1,4 +1,6 @@
-"""Memory of fused updates on an H200 and a TPU v5p, by compiling. The report of a run has the figures."""
+"""Memory of fused updates on an H200 and a TPU v5p, by compiling. The report of a run
+has the figures.
+"""
 
 from functools import partial
 
@@ -32,13 +34,17 @@ def loss(remat, blocks, x):
 
 
 def fused_report(target, optimizer, options, remat="nested"):
-    fused = fused_update(partial(loss, remat), optimizer, trainable=lambda _: True, **options)
+    fused = fused_update(
+        partial(loss, remat), optimizer, trainable=lambda _: True, **options
+    )
     state = jax.eval_shape(fused.init, blocks())
 
     def step(blocks, state, x):
         return fused(blocks, state, x)
 
-    return memory.report(step, blocks(), state, X, target=target, donate=["blocks", "state"])
+    return memory.report(
+        step, blocks(), state, X, target=target, donate=["blocks", "state"]
+    )
 
 
 def two_steps_report(target, optimizer):
@@ -48,12 +54,16 @@ def two_steps_report(target, optimizer):
         return optax.apply_updates(blocks, updates), state
 
     state = jax.eval_shape(optimizer.init, blocks())
-    return memory.report(step, blocks(), state, X, target=target, donate=["blocks", "state"])
+    return memory.report(
+        step, blocks(), state, X, target=target, donate=["blocks", "state"]
+    )
 
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("target", [ON_H200, ON_V5P])
-def test_no_gradient_of_the_stack_exists_and_all_is_updated_in_place(target, name, record_testsuite_property):
+def test_no_gradient_of_the_stack_exists_and_all_is_updated_in_place(
+    target, name, record_testsuite_property
+):
     remat, optimizer, options, state = CASES[name]
     report = fused_report(target, optimizer, options, remat)
     record_testsuite_property(f"{target}, {name}: GiB", report.total / GIB)
@@ -62,5 +72,7 @@ def test_no_gradient_of_the_stack_exists_and_all_is_updated_in_place(target, nam
     assert report.total < MOST + state + kept_again
     if name == "adamw":
         two_steps = two_steps_report(target, optimizer)
-        record_testsuite_property(f"{target}, {name}, two steps: GiB", two_steps.total / GIB)
+        record_testsuite_property(
+            f"{target}, {name}, two steps: GiB", two_steps.total / GIB
+        )
         assert two_steps.total > report.total + 0.9 * STACK  # the gradient

@@ -13,7 +13,9 @@ NEEDS_CUDNN = pytest.mark.skipif(not cudnn_is_installed(), reason="JAX finds no 
 GIB = 2**30
 
 
-@pytest.mark.parametrize(("tokens", "limit"), [(65_536, 7.0), (131_072, 12.5), (262_144, 24.5)])
+@pytest.mark.parametrize(
+    ("tokens", "limit"), [(65_536, 7.0), (131_072, 12.5), (262_144, 24.5)]
+)
 def test_temporaries_are_within_the_limits_and_offloading_takes_less(tokens, limit):
     rows = recorded("qwen3_context_h200", "tokens", "policy")
     found = {name: rows[tokens, name] for name in POLICIES}
@@ -22,9 +24,8 @@ def test_temporaries_are_within_the_limits_and_offloading_takes_less(tokens, lim
         assert found[name]["temporaries"] < found["nested"]["temporaries"]
         assert found[name]["host"] > 0
     assert found["nested"]["matmul_flops"] < 4 / 3 * found["True"]["matmul_flops"]
-    assert found["nested"]["arguments"] == pytest.approx(
-        60 * GIB, rel=0.01
-    )  # 56.9 GiB of weights, 3.1 of adapters
+    # 56.9 GiB of weights, 3.1 of adapters
+    assert found["nested"]["arguments"] == pytest.approx(60 * GIB, rel=0.01)
 
 
 def test_kernels_of_documents_and_of_experts_are_within_the_limits():
@@ -36,8 +37,12 @@ def test_kernels_of_documents_and_of_experts_are_within_the_limits():
         "qwen3_experts_v5p": {"block": 11, "megablox": 11},
     }.items():
         rows = recorded(name, "backend", "policy")
-        assert {backend for backend, policy in rows if policy == "nested"} == limits.keys()
-        assert all(rows[key, "nested"]["temporaries"] <= limits[key] * GIB for key in limits)
+        assert {
+            backend for backend, policy in rows if policy == "nested"
+        } == limits.keys()
+        assert all(
+            rows[key, "nested"]["temporaries"] <= limits[key] * GIB for key in limits
+        )
 
 
 def test_a_million_tokens_fit_with_offloading():
@@ -46,7 +51,10 @@ def test_a_million_tokens_fit_with_offloading():
     assert found["80GiB", "offload"]["tokens"] >= 262_144
     assert found["139GiB", "nested"]["tokens"] >= 524_288
     assert found["139GiB", "offload"]["tokens"] >= 2**20
-    assert all(row["total"] <= int(budget.removesuffix("GiB")) * GIB for (budget, _), row in found.items())
+    assert all(
+        row["total"] <= int(budget.removesuffix("GiB")) * GIB
+        for (budget, _), row in found.items()
+    )
 
 
 def test_a_million_tokens_take_a_quarter_of_each_of_eight_gpus():
@@ -55,8 +63,19 @@ def test_a_million_tokens_take_a_quarter_of_each_of_eight_gpus():
     assert rows[2**20, "offload"]["temporaries"] < rows[2**20, "nested"]["temporaries"]
 
 
-SMALLER = ["--model.num_layers", "10", "--model.experts.num_experts", "16", "--vocab_size", "1024"]
-SMALLER += ["--model.experts.backend", "block"]  # others have chunks of half a GiB, which are not full here
+SMALLER = [
+    "--model.num_layers",
+    "10",
+    "--model.experts.num_experts",
+    "16",
+    "--vocab_size",
+    "1024",
+]
+# Others have chunks of half a GiB, which are not full here
+SMALLER += [
+    "--model.experts.backend",
+    "block",
+]
 
 
 @h200
@@ -68,13 +87,19 @@ SMALLER += ["--model.experts.backend", "block"]  # others have chunks of half a 
         ("blockwise", "nested", 937e6, 77),
     ],
 )
-def test_memory_of_a_shallower_model_is_proportional_to_tokens(backend, policy, whole, a_token):
-    """10 layers of full width: `nested` keeps 4 carries of 4 KiB per token, `offload` one or two."""
+def test_memory_of_a_shallower_model_is_proportional_to_tokens(
+    backend, policy, whole, a_token
+):
+    """10 layers of full width: `nested` keeps 4 carries of 4 KiB per token, `offload`
+    one or two.
+    """
     smaller = [*SMALLER, "--model.attention.backend", backend]
     config = parse_config(LmRunConfig, ["--config_path", str(CONFIG), *smaller])
     found = []
     for tokens in (8_192, 16_384):
         fn, args = forward_and_backward(config, tokens)
-        found.append(memory.report(fn(POLICIES[policy]), *args, target="h200").temporaries)
+        found.append(
+            memory.report(fn(POLICIES[policy]), *args, target="h200").temporaries
+        )
     assert found[0] <= 1.05 * whole
     assert (found[1] - found[0]) / 8_192 <= 1.05 * a_token * 1024

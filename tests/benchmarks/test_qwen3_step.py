@@ -1,4 +1,6 @@
-"""Tests of the benchmarks of training steps and of attention, at small sizes on the CPU."""
+"""Tests of the benchmarks of training steps and of attention, at small sizes on the
+CPU.
+"""
 
 import json
 
@@ -40,12 +42,18 @@ def test_a_policy_is_compared_timed_and_profiled(tmp_path, standard_promotion):
     assert (gradients["policy"], gradients["off_first"]) == ("nested", 0.0)
     assert gradients["off"] < 1e-5  # in float32 too
     assert row["backends"] == {"attention": "blockwise", "experts": "block"}
-    assert row["seconds"] > 0 and row["peak_bytes"] > 2**26 and row["utilisation_of_matmul_peak"] > 0
+    assert (
+        row["seconds"] > 0
+        and row["peak_bytes"] > 2**26
+        and row["utilisation_of_matmul_peak"] > 0
+    )
 
 
 @pytest.fixture
 def steps(monkeypatch):
-    """The gradients that are found, in place of computing them, and the steps that are timed."""
+    """The gradients that are found, in place of computing them, and the steps that are
+    timed.
+    """
     off, timed = {"True": 0.030, "nested": 0.031}, []
 
     def gradient_rows(given, tokens, policies, documents):
@@ -73,13 +81,27 @@ def test_a_policy_with_wrong_gradients_is_named_and_not_timed(tmp_path, steps):
 def test_other_models_are_refused(tmp_path):
     dense = tmp_path / "dense.yaml"
     dense.write_text("model:\n  type: qwen3\nvocab_size: 260\n")
-    with pytest.raises(SystemExit, match="model.type must be qwen3_moe here; the config has Qwen3Config"):
+    with pytest.raises(
+        SystemExit,
+        match="model.type must be qwen3_moe here; the config has Qwen3Config",
+    ):
         main(["--config", str(dense)])
 
 
 def test_policies_are_those_of_the_model(tmp_path, steps):
     _, timed = steps
-    main(["--check", "0", "--tokens", "8", "--policies", "attention_saved", "--out", str(tmp_path)])
+    main(
+        [
+            "--check",
+            "0",
+            "--tokens",
+            "8",
+            "--policies",
+            "attention_saved",
+            "--out",
+            str(tmp_path),
+        ]
+    )
     assert timed == [("attention_saved", 8)]
     with pytest.raises(SystemExit, match="'fast' is none of False, True, nested"):
         main(["--policies", "fast"])
@@ -101,9 +123,15 @@ def test_kernels_of_attention_are_compared_with_the_definition(monkeypatch, tmp_
         if kernel == "blockwise":
             assert 0 < row["off"] < 2e-2 and row["agrees"]
         elif kernel == "cudnn":
-            assert row["refused"] == "it runs on NVIDIA GPUs, and the program is for 'cpu'"
+            assert (
+                row["refused"] == "it runs on NVIDIA GPUs, and the program is for 'cpu'"
+            )
     monkeypatch.setattr(attention_layer, "CASES", ("plain",))
-    wrong = Kernel(lambda query, *rest: BLOCKWISE.forward(1.1 * query, *rest), BLOCKWISE.backward)
+    wrong = Kernel(
+        lambda query, *rest: BLOCKWISE.forward(1.1 * query, *rest), BLOCKWISE.backward
+    )
     monkeypatch.setitem(BACKENDS, "blockwise", Backend(wrong))
-    with pytest.raises(SystemExit, match="differs from the definition: blockwise, plain: off by 0"):
+    with pytest.raises(
+        SystemExit, match="differs from the definition: blockwise, plain: off by 0"
+    ):
         attention_layer.main(["--check", "16", "--out", str(tmp_path)])

@@ -1,4 +1,6 @@
-"""Tests of the memory that the benchmark recorded; `test_stack_time.py` compares its programs."""
+"""Tests of the memory that the benchmark recorded; `test_stack_time.py` compares its
+programs.
+"""
 
 import pytest
 
@@ -8,7 +10,10 @@ from tests.recorded_on import ON_H200, ON_V5P, recorded
 
 GIB = 2**30
 COMPILED = [
-    *((ON_H200, f" {name}", 2_048) for name in ("True", "nested=7", "max_carries=6", "offload")),
+    *(
+        (ON_H200, f" {name}", 2_048)
+        for name in ("True", "nested=7", "max_carries=6", "offload")
+    ),
     *((ON_H200, f" {name}", 16_384) for name in ("nested", "nested, 16 tiles")),
     *((ON_V5P, f" {name}", 2_048) for name in ("nested", "offload")),
     *((target, " nested + offload", 2_048) for target in (ON_H200, ON_V5P)),
@@ -20,12 +25,19 @@ COMPILED = [
 
 @pytest.mark.parametrize(
     ("target", "name", "inner"),
-    [pytest.param(*target.values, *others, marks=target.marks) for target, *others in COMPILED],
+    [
+        pytest.param(*target.values, *others, marks=target.marks)
+        for target, *others in COMPILED
+    ],
 )
 def test_memory_is_within_a_tenth_of_what_the_benchmark_recorded(target, name, inner):
-    fn, args = (variants() | hessian_products())[f"stacked_remat{name}"](Sizes(inner=inner))
+    fn, args = (variants() | hessian_products())[f"stacked_remat{name}"](
+        Sizes(inner=inner)
+    )
     found = memory.report(fn, *args, target=target)
-    before = recorded(f"stack_memory_{target}", "name", "inner")[f"stacked_remat{name}", inner]
+    before = recorded(f"stack_memory_{target}", "name", "inner")[
+        f"stacked_remat{name}", inner
+    ]
     assert found.temporaries <= 1.1 * before["temporaries"]
     assert found.host.temporaries <= 1.1 * before["host_temporaries"]
     assert found.flops.matmul <= 1.01 * before["matmul_flops"]
@@ -46,6 +58,8 @@ def test_memory_is_within_a_tenth_of_what_the_benchmark_recorded(target, name, i
     ],
 )
 def test_recorded_memory_is_within_limits(target, name, inner, device, host):
-    row = recorded(f"stack_memory_{target}", "name", "inner")[f"stacked_remat {name}", inner]
+    row = recorded(f"stack_memory_{target}", "name", "inner")[
+        f"stacked_remat {name}", inner
+    ]
     assert row["temporaries"] <= device * GIB
     assert row["host_temporaries"] <= host * GIB

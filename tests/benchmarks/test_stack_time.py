@@ -1,4 +1,6 @@
-"""Tests of the benchmark of time at small sizes: gradients are compared, and wrong ones are not timed."""
+"""Tests of the benchmark of time at small sizes: gradients are compared, and wrong ones
+are not timed.
+"""
 
 import json
 import re
@@ -24,7 +26,9 @@ def test_every_variant_gives_the_same_gradients(tmp_path, standard_promotion):
     assert rows["haliax True"]["to_baselines"]["haliax True"] == 1.0
     nested = rows["stacked_remat nested"]
     ratios = np.divide(nested["seconds"], rows["stacked_remat True"]["seconds"])
-    np.testing.assert_allclose(nested["to_baselines"]["stacked_remat True"], np.median(ratios), rtol=0.05)
+    np.testing.assert_allclose(
+        nested["to_baselines"]["stacked_remat True"], np.median(ratios), rtol=0.05
+    )
     assert len(nested["seconds"]) == 2
 
 
@@ -33,14 +37,21 @@ def _wrong(right):
 
 
 def _too_large(right):
-    raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory\nwhile trying to allocate")
+    raise jax.errors.JaxRuntimeError(
+        "RESOURCE_EXHAUSTED: Out of memory\nwhile trying to allocate"
+    )
 
 
 @pytest.mark.parametrize(
     ("run", "reason"),
-    [(_wrong, "stacked_remat True.*: off by 0.01 of its norm"), (_too_large, "RESOURCE_EXHAUSTED")],
+    [
+        (_wrong, "stacked_remat True.*: off by 0.01 of its norm"),
+        (_too_large, "RESOURCE_EXHAUSTED"),
+    ],
 )
-def test_a_variant_that_is_wrong_or_does_not_fit_is_not_timed(run, reason, tmp_path, monkeypatch):
+def test_a_variant_that_is_wrong_or_does_not_fit_is_not_timed(
+    run, reason, tmp_path, monkeypatch
+):
     compiled = stack_time.compiled
 
     def broken(name, sizes):
@@ -48,12 +59,24 @@ def test_a_variant_that_is_wrong_or_does_not_fit_is_not_timed(run, reason, tmp_p
         return (lambda: run(right)) if name == "stacked_remat True" else right
 
     monkeypatch.setattr(stack_time, "compiled", broken)
-    arguments = [*TINY, "--out", str(tmp_path), "--only", "stacked_remat (True|nested)$", "--rounds", "1"]
+    arguments = [
+        *TINY,
+        "--out",
+        str(tmp_path),
+        "--only",
+        "stacked_remat (True|nested)$",
+        "--rounds",
+        "1",
+    ]
     if run is _wrong:
-        with pytest.raises(SystemExit, match="wrong gradients, not timed: stacked_remat True"):
+        with pytest.raises(
+            SystemExit, match="wrong gradients, not timed: stacked_remat True"
+        ):
             main(arguments)
     else:
         main(arguments)
     found = rows_of(tmp_path / "stack_time_cpu_24.json")
-    assert [name for name, row in found.items() if "seconds" in row] == ["stacked_remat nested"]
+    assert [name for name, row in found.items() if "seconds" in row] == [
+        "stacked_remat nested"
+    ]
     assert re.match(reason, found["stacked_remat True"]["refused"])

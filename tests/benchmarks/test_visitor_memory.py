@@ -35,7 +35,10 @@ class Block(eqx.Module):
 
 
 def blocks(sharding=None):
-    shapes = [jax.ShapeDtypeStruct((LAYERS, *shape), jnp.bfloat16, sharding=sharding) for shape in SHAPES]
+    shapes = [
+        jax.ShapeDtypeStruct((LAYERS, *shape), jnp.bfloat16, sharding=sharding)
+        for shape in SHAPES
+    ]
     return Stacked(Block(*shapes), Layers)
 
 
@@ -50,11 +53,14 @@ def momentum():
 def sgd(visit, state):
     carry, gradient, *_ = visit.vjp()
     updates, momentum = OPTIMIZER.update(gradient, visit.layer_state)
-    return LayerResult(carry, optax.apply_updates(visit.layer, updates), layer_state=momentum)
+    return LayerResult(
+        carry, optax.apply_updates(visit.layer, updates), layer_state=momentum
+    )
 
 
 @pytest.mark.parametrize(
-    ("remat", "most", "hidden_in", "carries"), [("nested", 5.5, 3, 0), ("offload", 3.1, 2, LAYERS)]
+    ("remat", "most", "hidden_in", "carries"),
+    [("nested", 5.5, 3, 0), ("offload", 3.1, 2, LAYERS)],
 )
 @pytest.mark.parametrize("target", [ON_V5P])
 def test_layers_on_the_host_are_updated_there_and_transferred_while_others_compute(
@@ -65,23 +71,29 @@ def test_layers_on_the_host_are_updated_there_and_transferred_while_others_compu
     x = jax.ShapeDtypeStruct(X.shape, X.dtype, sharding=SingleDeviceSharding(device))
 
     def step(blocks, momentum, x):
-        # The type of a shape does not say that it is on the host, as that of an array does.
+        # The type of a shape does not say that it is on the host, as that of an array
+        # does.
         blocks, momentum = jax.device_put((blocks, momentum), jax.memory.Space.Host)
         y, sweep_back = blocks.fold_vjp(x, remat=remat)
         result = sweep_back(y, sgd, layer_state=momentum)
         return result.layers, result.layer_state
 
-    state = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=host), momentum())
+    state = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=host),
+        momentum(),
+    )
     step = jax.jit(step, donate_argnums=(0, 1), out_shardings=host)
     with compiled_for("tpu"):
         compiled = step.lower(blocks(host), state, x).compile()
     stats = compiled.memory_analysis()
     assert stats.host_alias_size_in_bytes == 2 * STACK
-    assert stats.host_temp_size_in_bytes == carries * X.size * 2  # and no copy of a stack
+    # And no copy of a stack
+    assert stats.host_temp_size_in_bytes == carries * X.size * 2
     assert stats.argument_size_in_bytes < GIB  # nothing of the weights is on the device
     assert stats.temp_size_in_bytes < most * GIB
     hidden = products_during_transfers(compiled.as_text())
-    # Forward, replay, visits; a replay has two products, of which the first writes to what the second reads.
+    # Forward, replay, visits; a replay has two products, of which the first writes to
+    # what the second reads.
     assert len(hidden) == hidden_in and min(hidden.values()) >= 1
 
 
@@ -93,9 +105,13 @@ def test_gpus_read_layers_ahead_and_copy_no_stack(target, remat, most):
     # Compilers of absent GPUs take no arguments on the host.
     def step(seed, x):
         def make(_, key):
-            return None, to_host(Block(*(jax.random.normal(key, s, jnp.bfloat16) for s in SHAPES)))
+            return None, to_host(
+                Block(*(jax.random.normal(key, s, jnp.bfloat16) for s in SHAPES))
+            )
 
-        _, made = jax.lax.scan(make, None, jax.random.split(jax.random.key(seed), LAYERS))
+        _, made = jax.lax.scan(
+            make, None, jax.random.split(jax.random.key(seed), LAYERS)
+        )
         y, sweep_back = Stacked(made, Layers).fold_vjp(x, remat=remat)
         return read(jax.tree.leaves(sweep_back(y, plain_sgd).layers), 0)
 
@@ -127,28 +143,43 @@ def test_a_decoded_token_brings_only_experts_that_it_may_choose_from_the_host(ta
     def make():
         made = Decoder.init(config, hax.Axis("vocab", 256), key=jax.random.key(0))
         tokens = hax.zeros((rows, hax.Axis("position", 2)), jnp.int32)
-        return cast_floating(made, jnp.bfloat16), tokens["position", 0], made.prefill(tokens, 8)[1]
+        return (
+            cast_floating(made, jnp.bfloat16),
+            tokens["position", 0],
+            made.prefill(tokens, 8)[1],
+        )
 
     model, tokens, cache = eqx.filter_eval_shape(make)
     model = streaming.to_host(model)
-    report = memory.report(Decoder.decode, model, tokens, tokens, cache, target=target, donate="caches")
+    report = memory.report(
+        Decoder.decode, model, tokens, tokens, cache, target=target, donate="caches"
+    )
     layers = model.layers.stacked
     on_host = [leaf for leaf in jax.tree.leaves(layers) if streaming.is_on_host(leaf)]
-    assert report.host.total == sum(2 * leaf.size for leaf in on_host)  # and no copy of a stack
-    of_layer = 2 * sum(leaf.size for leaf in jax.tree.leaves(layers.mlp.experts)) / config.num_layers
+    # And no copy of a stack
+    assert report.host.total == sum(2 * leaf.size for leaf in on_host)
+    of_layer = (
+        2
+        * sum(leaf.size for leaf in jax.tree.leaves(layers.mlp.experts))
+        / config.num_layers
+    )
     assert report.temporaries < 3 * of_layer * of_token * rows.size / experts
 
 
 def plain_sgd(visit, state):
     carry, gradient, *_ = visit.vjp()
-    new = jax.tree.map(lambda w, g: w - (0.01 * g).astype(w.dtype), visit.layer, gradient)
+    new = jax.tree.map(
+        lambda w, g: w - (0.01 * g).astype(w.dtype), visit.layer, gradient
+    )
     return LayerResult(carry, new)
 
 
 def products_during_transfers(text):
-    """For each loop that reads weights from the host, the fewest products while one of them is transferred.
+    """For each loop that reads weights from the host, the fewest products while one of
+    them is transferred.
 
-    `text` is a scheduled program. A product is a fusion of the kind `kOutput`, a `gemm`, or a loop with some.
+    `text` is a scheduled program. A product is a fusion of the kind `kOutput`, a
+    `gemm`, or a loop with some.
     """
     found, running, loop = {}, {}, ""
     for line in text.splitlines():
@@ -158,12 +189,16 @@ def products_during_transfers(text):
             continue
         name = line.split(" = ")[0].strip().removeprefix("ROOT ")
         if re.search(
-            rf"%dynamic-slice-start.* = \(\(bf16\[{LAYERS},({WIDTH},{INNER}|{INNER},{WIDTH})\]", line
+            r"%dynamic-slice-start.* ="
+            rf" \(\(bf16\[{LAYERS},({WIDTH},{INNER}|{INNER},{WIDTH})\]",
+            line,
         ):
             running[name] = 0
         elif done := re.search(r" \S*-done\((%dynamic-slice-start[\w.-]*)\)", line):
             if done[1] in running:
-                found[loop] = min(found.get(loop, running[done[1]]), running.pop(done[1]))
+                found[loop] = min(
+                    found.get(loop, running[done[1]]), running.pop(done[1])
+                )
         elif "kind=kOutput" in line or "%gemm" in name or " while(" in line:
             running = {key: count + 1 for key, count in running.items()}
     return found

@@ -1,4 +1,6 @@
-"""Models, losses and batches whose scores are compared with those of looped per-example gradients."""
+"""Models, losses and batches whose scores are compared with those of looped per-example
+gradients.
+"""
 
 import equinox as eqx
 import haliax as hax
@@ -19,22 +21,34 @@ from stacked_remat.ops import chunked_cross_entropy
 from stacked_remat.training import TokenBatch
 
 Vocab, Batch, Pos = Axis("vocab", 19), Axis("batch", 4), Axis("position", 6)
-SIZES = {"hidden_dim": 16, "num_layers": 3, "num_heads": 4, "num_kv_heads": 2, "initializer_range": 0.3}
+SIZES = {
+    "hidden_dim": 16,
+    "num_layers": 3,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "initializer_range": 0.3,
+}
 SPARSE = Qwen3MoeConfig(**SIZES, experts=ExpertsConfig(3, 2, 6))
 
 
 def run(model, losses, batch, direction, **options):
-    return eqx.filter_jit(ghost.grad_dot)(model, losses, batch, direction=direction, **options)
+    return eqx.filter_jit(ghost.grad_dot)(
+        model, losses, batch, direction=direction, **options
+    )
 
 
 def random_like(tree, seed):
     """Random numbers in the shapes of a tree."""
     rng = np.random.default_rng(seed)
-    return jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), leaf.dtype), tree)
+    return jax.tree.map(
+        lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), leaf.dtype), tree
+    )
 
 
 def made(init, *args, **kwargs):
-    """A model with random numbers in place of its initial ones, which needs no compilation."""
+    """A model with random numbers in place of its initial ones, which needs no
+    compilation.
+    """
     shapes = eqx.filter_eval_shape(init, *args, key=jax.random.key(0), **kwargs)
     return jax.tree.map(lambda leaf: 0.25 * leaf + 0.1, random_like(shapes, 5))
 
@@ -50,10 +64,14 @@ def tokens(batch=Batch, seed=1):
 
 
 def token_losses(model, batch):
-    hidden, _ = model.hidden_states(batch.tokens, documents=batch.documents, positions=batch.positions)
+    hidden, _ = model.hidden_states(
+        batch.tokens, documents=batch.documents, positions=batch.positions
+    )
     head = model.unembedding()
     (Embed,) = (axis for axis in head.axes if axis != model.Vocab)
-    return chunked_cross_entropy(hidden, head, batch.targets, Embed, model.Vocab, weights=batch.weights)
+    return chunked_cross_entropy(
+        hidden, head, batch.targets, Embed, model.Vocab, weights=batch.weights
+    )
 
 
 def token_means(model, batch):
@@ -63,13 +81,19 @@ def token_means(model, batch):
 def adapted(config):
     def init(*, key):
         model = Decoder.init(config, Vocab, remat="nested", key=key)
-        return apply_lora(model, LoraConfig(rank=2, targets=("layers.*proj", "layers.*router")), key=key)
+        return apply_lora(
+            model,
+            LoraConfig(rank=2, targets=("layers.*proj", "layers.*router")),
+            key=key,
+        )
 
     return made(init)
 
 
 class PlainModel(eqx.Module):
-    """Layers of Equinox under `jax.vmap`, on plain arrays; one is used three times, once in a loop."""
+    """Layers of Equinox under `jax.vmap`, on plain arrays; one is used three times,
+    once in a loop.
+    """
 
     embedding: eqx.nn.Embedding
     conv: eqx.nn.Conv1d
@@ -94,7 +118,11 @@ class PlainModel(eqx.Module):
         x = self.conv(jax.vmap(self.embedding)(ids).T).T
         x = jax.nn.gelu(jax.vmap(self.hidden)(jax.vmap(self.norm)(x)))
         x = jax.checkpoint(jax.vmap(self.hidden))(x) * self.gate
-        _, x = jax.lax.scan(lambda state, row: (jnp.tanh(self.hidden(state) + row),) * 2, jnp.zeros(7), x)
+        _, x = jax.lax.scan(
+            lambda state, row: (jnp.tanh(self.hidden(state) + row),) * 2,
+            jnp.zeros(7),
+            x,
+        )
         return jax.vmap(self.out)(x)
 
 
@@ -106,8 +134,12 @@ def plain_losses(model, batch):
 def merged_losses(model, batch):
     """Examples and positions in one dimension, positions first, then apart."""
     ids, targets = batch
-    rows = jnp.swapaxes(jax.vmap(jax.vmap(model.embedding))(ids), 0, 1)  # [position, batch, embed]
-    flat = rows.reshape(-1, rows.shape[-1]) @ model.hidden.weight[:, :5].T + model.hidden.bias[None]
+    # [position, batch, embed]
+    rows = jnp.swapaxes(jax.vmap(jax.vmap(model.embedding))(ids), 0, 1)
+    flat = (
+        rows.reshape(-1, rows.shape[-1]) @ model.hidden.weight[:, :5].T
+        + model.hidden.bias[None]
+    )
     found = (jnp.tanh(flat) @ model.out.weight.T).reshape(*rows.shape[:2], 3)
     return jnp.mean(jnp.square(jnp.swapaxes(found, 0, 1) - targets), (1, 2))
 
@@ -118,7 +150,9 @@ def plain_batch(batch=Batch.size):
 
 
 def looped_scores(model, losses, batch, direction, trainable=eqx.is_inexact_array):
-    """The dot product of every example's gradient with the direction, and its squared norm, by path."""
+    """The dot product of every example's gradient with the direction, and its squared
+    norm, by path.
+    """
     trained, frozen = eqx.partition(model, trainable)
 
     @eqx.filter_jit
@@ -135,14 +169,22 @@ def looped_scores(model, losses, batch, direction, trainable=eqx.is_inexact_arra
         for path, leaf in leaves_with_paths(gradient):
             if path in along:
                 own = probed_leaves(model)[path]
-                dots.setdefault(own.shown, []).append(_sum(leaf, along[path], *own.layers))
+                dots.setdefault(own.shown, []).append(
+                    _sum(leaf, along[path], *own.layers)
+                )
                 squares.setdefault(own.shown, []).append(_sum(leaf, leaf, *own.layers))
-    return tuple({path: np.stack(rows, -1) for path, rows in found.items()} for found in (dots, squares))
+    return tuple(
+        {path: np.stack(rows, -1) for path, rows in found.items()}
+        for found in (dots, squares)
+    )
 
 
 def _sum(leaf, other, Layers=None):
     if Layers is None:
-        return np.sum(np.asarray(raw_array(leaf), np.float64) * np.asarray(raw_array(other), np.float64))
+        return np.sum(
+            np.asarray(raw_array(leaf), np.float64)
+            * np.asarray(raw_array(other), np.float64)
+        )
     rows = []
     for one in (leaf, other):
         own = raw_array(one.rearrange((Layers, ...)) if is_named(one) else one)
@@ -155,7 +197,11 @@ def assert_equal(scores, expected, tolerance=1e-5):
     assert set(scores) == set(expected)
     for path, score in scores.items():
         error = np.abs(np.asarray(raw_array(score), np.float64) - expected[path]).max()
-        assert error <= tolerance * np.abs(expected[path]).max() + 1e-9, (path, score.array, expected[path])
+        assert error <= tolerance * np.abs(expected[path]).max() + 1e-9, (
+            path,
+            score.array,
+            expected[path],
+        )
 
 
 MIXED = Qwen3MoeConfig(
@@ -167,20 +213,26 @@ MIXED = Qwen3MoeConfig(
 
 
 def assert_exact(losses_of, model, batch, direction=None, *, check=True):
-    """Scores of several losses are the derivatives along a direction of the losses of each example."""
+    """Scores of several losses are the derivatives along a direction of the losses of
+    each example.
+    """
     direction = jax.tree.map(jnp.cos, model) if direction is None else direction
 
     @jax.jit
     def both(model, batch):
         found, expected = {}, {}
         for name, losses in losses_of.items():
-            found[name] = ghost.grad_dot(model, losses, batch, direction=direction, check=check)[
-                1
-            ].total.array
+            found[name] = ghost.grad_dot(
+                model, losses, batch, direction=direction, check=check
+            )[1].total.array
             own = without_marks(losses)
-            expected[name] = jax.jvp(lambda m, own=own: own(m, batch), (model,), (direction,))[1]
+            expected[name] = jax.jvp(
+                lambda m, own=own: own(m, batch), (model,), (direction,)
+            )[1]
         return found, expected
 
     found, expected = both(model, batch)
     for name, wanted in expected.items():
-        np.testing.assert_allclose(found[name], wanted, 1e-4, 1e-5 * np.abs(wanted).max(), err_msg=name)
+        np.testing.assert_allclose(
+            found[name], wanted, 1e-4, 1e-5 * np.abs(wanted).max(), err_msg=name
+        )

@@ -1,4 +1,6 @@
-"""The log of scores: its rows, runs that resume, and what its command prints and refuses."""
+"""The log of scores: its rows, runs that resume, and what its command prints and
+refuses.
+"""
 
 import re
 import sys
@@ -15,9 +17,13 @@ LAYERS, BATCH, EXAMPLES = 3, 4, 10
 
 
 def step_scores(step, *, norms=True):
-    """Scores that depend on the step alone; example 7 has the highest in every step, example 2 the lowest."""
+    """Scores that depend on the step alone; example 7 has the highest in every step,
+    example 2 the lowest.
+    """
     generator = np.random.default_rng(step)
-    examples = np.concatenate([[7, 2], generator.choice([0, 1, 3, 4, 5, 6, 8, 9], BATCH - 2, replace=False)])
+    examples = np.concatenate(
+        [[7, 2], generator.choice([0, 1, 3, 4, 5, 6, 8, 9], BATCH - 2, replace=False)]
+    )
     scores = {
         "head.weight": generator.normal(size=BATCH),
         "stack.*.up": generator.normal(size=(LAYERS, BATCH)),
@@ -52,20 +58,33 @@ def written(folder, steps, *, resumed_after=None, flush_every=2, **options):
 def test_every_score_is_a_row_with_its_loss_and_text(tmp_path):
     rows = rows_of(written(tmp_path, [3, 6]))
     assert len(rows) == 2 * BATCH * (1 + LAYERS)
-    found = {(row["step"], row["example"], row["leaf"], row["layer"]): row for row in rows}
+    found = {
+        (row["step"], row["example"], row["leaf"], row["layer"]): row for row in rows
+    }
     for step in (3, 6):
         expected = step_scores(step)
         for at, example in enumerate(expected.examples):
-            for layer, leaf in ((None, "head.weight"), *((layer, "stack.*.up") for layer in range(LAYERS))):
+            for layer, leaf in (
+                (None, "head.weight"),
+                *((layer, "stack.*.up") for layer in range(LAYERS)),
+            ):
                 row = found[step, example, leaf, layer]
                 place = (at,) if layer is None else (layer, at)
-                values = [expected.scores[leaf][place], expected.norms[leaf][place], expected.losses[at]]
-                np.testing.assert_allclose([row["score"], row["norm"], row["loss"]], values, rtol=1e-6)
+                values = [
+                    expected.scores[leaf][place],
+                    expected.norms[leaf][place],
+                    expected.losses[at],
+                ]
+                np.testing.assert_allclose(
+                    [row["score"], row["norm"], row["loss"]], values, rtol=1e-6
+                )
                 assert row["text"] == expected.texts[at]
 
 
 @pytest.mark.parametrize("resumed_after", [0, 4, 8])
-def test_a_run_that_resumes_leaves_the_rows_of_one_that_was_not_interrupted(tmp_path, resumed_after):
+def test_a_run_that_resumes_leaves_the_rows_of_one_that_was_not_interrupted(
+    tmp_path, resumed_after
+):
     expected = rows_of(written(tmp_path / "whole", range(1, 11)))
     folder = written(tmp_path / "resumed", range(1, 9), flush_every=3)
     written(folder, range(resumed_after + 1, 11), resumed_after=resumed_after)
@@ -78,22 +97,34 @@ def test_what_does_not_fit_the_log_is_refused(tmp_path):
     with pytest.raises(ValueError, match="step 5 come after those of step 5"):
         log.append(step_scores(5))
     log.flush()
-    with pytest.raises(ScoreLogError, match="has scores of an earlier run .*Give resumed_after"):
+    with pytest.raises(
+        ScoreLogError, match="has scores of an earlier run .*Give resumed_after"
+    ):
         ScoreLog(tmp_path)
     zeros = np.zeros(2)
-    with pytest.raises(ValueError, match=r"scores\['a'\] has the shape \(3,\), and there are 2 examples"):
+    with pytest.raises(
+        ValueError,
+        match=r"scores\['a'\] has the shape \(3,\), and there are 2 examples",
+    ):
         StepScores(1, ["x", "y"], zeros, {"a": np.zeros(3)})
-    with pytest.raises(ValueError, match=r"norms\['a'\] has the shape \(3, 2\), unlike its scores"):
+    with pytest.raises(
+        ValueError, match=r"norms\['a'\] has the shape \(3, 2\), unlike its scores"
+    ):
         StepScores(1, ["x", "y"], zeros, {"a": zeros}, {"a": np.zeros((3, 2))})
     (tmp_path / "scores-from-000000000007.parquet").write_bytes(b"PAR1")
-    with pytest.raises(ScoreLogError, match=r"scores-from-000000000007.parquet can't be read .* Delete it"):
+    with pytest.raises(
+        ScoreLogError,
+        match=r"scores-from-000000000007.parquet can't be read .* Delete it",
+    ):
         rows_of(tmp_path)
 
 
 def test_scores_that_are_not_finite_are_not_ranked(tmp_path):
     log = ScoreLog(tmp_path)
     scores = np.array([1.0, np.nan, -2.0], np.float32)
-    log.append(StepScores(1, ["a", "b", "c"], np.zeros(3, np.float32), {"head.weight": scores}))
+    log.append(
+        StepScores(1, ["a", "b", "c"], np.zeros(3, np.float32), {"head.weight": scores})
+    )
     log.flush()
     ranked = rank_examples(tmp_path)
     assert list(ranked.ids) == ["a", "c"]
@@ -110,13 +141,17 @@ def test_the_ranking_is_that_of_a_loop_over_steps(tmp_path, normalize):
         if normalize == "step":
             totals = totals / np.abs(totals).sum()
         elif normalize == "norm":
-            squares = scores.norms["head.weight"] ** 2 + (scores.norms["stack.*.up"] ** 2).sum(0)
+            squares = scores.norms["head.weight"] ** 2 + (
+                scores.norms["stack.*.up"] ** 2
+            ).sum(0)
             totals = totals / np.sqrt(squares)
         for example, total in zip(scores.examples, totals, strict=True):
             found.setdefault(example, []).append(total)
     means = {example: np.mean(totals) for example, totals in found.items()}
     assert list(ranked.ids) == sorted(means, key=lambda name: -means[name])
-    np.testing.assert_allclose(ranked.scores, sorted(means.values(), reverse=True), rtol=1e-5)
+    np.testing.assert_allclose(
+        ranked.scores, sorted(means.values(), reverse=True), rtol=1e-5
+    )
     assert dict(zip(ranked.ids, ranked.steps, strict=True)) == {
         name: len(all_) for name, all_ in found.items()
     }
@@ -133,7 +168,9 @@ def test_the_command_prints(tmp_path, capsys, monkeypatch):
         lines = shown.splitlines()
         assert max(map(len, lines)) <= 80
         assert "\x1b[31m" not in shown
-        first[command] = next(line for line in shown.splitlines() if re.match(r" +([-+]0|0 )", line))
+        first[command] = next(
+            line for line in shown.splitlines() if re.match(r" +([-+]0|0 )", line)
+        )
     assert re.search(r"\+\d.* id7 +text 7.* \[bold\]of it\[/bold\]", first["top"])
     assert re.search(r"-\d.* id2 +text 2", first["bottom"])
     assert re.search(r"0 +\d+\.\d% +[-+]0\.\d+ +stack\.\*\.up", first["by-layer"])
@@ -144,8 +181,14 @@ def test_the_command_prints(tmp_path, capsys, monkeypatch):
     [
         (["top", "{}/nowhere"], "There is no run folder .*nowhere"),
         (["top", "{}"], "has no scores of examples. Train with a `ghost` section"),
-        (["top", "{}/run", "--normalize", "norm"], "has rows without the norms of gradients"),
-        (["by-layer", "{}/run", "--leaf", "*q_proj"], "matches none of the 2 leaves .*such as head.weight"),
+        (
+            ["top", "{}/run", "--normalize", "norm"],
+            "has rows without the norms of gradients",
+        ),
+        (
+            ["by-layer", "{}/run", "--leaf", "*q_proj"],
+            "matches none of the 2 leaves .*such as head.weight",
+        ),
         (["bottom", "{}/run", "--steps", "8:9"], "has no finite scores of these steps"),
     ],
 )
@@ -153,11 +196,17 @@ def test_the_command_refuses_with_one_message(tmp_path, capsys, arguments, messa
     written(tmp_path / "run" / "ghost", [1], norms=False)
     assert main([argument.format(tmp_path) for argument in arguments]) == 1
     shown = capsys.readouterr()
-    assert shown.out == "" and re.match(f"error: .*{message}", shown.err) and shown.err.count("\n") == 1
+    assert (
+        shown.out == ""
+        and re.match(f"error: .*{message}", shown.err)
+        and shown.err.count("\n") == 1
+    )
 
 
 @pytest.mark.parametrize("package", ["pyarrow", "rich"])
-def test_a_missing_package_is_one_message_with_its_extra(tmp_path, capsys, monkeypatch, package):
+def test_a_missing_package_is_one_message_with_its_extra(
+    tmp_path, capsys, monkeypatch, package
+):
     written(tmp_path / "ghost", [1])
     for name in [name for name in sys.modules if name.split(".")[0] == package]:
         monkeypatch.delitem(sys.modules, name)

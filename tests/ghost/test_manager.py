@@ -1,4 +1,6 @@
-"""A training loop with a manager: the same weights as without, and the scores of `grad_dot` in its log."""
+"""A training loop with a manager: the same weights as without, and the scores of
+`grad_dot` in its log.
+"""
 
 import equinox as eqx
 import haliax as hax
@@ -25,17 +27,28 @@ def batch_of(seed):
 
 def test_a_loop_with_a_manager(tmp_path):
     manager = GhostManager(
-        losses, batch_of(0), ScoreLog(tmp_path), every=2, save_every=4, options={"norms": True}
+        losses,
+        batch_of(0),
+        ScoreLog(tmp_path),
+        every=2,
+        save_every=4,
+        options={"norms": True},
     )
-    plain = eqx.filter_jit(eqx.filter_grad(lambda model, batch: losses(model, batch).mean().scalar()))
+    plain = eqx.filter_jit(
+        eqx.filter_grad(lambda model, batch: losses(model, batch).mean().scalar())
+    )
     model, expected = hax.zeros(In), {}
     for step in range(1, 8):
         batch = batch_of(step)
-        manager.attach_train_batch(batch, step=step, examples=range(6), texts=[f"text {n}" for n in range(6)])
+        manager.attach_train_batch(
+            batch, step=step, examples=range(6), texts=[f"text {n}" for n in range(6)]
+        )
         gradients = manager.prepare_gradients(model, manager.prepare_forward_input())
         found = manager.aggregate_and_log()
         assert (found is None) == (step not in (2, 4, 6))
-        np.testing.assert_allclose(gradients.array, plain(model, batch).array, rtol=1e-5)
+        np.testing.assert_allclose(
+            gradients.array, plain(model, batch).array, rtol=1e-5
+        )
         if found is not None:
             direction = val_direction(model, losses, batch_of(0))
             _, again = grad_dot(model, losses, batch, direction=direction)
@@ -45,12 +58,16 @@ def test_a_loop_with_a_manager(tmp_path):
         assert manager.should_save_metrics(step) == (step == 4)
     assert not list(tmp_path.iterdir())
     manager.cleanup()
-    rows = read_scores(tmp_path, ["step", "example", "score", "norm", "loss", "text"]).to_pylist()
+    rows = read_scores(
+        tmp_path, ["step", "example", "score", "norm", "loss", "text"]
+    ).to_pylist()
     assert [(row["step"], row["example"]) for row in rows] == [
         (s, str(n)) for s in (2, 4, 6) for n in range(6)
     ]
     np.testing.assert_allclose(
-        [row["score"] for row in rows], [*expected[2], *expected[4], *expected[6]], rtol=1e-5
+        [row["score"] for row in rows],
+        [*expected[2], *expected[4], *expected[6]],
+        rtol=1e-5,
     )
     assert min(row["norm"] for row in rows) > 0 and rows[1]["text"] == "text 1"
 
@@ -59,7 +76,9 @@ def test_losses_may_be_plain_arrays_that_depend_on_no_other_example():
     x, y, model = np.eye(3, dtype=np.float32), np.ones(3, np.float32), jnp.zeros(3)
     plain = lambda model, batch: (batch[0] @ model - batch[1]) ** 2  # noqa: E731
     summed = lambda model, batch: plain(model, batch) * len(batch[0])  # noqa: E731
-    manager, refusing = (GhostManager(losses, (x, y), every=2) for losses in (plain, summed))
+    manager, refusing = (
+        GhostManager(losses, (x, y), every=2) for losses in (plain, summed)
+    )
     for step in (1, 2):
         for each in (manager, refusing):
             each.attach_train_batch((x, y), step=step, examples=range(3))
@@ -69,14 +88,18 @@ def test_losses_may_be_plain_arrays_that_depend_on_no_other_example():
             refusing.prepare_gradients(model, (x, y))
     scores = manager.aggregate_and_log()
     assert scores is not None and scores.total.array.shape == (3,)
-    with pytest.raises(ValueError, match="it depends on other examples"):  # at the first scored step
+    with pytest.raises(
+        ValueError, match="it depends on other examples"
+    ):  # at the first scored step
         refusing.prepare_gradients(model, (x, y))
 
 
 def test_misuse_is_refused():
     with pytest.raises(ValueError, match="every must be at least 1, got 0"):
         GhostManager(losses, batch_of(0), every=0)
-    with pytest.raises(ValueError, match="options can't have has_aux, per_token: only granularity"):
+    with pytest.raises(
+        ValueError, match="options can't have has_aux, per_token: only granularity"
+    ):
         GhostManager(losses, batch_of(0), options={"per_token": True, "has_aux": True})
     with pytest.raises(RuntimeError, match="call attach_train_batch before each step"):
         GhostManager(losses, batch_of(0)).prepare_forward_input()

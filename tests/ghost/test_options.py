@@ -1,4 +1,6 @@
-"""Options of `grad_dot`: reductions, granularity, norms, tokens, documents, and errors."""
+"""Options of `grad_dot`: reductions, granularity, norms, tokens, documents, and
+errors.
+"""
 
 import re
 
@@ -24,10 +26,18 @@ from .test_grad_dot import Sine
 
 
 def test_rows_in_any_order_are_scored_by_example():
-    """A batch of tokens, sorted by expert, of examples that attend within themselves."""
+    """A batch of tokens, sorted by expert, of examples that attend within
+    themselves.
+    """
     rng, Examples = np.random.default_rng(0), Axis("example", 3)
-    ids, experts = rng.permutation(np.repeat([0, 1, 2, 3], 2)), np.sort(rng.integers(0, 2, 8))
-    x, weights = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((8, 3), (2, 3, 3)))
+    ids, experts = (
+        rng.permutation(np.repeat([0, 1, 2, 3], 2)),
+        np.sort(rng.integers(0, 2, 8)),
+    )
+    x, weights = (
+        jnp.asarray(rng.normal(size=shape), jnp.float32)
+        for shape in ((8, 3), (2, 3, 3))
+    )
     direction = jnp.asarray(rng.normal(size=weights.shape), jnp.float32)
 
     def losses(weights, batch):
@@ -44,15 +54,24 @@ def test_rows_in_any_order_are_scored_by_example():
         )
         of_tokens = lambda *some: losses(*some)[:, None]  # noqa: E731
         return [
-            ghost.grad_dot(weights, fn, batch, tokens=of, example_ids=own, **options)[1].total
+            ghost.grad_dot(weights, fn, batch, tokens=of, example_ids=own, **options)[
+                1
+            ].total
             for fn, of, own in ((losses, None, ids), (of_tokens, "mean", ids[:, None]))
         ]
 
-    along = jax.jvp(lambda weights: losses(weights, (x, experts, ids)), (weights,), (direction,))[1]
-    expected = np.array([along[ids == example].sum() for example in range(3)])  # the fourth is left out
+    along = jax.jvp(
+        lambda weights: losses(weights, (x, experts, ids)), (weights,), (direction,)
+    )[1]
+    # The fourth is left out
+    expected = np.array([along[ids == example].sum() for example in range(3)])
     total, mean = (found.array for found in jax.jit(lambda: scored(jnp.asarray(ids)))())
-    np.testing.assert_allclose(total, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
-    np.testing.assert_allclose(mean, expected / 2, rtol=0, atol=1e-5 * np.abs(expected).max())
+    np.testing.assert_allclose(
+        total, expected, rtol=0, atol=1e-5 * np.abs(expected).max()
+    )
+    np.testing.assert_allclose(
+        mean, expected / 2, rtol=0, atol=1e-5 * np.abs(expected).max()
+    )
 
 
 @pytest.mark.deep
@@ -68,15 +87,24 @@ def test_the_hessian_along_a_vector_gives_second_order_shapley_values():
     _, product = jax.jvp(jax.grad(loss), (model,), (gradients,))
     corrected = jax.jit(
         lambda model: ghost.shapley_direction(
-            model, losses, val, direction=direction, gradients=gradients, learning_rate=rate
+            model,
+            losses,
+            val,
+            direction=direction,
+            gradients=gradients,
+            learning_rate=rate,
         )
     )(model)
-    expected = jax.tree.map(lambda first, second: first - rate / 2 * second, direction, product)
+    expected = jax.tree.map(
+        lambda first, second: first - rate / 2 * second, direction, product
+    )
     assert_close(corrected, expected, 1e-4, 1e-6)
     # The values add up to the second-order reduction of the validation loss.
     _, scored = run(model, losses, batch, corrected)
     values = rate * scored.total.array / 4
-    after = jax.tree.map(lambda weight, gradient: weight - rate * gradient, model, gradients)
+    after = jax.tree.map(
+        lambda weight, gradient: weight - rate * gradient, model, gradients
+    )
     reduction = loss(model) - loss(after)
     first_order = rate * optax.tree.vdot(direction, gradients)
     assert abs(values.sum() - reduction) < 0.2 * abs(first_order - reduction)
@@ -103,7 +131,8 @@ def _kernel(x, weight):
 
 
 _kernel.defvjp(
-    lambda x, w: (x * w, (x, w)), lambda kept, ct: (ct * kept[1], (ct * kept[0]).sum(0, keepdims=True))
+    lambda x, w: (x * w, (x, w)),
+    lambda kept, ct: (ct * kept[1], (ct * kept[0]).sum(0, keepdims=True)),
 )
 
 
@@ -113,31 +142,49 @@ def test_what_can_not_be_scored_is_refused_by_its_path():
     def losses(model, x):
         return jnp.sum(model["kernel"](x), 1)
 
-    def refused(losses, message, error=ghost.UnsupportedLeafError, model=model, **options):
+    def refused(
+        losses, message, error=ghost.UnsupportedLeafError, model=model, **options
+    ):
         with pytest.raises(error, match=re.escape(message)):
             ghost.grad_dot(model, losses, x, **{"direction": model, **options})
 
     ids, Row, total = jnp.arange(4), Axis("row", 4), {"granularity": "total"}
     refused(losses, "kernel.weight goes into `custom_vjp_call`")
-    refused(losses, "example_ids gives totals", ValueError, example_ids=ids, Examples=Row)
     refused(
-        losses, "example_ids gives totals", ValueError, norms=True, example_ids=ids, Examples=Row, **total
+        losses, "example_ids gives totals", ValueError, example_ids=ids, Examples=Row
+    )
+    refused(
+        losses,
+        "example_ids gives totals",
+        ValueError,
+        norms=True,
+        example_ids=ids,
+        Examples=Row,
+        **total,
     )
     refused(losses, "example_ids and Examples", ValueError, example_ids=ids, **total)
     product = lambda model, x: jnp.sum(x * model["kernel"].weight, 1)  # noqa: E731
     for strange in (x[:, 0], jnp.arange(5)):
         refused(product, "got ", ValueError, example_ids=strange, Examples=Row, **total)
     refused(losses, "direction has no array", ValueError, direction={"kernel": None})
-    refused(losses, "['kernel'].weight has the shape (3,)", ValueError, direction={"kernel": Kernel(x[0])})
+    refused(
+        losses,
+        "['kernel'].weight has the shape (3,)",
+        ValueError,
+        direction={"kernel": Kernel(x[0])},
+    )
     refused(lambda model, x: x, 'tokens="mean"', ValueError)
     refused(lambda model, x: x[0, 0], "returned a scalar", ValueError)
     spectrum = {"kernel": Kernel(jnp.ones((1, 3), complex))}
     of_spectrum = lambda model, x: jnp.sum(jnp.abs(model["kernel"].weight) * x, 1)  # noqa: E731
-    refused(of_spectrum, "complex numbers", ValueError, model=spectrum, direction=spectrum)
+    refused(
+        of_spectrum, "complex numbers", ValueError, model=spectrum, direction=spectrum
+    )
     refused(losses, "trains none there", ValueError, trainable=lambda leaf: False)
     stack = {"kernel": Stacked(Table(jnp.ones((2, 3))), Axis("layers", 2))}
     folded = lambda model, x: jnp.sum(model["kernel"].fold(x), 1)  # noqa: E731
-    _, found = ghost.grad_dot(stack, folded, x, direction=stack)  # of layers that read their stack in a fold
+    # Of layers that read their stack in a fold
+    _, found = ghost.grad_dot(stack, folded, x, direction=stack)
     np.testing.assert_allclose(found.total.array, [6.0] * 4)
     _, found = ghost.grad_dot(model, losses, x, direction=model, norms=True)
     np.testing.assert_allclose(found.scores["kernel.weight"].array, [3.0] * 4)
@@ -152,15 +199,22 @@ def test_layers_of_several_classes_are_scored_by_their_own_calls(form):
     }
     layers = StackedPattern.init(Layers, kinds, ("tanh", "sine"), remat="nested")(keys)
     if form is BlockSeq:
-        layers = BlockSeq(list(layers), Layers, remat=False)  # inlined between the equations around them
+        # Inlined between the equations around them
+        layers = BlockSeq(list(layers), Layers, remat=False)
 
     def losses(layers, batch):
         return jnp.sum(layers.fold(batch), -1) ** 2
 
     batch = jax.random.normal(jax.random.key(1), (6, 4))
     direction = jax.tree.map(jnp.cos, layers)
-    _, scores = jax.jit(lambda layers: ghost.grad_dot(layers, losses, batch, direction=direction))(layers)
-    own = jax.vmap(lambda one: jax.grad(lambda layers: losses(layers, one[None])[0])(layers))(batch)
+    _, scores = jax.jit(
+        lambda layers: ghost.grad_dot(layers, losses, batch, direction=direction)
+    )(layers)
+    own = jax.vmap(
+        lambda one: jax.grad(lambda layers: losses(layers, one[None])[0])(layers)
+    )(batch)
     pairs = zip(jax.tree.leaves(own), jax.tree.leaves(direction), strict=True)
-    expected = sum(jnp.sum((each * part[None]).reshape(6, -1), 1) for each, part in pairs)
+    expected = sum(
+        jnp.sum((each * part[None]).reshape(6, -1), 1) for each, part in pairs
+    )
     np.testing.assert_allclose(scores.total.array, expected, rtol=1e-5, atol=1e-4)

@@ -1,4 +1,6 @@
-"""Influence of examples by replay of a training run, against unrolled loops and retraining."""
+"""Influence of examples by replay of a training run, against unrolled loops and
+retraining.
+"""
 
 import functools
 
@@ -10,14 +12,26 @@ import optax
 import pytest
 from haliax import Axis
 
-from stacked_remat import ScanCheckpointPolicy, ScanCheckpointSpec, Stacked, fold, memory
+from stacked_remat import (
+    ScanCheckpointPolicy,
+    ScanCheckpointSpec,
+    Stacked,
+    fold,
+    memory,
+)
 from stacked_remat.ghost import replay, weighted_step
 
 from ..blocks import NamedBlock, assert_close
 
-pytestmark = pytest.mark.usefixtures("standard_promotion")  # optax's Adam raises a float to an integer power
+# Optax's Adam raises a float to an integer power
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 
-Steps, Examples, Embed, Layers = Axis("steps", 7), Axis("batch", 4), Axis("hidden", 6), Axis("layers", 3)
+Steps, Examples, Embed, Layers = (
+    Axis("steps", 7),
+    Axis("batch", 4),
+    Axis("hidden", 6),
+    Axis("layers", 3),
+)
 
 
 def network(remat: ScanCheckpointSpec = "nested"):
@@ -42,7 +56,12 @@ def unrolled(step, state, batches, weights, per_step):
     """The same run as a loop of Python."""
     for i in range(Steps.size):
         batch = {name: named[Steps, i] for name, named in batches.items()}
-        state = step(state, batch, weights[Steps, i], **{name: each[i] for name, each in per_step.items()})
+        state = step(
+            state,
+            batch,
+            weights[Steps, i],
+            **{name: each[i] for name, each in per_step.items()},
+        )
     return held_out(state)
 
 
@@ -51,15 +70,24 @@ def unrolled(step, state, batches, weights, per_step):
     [
         (optax.sgd(0.3, momentum=0.8), {}),
         pytest.param(
-            optax.inject_hyperparams(optax.adamw)(0.05, weight_decay=0.1, eps_root=1e-30),
-            {"learning_rate": jnp.linspace(0.08, 0.02, 7), "weight_decay": jnp.full(7, 0.2)},
+            optax.inject_hyperparams(optax.adamw)(
+                0.05, weight_decay=0.1, eps_root=1e-30
+            ),
+            {
+                "learning_rate": jnp.linspace(0.08, 0.02, 7),
+                "weight_decay": jnp.full(7, 0.2),
+            },
             marks=pytest.mark.deep,
         ),
     ],
     ids=["momentum", "adamw by step"],
 )
 def test_derivatives_are_those_of_the_unrolled_run(optimizer, per_step):
-    step, model, batches = weighted_step(losses, optimizer), network(), data(2, Steps, Examples)
+    step, model, batches = (
+        weighted_step(losses, optimizer),
+        network(),
+        data(2, Steps, Examples),
+    )
     state, ones = (model, optimizer.init(model)), hax.ones((Steps, Examples))
     policies = ("nested", ScanCheckpointPolicy(nested=3, save_carries="offload"))
 
@@ -67,13 +95,24 @@ def test_derivatives_are_those_of_the_unrolled_run(optimizer, per_step):
     def every(state, batches, ones):
         def replayed(remat):
             found = replay(
-                step, state, batches, held_out, Steps, Examples, per_step=per_step or None, remat=remat
+                step,
+                state,
+                batches,
+                held_out,
+                Steps,
+                Examples,
+                per_step=per_step or None,
+                remat=remat,
             )
             return found.loss, found.examples, found.per_step, held_out(found.state)
 
-        wanted = jax.value_and_grad(lambda *some: unrolled(step, state, batches, *some), argnums=(0, 1))
+        wanted = jax.value_and_grad(
+            lambda *some: unrolled(step, state, batches, *some), argnums=(0, 1)
+        )
         loss, (of_examples, of_steps) = wanted(ones, per_step)
-        return (loss, of_examples, of_steps, loss), [replayed(remat) for remat in policies]
+        return (loss, of_examples, of_steps, loss), [
+            replayed(remat) for remat in policies
+        ]
 
     wanted, found = every(state, batches, ones)
     assert float(jnp.abs(wanted[1].array).min()) > 1e-6
@@ -85,8 +124,12 @@ def test_plain_arrays_and_losses_and_a_number_of_steps():
     plain = lambda model, batch: jnp.mean((batch @ model) ** 2, axis=-1)  # noqa: E731
     optimizer, model = optax.sgd(0.1), jnp.eye(3)
     batches = jax.random.normal(jax.random.key(0), (Steps.size, Examples.size, 3))
-    run = functools.partial(replay, weighted_step(plain, optimizer), (model, optimizer.init(model)), batches)
-    found = jax.jit(lambda: run(lambda state: jnp.sum(state[0] ** 2), Steps.size, Examples).examples)()
+    run = functools.partial(
+        replay, weighted_step(plain, optimizer), (model, optimizer.init(model)), batches
+    )
+    found = jax.jit(
+        lambda: run(lambda state: jnp.sum(state[0] ** 2), Steps.size, Examples).examples
+    )()
 
     def final(weights):
         model = jnp.eye(3)
@@ -100,25 +143,33 @@ def test_plain_arrays_and_losses_and_a_number_of_steps():
     np.testing.assert_allclose(found.array, wanted, rtol=1e-4, atol=1e-6)
 
 
-def test_nested_keeps_fewer_states_than_a_plain_scan_for_five_times_the_arithmetic_of_the_run():
+def test_nested_keeps_fewer_states_than_a_plain_scan_for_five_times_the_flops():
     optimizer, Long = optax.sgd(0.1), Axis("steps", 100)
     model, batches = network(), data(2, Long, Examples)
     step = weighted_step(losses, optimizer)
 
     def trained(model, batches):
-        return fold(step, Long)((model, optimizer.init(model)), batches, hax.ones((Long, Examples)))
+        return fold(step, Long)(
+            (model, optimizer.init(model)), batches, hax.ones((Long, Examples))
+        )
 
     def replayed(remat, model, batches):
         state = model, optimizer.init(model)
-        return replay(step, state, batches, held_out, Long, Examples, remat=remat).examples
+        return replay(
+            step, state, batches, held_out, Long, Examples, remat=remat
+        ).examples
 
     def temporaries(remat):
-        compiled = jax.jit(functools.partial(replayed, remat)).lower(model, batches).compile()
+        compiled = (
+            jax.jit(functools.partial(replayed, remat)).lower(model, batches).compile()
+        )
         return compiled.memory_analysis().temp_size_in_bytes
 
     def times_of_run(remat, within):
         run = functools.partial(replayed, remat)
-        found, plain = (jax.make_jaxpr(fn)(network(within), batches) for fn in (run, trained))
+        found, plain = (
+            jax.make_jaxpr(fn)(network(within), batches) for fn in (run, trained)
+        )
         return memory.count_flops(found).matmul / memory.count_flops(plain).matmul
 
     assert 3 * temporaries("nested") < temporaries(False)
@@ -133,8 +184,12 @@ def test_nested_keeps_fewer_states_than_a_plain_scan_for_five_times_the_arithmet
 
 SIGNS = {
     "lion": optax.lion(0.1, weight_decay=0.1),
-    "signs of momentum": optax.chain(optax.trace(0.9), optax.scale_by_sign(), optax.scale(-0.1)),
-    "a comparison": optax.stateless(lambda g, _: jax.tree.map(lambda x: jnp.where(x > 0, -0.1, 0.1), g)),
+    "signs of momentum": optax.chain(
+        optax.trace(0.9), optax.scale_by_sign(), optax.scale(-0.1)
+    ),
+    "a comparison": optax.stateless(
+        lambda g, _: jax.tree.map(lambda x: jnp.where(x > 0, -0.1, 0.1), g)
+    ),
 }
 
 
@@ -148,29 +203,55 @@ def test_an_optimizer_of_signs_is_refused_before_the_work(name):
 
     batches, optimizer = jnp.ones((Steps.size, Examples.size, 3)), SIGNS[name]
     start = jnp.eye(3), optimizer.init(jnp.eye(3))
-    with pytest.raises(ValueError, match=r"replay has no influence to find: .*such as Lion"):
-        replay(weighted_step(plain, optimizer), start, batches, lambda s: jnp.sum(s[0]), Steps, Examples)
+    with pytest.raises(
+        ValueError, match=r"replay has no influence to find: .*such as Lion"
+    ):
+        replay(
+            weighted_step(plain, optimizer),
+            start,
+            batches,
+            lambda s: jnp.sum(s[0]),
+            Steps,
+            Examples,
+        )
     assert not ran
 
 
 def test_steps_that_change_nothing_yet_are_no_signs():
     """A rate of zero, and gradients that are gathered over steps."""
     plain = lambda model, batch: jnp.mean((batch @ model) ** 2, axis=-1)  # noqa: E731
-    gathered = optax.MultiSteps(optax.sgd(optax.linear_schedule(0.0, 0.1, 4)), 2).gradient_transformation()
-    batches, start = jnp.ones((Steps.size, Examples.size, 3)), (jnp.eye(3), gathered.init(jnp.eye(3)))
+    gathered = optax.MultiSteps(
+        optax.sgd(optax.linear_schedule(0.0, 0.1, 4)), 2
+    ).gradient_transformation()
+    batches, start = (
+        jnp.ones((Steps.size, Examples.size, 3)),
+        (jnp.eye(3), gathered.init(jnp.eye(3))),
+    )
     run = functools.partial(replay, weighted_step(plain, gathered), start, batches)
-    found = jax.jit(lambda: run(lambda state: jnp.sum(state[0] ** 2), Steps, Examples).examples.array)()
+    found = jax.jit(
+        lambda: (
+            run(lambda state: jnp.sum(state[0] ** 2), Steps, Examples).examples.array
+        )
+    )()
     assert not found[:2].any() and found[2:4].all()
 
 
 def test_mistakes_are_named():
-    def attempt(*, losses=losses, optimizer=None, held_out=held_out, batches=None, per_step=None):
+    def attempt(
+        *, losses=losses, optimizer=None, held_out=held_out, batches=None, per_step=None
+    ):
         optimizer = optax.sgd(0.1) if optimizer is None else optimizer
         model = network()
         batches = data(2, Steps, Examples) if batches is None else batches
         step = weighted_step(losses, optimizer)
         return replay(
-            step, (model, optimizer.init(model)), batches, held_out, Steps, Examples, per_step=per_step
+            step,
+            (model, optimizer.init(model)),
+            batches,
+            held_out,
+            Steps,
+            Examples,
+            per_step=per_step,
         )
 
     def of_one_weight(model, batch):  # the others have no gradients
@@ -178,9 +259,15 @@ def test_mistakes_are_named():
 
     with pytest.raises(RuntimeError, match="eps_root, such as 1e-30"):
         attempt(losses=of_one_weight, optimizer=optax.adam(0.1))
-    with pytest.raises(ValueError, match="'rate', which is no hyperparameter of the optimizer. It has: none"):
+    with pytest.raises(
+        ValueError,
+        match="'rate', which is no hyperparameter of the optimizer. It has: none",
+    ):
         attempt(per_step={"rate": jnp.ones(7)})
-    with pytest.raises(TypeError, match=r"held_out_loss returns one number; it returned an array \(4,\)"):
+    with pytest.raises(
+        TypeError,
+        match=r"held_out_loss returns one number; it returned an array \(4,\)",
+    ):
         attempt(held_out=lambda state: jnp.ones(4))
     with pytest.raises(ValueError, match="`steps` of size 5"):
         attempt(batches=data(2, Axis("steps", 5), Examples))

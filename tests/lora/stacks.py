@@ -1,4 +1,6 @@
-"""A model for the tests of adapters: linears over one axis and several, with a bias, and in experts."""
+"""A model for the tests of adapters: linears over one axis and several, with a bias,
+and in experts.
+"""
 
 import functools
 from typing import TypeVar
@@ -14,7 +16,9 @@ from stacked_remat import Stacked
 from stacked_remat.lora import LoraConfig, apply_lora, lora_filter
 
 Layers, Experts = hax.make_axes(layers=5, experts=3)
-Embed, Heads, Dim, Hidden, Pos = hax.make_axes(embed=6, heads=2, dim=4, hidden=8, position=7)
+Embed, Heads, Dim, Hidden, Pos = hax.make_axes(
+    embed=6, heads=2, dim=4, hidden=8, position=7
+)
 
 T = TypeVar("T")
 
@@ -48,7 +52,9 @@ class Block(eqx.Module):
         experts = Stacked.init(Experts, Expert, remat=False)
         return Block(
             hnn.Linear.init(Embed, (Heads, Dim), key=q),
-            hnn.Linear.init((Heads, Dim), Embed, key=o, use_bias=False, out_first=False),
+            hnn.Linear.init(
+                (Heads, Dim), Embed, key=o, use_bias=False, out_first=False
+            ),
             experts(key=jax.random.split(e, Experts.size)),
         )
 
@@ -86,12 +92,16 @@ def adapted() -> Model:
 
 def with_trained_adapters(of: T, config: LoraConfig) -> T:
     """The tree with adapters whose B is not zero, as after training."""
-    shapes = eqx.filter_eval_shape(lambda: apply_lora(of, config, key=jax.random.key(1)))
+    shapes = eqx.filter_eval_shape(
+        lambda: apply_lora(of, config, key=jax.random.key(1))
+    )
     base, _ = eqx.partition(of, eqx.is_array)
     places = iter(jax.tree.leaves(base))
     marks = lora_filter(shapes)
     own = jax.tree.map(
-        lambda leaf, mark: leaf if mark or not isinstance(leaf, jax.ShapeDtypeStruct) else next(places),
+        lambda leaf, mark: (
+            leaf if mark or not isinstance(leaf, jax.ShapeDtypeStruct) else next(places)
+        ),
         shapes,
         marks,
     )
@@ -99,7 +109,9 @@ def with_trained_adapters(of: T, config: LoraConfig) -> T:
 
 
 def filled(shapes: T, seed: int) -> T:
-    """Normal numbers in place of shapes, from NumPy, because compiling a generator for each shape is slow."""
+    """Normal numbers in place of shapes, from NumPy, because compiling a generator for
+    each shape is slow.
+    """
     rng = np.random.default_rng(seed)
 
     def fill(leaf):
@@ -111,4 +123,7 @@ def filled(shapes: T, seed: int) -> T:
 
 
 def inputs():
-    return hax.named(jnp.asarray(np.random.default_rng(3).normal(size=(7, 6)), jnp.float32), (Pos, Embed))
+    return hax.named(
+        jnp.asarray(np.random.default_rng(3).normal(size=(7, 6)), jnp.float32),
+        (Pos, Embed),
+    )

@@ -1,4 +1,6 @@
-"""Tests of files in PEFT's format; they are compared with PEFT itself in the tests of the models."""
+"""Tests of files in PEFT's format; they are compared with PEFT itself in the tests of
+the models.
+"""
 
 import json
 from functools import partial
@@ -34,7 +36,9 @@ def names(path, index):
     if "experts" not in path:
         return f"{module}.attn.{path.rpartition('.')[2]}"
     order = ["up", "down"].index(path.rpartition(".")[2])
-    return PeftParameter(f"{module}.experts", ("up_proj", "down_proj")[order], index[1], 3, order=order)
+    return PeftParameter(
+        f"{module}.experts", ("up_proj", "down_proj")[order], index[1], 3, order=order
+    )
 
 
 def equal(left, right):
@@ -88,30 +92,50 @@ def test_saved_adapters_load_into_the_base_and_into_an_adapted_model(saved):
     equal(load_peft(filled(adapted(), 9), saved, names), adapted())
     others = with_trained_adapters(model(), LoraConfig(4, 1.0, ("*.q_proj",)))
     equal(load_peft(others, saved, names), adapted())
-    assert load_peft(model(), saved, names, dtype=jnp.bfloat16).layers.stacked.q_proj.b.dtype == jnp.bfloat16
+    assert (
+        load_peft(
+            model(), saved, names, dtype=jnp.bfloat16
+        ).layers.stacked.q_proj.b.dtype
+        == jnp.bfloat16
+    )
 
 
 @pytest.mark.parametrize("key", ["lm_head.base_layer.weight", "lm_head.weight"])
 def test_a_stored_weight_of_a_head_is_not_read(tmp_path, key):
     """PEFT stores the weight of an adapted `lm_head` beside its adapter."""
     save_peft(tmp_path, with_head(), names)
-    rewrite(tmp_path, lambda tensors: tensors.update({PREFIX + key: np.zeros((1, 1), np.float32)}))
+    rewrite(
+        tmp_path,
+        lambda tensors: tensors.update({PREFIX + key: np.zeros((1, 1), np.float32)}),
+    )
     equal(load_peft(model(), tmp_path, names), with_head())
 
 
 def test_the_layout_of_the_files(saved):
     tensors, tree = tensors_in(saved), adapted().layers.stacked
     assert set(tensors) == set(peft_tensor_names(saved)) and len(tensors) == 5 * 4 * 2
-    a, b = (tensors[f"{PREFIX}model.layers.4.attn.q_proj.lora_{which}.weight"] for which in "AB")
+    a, b = (
+        tensors[f"{PREFIX}model.layers.4.attn.q_proj.lora_{which}.weight"]
+        for which in "AB"
+    )
     np.testing.assert_array_equal(a, tree.q_proj.a.array[4].T)
     np.testing.assert_array_equal(b, tree.q_proj.b.array[4].reshape(2, 8).T)
-    # The first parameter of a module is wrapped innermost. Rows: expert after expert; columns: interleaved.
-    a, b = (tensors[f"{PREFIX}model.layers.1.experts.base_layer.lora_{which}.weight"] for which in "AB")
+    # The first parameter of a module is wrapped innermost. Rows: expert after expert;
+    # columns: interleaved.
+    a, b = (
+        tensors[f"{PREFIX}model.layers.1.experts.base_layer.lora_{which}.weight"]
+        for which in "AB"
+    )
     up = tree.experts.stacked.up
-    np.testing.assert_array_equal(a, np.concatenate([up.a.array[1, expert].T for expert in range(3)]))
+    np.testing.assert_array_equal(
+        a, np.concatenate([up.a.array[1, expert].T for expert in range(3)])
+    )
     np.testing.assert_array_equal(b.reshape(8, 2, 3)[:, :, 2], up.b.array[1, 2].T)
     config = json.loads((saved / "adapter_config.json").read_text())
-    assert config["peft_type"] == "LORA" and config["base_model_name_or_path"] == "some/model"
+    assert (
+        config["peft_type"] == "LORA"
+        and config["base_model_name_or_path"] == "some/model"
+    )
     assert config["revision"] == "v1"
     assert (config["r"], config["lora_alpha"], config["rank_pattern"]) == (2, 3, {})
     assert config["target_modules"] == ["o_proj", "q_proj"]
@@ -172,7 +196,11 @@ def test_layers_of_unequal_rank_and_scale_are_padded(saved):
     tensors = tensors_in(saved)
     product = 3 / 5 * tensors[f"{key}B.weight"] @ tensors[f"{key}A.weight"]
     merged, old = merge_lora(tree).weight, model().layers.stacked.q_proj.weight
-    difference = (merged - old).rearrange(("layers", "heads", "dim", "embed")).array.reshape(5, 8, 6)
+    difference = (
+        (merged - old)
+        .rearrange(("layers", "heads", "dim", "embed"))
+        .array.reshape(5, 8, 6)
+    )
     np.testing.assert_allclose(difference[3], product, atol=1e-5)
     first = merge_lora(adapted()).layers.stacked.q_proj.weight.array[0]
     np.testing.assert_allclose(merged.array[0], first, atol=1e-6)
@@ -184,7 +212,9 @@ def test_missing_unknown_and_mismatched_tensors_and_integers_are_named(saved):
     def spoil(tensors):
         del tensors[f"{attention}.q_proj.lora_A.weight"]
         del tensors[f"{PREFIX}model.layers.2.experts.lora_B.weight"]
-        tensors[f"{PREFIX}model.layers.7.attn.q_proj.lora_A.weight"] = np.zeros((2, 6), np.float32)
+        tensors[f"{PREFIX}model.layers.7.attn.q_proj.lora_A.weight"] = np.zeros(
+            (2, 6), np.float32
+        )
         tensors[f"{attention}.o_proj.lora_A.weight"] = np.zeros((2, 9), np.float32)
         tensors["\x1b[2J"] = np.zeros(1, np.float32)
         tensors[f"{attention}.q_proj.lora_B.weight"] = np.zeros((8, 2), np.int8)
@@ -198,12 +228,17 @@ def test_missing_unknown_and_mismatched_tensors_and_integers_are_named(saved):
         "unknown: '\\x1b[2J' (1,)",
         f"unknown: {PREFIX}model.layers.7.attn.q_proj.lora_A.weight (2, 6)",
         f"mismatched: {attention}.o_proj.lora_A.weight is (2, 9), expected (2, 8)",
-        f"not a float: {attention}.q_proj.lora_B.weight is I8, expected one of F64, F32, F16, BF16",
+        (
+            f"not a float: {attention}.q_proj.lora_B.weight is I8, expected one of F64,"
+            " F32, F16, BF16"
+        ),
     ]
 
 
 def test_an_adapter_that_the_file_lacks_is_missing(saved):
-    with pytest.raises(ValueError, match="missing: head has an adapter, the file has none for lm_head"):
+    with pytest.raises(
+        ValueError, match="missing: head has an adapter, the file has none for lm_head"
+    ):
         load_peft(with_head(), saved, names)
 
 
@@ -216,7 +251,9 @@ def test_the_tensors_may_decide_which_layers_are_adapted(saved):
     rewrite(saved, keep_one, layers_to_transform=[2])
     tree = load_peft(model(), saved, names).layers.stacked
     assert not hasattr(tree.experts.stacked.up, "a")
-    np.testing.assert_array_equal(tree.q_proj.a.array[2], adapted().layers.stacked.q_proj.a.array[2])
+    np.testing.assert_array_equal(
+        tree.q_proj.a.array[2], adapted().layers.stacked.q_proj.a.array[2]
+    )
     assert not np.any(tree.q_proj.a.array[1]) and not np.any(tree.q_proj.b.array[1])
 
 
@@ -224,7 +261,10 @@ def test_the_tensors_may_decide_which_layers_are_adapted(saved):
     ("settings", "message"),
     [
         ({"use_dora": True}, "use_dora = True"),
-        ({"bias": "all", "modules_to_save": ["lm_head"]}, r"bias = 'all', modules_to_save = \['lm_head'\]"),
+        (
+            {"bias": "all", "modules_to_save": ["lm_head"]},
+            r"bias = 'all', modules_to_save = \['lm_head'\]",
+        ),
         ({"peft_type": "IA3"}, "peft_type = 'IA3'"),
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights = 'pissa_niter_4'"),
         ({"r": "two", "target_modules": 5}, "r = 'two', target_modules = 5"),
@@ -233,12 +273,21 @@ def test_the_tensors_may_decide_which_layers_are_adapted(saved):
 )
 def test_other_kinds_of_adapters_are_refused(saved, settings, message):
     rewrite(saved, **settings)
-    with pytest.raises(ValueError, match=f"has settings that are not supported: {message}"):
+    with pytest.raises(
+        ValueError, match=f"has settings that are not supported: {message}"
+    ):
         load_peft(model(), saved, names)
 
 
 def test_unknown_fields_are_named_in_a_warning_unless_they_are_off(saved):
-    rewrite(saved, use_later=False, later_config=None, later_modules=[], lora_dropout=0.1, revision="main")
+    rewrite(
+        saved,
+        use_later=False,
+        later_config=None,
+        later_modules=[],
+        lora_dropout=0.1,
+        revision="main",
+    )
     equal(load_peft(model(), saved, names), adapted())
     rewrite(saved, **{"lora_scale_by": "depth", "\x1b[2J": 1})
     with pytest.warns(UserWarning, match=r"are not used: 'lora_scale_by', '\\x1b\[2J'"):
@@ -248,13 +297,20 @@ def test_unknown_fields_are_named_in_a_warning_unless_they_are_off(saved):
 def test_truncated_files_are_named(saved):
     tensors, config = saved / "adapter_model.safetensors", saved / "adapter_config.json"
     tensors.write_bytes(tensors.read_bytes()[:-8])
-    for read in (lambda: load_peft(model(), saved, names), lambda: peft_tensor_names(saved)):
+    for read in (
+        lambda: load_peft(model(), saved, names),
+        lambda: peft_tensor_names(saved),
+    ):
         with pytest.raises(
-            ValueError, match="adapter_model.safetensors can't be read .* truncated; fetch or save"
+            ValueError,
+            match="adapter_model.safetensors can't be read .* truncated; fetch or save",
         ):
             read()
     config.write_text(config.read_text()[:-8])
-    with pytest.raises(ValueError, match="adapter_config.json is not valid JSON.* truncated; fetch or save"):
+    with pytest.raises(
+        ValueError,
+        match="adapter_config.json is not valid JSON.* truncated; fetch or save",
+    ):
         load_peft(model(), saved, names)
 
 
@@ -278,9 +334,13 @@ def test_missing_files_and_adapters_are_errors(saved, tmp_path):
 def test_invalid_names_are_refused(tmp_path):
     with pytest.raises(ValueError, match="Two linears are named"):
         save_peft(tmp_path, adapted(), lambda path, index: "one")
-    with pytest.raises(ValueError, match=r"can't be written as one: \(rows, index\) \[\(None, 2\)"):
+    with pytest.raises(
+        ValueError, match=r"can't be written as one: \(rows, index\) \[\(None, 2\)"
+    ):
         save_peft(
             tmp_path,
-            with_trained_adapters([model().head, model().head], LoraConfig(2, 1.0, ("*",))),
+            with_trained_adapters(
+                [model().head, model().head], LoraConfig(2, 1.0, ("*",))
+            ),
             lambda path, index: PeftParameter("module", "parameter", int(path), 3),
         )

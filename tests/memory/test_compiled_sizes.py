@@ -1,4 +1,6 @@
-"""What a compilation found is read from a folder the next time, for the same program and target only."""
+"""What a compilation found is read from a folder the next time, for the same program
+and target only.
+"""
 
 import dataclasses
 
@@ -31,8 +33,15 @@ def compilations(monkeypatch):
 def test_the_same_program_is_compiled_once(compilations, tmp_path):
     folder = tmp_path / "new" / "folder"
     first = report(doubled, VECTOR, cache=folder)
-    assert report(doubled, VECTOR, cache=str(folder)) == first and len(compilations) == 1
-    assert dataclasses.replace(report(doubled, VECTOR), compile_seconds=first.compile_seconds) == first
+    assert (
+        report(doubled, VECTOR, cache=str(folder)) == first and len(compilations) == 1
+    )
+    assert (
+        dataclasses.replace(
+            report(doubled, VECTOR), compile_seconds=first.compile_seconds
+        )
+        == first
+    )
     assert len(compilations) == 2
 
 
@@ -45,7 +54,9 @@ def test_anything_else_is_compiled_anew(other, compilations, tmp_path, monkeypat
         (lambda x: 3 * x) if other == "program" else doubled,
         VECTOR,
         donate="all" if other == "donation" else (),
-        target=dataclasses.replace(TARGETS["local"], memory=1) if other == "target" else "local",
+        target=dataclasses.replace(TARGETS["local"], memory=1)
+        if other == "target"
+        else "local",
         cache=tmp_path,
     )
     assert len(compilations) == 2
@@ -56,7 +67,11 @@ def test_a_damaged_file_is_written_again_and_a_folder_that_cannot_be_written_is_
 ):
     first = report(doubled, VECTOR, cache=tmp_path)
     (path,) = tmp_path.iterdir()
-    for damaged in (path.read_text()[:-9], "{}", '{"device": {}, "host": {}, "seconds": 1}'):
+    for damaged in (
+        path.read_text()[:-9],
+        "{}",
+        '{"device": {}, "host": {}, "seconds": 1}',
+    ):
         path.write_text(damaged)
         found = report(doubled, VECTOR, cache=tmp_path)
         assert (found.arguments, found.total) == (first.arguments, first.total)

@@ -30,25 +30,43 @@ def count(fn, *args):
 
 
 def test_products_are_two_for_each_pair():
-    assert count(lambda x, y: x @ y, jnp.ones((3, 5)), jnp.ones((5, 7))).matmul == 2 * 3 * 5 * 7
-    batched = count(lambda x, y: jnp.einsum("bij,bkj->bik", x, y), jnp.ones((4, 3, 5)), jnp.ones((4, 7, 5)))
+    assert (
+        count(lambda x, y: x @ y, jnp.ones((3, 5)), jnp.ones((5, 7))).matmul
+        == 2 * 3 * 5 * 7
+    )
+    batched = count(
+        lambda x, y: jnp.einsum("bij,bkj->bik", x, y),
+        jnp.ones((4, 3, 5)),
+        jnp.ones((4, 7, 5)),
+    )
     assert batched.matmul == 2 * 4 * 3 * 7 * 5
     assert batched.exact
 
 
 @pytest.mark.parametrize(("window", "blocks"), [(None, 15), (100, 9)])
 def test_a_splash_kernel_counts_the_blocks_of_its_table(window, blocks):
-    query, key = jnp.ones((2, 640, 1, 3, 8)), jnp.ones((2, 640, 1, 8))  # six heads over five blocks of 128
+    # Six heads over five blocks of 128
+    query, key = (
+        jnp.ones((2, 640, 1, 3, 8)),
+        jnp.ones((2, 640, 1, 8)),
+    )
 
     def attend(query, key, value):
-        return attend_by(splash_kernel(interpret=True), query, key, value, Sight(), Blocks(1.0, 128, window))
+        return attend_by(
+            splash_kernel(interpret=True),
+            query,
+            key,
+            value,
+            Sight(),
+            Blocks(1.0, 128, window),
+        )
 
     product = 6 * 2 * blocks * 128**2 * 8
     forward = jax.make_jaxpr(attend)(query, key, key)
     assert count_flops(forward).matmul == 2 * product
     assert count_flops(forward, trained=[True] * 3).matmul == 3 * 2 * product
-    # Scores again and three products for keys and values, scores again and two for queries; and the output of
-    # each position times its cotangent.
+    # Scores again and three products for keys and values, scores again and two for
+    # queries; and the output of each position times its cotangent.
     both = count(jax.grad(lambda *a: attend(*a).sum(), (0, 1, 2)), query, key, key)
     assert both.matmul == (2 + 4 + 3) * product + 6 * 2 * 640 * 8
     assert both.exact
@@ -56,11 +74,19 @@ def test_a_splash_kernel_counts_the_blocks_of_its_table(window, blocks):
 
 def test_convolution():
     def conv(x, kernel, groups):
-        return jax.lax.conv_general_dilated(x, kernel, (1,), "VALID", feature_group_count=groups)
+        return jax.lax.conv_general_dilated(
+            x, kernel, (1,), "VALID", feature_group_count=groups
+        )
 
     x = jnp.ones((2, 6, 10))  # batch, features, positions
-    assert count(lambda k: conv(x, k, 1), jnp.ones((4, 6, 3))).matmul == 2 * (2 * 4 * 8) * 6 * 3
-    assert count(lambda k: conv(x, k, 2), jnp.ones((4, 3, 3))).matmul == 2 * (2 * 4 * 8) * 3 * 3
+    assert (
+        count(lambda k: conv(x, k, 1), jnp.ones((4, 6, 3))).matmul
+        == 2 * (2 * 4 * 8) * 6 * 3
+    )
+    assert (
+        count(lambda k: conv(x, k, 2), jnp.ones((4, 3, 3))).matmul
+        == 2 * (2 * 4 * 8) * 3 * 3
+    )
 
 
 def test_ragged_products_count_each_row_once():
@@ -77,24 +103,40 @@ def test_unused_results_do_not_count():
     def body(x, _):
         return x @ x, (x @ x @ x).sum()
 
-    assert count(lambda x: jax.lax.scan(body, x, None, length=5)[0], SQUARE).matmul == 5 * PRODUCT
+    assert (
+        count(lambda x: jax.lax.scan(body, x, None, length=5)[0], SQUARE).matmul
+        == 5 * PRODUCT
+    )
 
 
 def test_a_scan_counts_its_body_times_its_length():
     def nested(x):
         def outer(x, _):
-            return jax.lax.scan(lambda x, _: (x @ x, None), x, None, length=3)[0] @ x, None
+            return (
+                jax.lax.scan(lambda x, _: (x @ x, None), x, None, length=3)[0] @ x,
+                None,
+            )
 
         return jax.lax.scan(outer, x, None, length=5)[0]
 
     assert count(nested, SQUARE).matmul == 5 * (3 + 1) * PRODUCT
-    assert count(lambda x: jax.lax.scan(lambda x, _: (x @ x, None), x, None, length=0)[0], SQUARE).matmul == 0
-    assert count(lambda x: jax.lax.map(lambda row: x @ row, x), SQUARE).matmul == PRODUCT
+    assert (
+        count(
+            lambda x: jax.lax.scan(lambda x, _: (x @ x, None), x, None, length=0)[0],
+            SQUARE,
+        ).matmul
+        == 0
+    )
+    assert (
+        count(lambda x: jax.lax.map(lambda row: x @ row, x), SQUARE).matmul == PRODUCT
+    )
 
 
 @pytest.mark.parametrize("reverse", [False, True])
 def test_gradient_of_a_checkpointed_scan(reverse):
-    """Forward two products a layer; backward four, and the first again: its second is not needed."""
+    """Forward two products a layer; backward four, and the first again: its second is
+    not needed.
+    """
 
     def loss(x, weights):
         def layer(x, w):
@@ -111,7 +153,9 @@ HIJAX: Any = hijax  # `VJPHiPrimitive` is of JAX 0.10.2, `HiPrim` of 0.12
 
 
 class Product(getattr(HIJAX, "VJPHiPrimitive", None) or HIJAX.HiPrim):
-    """`x @ w` plus the device's number on an axis, if it has one, and a product that nobody reads."""
+    """`x @ w` plus the device's number on an axis, if it has one, and a product that
+    nobody reads.
+    """
 
     def __init__(self, x, w, axis=None):
         self.in_avals = {"x": jax.typeof(x)}, jax.typeof(w)
@@ -142,17 +186,30 @@ def product(x, w, axis=None):
 def test_primitives_that_expand_into_others_are_looked_into():
     x, size = jnp.ones((4, 8)), 2 * 4 * 8 * 8
     assert count(product, x, SQUARE).matmul == size
-    scanned = count(lambda x: jax.lax.scan(lambda x, _: (product(x, SQUARE), None), x, None, length=5)[0], x)
+    scanned = count(
+        lambda x: jax.lax.scan(
+            lambda x, _: (product(x, SQUARE), None), x, None, length=5
+        )[0],
+        x,
+    )
     assert scanned.matmul == 5 * size and scanned.exact
-    assert count(jax.jit(jax.value_and_grad(lambda w: product(x, w).sum())), SQUARE).matmul == 2 * size
+    assert (
+        count(jax.jit(jax.value_and_grad(lambda w: product(x, w).sum())), SQUARE).matmul
+        == 2 * size
+    )
     traced = jax.make_jaxpr(product)(x, SQUARE)
     assert count_flops(traced, trained=[False, True]).matmul == 2 * size
     mesh, spec = Mesh(np.array(jax.devices()[:4]), "d"), PartitionSpec("d")
     for check_vma in (True, False):
         divided = jax.shard_map(
-            lambda x, w: product(x, w, "d"), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=check_vma
+            lambda x, w: product(x, w, "d"),
+            mesh=mesh,
+            in_specs=spec,
+            out_specs=spec,
+            check_vma=check_vma,
         )
-        assert count(divided, x, jnp.ones((32, 8))).matmul == size  # a row of `x` on each device
+        # A row of `x` on each device
+        assert count(divided, x, jnp.ones((32, 8))).matmul == size
 
 
 def test_calls_are_looked_into():
@@ -183,7 +240,9 @@ def test_a_loop_with_bounds_of_python_integers(low, high):
 
 
 def segments(x, lengths, named=lambda _: contextlib.nullcontext()):
-    """Loops whose lengths are read from a table, each in a conditional that the table decides too."""
+    """Loops whose lengths are read from a table, each in a conditional that the table
+    decides too.
+    """
     table = jnp.asarray(lengths)
 
     def segment(x, k):
@@ -200,8 +259,15 @@ def test_loops_and_conditionals_are_counted_as_their_names_say():
         return segments(x, [4, 3, 2, 1], lambda name: name)
 
     forward = (10 + 2) * PRODUCT
-    for fn in (named, jax.jit(named), jax.checkpoint(named), lambda x: jax.vmap(named)(x[None])):
-        assert count(fn, SQUARE) == dataclasses.replace(count(named, SQUARE), matmul=forward)
+    for fn in (
+        named,
+        jax.jit(named),
+        jax.checkpoint(named),
+        lambda x: jax.vmap(named)(x[None]),
+    ):
+        assert count(fn, SQUARE) == dataclasses.replace(
+            count(named, SQUARE), matmul=forward
+        )
     tangent = count(lambda x: jax.jvp(named, (x,), (x,)), SQUARE)
     assert tangent.matmul == 3 * forward and tangent.exact
     assert not count(lambda x: segments(x, [4, 3, 2, 1]), SQUARE).exact
@@ -221,9 +287,23 @@ POLICIES = [
 
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
 def test_layers_of_several_kinds_count_what_the_schedule_says(policy):
-    """Their loops are by kind, and which kinds are run again depends on the schedule."""
+    """Their loops are by kind, and which kinds are run again depends on the
+    schedule.
+    """
     Layers, Width = hax.Axis("layers", 11), hax.Axis("width", 8)
-    order = ["one", "three", "three", "one", "three", "one", "one", "three", "three", "three", "one"]
+    order = [
+        "one",
+        "three",
+        "three",
+        "one",
+        "three",
+        "one",
+        "one",
+        "three",
+        "three",
+        "three",
+        "one",
+    ]
 
     class Products(eqx.Module):
         weight: hax.NamedArray
@@ -231,7 +311,9 @@ def test_layers_of_several_kinds_count_what_the_schedule_says(policy):
 
         @staticmethod
         def init(products, *, key):
-            return Products(hax.random.normal(key, (Width, Width.alias("out"))), products)
+            return Products(
+                hax.random.normal(key, (Width, Width.alias("out"))), products
+            )
 
         def __call__(self, x):
             for _ in range(self.products):
@@ -239,13 +321,22 @@ def test_layers_of_several_kinds_count_what_the_schedule_says(policy):
             return x
 
     def make(keys):
-        kinds = {name: functools.partial(Products.init, count) for name, count in KINDS.items()}
+        kinds = {
+            name: functools.partial(Products.init, count)
+            for name, count in KINDS.items()
+        }
         return StackedPattern.init(Layers, kinds, order)(key=keys)
 
-    blocks = eqx.filter_eval_shape(make, jax.random.split(jax.random.key(0), Layers.size))
+    blocks = eqx.filter_eval_shape(
+        make, jax.random.split(jax.random.key(0), Layers.size)
+    )
     resolved = resolve_policy(policy)
     schedule = resolved.schedule(Layers.size - resolved.first_layers)
-    again = [layer + resolved.first_layers for run in schedule.runs for layer in range(run.start, run.top)]
+    again = [
+        layer + resolved.first_layers
+        for run in schedule.runs
+        for layer in range(run.start, run.top)
+    ]
     if resolved.is_nested and resolved.save_carries == "offload":
         ends = np.cumsum(schedule.segments)
         again = [k for k in range(Layers.size) if k + 1 not in ends]
@@ -261,11 +352,17 @@ def test_layers_of_several_kinds_count_what_the_schedule_says(policy):
 
 
 def test_a_branch_on_data_counts_its_most_expensive_side_and_says_so():
-    found = count(lambda x: jax.lax.cond(x[0, 0] > 0, lambda x: x @ x @ x, lambda x: x @ x, x), SQUARE)
+    found = count(
+        lambda x: jax.lax.cond(x[0, 0] > 0, lambda x: x @ x @ x, lambda x: x @ x, x),
+        SQUARE,
+    )
     assert found.matmul == 2 * PRODUCT
     assert not found.exact
     assert "most expensive" in found.too_high[0]
-    same = count(lambda x: jax.lax.cond(x[0, 0] > 0, lambda x: x @ x.T, lambda x: x.T @ x, x), SQUARE)
+    same = count(
+        lambda x: jax.lax.cond(x[0, 0] > 0, lambda x: x @ x.T, lambda x: x.T @ x, x),
+        SQUARE,
+    )
     assert same.matmul == PRODUCT
     assert same.exact
 
@@ -302,7 +399,9 @@ def test_work_inside_an_unknown_operation_is_never_silent():
 
 def test_a_loop_that_ends_at_an_equality_is_counted_once():
     def fn(x):
-        return jax.lax.while_loop(lambda s: s[0] != 2000, lambda s: (s[0] + 2, s[1] @ s[1]), (0, x))[1]
+        return jax.lax.while_loop(
+            lambda s: s[0] != 2000, lambda s: (s[0] + 2, s[1] @ s[1]), (0, x)
+        )[1]
 
     found = count(fn, SQUARE)
     assert found.matmul == PRODUCT and not found.exact

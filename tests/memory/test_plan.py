@@ -1,4 +1,6 @@
-"""Tests of `plan` and `compare`: candidates are compiled in order up to the first that fits."""
+"""Tests of `plan` and `compare`: candidates are compiled in order up to the first that
+fits.
+"""
 
 import dataclasses
 import functools
@@ -35,12 +37,16 @@ LAYERS = Layers.size
 
 def blocks_and_input():
     keys = jax.random.split(jax.random.key(0), Layers.size)
-    blocks = eqx.filter_eval_shape(lambda: Stacked.init(Layers, NamedBlock)(Width, key=keys))
+    blocks = eqx.filter_eval_shape(
+        lambda: Stacked.init(Layers, NamedBlock)(Width, key=keys)
+    )
     return blocks, eqx.filter_eval_shape(lambda: hax.zeros((Tokens, Width)))
 
 
 class Counting:
-    """Makes the gradient of a fold under a policy, and remembers which were asked for."""
+    """Makes the gradient of a fold under a policy, and remembers which were asked
+    for.
+    """
 
     def __init__(self):
         self.asked = []
@@ -49,7 +55,9 @@ class Counting:
         self.asked.append(remat)
 
         def gradient(blocks, x):
-            return eqx.filter_grad(lambda blocks: hax.sum(blocks.fold(x, remat=remat)).scalar())(blocks)
+            return eqx.filter_grad(
+                lambda blocks: hax.sum(blocks.fold(x, remat=remat)).scalar()
+            )(blocks)
 
         gradient.policy = repr(remat)
         return gradient
@@ -57,7 +65,9 @@ class Counting:
 
 @pytest.fixture(scope="module", autouse=True)
 def one_report_for_each_policy():
-    """The tests of this file ask for reports of the same program: each policy is compiled once."""
+    """The tests of this file ask for reports of the same program: each policy is
+    compiled once.
+    """
     traced, reports, trace, report = {}, {}, _plan.trace_call, TracedCall.report
 
     def trace_once(call, *rest):
@@ -92,7 +102,11 @@ def test_every_candidate_is_compared(comparison):
     host, least_time = HostBytes(temporaries=2**20), TimeBound(1.0, 2.0)
     report = dataclasses.replace(first.report, host=host, least_time=least_time)
     text = str(Comparison((dataclasses.replace(first, report=report), *others)))
-    assert all(f"\n{trial.name} " in text for trial in comparison.trials if len(trial.name) < 20)
+    assert all(
+        f"\n{trial.name} " in text
+        for trial in comparison.trials
+        if len(trial.name) < 20
+    )
     assert "\nsave_carries='offload', " in text and "\nnested=True\n" in text
     assert "\nmoved: between device and host\n" in text
     assert "\nlink: seconds that it takes, or hidden behind compute" in text
@@ -101,30 +115,49 @@ def test_every_candidate_is_compared(comparison):
 
 def test_the_table_says_once_why_arithmetic_is_not_exact(comparison):
     report = comparison.trials[0].report
-    flops = dataclasses.replace(report.flops, too_low=("a loop is counted once",), too_high=("most",))
+    flops = dataclasses.replace(
+        report.flops, too_low=("a loop is counted once",), too_high=("most",)
+    )
     report = dataclasses.replace(report, flops=flops)
-    shown = str(Comparison(tuple(dataclasses.replace(trial, report=report) for trial in comparison.trials)))
-    assert shown.count("\n?: FLOP at least: a loop is counted once\n?: FLOP at most: most") == 1
+    shown = str(
+        Comparison(
+            tuple(
+                dataclasses.replace(trial, report=report) for trial in comparison.trials
+            )
+        )
+    )
+    assert (
+        shown.count("\n?: FLOP at least: a loop is counted once\n?: FLOP at most: most")
+        == 1
+    )
 
 
 def planned(fn_of_policy=None, **options):
     return plan(fn_of_policy or Counting(), *blocks_and_input(), **options)
 
 
-def test_nothing_is_traced_or_compiled_after_a_policy_that_recomputes_nothing(comparison):
+def test_nothing_is_traced_or_compiled_after_a_policy_that_recomputes_nothing(
+    comparison,
+):
     fn_of_policy = Counting()
-    found = planned(fn_of_policy, budget=comparison.trials[0].report.total, layers=LAYERS)
+    found = planned(
+        fn_of_policy, budget=comparison.trials[0].report.total, layers=LAYERS
+    )
     assert found.policy is False and fn_of_policy.asked == [False]
     assert "fits " in str(found)
 
 
 def test_the_least_arithmetic_of_what_fits_is_taken(comparison):
     for budget in {trial.report.total for trial in comparison.trials}:
-        fitting = [trial.report for trial in comparison.trials if trial.report.total <= budget]
+        fitting = [
+            trial.report for trial in comparison.trials if trial.report.total <= budget
+        ]
         for candidates in (CANDIDATES, CANDIDATES[::-1]):
             found = planned(budget=budget, candidates=candidates)
             assert found.policy in CANDIDATES and found.report.total <= budget
-            assert found.report.flops.matmul == min(report.flops.matmul for report in fitting)
+            assert found.report.flops.matmul == min(
+                report.flops.matmul for report in fitting
+            )
 
 
 def total(found, policy):
@@ -142,10 +175,18 @@ def without_internals(remat):
 def test_the_rest_of_the_budget_is_spent_on_carries(comparison):
     _, carries, nested = (trial.report.total for trial in comparison.trials[:3])
     budget = (nested + carries) // 2
-    found = planned(without_internals, budget=budget, candidates=["nested"], layers=LAYERS)
+    found = planned(
+        without_internals, budget=budget, candidates=["nested"], layers=LAYERS
+    )
     policy = resolve_policy(found.policy)
-    assert policy.max_carries and policy.max_carries >= int(0.6 * LAYERS) and found.report.total <= budget
-    assert total(found, ScanCheckpointPolicy(max_carries=policy.max_carries + 1)) > budget
+    assert (
+        policy.max_carries
+        and policy.max_carries >= int(0.6 * LAYERS)
+        and found.report.total <= budget
+    )
+    assert (
+        total(found, ScanCheckpointPolicy(max_carries=policy.max_carries + 1)) > budget
+    )
     with_internals = planned(budget=budget, candidates=["nested"], layers=LAYERS)
     assert with_internals.report.flops.matmul <= found.report.flops.matmul
     # Halving 16 layers, for first layers, carries and kept segments.
@@ -153,13 +194,17 @@ def test_the_rest_of_the_budget_is_spent_on_carries(comparison):
 
 
 def test_cuts_that_the_program_does_not_take_are_left_out():
-    found = planned(without_internals, budget="1GiB", candidates=["nested"], layers=LAYERS)
+    found = planned(
+        without_internals, budget="1GiB", candidates=["nested"], layers=LAYERS
+    )
     assert resolve_policy(found.policy).first_layers == LAYERS - 1
 
 
 def test_first_layers_keep_their_internals_where_all_are_offloaded():
     found = planned(budget="1GiB", candidates=["offload"], layers=LAYERS)
-    assert found.policy == ScanCheckpointPolicy(save_carries="offload", first_layers=LAYERS - 1)
+    assert found.policy == ScanCheckpointPolicy(
+        save_carries="offload", first_layers=LAYERS - 1
+    )
 
 
 def test_a_policy_that_has_no_first_layers_is_left_as_it_is():
@@ -193,7 +238,9 @@ def test_the_host_has_a_budget_too(monkeypatch):
 
 
 @pytest.mark.parametrize("search", [compare, functools.partial(plan, budget="1GiB")])
-def test_an_error_of_the_compiler_is_a_reason_and_raised_where_no_policy_compiles(search, monkeypatch):
+def test_an_error_of_the_compiler_is_a_reason_and_raised_where_no_policy_compiles(
+    search, monkeypatch
+):
     def fail(call, cache=None):
         raise jax.errors.JaxRuntimeError("INTERNAL: a bug")
 
@@ -213,32 +260,49 @@ def test_an_error_of_the_compiler_is_a_reason_and_raised_where_no_policy_compile
     monkeypatch.setattr(TracedCall, "report", report)
     for error in (DoesNotFit("ran out of memory"), raised.value):
         errors.append(error)
-        shown = str(search(Counting(), *blocks_and_input(), candidates=["nested", True]))
+        shown = str(
+            search(Counting(), *blocks_and_input(), candidates=["nested", True])
+        )
         assert f": {error}" in shown and "refused" in shown
 
 
 @pytest.mark.parametrize("search", [compare, functools.partial(plan, budget="1GiB")])
 def test_a_policy_in_place_of_a_list(search):
-    with pytest.raises(TypeError, match=r"list of policies; got 'nested'. For one write \[policy\]"):
+    with pytest.raises(
+        TypeError, match=r"list of policies; got 'nested'. For one write \[policy\]"
+    ):
         search(Counting(), *blocks_and_input(), candidates="nested")
 
 
 def test_budgets_are_integers_or_texts():
-    sizes = {0: 0, "80GiB": 80 * 2**30, "80GB": 80 * 10**9, " 1.5 TiB ": 3 * 2**39, "3kB": 3000, "3KB": 3000}
+    sizes = {
+        0: 0,
+        "80GiB": 80 * 2**30,
+        "80GB": 80 * 10**9,
+        " 1.5 TiB ": 3 * 2**39,
+        "3kB": 3000,
+        "3KB": 3000,
+    }
     assert [*map(parse_bytes, sizes)] == [*sizes.values()] and parse_bytes("17B") == 17
     for wrong in ("80", "80G", "GiB", "-1GiB", -1, True, 1.5, None):
-        with pytest.raises(ValueError, match="expected a non-negative integer or text such as '80GiB'"):
+        with pytest.raises(
+            ValueError, match="expected a non-negative integer or text such as '80GiB'"
+        ):
             parse_bytes(wrong)
 
 
 @pytest.fixture
 def offloading_costs_the_host(comparison, monkeypatch):
-    """The CPU has one memory: pretend that offloading policies use the host, and less of the device."""
+    """The CPU has one memory: pretend that offloading policies use the host, and less
+    of the device.
+    """
 
     def moved(trial):
         if not resolve_policy(trial.policy).offloads:
             return trial
-        report = dataclasses.replace(trial.report, temporaries=0, host=HostBytes(temporaries=100))
+        report = dataclasses.replace(
+            trial.report, temporaries=0, host=HostBytes(temporaries=100)
+        )
         return dataclasses.replace(trial, report=report)
 
     trials = {trial.policy: moved(trial) for trial in comparison.trials}
@@ -256,15 +320,23 @@ def test_fewer_carries_where_the_host_is_too_small(offloading_costs_the_host):
     budget = offloading_costs_the_host[leanest]
     assert budget < offloading_costs_the_host["nested"]
     found = planned(budget=budget, host_budget=99)
-    assert resolve_policy(found.policy).max_carries is not None and found.report.total <= budget
+    assert (
+        resolve_policy(found.policy).max_carries is not None
+        and found.report.total <= budget
+    )
     assert resolve_policy(planned(budget=budget).policy).offloads
-    with pytest.raises(BudgetError, match="The smallest found is max_carries=2 with .* and 0 B on the host"):
+    with pytest.raises(
+        BudgetError,
+        match="The smallest found is max_carries=2 with .* and 0 B on the host",
+    ):
         planned(budget=budget - 1, host_budget=99)
 
 
 @pytest.fixture
 def the_host_has_memory_of_its_own(monkeypatch):
-    """The CPU has one memory: pretend that arguments on the host are not on the device."""
+    """The CPU has one memory: pretend that arguments on the host are not on the
+    device.
+    """
     real = TracedCall.report
 
     def report(call, cache=None):
@@ -273,13 +345,17 @@ def the_host_has_memory_of_its_own(monkeypatch):
             return found
         weights = LAYERS * 4 * Width.size**2
         return dataclasses.replace(
-            found, arguments=found.arguments - weights, host=HostBytes(arguments=weights)
+            found,
+            arguments=found.arguments - weights,
+            host=HostBytes(arguments=weights),
         )
 
     monkeypatch.setattr(TracedCall, "report", report)
 
 
-def test_candidates_are_tried_with_weights_on_the_host_where_none_fits(the_host_has_memory_of_its_own):
+def test_candidates_are_tried_with_weights_on_the_host_where_none_fits(
+    the_host_has_memory_of_its_own,
+):
     target = dataclasses.replace(TARGETS["local"], flops=1e12, link=1e9)
     options = {"candidates": ["nested"], "target": target}
 
@@ -294,7 +370,11 @@ def test_candidates_are_tried_with_weights_on_the_host_where_none_fits(the_host_
     assert on_host.report.flops.bytes_from_host > 2 * LAYERS * 4 * Width.size**2
     assert found.streamed and found.report.total <= budget
     seconds = found.report.least_time.transfer
-    (row,) = (line for line in str(found).splitlines() if line.startswith("'nested', streamed  "))
+    (row,) = (
+        line
+        for line in str(found).splitlines()
+        if line.startswith("'nested', streamed  ")
+    )
     assert f"  {seconds:.3g}  " in row
     assert "'nested', streamed fits" in str(found)
     fits = planned(budget=budget + 1, streamed=streamed, **options)

@@ -40,7 +40,11 @@ def scale(weight: Any = KIB):
 def test_bytes_of_arguments_and_outputs():
     found = report(lambda x, y: (x + y, x.sum()), KIB, KIB)
     table = 2 * 8  # of pointers, where there are several results
-    assert (found.arguments, found.outputs, found.aliased) == (2048, 1024 + 4 + table, 0)
+    assert (found.arguments, found.outputs, found.aliased) == (
+        2048,
+        1024 + 4 + table,
+        0,
+    )
     assert found.total == found.arguments + found.outputs + found.temporaries
     assert found.target == "local"
     assert found.devices == 1
@@ -63,7 +67,10 @@ def test_nothing_is_executed():
 def test_static_leaves_modules_and_named_arrays_are_taken_as_filter_jit_takes_them():
     assert report(lambda module, x: module(x), scale(), KIB).arguments == 2048
     assert (
-        report(lambda module, x: module(x), scale(jnp.ones(256)), np.ones(256, np.float32)).arguments == 2048
+        report(
+            lambda module, x: module(x), scale(jnp.ones(256)), np.ones(256, np.float32)
+        ).arguments
+        == 2048
     )
     assert report(scale(), KIB).arguments == 2048
     assert report(lambda x, double: (x, x) if double else x, KIB, True).outputs > 2048
@@ -80,7 +87,9 @@ def test_results_that_are_not_arrays_are_left_out():
 
 def test_random_keys_are_arguments():
     keys = jax.random.split(jax.random.key(0), 4)
-    assert report(lambda keys: jax.vmap(jax.random.normal)(keys), keys).arguments == 4 * 8
+    assert (
+        report(lambda keys: jax.vmap(jax.random.normal)(keys), keys).arguments == 4 * 8
+    )
 
 
 def test_donated_arguments_are_aliased():
@@ -106,19 +115,33 @@ MESH = Mesh(np.array(jax.devices()[4:]).reshape(2, 2), ("data", "model"))
 
 
 def on(mesh, *spec):
-    return jax.ShapeDtypeStruct((8, 32), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec(*spec)))
+    return jax.ShapeDtypeStruct(
+        (8, 32), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec(*spec))
+    )
 
 
-@pytest.mark.parametrize("mesh", [MESH, AbstractMesh((2, 2), ("data", "model"))], ids=["local", "abstract"])
+@pytest.mark.parametrize(
+    "mesh", [MESH, AbstractMesh((2, 2), ("data", "model"))], ids=["local", "abstract"]
+)
 def test_shardings_are_moved_to_the_target(mesh):
-    found = report(lambda x, y, z: x.sum() + y.sum() + z, on(mesh, "data", "model"), on(mesh, "model"), KIB)
+    found = report(
+        lambda x, y, z: x.sum() + y.sum() + z,
+        on(mesh, "data", "model"),
+        on(mesh, "model"),
+        KIB,
+    )
     assert found.devices == 4
-    assert found.arguments == 1024 // 4 + 1024 // 2 + 1024  # an array without a sharding is on every device
+    # An array without a sharding is on every device
+    assert found.arguments == 1024 // 4 + 1024 // 2 + 1024
 
 
 def test_shardings_that_cannot_be_moved():
     with pytest.raises(ValueError, match="different meshes"):
-        report(lambda x, y: (x, y), on(MESH), on(Mesh(np.array(jax.devices()), ("data",)), "data"))
+        report(
+            lambda x, y: (x, y),
+            on(MESH),
+            on(Mesh(np.array(jax.devices()), ("data",)), "data"),
+        )
 
     class Elsewhere(Sharding):
         num_devices = 8  # pyright: ignore[reportAssignmentType]
@@ -127,14 +150,21 @@ def test_shardings_that_cannot_be_moved():
             pass
 
     with pytest.raises(ValueError, match="NamedSharding"):
-        report(lambda x: x, jax.ShapeDtypeStruct((8, 32), jnp.float32, sharding=Elsewhere()))
+        report(
+            lambda x: x,
+            jax.ShapeDtypeStruct((8, 32), jnp.float32, sharding=Elsewhere()),
+        )
 
 
-def test_arguments_on_the_host_are_made_by_the_program_where_they_would_be_miscounted(monkeypatch):
+def test_arguments_on_the_host_are_made_by_the_program_where_they_would_be_miscounted(
+    monkeypatch,
+):
     host = SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
     pinned = {"weights": jax.ShapeDtypeStruct((8, 256), jnp.float32, sharding=host)}
     local, cuda = memory.TARGETS["local"], memory.TARGETS["h200"]
-    monkeypatch.setattr(type(cuda), "devices", lambda self, count=1: local.devices(count))
+    monkeypatch.setattr(
+        type(cuda), "devices", lambda self, count=1: local.devices(count)
+    )
 
     def doubled(x, weights):
         on_device = jax.device_put(weights["weights"], jax.memory.Space.Device)
@@ -142,7 +172,10 @@ def test_arguments_on_the_host_are_made_by_the_program_where_they_would_be_misco
 
     found = report(doubled, KIB, pinned, target=cuda, donate="weights")
     assert found.arguments + found.host.arguments == 1024
-    assert (found.flops.bytes_from_host, found.flops.bytes_to_host) == (8 * 1024, 8 * 1024)
+    assert (found.flops.bytes_from_host, found.flops.bytes_to_host) == (
+        8 * 1024,
+        8 * 1024,
+    )
     as_arguments = report(doubled, KIB, pinned, donate="weights")
     assert as_arguments.arguments + as_arguments.host.arguments == 9 * 1024
     assert as_arguments.aliased + as_arguments.host.aliased == 8 * 1024
@@ -156,8 +189,11 @@ def test_arguments_on_the_host_are_made_by_the_program_where_they_would_be_misco
         return jax.lax.scan(layer, (x, x), pair)[0]
 
     pair = [jax.ShapeDtypeStruct((4, 16, 16), jnp.float32, sharding=host)] * 2
-    both = report(products, pair, jax.ShapeDtypeStruct((16, 16), jnp.float32), target=cuda)
-    assert both.temporaries + both.host.temporaries >= 2 * 4 * 1024  # as equal ones they would be one
+    both = report(
+        products, pair, jax.ShapeDtypeStruct((16, 16), jnp.float32), target=cuda
+    )
+    # As equal ones they would be one
+    assert both.temporaries + both.host.temporaries >= 2 * 4 * 1024
 
     with pytest.raises(TargetError, match=r"'h200' cannot size.*\['weights'\]"):
         report(doubled, on(MESH), pinned, target=cuda)
@@ -167,5 +203,10 @@ def test_the_table_in_text_needs_no_optional_dependency(monkeypatch):
     for name in ("rich", "rich.table", "rich.text", "matplotlib"):
         monkeypatch.setitem(sys.modules, name, None)
     text = str(report(lambda x: x @ x, jax.ShapeDtypeStruct((512, 512), jnp.float32)))
-    for part in ("memory on local", "total", "1.00 MiB", "268 M FLOP in matrix products"):
+    for part in (
+        "memory on local",
+        "total",
+        "1.00 MiB",
+        "268 M FLOP in matrix products",
+    ):
         assert part in text

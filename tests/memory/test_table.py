@@ -9,7 +9,10 @@ from stacked_remat.memory._table import as_table, readable_bytes
 POLICY = "save_carries='offload', nested=True, first_layers=12, max_carries=1234567"
 HEADINGS = ["total", "temp.", "host", "moved", "link", "FLOPs", "compile"]
 CELLS = ["1234.56", "123.45", "123.45", "123.45", "123 k", "1.67 ?", "123.4 s"]
-NOTE = "link: a sentence that says what a column means, in more words than one line of a terminal holds"
+NOTE = (
+    "link: a sentence that says what a column means, in more words than one line of a"
+    " terminal holds"
+)
 
 
 def test_figures_are_whole_and_policies_and_notes_break_in_80_columns():

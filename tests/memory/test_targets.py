@@ -1,10 +1,18 @@
-"""Tests of targets: their names, their figures, their compilers and the errors without them."""
+"""Tests of targets: their names, their figures, their compilers and the errors without
+them.
+"""
 
 import jax
 import pytest
 
 from stacked_remat import memory
-from stacked_remat.memory import TARGETS, CudaTarget, TargetError, TpuTarget, find_target
+from stacked_remat.memory import (
+    TARGETS,
+    CudaTarget,
+    TargetError,
+    TpuTarget,
+    find_target,
+)
 
 CUDA, TPU = ["a100-80gb", "h100", "h200", "b200"], ["v5e", "v5p", "v6e"]
 NAMES = ["local", *CUDA, *TPU]
@@ -43,7 +51,9 @@ def test_local_devices_are_those_of_the_process():
         find_target("local").devices(9)
 
 
-@pytest.mark.parametrize(("name", "extra"), [("h100", "cuda-report"), ("v6e", "tpu-report")])
+@pytest.mark.parametrize(
+    ("name", "extra"), [("h100", "cuda-report"), ("v6e", "tpu-report")]
+)
 def test_without_the_plugin_the_extra_is_named(name, extra, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(TargetError, match=rf"pip install 'stacked_remat\[{extra}\]'"):

@@ -1,4 +1,6 @@
-"""Tests of the bytes that programs move between host and device, and of the time bounds from them."""
+"""Tests of the bytes that programs move between host and device, and of the time bounds
+from them.
+"""
 
 import dataclasses
 
@@ -40,7 +42,11 @@ def moved(fn, *args):
     [
         (True, 0, 0),
         ("offload", 0, LAYERS),
-        ("nested", 3, 0),  # segments of 4 and 3; the inputs of the last one's layers are kept
+        (
+            "nested",
+            3,
+            0,
+        ),  # segments of 4 and 3; the inputs of the last one's layers are kept
         (NESTED_OFFLOAD, 4, 3),  # segments of 3, 2 and 2
         (ScanCheckpointPolicy(max_carries=2), 15, 0),
     ],
@@ -59,12 +65,21 @@ def test_bytes_of_a_step_with_its_weights_on_the_host(remat, replayed, carries):
     written = 2 * LAYERS * WEIGHT  # each layer's gradient, into a buffer of zeros
     assert of_weights == (reads * WEIGHT + kept, written + kept, runs + 2 * LAYERS)
 
-    fused = fused_update(lambda blocks, x: loss(x, blocks), optax.sgd(0.1, momentum=0.9))
+    fused = fused_update(
+        lambda blocks, x: loss(x, blocks), optax.sgd(0.1, momentum=0.9)
+    )
     state = fused.init(blocks())
-    state = eqx.tree_at(lambda s: s.stacks, state, jax.device_put(state.stacks, jax.memory.Space.Host))
+    state = eqx.tree_at(
+        lambda s: s.stacks, state, jax.device_put(state.stacks, jax.memory.Space.Host)
+    )
     step = moved(fused, blocks(), state, X)
-    # Momentum is read and written once for each layer, as are the weights that are written.
-    assert step == ((reads + LAYERS) * WEIGHT + kept, 2 * LAYERS * WEIGHT + kept, runs + 2 * LAYERS)
+    # Momentum is read and written once for each layer, as are the weights that are
+    # written.
+    assert step == (
+        (reads + LAYERS) * WEIGHT + kept,
+        2 * LAYERS * WEIGHT + kept,
+        runs + 2 * LAYERS,
+    )
 
 
 def test_a_conditional_counts_the_most_in_each_direction():
@@ -72,14 +87,22 @@ def test_a_conditional_counts_the_most_in_each_direction():
         return jax.lax.cond(
             x[0, 0] > 0,
             lambda: jax.device_put(y, jax.memory.Space.Device)[:1] @ x,
-            lambda: jax.device_put(jax.device_put(x, jax.memory.Space.Host), jax.memory.Space.Device)[:1],
+            lambda: jax.device_put(
+                jax.device_put(x, jax.memory.Space.Host), jax.memory.Space.Device
+            )[:1],
         )
 
     x, y = jnp.ones((4, 4)), jax.device_put(jnp.ones((8, 4)), jax.memory.Space.Host)
     found = count_flops(jax.make_jaxpr(either)(x, y))
-    assert (found.matmul, found.bytes_from_host, found.bytes_to_host) == (2 * 4 * 4, 4 * 8 * 4, 4 * 4 * 4)
+    assert (found.matmul, found.bytes_from_host, found.bytes_to_host) == (
+        2 * 4 * 4,
+        4 * 8 * 4,
+        4 * 4 * 4,
+    )
     assert found.too_high
-    same = count_flops(jax.make_jaxpr(lambda y: jax.device_put(y, jax.memory.Space.Host))(y))
+    same = count_flops(
+        jax.make_jaxpr(lambda y: jax.device_put(y, jax.memory.Space.Host))(y)
+    )
     assert same.bytes_from_host == same.bytes_to_host == 0  # it is there already
 
 
@@ -90,16 +113,23 @@ def test_a_report_of_weights_on_the_host_has_its_least_time():
         return blocks.fold(x)
 
     on_host = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), blocks()
+        lambda leaf: jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=leaf.sharding
+        ),
+        blocks(),
     )
     for arguments in (blocks(), on_host):
         found = memory.report(fold, arguments, X, target=target)
         read = (LAYERS + 1) * WEIGHT  # one layer is read ahead of the first
         assert found.flops.bytes_from_host == read
         assert found.least_time == TimeBound(LAYERS * PRODUCT / 1e9, read / 1e6)
-        assert f"at least {found.least_time.transfer:.3g} s of transfers" in " ".join(str(found).split())
+        assert f"at least {found.least_time.transfer:.3g} s of transfers" in " ".join(
+            str(found).split()
+        )
         assert "2.00 KiB from the host, 0 B to the host" in str(found)
         assert memory.report(fold, arguments, X).least_time is None
-    resident = memory.report(fold, jax.device_put(blocks(), jax.memory.Space.Device), X, target=target)
+    resident = memory.report(
+        fold, jax.device_put(blocks(), jax.memory.Space.Device), X, target=target
+    )
     assert resident.least_time is not None and resident.least_time.hidden
     assert "from the host" not in str(resident)

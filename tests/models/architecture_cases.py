@@ -1,4 +1,6 @@
-"""Small configs of every architecture, as transformers writes them, for the tests that compare with it."""
+"""Small configs of every architecture, as transformers writes them, for the tests that
+compare with it.
+"""
 
 import os
 from collections.abc import Sequence
@@ -19,7 +21,9 @@ _SHALLOW = dict(
 )
 _DENSE = _SHALLOW | dict(head_dim=6)
 _BALANCE = dict(router_aux_loss_coef=0.3, output_router_logits=True)
-_QWEN3_MOE = _DENSE | dict(moe_intermediate_size=10, num_experts=4, num_experts_per_tok=2)
+_QWEN3_MOE = _DENSE | dict(
+    moe_intermediate_size=10, num_experts=4, num_experts_per_tok=2
+)
 _QWEN3_MOE |= dict(norm_topk_prob=True) | _BALANCE
 _GPT_OSS = _DENSE | dict(
     sliding_window=4,
@@ -45,12 +49,21 @@ _DEEPSEEK = _SHALLOW | dict(
 )
 
 CASES: dict[str, tuple[str, dict]] = {
-    "Llama 3.1": ("Llama", _DENSE | dict(rope_parameters=LLAMA3 | dict(rope_theta=100.0), rms_norm_eps=1e-5)),
+    "Llama 3.1": (
+        "Llama",
+        _DENSE
+        | dict(rope_parameters=LLAMA3 | dict(rope_theta=100.0), rms_norm_eps=1e-5),
+    ),
     "Qwen2.5": ("Qwen2", _SHALLOW),
     "Qwen2, tied, windows in the later layers": (
         "Qwen2",
         _SHALLOW
-        | dict(tie_word_embeddings=True, use_sliding_window=True, sliding_window=3, max_window_layers=1),
+        | dict(
+            tie_word_embeddings=True,
+            use_sliding_window=True,
+            sliding_window=3,
+            max_window_layers=1,
+        ),
     ),
     "Mistral": ("Mistral", _DENSE | dict(sliding_window=None)),
     "Mistral, window": ("Mistral", _DENSE | dict(sliding_window=3)),
@@ -59,7 +72,12 @@ CASES: dict[str, tuple[str, dict]] = {
     "Gemma 3, untied, biases, scaled": (
         "Gemma3Text",
         _DENSE
-        | dict(sliding_window=3, query_pre_attn_scalar=10, tie_word_embeddings=False, attention_bias=True)
+        | dict(
+            sliding_window=3,
+            query_pre_attn_scalar=10,
+            tie_word_embeddings=False,
+            attention_bias=True,
+        )
         | dict(layer_types=["full_attention", "sliding_attention", "full_attention"])
         | dict(
             rope_parameters={
@@ -72,7 +90,10 @@ CASES: dict[str, tuple[str, dict]] = {
     "OLMo 3, yarn": (
         "Olmo3",
         _SHALLOW
-        | dict(sliding_window=3, layer_types=["sliding_attention", "full_attention", "sliding_attention"])
+        | dict(
+            sliding_window=3,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        )
         | dict(
             rope_parameters={
                 "full_attention": YARN | dict(rope_theta=100.0),
@@ -83,13 +104,25 @@ CASES: dict[str, tuple[str, dict]] = {
     "Phi-3": ("Phi3", _SHALLOW),
     "Phi-3, tied, window, all heads": (
         "Phi3",
-        _DENSE | dict(tie_word_embeddings=True, sliding_window=3, num_key_value_heads=4, rope_theta=100.0),
+        _DENSE
+        | dict(
+            tie_word_embeddings=True,
+            sliding_window=3,
+            num_key_value_heads=4,
+            rope_theta=100.0,
+        ),
     ),
     "DeepSeek V3": ("DeepseekV3", _DEEPSEEK),
-    "DeepSeek V3, no ranks of queries, no groups, biases, halves, raw gates, odd widths": (
+    "DeepSeek V3, no query ranks or groups, biases, halves, raw gates, odd widths": (
         "DeepseekV3",
         _DEEPSEEK
-        | dict(q_lora_rank=None, n_group=1, topk_group=1, attention_bias=True, rope_interleave=False)
+        | dict(
+            q_lora_rank=None,
+            n_group=1,
+            topk_group=1,
+            attention_bias=True,
+            rope_interleave=False,
+        )
         | dict(norm_topk_prob=False, first_k_dense_replace=0, tie_word_embeddings=True)
         | dict(hidden_size=30, qk_nope_head_dim=5),
     ),
@@ -97,24 +130,38 @@ CASES: dict[str, tuple[str, dict]] = {
         "DeepseekV3",
         _DEEPSEEK
         | dict(n_shared_experts=2, first_k_dense_replace=2)
-        | dict(rope_parameters=YARN | dict(rope_theta=100.0, mscale=1.0, mscale_all_dim=1.0)),
+        | dict(
+            rope_parameters=YARN
+            | dict(rope_theta=100.0, mscale=1.0, mscale_all_dim=1.0)
+        ),
     ),
     "Qwen3": ("Qwen3", _DENSE),
     "Qwen3, tied, biases, windows in the later layers, yarn": (
         "Qwen3",
         _DENSE
-        | dict(tie_word_embeddings=True, attention_bias=True, use_sliding_window=True, sliding_window=3)
+        | dict(
+            tie_word_embeddings=True,
+            attention_bias=True,
+            use_sliding_window=True,
+            sliding_window=3,
+        )
         | dict(max_window_layers=1, rope_parameters=YARN | dict(rope_theta=100.0)),
     ),
     "Qwen3 MoE": ("Qwen3Moe", _QWEN3_MOE),
     "Qwen3 MoE, tied, biases, dense first layer": (
         "Qwen3Moe",
-        _QWEN3_MOE | dict(tie_word_embeddings=True, attention_bias=True, mlp_only_layers=[0]),
+        _QWEN3_MOE
+        | dict(tie_word_embeddings=True, attention_bias=True, mlp_only_layers=[0]),
     ),
     "Qwen3 MoE, every second layer dense, windows, yarn": (
         "Qwen3Moe",
         _QWEN3_MOE
-        | dict(num_hidden_layers=4, decoder_sparse_step=2, use_sliding_window=True, sliding_window=4)
+        | dict(
+            num_hidden_layers=4,
+            decoder_sparse_step=2,
+            use_sliding_window=True,
+            sliding_window=4,
+        )
         | dict(rope_parameters=YARN | dict(rope_theta=100.0)),
     ),
     "gpt-oss": ("GptOss", _GPT_OSS),
@@ -149,7 +196,9 @@ def _latents_and_groups(rng: np.random.Generator, heads: int, layers: int) -> di
 
 
 def drawn(seed: int, layer_counts: Sequence[int] = (2, 3)) -> tuple[str, dict]:
-    """An architecture and fields of a small config, each drawn at random from what its decoder serves."""
+    """An architecture and fields of a small config, each drawn at random from what its
+    decoder serves.
+    """
     rng = np.random.default_rng(seed)
 
     def one_of(*values):
@@ -174,11 +223,20 @@ def drawn(seed: int, layer_counts: Sequence[int] = (2, 3)) -> tuple[str, dict]:
         fields["attention_bias"] = one_of(False, True)
     scaled = dict(rope_parameters=one_of(YARN, LINEAR, LLAMA3) | theta)
     if family in ("Gemma3Text", "Olmo3"):
-        fields["rope_parameters"] = {"full_attention": scaled["rope_parameters"], "sliding_attention": theta}
-        fields["rope_parameters"]["sliding_attention"] = {"rope_type": "default", **theta}
+        fields["rope_parameters"] = {
+            "full_attention": scaled["rope_parameters"],
+            "sliding_attention": theta,
+        }
+        fields["rope_parameters"]["sliding_attention"] = {
+            "rope_type": "default",
+            **theta,
+        }
     else:
         fields |= theta if family == "Phi3" else one_of(theta, scaled)
-    first_kinds = [one_of("full_attention", "sliding_attention") for _ in range(one_of(layers, 2, 3, 4))]
+    first_kinds = [
+        one_of("full_attention", "sliding_attention")
+        for _ in range(one_of(layers, 2, 3, 4))
+    ]
     kinds = [first_kinds[number % len(first_kinds)] for number in range(layers)]
     if family in ("Gemma3Text", "Olmo3", "GptOss"):
         fields |= dict(sliding_window=one_of(2, 5), layer_types=kinds)
@@ -187,15 +245,27 @@ def drawn(seed: int, layer_counts: Sequence[int] = (2, 3)) -> tuple[str, dict]:
     elif family.startswith("Qwen") and one_of(False, True):
         fields |= dict(use_sliding_window=True, sliding_window=one_of(2, 5))
         if family != "Qwen3Moe":
-            fields |= one_of(dict(layer_types=kinds), dict(max_window_layers=int(rng.integers(layers + 1))))
+            fields |= one_of(
+                dict(layer_types=kinds),
+                dict(max_window_layers=int(rng.integers(layers + 1))),
+            )
     experts = one_of(3, 4, 5)
     # A single gate that is normalised is 1, and its router has no gradient to compare.
     chosen = dict(num_experts_per_tok=int(rng.integers(2, experts + 1)))
     if family in ("Mixtral", "GptOss"):
         fields |= chosen | dict(num_local_experts=experts) | _BALANCE
     elif family == "Qwen3Moe":
-        fields |= chosen | dict(num_experts=experts, moe_intermediate_size=one_of(6, 10)) | _BALANCE
-        dense = sorted({int(number) for number in rng.integers(layers, size=one_of(0, 1, layers // 2))})
+        fields |= (
+            chosen
+            | dict(num_experts=experts, moe_intermediate_size=one_of(6, 10))
+            | _BALANCE
+        )
+        dense = sorted(
+            {
+                int(number)
+                for number in rng.integers(layers, size=one_of(0, 1, layers // 2))
+            }
+        )
         fields |= dict(norm_topk_prob=one_of(False, True), mlp_only_layers=dense)
         fields |= dict(decoder_sparse_step=one_of(1, 1, 2))
     elif family == "DeepseekV3":
@@ -206,4 +276,7 @@ def drawn(seed: int, layer_counts: Sequence[int] = (2, 3)) -> tuple[str, dict]:
 SEED = int(os.environ.get("PARITY_SEED", "0"))  # another number tries other configs
 CASES |= {f"drawn from {SEED + number}": drawn(SEED + number) for number in range(4)}
 DEEP = int(os.environ.get("PARITY_CONFIGS", "2"))  # how many configs of more layers
-CASES |= {f"deep config {SEED + number}": drawn(SEED + number, range(5, 13)) for number in range(DEEP)}
+CASES |= {
+    f"deep config {SEED + number}": drawn(SEED + number, range(5, 13))
+    for number in range(DEEP)
+}

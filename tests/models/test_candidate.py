@@ -1,6 +1,8 @@
-"""Steps of small models of every kind: compiled for devices that are not attached, and counted.
+"""Steps of small models of every kind: compiled for devices that are not attached, and
+counted.
 
-What they take is not compared: `tests/benchmarks` does that, with the compiler of the recorded figures alone.
+What they take is not compared: `tests/benchmarks` does that, with the compiler of the
+recorded figures alone.
 """
 
 import dataclasses
@@ -22,17 +24,27 @@ from models.run_state import batch_shapes, run_optimizer, state_shapes
 from stacked_remat.lora import LoraConfig
 from stacked_remat.memory import count_flops
 from stacked_remat.ops import backends_taken
-from stacked_remat.training import DataConfig, MeshConfig, Partitioning, TrainerConfig, TrainStep
+from stacked_remat.training import (
+    DataConfig,
+    MeshConfig,
+    Partitioning,
+    TrainerConfig,
+    TrainStep,
+)
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
 ATTENTION = AttentionConfig(head_dim=128)  # which the kernels for TPUs take
-SIZES = dict(hidden_dim=128, num_layers=2, num_heads=2, num_kv_heads=1, compute_dtype="bfloat16")
+SIZES = dict(
+    hidden_dim=128, num_layers=2, num_heads=2, num_kv_heads=1, compute_dtype="bfloat16"
+)
 EXPERTS = ExpertsConfig(4, 2, 128)
 
 
-WINDOWED = dataclasses.replace(ATTENTION, bias=True, window=64, layer_types=(SLIDING, FULL))
+WINDOWED = dataclasses.replace(
+    ATTENTION, bias=True, window=64, layer_types=(SLIDING, FULL)
+)
 MODELS = {
     "qwen3": Qwen3Config(**SIZES, attention=ATTENTION),
     "qwen3_moe": Qwen3MoeConfig(**SIZES, attention=ATTENTION, experts=EXPERTS),
@@ -57,17 +69,27 @@ def config_of(kind, mesh=ONE, seq_len=128):
 
 def compiled(kind, target):
     """The report of a step with several documents, and the kernels that it takes."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"), backends_taken() as taken:
+    with (
+        jax.numpy_dtype_promotion("standard"),
+        jax.numpy_rank_promotion("allow"),
+        backends_taken() as taken,
+    ):
         return Candidate(config_of(kind), target).report(), taken
 
 
 PLUGINS = {"h200": "cuda", "b200": "cuda", "v5p": "tpu", "v6e": "tpu"}
 STEPS = [("gpt_oss", target) for target in PLUGINS]
-STEPS += [("qwen3", "h200"), ("qwen3_moe", "b200"), ("qwen3", "v5p"), ("qwen3_moe", "v6e")]
+STEPS += [
+    ("qwen3", "h200"),
+    ("qwen3_moe", "b200"),
+    ("qwen3", "v5p"),
+    ("qwen3_moe", "v6e"),
+]
 
 
 @pytest.mark.parametrize(
-    ("kind", "target"), [pytest.param(*step, marks=pytest.mark.target(PLUGINS[step[1]])) for step in STEPS]
+    ("kind", "target"),
+    [pytest.param(*step, marks=pytest.mark.target(PLUGINS[step[1]])) for step in STEPS],
 )
 def test_a_step_compiles_for_a_device_that_is_not_attached(kind, target):
     if target == "b200":  # a process compiles Mosaic's kernels for one kind of GPU
@@ -77,9 +99,16 @@ def test_a_step_compiles_for_a_device_that_is_not_attached(kind, target):
         found, taken = compiled(kind, target)
     assert found.target == target and found.temporaries > 0 and found.flops.matmul > 0
     assert not [reason for reason in found.flops.too_low if "is not counted" in reason]
-    on_gpu, has_tokamax = target in ("h200", "b200"), importlib.util.find_spec("tokamax") is not None
-    kernels = "tokamax" if on_gpu and has_tokamax else "blockwise" if on_gpu else "splash"
-    assert taken and {name.split(" ")[0] for of, name in taken.items() if "attention" in of} == {kernels}
+    on_gpu, has_tokamax = (
+        target in ("h200", "b200"),
+        importlib.util.find_spec("tokamax") is not None,
+    )
+    kernels = (
+        "tokamax" if on_gpu and has_tokamax else "blockwise" if on_gpu else "splash"
+    )
+    assert taken and {
+        name.split(" ")[0] for of, name in taken.items() if "attention" in of
+    } == {kernels}
 
 
 @pytest.mark.parametrize(
@@ -93,9 +122,15 @@ def test_a_step_of_divided_positions_takes_kernels(target, kernels):
     if kernels == "tokamax":
         pytest.importorskip("tokamax")
     config = config_of("gpt_oss", CONTEXT, seq_len=512)
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"), backends_taken() as taken:
+    with (
+        jax.numpy_dtype_promotion("standard"),
+        jax.numpy_rank_promotion("allow"),
+        backends_taken() as taken,
+    ):
         found = Candidate(config, target, devices=2).report()
-    assert {name.split(" ")[0] for of, name in taken.items() if "attention" in of} == {kernels}
+    assert {name.split(" ")[0] for of, name in taken.items() if "attention" in of} == {
+        kernels
+    }
     assert found.devices == 2 and found.sent > 0
 
 

@@ -41,7 +41,11 @@ def fail_with(error):
 def test_system_errors_name_the_path_the_problem_and_the_fix(code, fix, capsys):
     error = OSError(code, os.strerror(code), "/runs/mine")
     status, (shown,) = run(fail_with(error))
-    assert status == 1 and shown.startswith(f"error: /runs/mine: {os.strerror(code)}. ") and fix in shown
+    assert (
+        status == 1
+        and shown.startswith(f"error: /runs/mine: {os.strerror(code)}. ")
+        and fix in shown
+    )
     assert "Traceback" not in capsys.readouterr().err
 
 
@@ -53,7 +57,9 @@ def test_debug_shows_the_traceback_and_is_not_an_argument_of_the_command(capsys)
     assert "Traceback" in capsys.readouterr().err
 
 
-def test_where_output_cannot_be_written_the_message_is_on_standard_error(monkeypatch, capsys):
+def test_where_output_cannot_be_written_the_message_is_on_standard_error(
+    monkeypatch, capsys
+):
     def show(text):
         print(text, flush=True)
 
@@ -65,7 +71,10 @@ def test_where_output_cannot_be_written_the_message_is_on_standard_error(monkeyp
 
 
 def test_bugs_keep_their_traceback():
-    assert not issubclass(TypeError, USER_ERRORS) and error_message(TypeError("a mistake of ours")) is None
+    assert (
+        not issubclass(TypeError, USER_ERRORS)
+        and error_message(TypeError("a mistake of ours")) is None
+    )
     with pytest.raises(TypeError, match="a mistake of ours"):
         run(fail_with(TypeError("a mistake of ours")))
 
@@ -73,10 +82,16 @@ def test_bugs_keep_their_traceback():
 @pytest.mark.parametrize(
     ("error", "message"),
     [
-        (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory"), "remat: nested or offload"),
+        (
+            jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory"),
+            "remat: nested or offload",
+        ),
         (RuntimeError("Unable to initialize backend 'x'"), "Check JAX_PLATFORMS"),
         (RuntimeError("Could not determine home directory."), "Write the whole path"),
-        (FileNotFoundError("No checkpoint in runs/mine."), "No checkpoint in runs/mine."),
+        (
+            FileNotFoundError("No checkpoint in runs/mine."),
+            "No checkpoint in runs/mine.",
+        ),
         (MemoryError(), "too little memory"),
     ],
 )
@@ -96,8 +111,12 @@ def test_a_signal_ends_the_work_with_a_message():
 
 def test_only_errors_of_a_closed_event_loop_are_hidden(monkeypatch):
     shown = []
-    monkeypatch.setattr(sys, "__excepthook__", lambda kind, error, trace: shown.append(str(error)))
-    monkeypatch.setattr(sys, "__unraisablehook__", lambda found: shown.append(str(found.exc_value)))
+    monkeypatch.setattr(
+        sys, "__excepthook__", lambda kind, error, trace: shown.append(str(error))
+    )
+    monkeypatch.setattr(
+        sys, "__unraisablehook__", lambda found: shown.append(str(found.exc_value))
+    )
     for hook in ("excepthook", "unraisablehook"):
         monkeypatch.setattr(sys, hook, getattr(sys, hook))  # set back after the test
     run(lambda arguments, stop: 0)
@@ -111,7 +130,10 @@ def test_only_errors_of_a_closed_event_loop_are_hidden(monkeypatch):
 
 def test_a_password_in_an_error_is_not_shown():
     url = "https://user:SECRET@host/x"
-    for error in (ConfigError(f"{url} is no folder"), FileNotFoundError(errno.ENOENT, "Not there", url)):
+    for error in (
+        ConfigError(f"{url} is no folder"),
+        FileNotFoundError(errno.ENOENT, "Not there", url),
+    ):
         _, (shown,) = run(fail_with(error))
         assert "https://***@host/x" in shown and "SECRET" not in shown
 
@@ -131,8 +153,14 @@ def test_control_characters_are_escaped(text, shown):
 
 
 def test_commands_start_without_packages_that_take_long_to_import():
-    commands = ", ".join(f"models.{name}" for name in ("train_lm", "plan_lm", "generate", "export_hf"))
+    commands = ", ".join(
+        f"models.{name}" for name in ("train_lm", "plan_lm", "generate", "export_hf")
+    )
     code = f"import sys, {commands}; print(*sys.modules)"
-    found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    found = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True
+    ).stdout
     imported = {name.partition(".")[0] for name in found.split()}
-    assert imported.isdisjoint(SLOW_IMPORTS | {"aiohttp", "httpx", "httpx2", "requests", "sentencepiece"})
+    assert imported.isdisjoint(
+        SLOW_IMPORTS | {"aiohttp", "httpx", "httpx2", "requests", "sentencepiece"}
+    )

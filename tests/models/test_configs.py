@@ -42,18 +42,28 @@ AS_PUBLISHED = {
 
 
 def shapes_of(path):
-    """The shapes of the state that training begins with; nothing is read but the config file."""
-    config = parse_config(LmRunConfig, ["--config_path", str(path)]).resolved(check_folder=False)
+    """The shapes of the state that training begins with; nothing is read but the config
+    file.
+    """
+    config = parse_config(LmRunConfig, ["--config_path", str(path)]).resolved(
+        check_folder=False
+    )
     return config, state_shapes(config)
 
 
 def size(tree):
-    shapes = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.ShapeDtypeStruct)]
-    return sum(shape.size for shape in shapes if jnp.issubdtype(shape.dtype, jnp.inexact))
+    shapes = [
+        leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.ShapeDtypeStruct)
+    ]
+    return sum(
+        shape.size for shape in shapes if jnp.issubdtype(shape.dtype, jnp.inexact)
+    )
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_it_is_a_config_of_the_command_whose_model_can_be_made(path, standard_promotion):
+def test_it_is_a_config_of_the_command_whose_model_can_be_made(
+    path, standard_promotion
+):
     config, state = shapes_of(path)
     adapters = size(state.trained) if config.lora is not None else 0
     parameters = size(state.model) - adapters
@@ -73,24 +83,39 @@ def test_it_begins_with_what_it_is_and_what_it_needs(path):
 
 
 @pytest.mark.parametrize(("stem", "name"), AS_PUBLISHED.items())
-def test_it_has_the_architecture_of_the_folder_that_it_begins_with(stem, name, tmp_path, monkeypatch):
-    """Which fields that a run decides may change; where it says nothing, all others are the folder's."""
-    monkeypatch.setattr("models.run_config.load_tokenizer", lambda *_, rows: SimpleNamespace(vocab_size=9))
+def test_it_has_the_architecture_of_the_folder_that_it_begins_with(
+    stem, name, tmp_path, monkeypatch
+):
+    """Which fields that a run decides may change; where it says nothing, all others are
+    the folder's.
+    """
+    monkeypatch.setattr(
+        "models.run_config.load_tokenizer",
+        lambda *_, rows: SimpleNamespace(vocab_size=9),
+    )
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name][0]))
     config = parse_config(LmRunConfig, ["--config_path", str(FOLDER / f"{stem}.yaml")])
     config = dataclasses.replace(config, initialize_from_hf=str(tmp_path))
     own = type(config.model)(tiles=config.model.tiles, compute_dtype="bfloat16")
     silent = dataclasses.replace(config, model=own, vocab_size=None)
     resolved, taken = config.resolved().model, silent.resolved().model
-    assert differing_fields("model", taken, resolved) == [] and taken.tiles == resolved.tiles
-    assert (taken.compute_dtype, silent.resolved().vocab_size) == ("bfloat16", config.vocab_size)
+    assert (
+        differing_fields("model", taken, resolved) == []
+        and taken.tiles == resolved.tiles
+    )
+    assert (taken.compute_dtype, silent.resolved().vocab_size) == (
+        "bfloat16",
+        config.vocab_size,
+    )
 
 
 @pytest.fixture
 def folder(tmp_path):
     """A tiny model with a tokenizer of its own."""
     model = Qwen3Config(hidden_dim=8, num_layers=1, num_heads=2, num_kv_heads=1)
-    (tmp_path / "config.json").write_text(json.dumps(config_to_hf(model, 400, dtype="float32")))
+    (tmp_path / "config.json").write_text(
+        json.dumps(config_to_hf(model, 400, dtype="float32"))
+    )
     return word_tokenizer.save(tmp_path)
 
 
@@ -102,10 +127,17 @@ def test_the_tokenizer_is_that_of_the_model_that_a_run_begins_with(folder, tmp_p
     assert own.tokenizer_name == str(folder) == tokenizer_remark(own)
     kept = resolved(str(folder), tokenizer="byte")
     assert kept.tokenizer_name == "byte" and kept.vocab_size == 400
-    assert tokenizer_remark(kept).startswith(f"byte, as data.tokenizer says, and not that of {folder}")
+    assert tokenizer_remark(kept).startswith(
+        f"byte, as data.tokenizer says, and not that of {folder}"
+    )
     new = resolved(None)
-    assert (new.tokenizer_name, new.vocab_size, tokenizer_remark(new)) == ("byte", 257, "byte")
-    silent = LmRunConfig(initialize_from_hf=str(folder)).resolved(check_folder=False)  # as for a plan
+    assert (new.tokenizer_name, new.vocab_size, tokenizer_remark(new)) == (
+        "byte",
+        257,
+        "byte",
+    )
+    # As for a plan
+    silent = LmRunConfig(initialize_from_hf=str(folder)).resolved(check_folder=False)
     assert silent.vocab_size == 400 and silent.tokenizer_name == str(folder)
 
     adapters = tmp_path / "adapters"
@@ -117,18 +149,26 @@ def test_the_tokenizer_is_that_of_the_model_that_a_run_begins_with(folder, tmp_p
         (folder / file).rename(adapters / file)
     assert resolved(str(adapters)).tokenizer_name == str(adapters)
     bare = resolved(str(folder))
-    assert tokenizer_remark(bare) == f"byte, since {folder} has no tokenizer; data.tokenizer names another"
+    assert (
+        tokenizer_remark(bare)
+        == f"byte, since {folder} has no tokenizer; data.tokenizer names another"
+    )
     for name in ("tokenizer.model", "tekken.json", "vocab.json"):
         (folder / name).write_text("{}")
         with pytest.raises(
-            ConfigError, match=rf"has no tokenizer.json, but {name}, which is not read. Convert"
+            ConfigError,
+            match=rf"has no tokenizer.json, but {name}, which is not read. Convert",
         ):
             resolved(str(folder))
-        assert resolved(str(folder), tokenizer=str(adapters)).tokenizer_name == str(adapters)
+        assert resolved(str(folder), tokenizer=str(adapters)).tokenizer_name == str(
+            adapters
+        )
         (folder / name).unlink()
 
 
 def test_the_tokenizer_of_a_model_on_the_hub_is_named_as_there(folder, monkeypatch):
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(folder))
+    monkeypatch.setattr(
+        huggingface_hub, "snapshot_download", lambda *_, **__: str(folder)
+    )
     begun = LmRunConfig(initialize_from_hf="owner/model@v1").resolved()
     assert begun.tokenizer_name == "owner/model@v1" and begun.vocab_size == 400

@@ -14,12 +14,23 @@ import pytest
 import yaml
 from haliax import Axis
 
-from models.decoder.config import FULL, SLIDING, AttentionConfig, DecoderConfig, ExpertsConfig
+from models.decoder.config import (
+    FULL,
+    SLIDING,
+    AttentionConfig,
+    DecoderConfig,
+    ExpertsConfig,
+)
 from models.decoder.decoder import Decoder
 from models.decoder.remat_presets import check_remat_names
 from models.gemma3 import Gemma3Config
 from models.gpt_oss import GptOssConfig
-from models.hf_io.formats import config_from_hf, config_to_hf, differing_fields, written_out
+from models.hf_io.formats import (
+    config_from_hf,
+    config_to_hf,
+    differing_fields,
+    written_out,
+)
 from models.olmo3 import Olmo3Config
 from models.qwen3 import Qwen3Config, Qwen3MoeConfig
 from stacked_remat import ScanCheckpointPolicy
@@ -31,11 +42,19 @@ from stacked_remat.training.config_file import decode_config
 
 
 def test_types_of_layers_repeat():
-    config = Qwen3Config(num_layers=5, attention=AttentionConfig(window=3, layer_types=(SLIDING, FULL)))
+    config = Qwen3Config(
+        num_layers=5, attention=AttentionConfig(window=3, layer_types=(SLIDING, FULL))
+    )
     assert [spec.window for spec in config.specs] == [3, None, 3, None, 3]
-    with pytest.raises(ValueError, match="layer_types has 5 entries for model.num_layers = 4. Give at most"):
+    with pytest.raises(
+        ValueError,
+        match="layer_types has 5 entries for model.num_layers = 4. Give at most",
+    ):
         Qwen3Config(
-            num_layers=4, attention=AttentionConfig(window=3, layer_types=(SLIDING, FULL) * 2 + (FULL,))
+            num_layers=4,
+            attention=AttentionConfig(
+                window=3, layer_types=(SLIDING, FULL) * 2 + (FULL,)
+            ),
         )
 
 
@@ -47,13 +66,21 @@ def copies(config: DecoderConfig) -> Iterator[DecoderConfig]:
     yield written_out(config)
     yield written_out(dataclasses.replace(written_out(config), tiles=2))
     entries = yaml.safe_load(yaml.safe_dump(config_as_dict(config)))
-    yield decode_config(type(config), {name: entries[name] for name in entries if name != "type"}, "there")
+    yield decode_config(
+        type(config),
+        {name: entries[name] for name in entries if name != "type"},
+        "there",
+    )
     again, _ = config_from_hf(config_to_hf(config, 9, dtype="float32"))
     yield again
-    yield config_from_hf(config_to_hf(dataclasses.replace(again, tiles=2), 9, dtype="float32"))[0]
+    yield config_from_hf(
+        config_to_hf(dataclasses.replace(again, tiles=2), 9, dtype="float32")
+    )[0]
 
 
-@pytest.mark.parametrize("config_class", [Gemma3Config, Olmo3Config, GptOssConfig, Qwen3Config])
+@pytest.mark.parametrize(
+    "config_class", [Gemma3Config, Olmo3Config, GptOssConfig, Qwen3Config]
+)
 def test_types_of_layers_stay_what_was_written(config_class):
     """All lists of up to six, written whole or repeated, and some of twelve."""
     rng = np.random.default_rng(0)
@@ -68,17 +95,24 @@ def test_types_of_layers_stay_what_was_written(config_class):
         window = 3 if SLIDING in types else None
         attention = AttentionConfig(window=window, layer_types=tuple(map(str, types)))
         config = config_class(num_layers=num_layers, attention=attention)
-        expected = [window if types[layer % len(types)] == SLIDING else None for layer in range(num_layers)]
+        expected = [
+            window if types[layer % len(types)] == SLIDING else None
+            for layer in range(num_layers)
+        ]
         for copy in copies(config):
             assert [spec.window for spec in copy.specs] == expected
 
 
 def test_equal_layers_are_equal_configs_once_they_are_written_out():
     of_three, of_all = (
-        Qwen3Config(num_layers=7, attention=AttentionConfig(window=3, layer_types=types))
+        Qwen3Config(
+            num_layers=7, attention=AttentionConfig(window=3, layer_types=types)
+        )
         for types in ((SLIDING, FULL, FULL), (SLIDING, FULL, FULL) * 2 + (SLIDING,))
     )
-    assert written_out(of_three) == written_out(of_all) and differing_fields("model", of_three, of_all)
+    assert written_out(of_three) == written_out(of_all) and differing_fields(
+        "model", of_three, of_all
+    )
 
 
 def test_layers_may_be_of_several_kinds():
@@ -87,43 +121,119 @@ def test_layers_may_be_of_several_kinds():
         attention=AttentionConfig(window=16, layer_types=(FULL,) * 3 + (SLIDING,) * 4),
         experts=ExpertsConfig(dense_layers=(0, 6)),
     )
-    assert config.pattern == ("dense", *["sparse"] * 2, *["sliding_sparse"] * 3, "sliding_dense")
+    assert config.pattern == (
+        "dense",
+        *["sparse"] * 2,
+        *["sliding_sparse"] * 3,
+        "sliding_dense",
+    )
     assert not config.layer(6).sparse and config.layer(6).window == 16
     assert config.layers_of("sliding_sparse") == [3, 4, 5]
     assert [*config.kinds] == [*dict.fromkeys(config.pattern)]
 
 
-def test_kinds_that_differ_in_more_than_their_name_have_stacks_of_their_own(monkeypatch):
-    own, windows, widths = DecoderConfig.layer, (16, 8, 16, 16, None), (32, 32, 32, 8, 8)
+def test_kinds_that_differ_in_more_than_their_name_have_stacks_of_their_own(
+    monkeypatch,
+):
+    own, windows, widths = (
+        DecoderConfig.layer,
+        (16, 8, 16, 16, None),
+        (32, 32, 32, 8, 8),
+    )
 
     def layer(config, number):
-        return dataclasses.replace(own(config, number), window=windows[number], head_dim=widths[number])
+        return dataclasses.replace(
+            own(config, number), window=windows[number], head_dim=widths[number]
+        )
 
     monkeypatch.setattr(Qwen3Config, "layer", layer)
     config, Vocab = Qwen3Config(num_layers=5), Axis("vocab", 9)
-    assert config.pattern == ("sliding_dense", "sliding_dense_2", "sliding_dense", "sliding_dense_3", "dense")
-    stacks = eqx.filter_eval_shape(Decoder.init, config, Vocab, key=jax.random.key(0)).stacks
+    assert config.pattern == (
+        "sliding_dense",
+        "sliding_dense_2",
+        "sliding_dense",
+        "sliding_dense_3",
+        "dense",
+    )
+    stacks = eqx.filter_eval_shape(
+        Decoder.init, config, Vocab, key=jax.random.key(0)
+    ).stacks
     attention = {name: stack.stacked.attention for name, stack in stacks.items()}
-    found = {name: (one.spec.window, one.q_norm.weight.size) for name, one in attention.items()}
-    expected = {"sliding_dense": (16, 64), "sliding_dense_2": (8, 32), "sliding_dense_3": (16, 8)}
+    found = {
+        name: (one.spec.window, one.q_norm.weight.size)
+        for name, one in attention.items()
+    }
+    expected = {
+        "sliding_dense": (16, 64),
+        "sliding_dense_2": (8, 32),
+        "sliding_dense_3": (16, 8),
+    }
     assert found == expected | {"dense": (None, 8)}
 
 
 @pytest.mark.parametrize(
     ("config", "changes", "message"),
     [
-        (AttentionConfig, {"window": 0}, "model.attention.window must be positive, got 0"),
-        (AttentionConfig, {"layer_types": (SLIDING,)}, "model.attention.window is of layers of the type"),
-        (AttentionConfig, {"window": 3, "layer_types": (FULL,)}, "Give both, or neither"),
-        (Qwen3MoeConfig, {"num_kv_heads": 3}, "num_heads = 4 must be a multiple of model.num_kv_heads = 3"),
-        (Qwen3MoeConfig, {"hidden_dim": 30}, "hidden_dim = 30 is not divisible .*model.attention.head_dim"),
-        (Qwen3MoeConfig, {"hidden_dim": 12}, "hidden_dim / model.num_heads = 3 must be even"),
-        (Qwen3MoeConfig, {"attention": AttentionConfig(head_dim=5)}, "attention.head_dim = 5 must be even"),
-        (Qwen3MoeConfig, {"experts": ExpertsConfig(dense_layers=(2, 1))}, "must be .* in increasing order"),
-        (Qwen3MoeConfig, {"compute_dtype": "float16"}, "one of float32, bfloat16, got 'float16'"),
-        (ExpertsConfig, {"num_experts": 2, "experts_per_token": 3}, "experts_per_token = 3 is more than"),
-        (ExpertsConfig, {"experts_per_token": 0}, "model.experts.experts_per_token must be positive"),
-        (ExpertsConfig, {"load_balance_weight": -0.1}, "load_balance_weight must not be negative"),
+        (
+            AttentionConfig,
+            {"window": 0},
+            "model.attention.window must be positive, got 0",
+        ),
+        (
+            AttentionConfig,
+            {"layer_types": (SLIDING,)},
+            "model.attention.window is of layers of the type",
+        ),
+        (
+            AttentionConfig,
+            {"window": 3, "layer_types": (FULL,)},
+            "Give both, or neither",
+        ),
+        (
+            Qwen3MoeConfig,
+            {"num_kv_heads": 3},
+            "num_heads = 4 must be a multiple of model.num_kv_heads = 3",
+        ),
+        (
+            Qwen3MoeConfig,
+            {"hidden_dim": 30},
+            "hidden_dim = 30 is not divisible .*model.attention.head_dim",
+        ),
+        (
+            Qwen3MoeConfig,
+            {"hidden_dim": 12},
+            "hidden_dim / model.num_heads = 3 must be even",
+        ),
+        (
+            Qwen3MoeConfig,
+            {"attention": AttentionConfig(head_dim=5)},
+            "attention.head_dim = 5 must be even",
+        ),
+        (
+            Qwen3MoeConfig,
+            {"experts": ExpertsConfig(dense_layers=(2, 1))},
+            "must be .* in increasing order",
+        ),
+        (
+            Qwen3MoeConfig,
+            {"compute_dtype": "float16"},
+            "one of float32, bfloat16, got 'float16'",
+        ),
+        (
+            ExpertsConfig,
+            {"num_experts": 2, "experts_per_token": 3},
+            "experts_per_token = 3 is more than",
+        ),
+        (
+            ExpertsConfig,
+            {"experts_per_token": 0},
+            "model.experts.experts_per_token must be positive",
+        ),
+        (
+            ExpertsConfig,
+            {"load_balance_weight": -0.1},
+            "load_balance_weight must not be negative",
+        ),
         (ExpertsConfig, {"z_loss_weight": -0.1}, "z_loss_weight must not be negative"),
     ],
 )
@@ -133,12 +243,21 @@ def test_impossible_values_are_refused(config, changes, message):
 
 
 def test_scaling_is_read_and_written_under_names_of_hugging_face():
-    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+    scaling = {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 1024,
+    }
     entries = {"type": "qwen3", "rotary": {"theta": 100.0, "scaling": scaling}}
     config = draccus.decode(DecoderConfig, entries)
-    assert isinstance(config, Qwen3Config) and config.rotary.scaling == YarnRotary(4.0, 1024)
+    assert isinstance(config, Qwen3Config) and config.rotary.scaling == YarnRotary(
+        4.0, 1024
+    )
     written = draccus.encode(config, DecoderConfig)
-    assert written["rotary"]["scaling"] == scaling and draccus.decode(DecoderConfig, written) == config
+    assert (
+        written["rotary"]["scaling"] == scaling
+        and draccus.decode(DecoderConfig, written) == config
+    )
 
 
 @pytest.mark.parametrize(
@@ -150,7 +269,10 @@ def test_scaling_is_read_and_written_under_names_of_hugging_face():
         ),
         (
             {"rope_type": "dynamic"},
-            r"'dynamic' is not supported. Those that are: default, linear, llama3, yarn",
+            (
+                r"'dynamic' is not supported. Those that are: default, linear, llama3,"
+                r" yarn"
+            ),
         ),
     ],
 )
@@ -165,23 +287,35 @@ def test_the_kernels_are_those_of_the_library():
     backends = get_args(get_type_hints(ExpertsConfig)["backend"])
     assert set(backends) == {"auto", *EXPERT_BACKENDS}
     strange: Any = "flash"
-    with pytest.raises(ValueError, match="model.attention.backend must be one of auto, cudnn"):
+    with pytest.raises(
+        ValueError, match="model.attention.backend must be one of auto, cudnn"
+    ):
         AttentionConfig(backend=strange)
     gone: Any = "triton"
-    with pytest.raises(ValueError, match="experts.backend must be one of auto, megablox, tokamax, block"):
+    with pytest.raises(
+        ValueError,
+        match="experts.backend must be one of auto, megablox, tokamax, block",
+    ):
         ExpertsConfig(backend=gone)
 
 
 @pytest.mark.parametrize("field", ["save_block_internals", "offload_block_internals"])
 def test_policies_for_what_no_layer_has_are_refused(field):
     policy = ScanCheckpointPolicy(**{field: ("attention_output", "atention_lse")})
-    with pytest.raises(ValueError, match=rf"remat.{field} has 'atention_lse'.* Valid: query, key, value"):
+    with pytest.raises(
+        ValueError,
+        match=rf"remat.{field} has 'atention_lse'.* Valid: query, key, value",
+    ):
         check_remat_names(Qwen3Config().remat_names, policy)
     routed = ScanCheckpointPolicy(**{field: ("router_gates",)})
     check_remat_names(Qwen3MoeConfig().remat_names, routed)
     dense = Qwen3MoeConfig(experts=ExpertsConfig(dense_layers=(0, 1, 2, 3)))
     with pytest.raises(ValueError, match="has 'router_gates'"):
         check_remat_names(dense.remat_names, routed)
-    with pytest.raises(ValueError, match=r"Valid: none \(with model.tiles nothing has a name\)"):
+    with pytest.raises(
+        ValueError, match=r"Valid: none \(with model.tiles nothing has a name\)"
+    ):
         check_remat_names(Qwen3MoeConfig(tiles=2).remat_names, routed)
-    check_remat_names(Qwen3Config().remat_names, ScanCheckpointPolicy(save_block_internals=True))
+    check_remat_names(
+        Qwen3Config().remat_names, ScanCheckpointPolicy(save_block_internals=True)
+    )

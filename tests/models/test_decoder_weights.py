@@ -20,7 +20,12 @@ from models.decoder.config import AttentionConfig, ExpertsConfig
 from models.decoder.decoder import Decoder
 from models.hf_io.decoder_weights import read_decoder, write_decoder
 from models.hf_io.formats import pretrained_config, read_hf_config
-from models.hf_io.safetensors_folder import INDEX, SINGLE, SafetensorsFolder, WeightsError
+from models.hf_io.safetensors_folder import (
+    INDEX,
+    SINGLE,
+    SafetensorsFolder,
+    WeightsError,
+)
 from models.qwen3 import Qwen3MoeConfig
 from models.run_config import find_model
 from models.run_state import Placement
@@ -42,7 +47,9 @@ CONFIG = Qwen3MoeConfig(
 
 @pytest.fixture(scope="module")
 def decoder():
-    return filled(eqx.filter_eval_shape(Decoder.init, CONFIG, Vocab, key=jax.random.key(0)), 0)
+    return filled(
+        eqx.filter_eval_shape(Decoder.init, CONFIG, Vocab, key=jax.random.key(0)), 0
+    )
 
 
 @pytest.fixture
@@ -60,12 +67,16 @@ def test_weights_round_trip(decoder, folder):
 
 def test_tensors_have_the_numbers_of_layers_in_the_model(decoder, folder):
     tensors = SafetensorsFolder.open(folder)
-    dense, sparse = (decoder.layers.stacks[kind].stacked for kind in ("dense", "sparse"))
+    dense, sparse = (
+        decoder.layers.stacks[kind].stacked for kind in ("dense", "sparse")
+    )
     experts = sparse.mlp.experts.stacked
     expert = tensors.read("model.layers.2.mlp.experts.3.up_proj.weight")
     np.testing.assert_array_equal(expert, experts.up_proj.weight.array[1, 3])
     query = tensors.read("model.layers.1.self_attn.q_proj.weight")
-    np.testing.assert_array_equal(query, dense.attention.q_proj.weight.array.reshape(8, 8))
+    np.testing.assert_array_equal(
+        query, dense.attention.q_proj.weight.array.reshape(8, 8)
+    )
     assert tensors.shapes["model.layers.1.self_attn.k_proj.bias"] == (4,)
 
 
@@ -74,8 +85,13 @@ def test_arrays_are_made_with_their_dtype_and_sharding(decoder, folder):
     axes = {"experts": "expert", "embed": "data", "layers": None}
 
     def divided(named):
-        sharding = NamedSharding(mesh, PartitionSpec(*(axes.get(axis.name) for axis in named.axes)))
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16, sharding=sharding), named)
+        sharding = NamedSharding(
+            mesh, PartitionSpec(*(axes.get(axis.name) for axis in named.axes))
+        )
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16, sharding=sharding),
+            named,
+        )
 
     like = jax.tree.map(divided, decoder, is_leaf=is_named_array)
     with jax.set_mesh(mesh):
@@ -112,14 +128,19 @@ def test_tensors_do_not_accumulate_on_the_host(decoder, folder, monkeypatch):
 def test_all_differences_are_named_and_nothing_is_read(decoder, folder, monkeypatch):
     path = next(folder.glob("*-00001-*"))
     tensors, index = load_file(path), json.loads((folder / INDEX).read_text())
-    del tensors["model.embed_tokens.weight"], index["weight_map"]["model.embed_tokens.weight"]
+    del (
+        tensors["model.embed_tokens.weight"],
+        index["weight_map"]["model.embed_tokens.weight"],
+    )
     save_file({**tensors, "model.layers.9.strange": np.zeros((2, 3), np.float32)}, path)
     del index["weight_map"]["model.norm.weight"]
     index["weight_map"]["model.layers.9.strange"] = path.name
     (folder / INDEX).write_text(json.dumps(index))
     monkeypatch.setattr(SafetensorsFolder, "read", None)
     narrow = dataclasses.replace(CONFIG, mlp_dim=5)
-    like = eqx.filter_eval_shape(Decoder.init, narrow, Axis("vocab", 10), key=jax.random.key(0))
+    like = eqx.filter_eval_shape(
+        Decoder.init, narrow, Axis("vocab", 10), key=jax.random.key(0)
+    )
     with pytest.raises(WeightsError) as caught:
         read_decoder(folder, like)
     lines = str(caught.value).splitlines()
@@ -127,7 +148,9 @@ def test_all_differences_are_named_and_nothing_is_read(decoder, folder, monkeypa
     assert "  missing: model.embed_tokens.weight [10, 8]" in lines
     assert "  unknown: model.layers.9.strange [2, 3]" in lines
     (down,) = (line for line in lines if "down_proj" in line)
-    assert down == ("  mismatched: model.layers.1.mlp.down_proj.weight is [8, 6], expected [8, 5]")
+    assert down == (
+        "  mismatched: model.layers.1.mlp.down_proj.weight is [8, 6], expected [8, 5]"
+    )
 
 
 def test_tensors_that_transformers_does_not_use_are_left_out(decoder, tmp_path):
@@ -145,7 +168,10 @@ def test_tensors_that_transformers_does_not_use_are_left_out(decoder, tmp_path):
     assert_equal(read_decoder(tmp_path / "weights", tied), tied)
     for other in (head + 1, head[:9]):
         save_file(tensors | {"lm_head.weight": other}, path)
-        with pytest.raises(WeightsError, match="has lm_head.weight, which differs from model.embed_tokens"):
+        with pytest.raises(
+            WeightsError,
+            match="has lm_head.weight, which differs from model.embed_tokens",
+        ):
             read_decoder(tmp_path / "weights", tied)
         with pytest.warns(UserWarning, match="a head of other values, which is used"):
             assert not find_model(str(tmp_path / "weights")).config.tie_word_embeddings
@@ -157,15 +183,26 @@ def test_quantized_tensors_are_named_and_not_cast(decoder, tmp_path, monkeypatch
     tensors = load_file(path)
     save_file({**tensors, "model.norm.weight": np.ones(8, np.int8)}, path)
     monkeypatch.setattr(SafetensorsFolder, "read", None)
-    with pytest.raises(WeightsError, match="not a float: model.norm.weight is I8, expected one of F64, F32"):
+    with pytest.raises(
+        WeightsError,
+        match="not a float: model.norm.weight is I8, expected one of F64, F32",
+    ):
         read_decoder(tmp_path / "weights", decoder)
 
 
-def test_the_auxiliary_loss_has_the_weight_of_the_folder_unless_the_config_has_one(folder):
+def test_the_auxiliary_loss_has_the_weight_of_the_folder_unless_the_config_has_one(
+    folder,
+):
     path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"router_aux_loss_coef": 0.25}))
-    said = dataclasses.replace(CONFIG.experts, load_balance_weight=0.5, load_balance_loss="pooled")
+    path.write_text(
+        json.dumps(json.loads(path.read_text()) | {"router_aux_loss_coef": 0.25})
+    )
+    said = dataclasses.replace(
+        CONFIG.experts, load_balance_weight=0.5, load_balance_loss="pooled"
+    )
     for experts, weight in ((CONFIG.experts, 0.25), (said, 0.5)):
-        found = pretrained_config(dataclasses.replace(CONFIG, experts=experts), read_hf_config(folder)[0])
+        found = pretrained_config(
+            dataclasses.replace(CONFIG, experts=experts), read_hf_config(folder)[0]
+        )
         assert isinstance(found, Qwen3MoeConfig)
         assert found.experts == dataclasses.replace(experts, load_balance_weight=weight)

@@ -14,7 +14,13 @@ import pytest
 from haliax import Axis
 
 from models.decoder.attention import Attention
-from models.decoder.config import FULL, SLIDING, AttentionConfig, ExpertsConfig, RotaryConfig
+from models.decoder.config import (
+    FULL,
+    SLIDING,
+    AttentionConfig,
+    ExpertsConfig,
+    RotaryConfig,
+)
 from models.decoder.decoder import Decoder
 from models.deepseek_v3 import DeepseekV3Config, LatentConfig
 from models.gemma3 import Gemma3Config
@@ -34,7 +40,9 @@ from .test_published_configs import PUBLISHED, sizes
 Vocab, Batch, Pos = Axis("vocab", 19), Axis("batch", 2), Axis("position", 9)
 SIZES = dict(hidden_dim=16, num_layers=3, num_heads=4, num_kv_heads=2)
 EXPERTS = ExpertsConfig(3, 2, 6)
-SMALL_LATENT = LatentConfig(query_rank=5, key_value_rank=4, plain_dim=4, rotary_dim=2, value_dim=3)
+SMALL_LATENT = LatentConfig(
+    query_rank=5, key_value_rank=4, plain_dim=4, rotary_dim=2, value_dim=3
+)
 
 
 class OtherHeads(Qwen3MoeConfig):
@@ -49,11 +57,15 @@ MODELS = {
     "dense": Qwen3Config(**SIZES, attention=AttentionConfig(bias=True)),
     "moe": Qwen3MoeConfig(**SIZES, experts=EXPERTS),
     "tied, window": Qwen3Config(
-        **SIZES, tie_word_embeddings=True, attention=AttentionConfig(bias=True, window=3)
+        **SIZES,
+        tie_word_embeddings=True,
+        attention=AttentionConfig(bias=True, window=3),
     ),
     "mixed": OtherHeads(
         **SIZES | dict(num_layers=3, num_kv_heads=1),
-        attention=AttentionConfig(head_dim=6, window=2, layer_types=(FULL, FULL, SLIDING)),
+        attention=AttentionConfig(
+            head_dim=6, window=2, layer_types=(FULL, FULL, SLIDING)
+        ),
         experts=dataclasses.replace(EXPERTS, dense_layers=(0,)),
     ),
     "sinks": GptOssConfig(
@@ -64,7 +76,9 @@ MODELS = {
     ),
     "two rotary tables, four norms": Gemma3Config(
         **SIZES,
-        attention=AttentionConfig(head_dim=6, window=3, layer_types=(SLIDING, SLIDING, FULL)),
+        attention=AttentionConfig(
+            head_dim=6, window=3, layer_types=(SLIDING, SLIDING, FULL)
+        ),
     ),
     "latent": DeepseekV3Config(
         **SIZES | dict(num_kv_heads=4),
@@ -81,13 +95,19 @@ GREEDY = Sampling(temperature=0.0)
 # Unoptimised code, which compiles sooner.
 jit: Any = eqx.filter_jit
 quickly = functools.partial(
-    jit, compiler_options={"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+    jit,
+    compiler_options={
+        "xla_backend_optimization_level": 0,
+        "xla_llvm_disable_expensive_passes": True,
+    },
 )
 
 
 @functools.cache
 def make(name="mixed") -> Decoder:
-    """A decoder with weights so large that what it reads matters, and sinks and biases that are not zero."""
+    """A decoder with weights so large that what it reads matters, and sinks and biases
+    that are not zero.
+    """
     return random_weights(Decoder.init, MODELS[name], Vocab, spread=0.4)
 
 
@@ -118,7 +138,9 @@ def decode(model, tokens, positions, cache):
     return model.logits(hidden), cache
 
 
-@pytest.mark.parametrize("name", [pytest.param("sinks", marks=pytest.mark.deep), *list(MODELS)[-2:], "mixed"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("sinks", marks=pytest.mark.deep), *list(MODELS)[-2:], "mixed"]
+)
 def test_prefill_and_decode_give_the_logits_of_the_whole_sequence(name):
     """With prompts of two lengths, one longer than the window, and beyond it."""
     expected, model = full_logits(name).array, make(name)
@@ -128,7 +150,9 @@ def test_prefill_and_decode_give_the_logits_of_the_whole_sequence(name):
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(cache))
     assert MODELS[name].cache_bytes(Batch.size, Pos.size) == size
     for row, length in enumerate(lengths.array.tolist()):
-        np.testing.assert_allclose(logits.array[row, :length], expected[row, :length], atol=1e-5)
+        np.testing.assert_allclose(
+            logits.array[row, :length], expected[row, :length], atol=1e-5
+        )
     for step in range(Pos.size - 2):
         # The row that is done reads its last token again.
         at = hax.named(jnp.minimum(lengths.array + step, Pos.size - 1), Batch)
@@ -149,24 +173,34 @@ def test_caches_have_latents_and_windows():
     of_layer = 2 * 16 * 128 * 2
     assert gemma.cache_bytes(1, 131_072) == (10 * 131_072 + 52 * 1024) * of_layer
     for config in (deepseek, gemma):
-        model = eqx.filter_eval_shape(Decoder.init, config, Vocab, key=jax.random.key(0))
+        model = eqx.filter_eval_shape(
+            Decoder.init, config, Vocab, key=jax.random.key(0)
+        )
         tokens = hax.zeros((Batch, Axis("position", 2048)), jnp.int32)
-        _, caches = eqx.filter_eval_shape(lambda m, tokens: m.prefill(tokens, 131_072), model, tokens)
+        _, caches = eqx.filter_eval_shape(
+            lambda m, tokens: m.prefill(tokens, 131_072), model, tokens
+        )
         size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(caches))
         assert size == config.cache_bytes(Batch.size, 131_072)
 
 
 def test_a_layer_with_adapters_decodes_from_latents():
-    model = apply_lora(make("latent"), LoraConfig(2, 2.0, ("layers.*",)), key=jax.random.key(0))
+    model = apply_lora(
+        make("latent"), LoraConfig(2, 2.0, ("layers.*",)), key=jax.random.key(0)
+    )
     marks, rng = lora_filter(model), np.random.default_rng(0)
     model = jax.tree.map(
-        lambda leaf, own: jnp.asarray(rng.normal(size=leaf.shape) * 0.2, leaf.dtype) if own else leaf,
+        lambda leaf, own: (
+            jnp.asarray(rng.normal(size=leaf.shape) * 0.2, leaf.dtype) if own else leaf
+        ),
         model,
         marks,
     )
     expected = logits_of(model, tokens_of()).array
     _, cache = prefill(model, tokens_of(5), Pos.size)
-    logits, _ = decode(model, tokens_of()["position", 5], hax.full(Batch, 5, dtype=jnp.int32), cache)
+    logits, _ = decode(
+        model, tokens_of()["position", 5], hax.full(Batch, 5, dtype=jnp.int32), cache
+    )
     np.testing.assert_allclose(logits.array, expected[:, 5], atol=1e-5)
 
 
@@ -177,12 +211,16 @@ def prompts_of(*lengths):
 
 def continued(name, prompts, new, sampling=GREEDY, seed=5):
     key = jax.random.key(seed)
-    steps = continued_tokens(make(name), prompts, max_new_tokens=new, sampling=sampling, key=key)
+    steps = continued_tokens(
+        make(name), prompts, max_new_tokens=new, sampling=sampling, key=key
+    )
     return np.stack(list(steps), axis=1)
 
 
 def greedy_loop(name, prompt, new):
-    """The likeliest token of the forward pass over all that came before, again and again."""
+    """The likeliest token of the forward pass over all that came before, again and
+    again.
+    """
     tokens = list(prompt)
     for _ in range(new):
         padded = np.zeros(Pos.size + 4, np.int32)  # of one length, which compiles once
@@ -203,7 +241,10 @@ def test_a_batch_gives_what_each_prompt_gives_alone_and_an_argmax_loop():
 
 
 def test_sampling_is_reproducible_and_rows_draw_independently():
-    sampling, prompts = Sampling(temperature=1.5, top_k=9, top_p=0.95), prompts_of(3, 3)[:1] * 2
+    sampling, prompts = (
+        Sampling(temperature=1.5, top_k=9, top_p=0.95),
+        prompts_of(3, 3)[:1] * 2,
+    )
     first = continued("dense", prompts, 8, sampling)
     np.testing.assert_array_equal(first, continued("dense", prompts, 8, sampling))
     assert np.any(first[0] != first[1])
@@ -220,13 +261,18 @@ def test_tokens_are_drawn_from_the_distribution_of_the_model():
     expected = jax.nn.softmax(logits_of(make("dense"), sequence).array[-1] / 0.9)
     found = np.bincount(second, minlength=Vocab.size) / len(second)
     assert len(second) > 150 and np.count_nonzero(found) > 8
-    assert np.all(np.abs(found - expected) <= 5 * np.sqrt(expected * (1 - expected) / len(second)) + 1e-3)
+    assert np.all(
+        np.abs(found - expected)
+        <= 5 * np.sqrt(expected * (1 - expected) / len(second)) + 1e-3
+    )
 
 
 def test_a_step_compiles_once_for_all_steps(monkeypatch):
     traced = []
     monkeypatch.setattr(
-        Attention, "decode", lambda *args, real=Attention.decode: traced.append(1) or real(*args)
+        Attention,
+        "decode",
+        lambda *args, real=Attention.decode: traced.append(1) or real(*args),
     )
     # Four prompts: no other test has traced a step for as many.
     continued("dense", prompts_of(4, 2, 1, 3), 7)
@@ -240,16 +286,25 @@ def started(slots):
     keys = jax.random.split(jax.random.key(0), Batch.size)
     lengths = hax.named(jnp.array([2, 3]), Batch)
     model = make("dense")
-    return (model, keys), first_tokens(model, tokens_of(3), lengths, keys, GREEDY, slots)
+    return (model, keys), first_tokens(
+        model, tokens_of(3), lengths, keys, GREEDY, slots
+    )
 
 
 def test_the_cache_is_updated_in_place():
-    """What is donated becomes the result, and the step takes far less memory than another cache would."""
+    """What is donated becomes the result, and the step takes far less memory than
+    another cache would.
+    """
     model_and_keys, state = started(slots=2048)
     cache = sum(leaf.nbytes for leaf in jax.tree.leaves(state.cache))
-    found = one_more_token.lower(model_and_keys, state, GREEDY).compile().compiled.memory_analysis()
+    found = (
+        one_more_token.lower(model_and_keys, state, GREEDY)
+        .compile()
+        .compiled.memory_analysis()
+    )
     assert found.alias_size_in_bytes >= cache
-    assert found.temp_size_in_bytes < 0.75 * cache  # keys and values of one of three layers
+    # Keys and values of one of three layers
+    assert found.temp_size_in_bytes < 0.75 * cache
     one_more_token(model_and_keys, state, GREEDY)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.cache))
 
@@ -257,46 +312,65 @@ def test_the_cache_is_updated_in_place():
 def test_a_step_copies_the_experts_of_no_layer():
     config = dataclasses.replace(MODELS["moe"], experts=ExpertsConfig(64, 2, 64))
     model = eqx.filter_eval_shape(Decoder.init, config, Vocab, key=jax.random.key(0))
-    Rows = Axis(
-        "batch", 8
-    )  # so many that blocks of rows are walked in a loop, to which slices would go whole
+    # So many that blocks of rows are walked in a loop, to which slices would go whole
+    Rows = Axis("batch", 8)
     tokens = hax.zeros((Rows, Axis("position", 2)), jnp.int32)
-    _, cache = eqx.filter_eval_shape(lambda model, tokens: model.prefill(tokens, 4), model, tokens)
+    _, cache = eqx.filter_eval_shape(
+        lambda model, tokens: model.prefill(tokens, 4), model, tokens
+    )
     new = hax.zeros(Rows, jnp.int32)
-    experts = 4 * sum(leaf.size for leaf in jax.tree.leaves(model.layers.stacked.mlp.experts))
+    experts = 4 * sum(
+        leaf.size for leaf in jax.tree.leaves(model.layers.stacked.mlp.experts)
+    )
     found = memory.report(Decoder.decode, model, new, new, cache)
     assert found.temporaries < experts / 3 / 2  # half of those of one of three layers
 
 
 @pytest.mark.parametrize("rows", [pytest.param(1, marks=pytest.mark.deep), 2])
 def test_layers_on_the_host_give_the_same_tokens(rows):
-    """The two choices of one row are fewer than the three experts, those of two rows are not."""
+    """The two choices of one row are fewer than the three experts, those of two rows
+    are not.
+    """
     resident = make("moe")
     streamed = streaming.to_host(resident)
     on_host = [streaming.is_on_host(leaf) for leaf in jax.tree.leaves(streamed.layers)]
     assert on_host == [leaf.ndim > 2 for leaf in jax.tree.leaves(streamed.layers)]
-    tokens, at = tokens_of()["batch", :rows], hax.full(Batch.resize(rows), 4, dtype=jnp.int32)
+    tokens, at = (
+        tokens_of()["batch", :rows],
+        hax.full(Batch.resize(rows), 4, dtype=jnp.int32),
+    )
     found, expected = (
-        decode(model, tokens["position", 4], at, prefill(model, tokens["position", :4], Pos.size)[1])
+        decode(
+            model,
+            tokens["position", 4],
+            at,
+            prefill(model, tokens["position", :4], Pos.size)[1],
+        )
         for model in (streamed, resident)
     )
     assert_close(found, expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(
-    ("rows", "choices", "read"), [(1, 2, 2), (1, 3, 3), (1, 5, 5), (3, 3, 9), (3, 8, 24), (8, 8, 32)]
+    ("rows", "choices", "read"),
+    [(1, 2, 2), (1, 3, 3), (1, 5, 5), (3, 3, 9), (3, 8, 24), (8, 8, 32)],
 )
 def test_only_experts_that_tokens_may_choose_come_from_the_host(rows, choices, read):
     config = dataclasses.replace(MODELS["moe"], experts=ExpertsConfig(32, choices, 6))
     resident = eqx.filter_eval_shape(Decoder.init, config, Vocab, key=jax.random.key(0))
     model = streaming.to_host(resident)
     tokens = hax.zeros((Batch.resize(rows), Pos), jnp.int32)
-    _, cache = eqx.filter_eval_shape(lambda model, tokens: model.prefill(tokens, 9), resident, tokens)
+    _, cache = eqx.filter_eval_shape(
+        lambda model, tokens: model.prefill(tokens, 9), resident, tokens
+    )
     new = tokens["position", 0]
-    found = memory.count_flops(jax.make_jaxpr(Decoder.decode)(model, new, new, cache)).bytes_from_host
+    found = memory.count_flops(
+        jax.make_jaxpr(Decoder.decode)(model, new, new, cache)
+    ).bytes_from_host
     of_stack = model.layers.stacked
     experts, whole = (
-        4 * sum(leaf.size for leaf in jax.tree.leaves(tree) if streaming.is_on_host(leaf))
+        4
+        * sum(leaf.size for leaf in jax.tree.leaves(tree) if streaming.is_on_host(leaf))
         for tree in (of_stack.mlp.experts, of_stack)
     )
     # The first layer is read before the loop, and the last one twice.

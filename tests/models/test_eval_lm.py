@@ -1,4 +1,6 @@
-"""Scores and continuations for lm-eval: on a mesh as on one device, and those of its own `hf` model."""
+"""Scores and continuations for lm-eval: on a mesh as on one device, and those of its
+own `hf` model.
+"""
 
 import json
 import re
@@ -14,7 +16,13 @@ import pytest
 from haliax import Axis
 from rich.console import Console
 
-from models.decoder.config import FULL, SLIDING, AttentionConfig, ExpertsConfig, RotaryConfig
+from models.decoder.config import (
+    FULL,
+    SLIDING,
+    AttentionConfig,
+    ExpertsConfig,
+    RotaryConfig,
+)
 from models.decoder.decoder import Decoder
 from models.eval_lm import ModelToEvaluate, lm_class, main
 from models.gpt_oss import GptOssConfig
@@ -27,7 +35,9 @@ from stacked_remat.training.data.chat_template import ChatTemplate
 from ..training.data import word_tokenizer
 
 LENGTH = 12
-SIZES = dict(hidden_dim=16, num_layers=2, num_heads=4, num_kv_heads=2, initializer_range=0.4)
+SIZES = dict(
+    hidden_dim=16, num_layers=2, num_heads=4, num_kv_heads=2, initializer_range=0.4
+)
 SIZES["rotary"] = RotaryConfig(max_position_embeddings=LENGTH)
 CONFIG = GptOssConfig(
     **SIZES,
@@ -56,9 +66,13 @@ def folder(tmp_path_factory):
     """A small random model with a tokenizer of words."""
     folder = tmp_path_factory.mktemp("eval") / "model"
     Vocab = Axis("vocab", word_tokenizer.word_tokenizer().get_vocab_size())
-    write_decoder(folder, eqx.filter_jit(Decoder.init)(CONFIG, Vocab, key=jax.random.key(3)))
+    write_decoder(
+        folder, eqx.filter_jit(Decoder.init)(CONFIG, Vocab, key=jax.random.key(3))
+    )
     specials = {"eos_token": "</s>", "bos_token": "<s>"}
-    word_tokenizer.save(folder, config={"tokenizer_class": "PreTrainedTokenizerFast", **specials})
+    word_tokenizer.save(
+        folder, config={"tokenizer_class": "PreTrainedTokenizerFast", **specials}
+    )
     return folder
 
 
@@ -71,12 +85,20 @@ def test_a_mesh_gives_the_scores_and_texts_of_one_device(folder):
     found = find_model(str(folder))
     partitioning = Partitioning.of(MeshConfig({"data": 4}))
     one = ModelToEvaluate(found, load_model(found), batch_size=2)
-    many = ModelToEvaluate(found, load_model(found, partitioning), batch_size=2, partitioning=partitioning)
+    many = ModelToEvaluate(
+        found, load_model(found, partitioning), batch_size=2, partitioning=partitioning
+    )
     assert many.batch_size == 4
     texts = requests((text,) for text in TEXTS)
-    np.testing.assert_allclose(one.loglikelihood_rolling(texts), many.loglikelihood_rolling(texts), rtol=1e-5)
-    assert one.generate_until(requests(PROMPTS)) == many.generate_until(requests(PROMPTS))
-    with pytest.raises(ConfigError, match="continuation has 13 tokens, more than --max_length 12"):
+    np.testing.assert_allclose(
+        one.loglikelihood_rolling(texts), many.loglikelihood_rolling(texts), rtol=1e-5
+    )
+    assert one.generate_until(requests(PROMPTS)) == many.generate_until(
+        requests(PROMPTS)
+    )
+    with pytest.raises(
+        ConfigError, match="continuation has 13 tokens, more than --max_length 12"
+    ):
         one._loglikelihood_tokens([(None, [1], [1] * 13)])
 
 
@@ -92,11 +114,19 @@ def test_lm_eval_that_is_not_installed_is_named(monkeypatch):
     [
         ("--max_length=-5", "--max_length must be at least 1, got -5."),
         ("--batch_size=0", "--batch_size must be at least 1, got 0."),
-        ("--tasks=none", "lm-eval: invalid literal for int() with base 10: '--tasks=none' (`lm-eval ls"),
+        (
+            "--tasks=none",
+            (
+                "lm-eval: invalid literal for int() with base 10: '--tasks=none'"
+                " (`lm-eval ls"
+            ),
+        ),
     ],
 )
 def test_options_that_cannot_be_used_are_named(monkeypatch, option, message):
-    package = SimpleNamespace(__main__=SimpleNamespace(cli_evaluate=lambda: int(sys.argv[-1])))
+    package = SimpleNamespace(
+        __main__=SimpleNamespace(cli_evaluate=lambda: int(sys.argv[-1]))
+    )
     package.api = SimpleNamespace(registry=SimpleNamespace(register_model=lambda _: id))
     for name in ("lm_eval", "lm_eval.__main__", "lm_eval.api", "lm_eval.api.registry"):
         monkeypatch.setitem(sys.modules, name, package)
@@ -111,7 +141,9 @@ def test_a_chat_may_end_within_its_last_message(folder):
     found = find_model(str(folder))
     model = ModelToEvaluate(found, load_model(found))
     model.tokenizer = cast("Any", SimpleNamespace())
-    model.tokenizer.chat_template = ChatTemplate("<s>{{ messages[-1].content | trim }}</s>", {})
+    model.tokenizer.chat_template = ChatTemplate(
+        "<s>{{ messages[-1].content | trim }}</s>", {}
+    )
     chat = [{"role": "user", "content": "hello "}]
     assert model.apply_chat_template(chat, add_generation_prompt=False) == "<s>hello"
 
@@ -122,27 +154,45 @@ def test_scores_are_those_of_its_own_model(folder):
     pytest.importorskip("lm_eval")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        from lm_eval.models.huggingface import HFLM  # pyright: ignore[reportMissingImports]
+        from lm_eval.models.huggingface import (  # pyright: ignore[reportMissingImports]
+            HFLM,
+        )
 
-        theirs = HFLM(str(folder), dtype="float32", device="cpu", batch_size=2, max_length=LENGTH)
+        theirs = HFLM(
+            str(folder), dtype="float32", device="cpu", batch_size=2, max_length=LENGTH
+        )
         found = find_model(str(folder))
         ours = lm_class()(found, load_model(found), batch_size=2)
         assert ours.max_length == LENGTH
-        for name, arguments in (("loglikelihood", PAIRS), ("loglikelihood_rolling", [(t,) for t in TEXTS])):
+        for name, arguments in (
+            ("loglikelihood", PAIRS),
+            ("loglikelihood_rolling", [(t,) for t in TEXTS]),
+        ):
             expected = getattr(theirs, name)(requests(arguments))
             actual = getattr(ours, name)(requests(arguments))
-            np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5, err_msg=name)
+            np.testing.assert_allclose(
+                actual, expected, rtol=1e-5, atol=1e-5, err_msg=name
+            )
         free = theirs.generate_until(requests(PROMPTS))
-        stopped = [(text, {"until": [free[0][2:4], "\n"], "max_gen_toks": 6}) for text, _ in PROMPTS]
+        stopped = [
+            (text, {"until": [free[0][2:4], "\n"], "max_gen_toks": 6})
+            for text, _ in PROMPTS
+        ]
         expected = theirs.generate_until(requests(stopped))
-        assert ours.generate_until(requests(PROMPTS)) == free and len({*"".join(free)}) > 4
-        assert ours.generate_until(requests(stopped)) == expected and len(expected[0]) < len(free[0])
+        assert (
+            ours.generate_until(requests(PROMPTS)) == free and len({*"".join(free)}) > 4
+        )
+        assert ours.generate_until(requests(stopped)) == expected and len(
+            expected[0]
+        ) < len(free[0])
 
 
 @pytest.mark.torch
 def test_a_task_is_evaluated(folder, tmp_path, capsys, monkeypatch):
     pytest.importorskip("lm_eval")
-    (tmp_path / "data.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    (tmp_path / "data.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in TEXTS)
+    )
     (tmp_path / "own.yaml").write_text(
         "task: own\ndataset_path: json\n"
         f"dataset_kwargs: {{data_files: {{test: {tmp_path / 'data.jsonl'}}}}}\n"
@@ -150,21 +200,51 @@ def test_a_task_is_evaluated(folder, tmp_path, capsys, monkeypatch):
         "doc_to_text: ''\ndoc_to_target: '{{text}}'\n"
         "metric_list: [{metric: word_perplexity}]\n"
     )
-    options = ["--include_path", str(tmp_path), "--output_path", str(tmp_path / "out.json")]
+    options = [
+        "--include_path",
+        str(tmp_path),
+        "--output_path",
+        str(tmp_path / "out.json"),
+    ]
     monkeypatch.setattr(sys, "argv", [])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        assert main(["--model", str(folder), *options, "--tasks", "own", "--mesh", "{data: 2}"]) == 0
+        assert (
+            main(
+                [
+                    "--model",
+                    str(folder),
+                    *options,
+                    "--tasks",
+                    "own",
+                    "--mesh",
+                    "{data: 2}",
+                ]
+            )
+            == 0
+        )
     (written,) = tmp_path.glob("out*.json")
     found = json.loads(written.read_text())["results"]["own"]["word_perplexity,none"]
     model = find_model(str(folder))
-    own = ModelToEvaluate(model, load_model(model)).loglikelihood_rolling(requests((text,) for text in TEXTS))
+    own = ModelToEvaluate(model, load_model(model)).loglikelihood_rolling(
+        requests((text,) for text in TEXTS)
+    )
     words = sum(len(re.split(r"\s+", text)) for text in TEXTS)
     np.testing.assert_allclose(found, np.exp(-sum(own) / words), rtol=1e-4)
     assert "word_perplexity" in capsys.readouterr().out
-    options += ["--model", str(folder), "--tasks", "own", "--config", str(tmp_path / "settings.yaml")]
+    options += [
+        "--model",
+        str(folder),
+        "--tasks",
+        "own",
+        "--config",
+        str(tmp_path / "settings.yaml"),
+    ]
     for settings, message in (
-        ("model_args: {dtype: float16}", "model_args and max_batch_size have no effect"),
+        (
+            "model_args: {dtype: float16}",
+            "model_args and max_batch_size have no effect",
+        ),
         ("max_batch_size: 8", "model_args and max_batch_size have no effect"),
         ("batch_size: five", "invalid literal for int() with base 10: 'five'"),
     ):

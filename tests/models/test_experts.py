@@ -26,7 +26,14 @@ from .random_weights import random_weights
 Batch, Pos = Axis("batch", 2), Axis("position", 3)
 
 
-def make(*, num_experts=4, experts_per_token=2, norm_topk_prob=True, architecture=Qwen3MoeConfig, spread=0.7):
+def make(
+    *,
+    num_experts=4,
+    experts_per_token=2,
+    norm_topk_prob=True,
+    architecture=Qwen3MoeConfig,
+    spread=0.7,
+):
     sizes = ExpertsConfig(num_experts, experts_per_token, 6, norm_topk_prob)
     config = architecture(hidden_dim=8, num_heads=2, num_kv_heads=1, experts=sizes)
     # A large spread, so that experts differ.
@@ -36,7 +43,9 @@ def make(*, num_experts=4, experts_per_token=2, norm_topk_prob=True, architectur
 
 
 def with_biases(num_experts=3):
-    """Experts that have biases, and values on both sides of the limit of their SwiGLU."""
+    """Experts that have biases, and values on both sides of the limit of their
+    SwiGLU.
+    """
     return make(num_experts=num_experts, architecture=GptOssConfig, spread=3)
 
 
@@ -50,19 +59,30 @@ def test_a_router_may_compute_in_float32(lora):
 
     def init(*, key):
         layer = DecoderLayer.init(config, next(iter(config.kinds.values())), key=key)
-        return apply_lora(layer, LoraConfig(2, targets=("mlp.router",)), key=key) if lora else layer
+        return (
+            apply_lora(layer, LoraConfig(2, targets=("mlp.router",)), key=key)
+            if lora
+            else layer
+        )
 
     layer = random_weights(init, spread=0.7)
-    x = hax.random.normal(jax.random.key(0), (Batch, Pos, config.Embed)).astype(jnp.bfloat16)
+    x = hax.random.normal(jax.random.key(0), (Batch, Pos, config.Embed)).astype(
+        jnp.bfloat16
+    )
     cast = layer._cast(jnp.bfloat16)
-    assert {leaf.dtype for leaf in jax.tree.leaves(cast)} == {jnp.dtype("bfloat16"), jnp.dtype("float32")}
+    assert {leaf.dtype for leaf in jax.tree.leaves(cast)} == {
+        jnp.dtype("bfloat16"),
+        jnp.dtype("float32"),
+    }
     found = cast.mlp._logits(x)
     expected = layer.mlp.router(x.astype(jnp.float32))
     np.testing.assert_array_equal(found.array, expected.array)
-    narrow = dataclasses.replace(config, experts=dataclasses.replace(sizes, router_dtype="compute"))
-    rounded = dataclasses.replace(layer, mlp=dataclasses.replace(layer.mlp, config=narrow))._cast(
-        jnp.bfloat16
+    narrow = dataclasses.replace(
+        config, experts=dataclasses.replace(sizes, router_dtype="compute")
     )
+    rounded = dataclasses.replace(
+        layer, mlp=dataclasses.replace(layer.mlp, config=narrow)
+    )._cast(jnp.bfloat16)
     assert {leaf.dtype for leaf in jax.tree.leaves(rounded)} == {jnp.dtype("bfloat16")}
     assert not np.array_equal(rounded.mlp._logits(x).array, expected.array)
 
@@ -75,7 +95,10 @@ def route(layer, x, documents=None):
 
 def of_all_experts(choices, gates, layer):
     """Gates `[..., experts]`, zero for those that were not chosen."""
-    return hax.sum(hax.nn.one_hot(choices, layer.config.Experts, dtype=jnp.float32) * gates, "choice")
+    return hax.sum(
+        hax.nn.one_hot(choices, layer.config.Experts, dtype=jnp.float32) * gates,
+        "choice",
+    )
 
 
 def on_every_token(layer, x):
@@ -88,35 +111,55 @@ def on_every_token(layer, x):
         inner = gate * hax.nn.sigmoid(1.702 * gate) * (up + 1)
     else:
         inner = gate * hax.nn.sigmoid(gate) * up
-    mixed = hax.sum(expert.down_proj(inner) * of_all_experts(choices, gates, layer), "experts")
+    mixed = hax.sum(
+        expert.down_proj(inner) * of_all_experts(choices, gates, layer), "experts"
+    )
     return mixed.rearrange(x.axes)
 
 
 @pytest.mark.parametrize(
-    ("experts_per_token", "norm_topk_prob"), [(1, False), (2, True), (2, False), (4, True)]
+    ("experts_per_token", "norm_topk_prob"),
+    [(1, False), (2, True), (2, False), (4, True)],
 )
-def test_each_token_gets_the_weighted_sum_of_its_experts(experts_per_token, norm_topk_prob):
+def test_each_token_gets_the_weighted_sum_of_its_experts(
+    experts_per_token, norm_topk_prob
+):
     layer, x = make(experts_per_token=experts_per_token, norm_topk_prob=norm_topk_prob)
-    logits = np.asarray(x.array, np.float64) @ np.asarray(layer.router.weight.array, np.float64).T
+    logits = (
+        np.asarray(x.array, np.float64)
+        @ np.asarray(layer.router.weight.array, np.float64).T
+    )
     expected = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
     expected *= expected >= np.sort(expected)[..., -experts_per_token, None]
     expected /= expected.sum(-1, keepdims=True) if norm_topk_prob else 1.0
     choices, gates, statistics = route(layer, x)
-    found = of_all_experts(choices, gates, layer).rearrange((Batch, Pos, layer.config.Experts))
+    found = of_all_experts(choices, gates, layer).rearrange(
+        (Batch, Pos, layer.config.Experts)
+    )
     np.testing.assert_allclose(found.array, expected, atol=1e-5)
-    np.testing.assert_allclose(statistics.load.array, (expected > 0).mean(axis=(0, 1)), atol=1e-6)
+    np.testing.assert_allclose(
+        statistics.load.array, (expected > 0).mean(axis=(0, 1)), atol=1e-6
+    )
     mixed, _ = apply(layer, x)
     assert mixed.axes == x.axes
     np.testing.assert_allclose(mixed.array, on_every_token(layer, x).array, atol=1e-4)
 
 
 @pytest.mark.parametrize("keep", [False, True])
-def test_biases_and_the_clamp_have_the_values_and_gradients_of_plain_products(keep, monkeypatch):
+def test_biases_and_the_clamp_have_the_values_and_gradients_of_plain_products(
+    keep, monkeypatch
+):
     monkeypatch.setattr("models.decoder.experts.internals_are_saved", lambda name: keep)
     layer, x = with_biases()
     weights = hax.random.normal(jax.random.key(4), x.axes)
-    reaches = {name: getattr(layer.experts.stacked, name)(x).array for name in ("gate_proj", "up_proj")}
-    assert all((values.max() > 7, values.min() < -7) == (True, True) for values in reaches.values())
+    reaches = {
+        name: getattr(layer.experts.stacked, name)(x).array
+        for name in ("gate_proj", "up_proj")
+    }
+    assert all(
+        (values.max() > 7, values.min() < -7) == (True, True)
+        for values in reaches.values()
+    )
 
     @jax.jit
     def both(layer, x):
@@ -125,18 +168,27 @@ def test_biases_and_the_clamp_have_the_values_and_gradients_of_plain_products(ke
             return hax.sum(mixed * weights).scalar(), mixed
 
         functions = (lambda layer, x: layer(x)[0], on_every_token)
-        return [jax.value_and_grad(partial(loss, of), (0, 1), has_aux=True)(layer, x) for of in functions]
+        return [
+            jax.value_and_grad(partial(loss, of), (0, 1), has_aux=True)(layer, x)
+            for of in functions
+        ]
 
     found, expected = both(layer, x)
-    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+    for ours, theirs in zip(
+        jax.tree.leaves(found), jax.tree.leaves(expected), strict=True
+    ):
         assert jnp.abs(theirs).max() > 0
-        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4 * float(jnp.abs(theirs).max()))
+        np.testing.assert_allclose(
+            ours, theirs, rtol=1e-4, atol=1e-4 * float(jnp.abs(theirs).max())
+        )
 
 
 def test_adapters_of_experts_with_biases_equal_merged_weights():
     layer, x = with_biases()
     adapted = with_trained_adapters(layer, LoraConfig(2, 2.0, ("experts.*", "router")))
-    of_both = jax.jit(lambda *layers: [layer(x)[0].array for layer in layers])(adapted, merge_lora(adapted))
+    of_both = jax.jit(lambda *layers: [layer(x)[0].array for layer in layers])(
+        adapted, merge_lora(adapted)
+    )
     np.testing.assert_allclose(of_both[0], of_both[1], rtol=1e-4, atol=1e-4)
     assert jnp.abs(of_both[0] - apply(layer, x)[0].array).max() > 1
 
@@ -154,7 +206,9 @@ def test_statistics_leave_padding_out():
     found = apply(layer, x, documents)
     alone = route(layer, x[Pos, :2])[2]
     padded = route(layer, x, documents)[2]
-    for ours, theirs in zip(jax.tree.leaves(padded), jax.tree.leaves(alone), strict=True):
+    for ours, theirs in zip(
+        jax.tree.leaves(padded), jax.tree.leaves(alone), strict=True
+    ):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5)
     np.testing.assert_array_equal(found[0].array, apply(layer, x)[0].array)
     nothing = route(layer, x, documents * 0)[2]
@@ -162,7 +216,9 @@ def test_statistics_leave_padding_out():
 
 
 @pytest.mark.deep
-def test_the_backend_of_the_config_applies_experts_with_biases_and_adapters(monkeypatch):
+def test_the_backend_of_the_config_applies_experts_with_biases_and_adapters(
+    monkeypatch,
+):
     monkeypatch.setattr("models.decoder.experts.internals_are_saved", lambda name: True)
     layer, x = with_biases()
     layer = apply_lora(layer, LoraConfig(2, 2.0, ("experts.*",)), key=jax.random.key(3))
@@ -177,9 +233,13 @@ def test_the_backend_of_the_config_applies_experts_with_biases_and_adapters(monk
 
         return jax.jit(jax.value_and_grad(total))(layer)
 
-    with pytest.raises(ValueError, match="'megablox' does not support this call: it runs on TPUs"):
+    with pytest.raises(
+        ValueError, match="'megablox' does not support this call: it runs on TPUs"
+    ):
         value_and_gradient("megablox")
     interpreted = Backend(megablox_kernels(interpret=True))
     monkeypatch.setitem(EXPERT_BACKENDS, "megablox", interpreted)
     found, wanted = value_and_gradient("megablox"), value_and_gradient("block")
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-3), found, wanted)
+    jax.tree.map(
+        partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-3), found, wanted
+    )

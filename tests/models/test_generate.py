@@ -51,16 +51,28 @@ def generate(*arguments):
 
 
 def test_a_run_continues_what_it_learnt_and_ends_where_texts_end(finished):
-    status, shown = generate("--run_dir", finished, "--prompt", "abcdab", "--temperature", 0)
+    status, shown = generate(
+        "--run_dir", finished, "--prompt", "abcdab", "--temperature", 0
+    )
     assert (status, shown) == (0, "abcdabcdabcd\n")
 
 
 def test_prompts_come_in_order_and_from_files_too(finished, tmp_path):
     (tmp_path / "lines.txt").write_text("abcdabcda\n\nab\n")
-    options = ("--prompt", "abcdabcd", "--prompts", tmp_path / "lines.txt", "--temperature", 0)
+    options = (
+        "--prompt",
+        "abcdabcd",
+        "--prompts",
+        tmp_path / "lines.txt",
+        "--temperature",
+        0,
+    )
     status, shown = generate("--run_dir", finished, *options)
     each = "abcdabcdabcd\n"
-    assert (status, shown) == (0, f"--- 1 of 3\n{each}--- 2 of 3\n{each}--- 3 of 3\n{each}")
+    assert (status, shown) == (
+        0,
+        f"--- 1 of 3\n{each}--- 2 of 3\n{each}--- 3 of 3\n{each}",
+    )
 
 
 @pytest.fixture
@@ -77,19 +89,34 @@ def asked(monkeypatch):
 
 
 def test_options_reach_the_model(finished, asked):
-    options = ("--temperature", 8, "--top_k", 3, "--top_p", 0.5, "--seed", 7, "--max_new_tokens", 12)
+    options = (
+        "--temperature",
+        8,
+        "--top_k",
+        3,
+        "--top_p",
+        0.5,
+        "--seed",
+        7,
+        "--max_new_tokens",
+        12,
+    )
     assert generate("--run_dir", finished, "--prompt", "ab", *options) == (0, "ab\n")
     (([prompt], found),) = asked
     assert prompt.tolist()[-2:] == list(b"ab")
     assert found["sampling"] == Sampling(8.0, 3, 0.5) and found["max_new_tokens"] == 12
-    assert found["key"] == jax.random.key(7) and found["stops"] == [(load_tokenizer("byte").end,)]
+    assert found["key"] == jax.random.key(7) and found["stops"] == [
+        (load_tokenizer("byte").end,)
+    ]
 
 
 def test_a_chat_goes_into_the_template(finished, asked):
     assert generate("--run_dir", finished, "--chat", "--prompt", "hi") == (0, "hi\n\n")
     (([prompt], found),) = asked
     tokenizer = load_tokenizer("byte")
-    np.testing.assert_array_equal(prompt, chat_prompt(tokenizer, [{"role": "user", "content": "hi"}]))
+    np.testing.assert_array_equal(
+        prompt, chat_prompt(tokenizer, [{"role": "user", "content": "hi"}])
+    )
     assert found["stops"] == [(tokenizer.end,), end_of_turn(tokenizer)]
 
 
@@ -97,10 +124,24 @@ def test_a_conversation_keeps_its_history(finished, asked, monkeypatch, tmp_path
     monkeypatch.setattr(command.sys, "stdin", io.StringIO("hi\nbye\n"))
     earlier = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     (tmp_path / "earlier.json").write_text(json.dumps(earlier))
-    options = ("--system", "be brief", "--messages", tmp_path / "earlier.json", "--stop", "x")
+    options = (
+        "--system",
+        "be brief",
+        "--messages",
+        tmp_path / "earlier.json",
+        "--stop",
+        "x",
+    )
     assert generate("--run_dir", finished, "--chat", *options) == (0, "\n\n")
     said = [load_tokenizer("byte").decode(prompt) for ([prompt], _) in asked]
-    turns = ["system\nbe brief", "user\na", "assistant\nb", "user\nhi", "assistant\n", "user\nbye"]
+    turns = [
+        "system\nbe brief",
+        "user\na",
+        "assistant\nb",
+        "user\nhi",
+        "assistant\n",
+        "user\nbye",
+    ]
     for text, last in zip(said, (4, 6), strict=True):
         expected = "".join(f"<|im_start|>{turn}<|im_end|>\n" for turn in turns[:last])
         assert text == expected + "<|im_start|>assistant\n"
@@ -108,25 +149,49 @@ def test_a_conversation_keeps_its_history(finished, asked, monkeypatch, tmp_path
 
 
 def test_variables_of_the_template_are_given(folders, asked):
-    options = ("--chat", "--chat_template_kwargs", "{enable_thinking: false}", "--prompt", "hi")
+    options = (
+        "--chat",
+        "--chat_template_kwargs",
+        "{enable_thinking: false}",
+        "--prompt",
+        "hi",
+    )
     assert generate("--model", folders["thinking"], *options)[0] == 0
     (([prompt], _),) = asked
     assert "hello" in find_model(str(folders["thinking"])).tokenizer.decode(prompt)
 
 
 def test_adapters_that_cannot_be_used_are_named(spoken, tmp_path):
-    adapted = with_trained_adapters(load_model(find_model(str(spoken), dtype="float32")), LoraConfig(2))
+    adapted = with_trained_adapters(
+        load_model(find_model(str(spoken), dtype="float32")), LoraConfig(2)
+    )
     save_adapters(tmp_path, adapted, base_model=str(spoken))
     path = tmp_path / "adapter_config.json"
     fields = json.loads(path.read_text())
-    fitting = "r = 'two'", "use_dora = True", "do not fit the model", "nothing to repeat", "truncated"
-    changes = {"r": "two"}, {"use_dora": True}, {"r": 3}, {"target_modules": "*.q_proj"}, {}
+    fitting = (
+        "r = 'two'",
+        "use_dora = True",
+        "do not fit the model",
+        "nothing to repeat",
+        "truncated",
+    )
+    changes = (
+        {"r": "two"},
+        {"use_dora": True},
+        {"r": 3},
+        {"target_modules": "*.q_proj"},
+        {},
+    )
     for change, message in zip(changes, fitting, strict=True):
         path.write_text(json.dumps(fields | change))
         if not change:
             os.truncate(tmp_path / "adapter_model.safetensors", 1000)
         status, shown = generate("--model", tmp_path, "--prompt", "ab")
-        assert status == 1 and f"The adapters in {tmp_path} can't be used" in shown and message in shown
+        assert (
+            status == 1
+            and f"The adapters in {tmp_path} can't be used" in shown
+            and message in shown
+        )
     with pytest.raises(WeightsError, match="no adapters to save"):
         save_adapters(tmp_path, merge_lora(adapted))
 
@@ -138,7 +203,10 @@ def test_an_interrupted_text_stays_shown(finished, monkeypatch, name, status):
         os.kill(os.getpid(), getattr(signal, name))
 
     monkeypatch.setattr(command, "generate_text", interrupted)
-    assert generate("--run_dir", finished, "--prompt", "ab") == (status, f"abcd\nstopped by {name}\n")
+    assert generate("--run_dir", finished, "--prompt", "ab") == (
+        status,
+        f"abcd\nstopped by {name}\n",
+    )
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
@@ -147,35 +215,58 @@ def test_text_is_escaped_for_terminals_alone(finished, monkeypatch, encoding):
     monkeypatch.setattr(
         command,
         "generate_text",
-        lambda *args, **options: (Piece(0, text, last=text == said[-1]) for text in said),
+        lambda *args, **options: (
+            Piece(0, text, last=text == said[-1]) for text in said
+        ),
     )
 
     def written(is_terminal):
-        buffer, options = io.BytesIO(), {"force_terminal": is_terminal, "color_system": None}
-        console = Console(file=io.TextIOWrapper(buffer, encoding=encoding, newline=""), width=10, **options)
+        buffer, options = (
+            io.BytesIO(),
+            {"force_terminal": is_terminal, "color_system": None},
+        )
+        console = Console(
+            file=io.TextIOWrapper(buffer, encoding=encoding, newline=""),
+            width=10,
+            **options,
+        )
         assert main(["--run_dir", str(finished), "--prompt", "a\x07"], console) == 0
         console.file.flush()
         return buffer.getvalue()
 
     last = "é" if encoding == "utf-8" else "\\xe9"
-    assert written(True) == f"a\\x07\\x1b[2J\t\\x9b1m\\r\\u202e{last}\n\n".encode(encoding)
+    assert written(True) == f"a\\x07\\x1b[2J\t\\x9b1m\\r\\u202e{last}\n\n".encode(
+        encoding
+    )
     assert written(False) == ("a\x07" + "".join(said) + "\n").encode()
 
 
-def test_a_cache_that_cannot_fit_is_refused_before_weights_are_read(exported, finished, monkeypatch):
+def test_a_cache_that_cannot_fit_is_refused_before_weights_are_read(
+    exported, finished, monkeypatch
+):
     monkeypatch.setattr(SafetensorsFolder, "open", None)
     monkeypatch.setattr("models.run_state.load_checkpoint", None)
     monkeypatch.setattr("models.loading.memory_bytes", lambda _: 2**30)
     model = ("--model", exported, "--tokenizer", "byte")
     for source in (model, ("--run_dir", finished)):
-        status, shown = generate(*source, "--prompt", "abc", "--prompt", "a", "--max_new_tokens", 10**9)
-        # 2 of keys and values, layers, numbers of a head, bytes; a prompt is padded to 16 tokens
+        status, shown = generate(
+            *source, "--prompt", "abc", "--prompt", "a", "--max_new_tokens", 10**9
+        )
+        # 2 of keys and values, layers, numbers of a head, bytes; a prompt is padded to
+        # 16 tokens
         size = 2 * 2 * (10**9 + 16) * 8 * 4 >> 20
-        assert status == 1 and f"keys and values of 1000000016 tokens {size:,} MiB" in shown
+        assert (
+            status == 1
+            and f"keys and values of 1000000016 tokens {size:,} MiB" in shown
+        )
         assert "has 1,024 MiB." in shown
     monkeypatch.setattr("models.loading.memory_bytes", lambda _: 100)
     status, shown = generate(*model, "--prompt", "abc", "--max_new_tokens", 1)
-    assert status == 1 and "The weights take 0 MiB in float32" in shown and "this device has 0 MiB." in shown
+    assert (
+        status == 1
+        and "The weights take 0 MiB in float32" in shown
+        and "this device has 0 MiB." in shown
+    )
     monkeypatch.setattr("models.loading.memory_bytes", lambda _: None)
     status, shown = generate(*model, "--prompt", "abc", "--max_new_tokens", 10**25)
     assert status == 1 and "Use fewer tokens" in shown
@@ -184,8 +275,15 @@ def test_a_cache_that_cannot_fit_is_refused_before_weights_are_read(exported, fi
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "adapters"])
 def test_layers_that_are_read_to_the_host_count_there(finished, monkeypatch, lora):
     trained = read_run_config(finished)
-    trainer = replace(trained.trainer, streaming=True, update=UpdateConfig(fused=not lora), mesh=MeshConfig())
-    config = replace(trained, trainer=trainer, lora=LoraConfig(rank=2) if lora else None)
+    trainer = replace(
+        trained.trainer,
+        streaming=True,
+        update=UpdateConfig(fused=not lora),
+        mesh=MeshConfig(),
+    )
+    config = replace(
+        trained, trainer=trainer, lora=LoraConfig(rank=2) if lora else None
+    )
     monkeypatch.setattr("models.run_config.read_run_config", lambda *_: config)
     source = find_model(str(finished))
     leaves = jax.tree.leaves(Placement.of(config).shapes(source, "float32"))
@@ -197,8 +295,13 @@ def test_layers_that_are_read_to_the_host_count_there(finished, monkeypatch, lor
     assert rows_that_fit(source, 8) == 1 and rows_that_fit(source, 4) == 2
     with pytest.raises(ConfigError, match="of 9 tokens"):
         rows_that_fit(source, 9)
-    monkeypatch.setattr("stacked_remat.training.memory_check.available_host_bytes", lambda: on_host - 1)
-    with pytest.raises(ConfigError, match="of host memory .*layers are read to the host. Give the process"):
+    monkeypatch.setattr(
+        "stacked_remat.training.memory_check.available_host_bytes", lambda: on_host - 1
+    )
+    with pytest.raises(
+        ConfigError,
+        match="of host memory .*layers are read to the host. Give the process",
+    ):
         rows_that_fit(source, 8)
 
 
@@ -229,7 +332,9 @@ def test_dtype_tokenizer_and_end_tokens_are_read_from_the_folder(spoken):
     assert wide.ends == (found.tokenizer.end, 7)
     (spoken / "generation_config.json").unlink()
     assert find_model(str(spoken)).ends == (found.tokenizer.end,)
-    status, shown = generate("--model", spoken, "--chat", "--prompt", "hello", "--max_new_tokens", 3)
+    status, shown = generate(
+        "--model", spoken, "--chat", "--prompt", "hello", "--max_new_tokens", 3
+    )
     assert status == 0 and shown.startswith("hello\n")
 
 
@@ -251,7 +356,9 @@ def described(spoken, tmp_path):
 @pytest.mark.parametrize("ends", ["</s>", -1, 10**6, [3, None], {"a": 3}], ids=str)
 def test_end_tokens_that_the_model_lacks_are_refused(described, file, ends):
     folder = described(file, eos_token_id=ends)
-    with pytest.raises(WeightsError, match=f"{file}: eos_token_id is .*; the model has [0-9]+ tokens"):
+    with pytest.raises(
+        WeightsError, match=f"{file}: eos_token_id is .*; the model has [0-9]+ tokens"
+    ):
         assert find_model(str(folder)).ends
 
 
@@ -260,7 +367,11 @@ def test_damaged_generation_configs_are_named(described, content):
     folder = described("generation_config.json")
     (folder / "generation_config.json").write_bytes(content)
     status, shown = generate("--model", folder, "--prompt", "a")
-    assert status == 1 and f"{folder / 'generation_config.json'} " in shown and shown.count("\n") == 1
+    assert (
+        status == 1
+        and f"{folder / 'generation_config.json'} " in shown
+        and shown.count("\n") == 1
+    )
 
 
 @pytest.fixture(scope="module")
@@ -268,23 +379,38 @@ def folders(finished, exported, spoken, tmp_path_factory):
     """A run, models, and tokenizers that something is wrong with, by name."""
     folder = tmp_path_factory.mktemp("folders")
     untemplated, refusing, dated, thinking = (
-        shutil.copytree(spoken, folder / name) for name in ("untemplated", "refusing", "dated", "thinking")
+        shutil.copytree(spoken, folder / name)
+        for name in ("untemplated", "refusing", "dated", "thinking")
     )
-    word_tokenizer.save(thinking, template="{% if not enable_thinking %}hello{% endif %}")
+    word_tokenizer.save(
+        thinking, template="{% if not enable_thinking %}hello{% endif %}"
+    )
     word_tokenizer.save(untemplated, template=None)
     word_tokenizer.save(refusing, template="{{ raise_exception('never') }}")
-    word_tokenizer.save(dated, template="{{ strftime_now('%d') }}{{ messages[0].content }}")
+    word_tokenizer.save(
+        dated, template="{{ strftime_now('%d') }}{{ messages[0].content }}"
+    )
     large = word_tokenizer.save(folder / "large")
     definition = json.loads((large / "tokenizer.json").read_text())
-    definition["added_tokens"].append({**definition["added_tokens"][-1], "id": 5000, "content": "<far>"})
+    definition["added_tokens"].append(
+        {**definition["added_tokens"][-1], "id": 5000, "content": "<far>"}
+    )
     (large / "tokenizer.json").write_text(json.dumps(definition))
-    names = dict(run=finished, exported=exported, spoken=spoken, untemplated=untemplated, large=large)
+    names = dict(
+        run=finished,
+        exported=exported,
+        spoken=spoken,
+        untemplated=untemplated,
+        large=large,
+    )
     return {**names, "refusing": refusing, "dated": dated, "thinking": thinking}
 
 
 def test_chats_have_the_date_of_the_run(folders, monkeypatch):
     config = read_run_config(folders["run"])
-    config = replace(config, data=replace(config.data, chat_date="2025-06-28"), vocab_size=300)
+    config = replace(
+        config, data=replace(config.data, chat_date="2025-06-28"), vocab_size=300
+    )
     monkeypatch.setattr("models.run_config.read_run_config", lambda *_: config)
     found = find_model(str(folders["run"]), tokenizer=str(folders["dated"])).tokenizer
     assert found.decode(chat_prompt(found, [{"role": "user", "content": "a"}])) == "28a"
@@ -294,28 +420,79 @@ def test_chats_have_the_date_of_the_run(folders, monkeypatch):
     ("arguments", "message"),
     [
         (("--run_dir", "{run}"), "give --prompt TEXT, or --prompts FILE"),
-        (("--run_dir", "nowhere", "--prompt", "a"), "/nowhere, and it is not a name on the"),
+        (
+            ("--run_dir", "nowhere", "--prompt", "a"),
+            "/nowhere, and it is not a name on the",
+        ),
         (("--run_dir", "{run}", "--step", "7", "--prompt", "a"), "It has steps 60"),
         (
             ("--run_dir", "{run}", "--prompts", "nowhere.txt"),
             "nowhere.txt: No such file or directory. C",
         ),
-        (("--run_dir", "{run}", "--prompt", "a", "--seed", "9223372036854775808"), "--seed must be from"),
-        (("--model", "{exported}", "--step", "2", "--prompt", "a"), "--step has no effect with"),
-        (("--model", "{run}/checkpoints", "--prompt", "a"), "as in a run folder: name that"),
+        (
+            ("--run_dir", "{run}", "--prompt", "a", "--seed", "9223372036854775808"),
+            "--seed must be from",
+        ),
+        (
+            ("--model", "{exported}", "--step", "2", "--prompt", "a"),
+            "--step has no effect with",
+        ),
+        (
+            ("--model", "{run}/checkpoints", "--prompt", "a"),
+            "as in a run folder: name that",
+        ),
         (("--model", "{spoken}", "--prompt", ""), "no token that begins a text"),
-        (("--model", "{exported}", "--tokenizer", "{large}", "--prompt", "a"), "Use the model's own token"),
-        (("--model", "{spoken}", "--tokenizer", "{large}", "--prompt", "a <far>"), "A text has <far> ("),
+        (
+            ("--model", "{exported}", "--tokenizer", "{large}", "--prompt", "a"),
+            "Use the model's own token",
+        ),
+        (
+            ("--model", "{spoken}", "--tokenizer", "{large}", "--prompt", "a <far>"),
+            "A text has <far> (",
+        ),
         (("--model", "{untemplated}", "--chat", "--prompt", "a"), "no chat template"),
-        (("--model", "{spoken}", "--chat_template_kwargs", "{{a: 1}}", "--prompt", "a"), "no effect without"),
-        (("--model", "{spoken}", "--chat", "--chat_template_kwargs", "[", "--prompt", "a"), "is no mapping"),
-        (("--model", "a", "--chat", "--chat_template_kwargs", "{{messages: 2}}"), "has 'messages', which no"),
-        (("--model", "a", "--chat", "--chat_template_kwargs", "{{1: 2}}"), "has 1, which no variable"),
+        (
+            (
+                "--model",
+                "{spoken}",
+                "--chat_template_kwargs",
+                "{{a: 1}}",
+                "--prompt",
+                "a",
+            ),
+            "no effect without",
+        ),
+        (
+            (
+                "--model",
+                "{spoken}",
+                "--chat",
+                "--chat_template_kwargs",
+                "[",
+                "--prompt",
+                "a",
+            ),
+            "is no mapping",
+        ),
+        (
+            ("--model", "a", "--chat", "--chat_template_kwargs", "{{messages: 2}}"),
+            "has 'messages', which no",
+        ),
+        (
+            ("--model", "a", "--chat", "--chat_template_kwargs", "{{1: 2}}"),
+            "has 1, which no variable",
+        ),
         (("--model", "a", "--stop", "", "--prompt", "a"), "--stop needs a text"),
-        (("--model", "{spoken}", "--tokenizer", "a/b/c", "--prompt", "a"), "--tokenizer = 'a/b/c' is "),
+        (
+            ("--model", "{spoken}", "--tokenizer", "a/b/c", "--prompt", "a"),
+            "--tokenizer = 'a/b/c' is ",
+        ),
         (
             ("--model", "{refusing}", "--chat", "--prompt", "a"),
-            "refusing does not take a user's message and an answer: never. Correct it (chat_template.jinja",
+            (
+                "refusing does not take a user's message and an answer: never. Correct"
+                " it (chat_template.jinja"
+            ),
         ),
     ],
 )

@@ -29,13 +29,18 @@ def asked(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("name", ["Qwen/Qwen3--30B", "Qwen/.."])
 def test_names_that_the_hub_does_not_allow_are_refused(name):
-    with pytest.raises(WeightsError, match="could not be fetched from the Hugging Face Hub"):
+    with pytest.raises(
+        WeightsError, match="could not be fetched from the Hugging Face Hub"
+    ):
         model_folder(name)
 
 
 @pytest.mark.parametrize(
     ("name", "call"),
-    [("Qwen/Qwen3-0.6B", ("Qwen/Qwen3-0.6B", None)), ("Qwen/Qwen3-0.6B@v1", ("Qwen/Qwen3-0.6B", "v1"))],
+    [
+        ("Qwen/Qwen3-0.6B", ("Qwen/Qwen3-0.6B", None)),
+        ("Qwen/Qwen3-0.6B@v1", ("Qwen/Qwen3-0.6B", "v1")),
+    ],
 )
 def test_other_names_are_looked_up_on_the_hub(name, call, asked, tmp_path):
     assert model_folder(name) == model_folder(name, weights=False) == Path(tmp_path)
@@ -48,15 +53,28 @@ BESIDE = {
     "tokenizer.json": "{}",
     "chat_template.jinja": "",
 }
-SHARDS = {"model-1.safetensors": "", "model-2.safetensors": "", "more/[3].safetensors": ""}
+SHARDS = {
+    "model-1.safetensors": "",
+    "model-2.safetensors": "",
+    "more/[3].safetensors": "",
+}
 INDEX = {
-    "model.safetensors.index.json": json.dumps({"weight_map": {str(i): k for i, k in enumerate(SHARDS)}})
+    "model.safetensors.index.json": json.dumps(
+        {"weight_map": {str(i): k for i, k in enumerate(SHARDS)}}
+    )
 }
 ELSEWHERE = ["consolidated.safetensors", "pytorch_model.bin", "original/config.json"]
-ELSEWHERE += ["original/model.safetensors", "original/model-1.safetensors", "onnx/vocab.txt", "README.md"]
+ELSEWHERE += [
+    "original/model.safetensors",
+    "original/model-1.safetensors",
+    "onnx/vocab.txt",
+    "README.md",
+]
 
 
-@pytest.mark.parametrize("weights", [SHARDS | INDEX, {"model.safetensors": ""}], ids=["shards", "single"])
+@pytest.mark.parametrize(
+    "weights", [SHARDS | INDEX, {"model.safetensors": ""}], ids=["shards", "single"]
+)
 def test_no_other_copy_of_the_weights_is_fetched(monkeypatch, tmp_path, weights):
     """As the published folders of gpt-oss and Mistral have them."""
     wanted = BESIDE | weights
@@ -64,14 +82,20 @@ def test_no_other_copy_of_the_weights_is_fetched(monkeypatch, tmp_path, weights)
     def download(_, *, revision, allow_patterns, ignore_patterns):
         assert revision is None
         for file in filter_repo_objects(
-            [*wanted, *ELSEWHERE], allow_patterns=allow_patterns, ignore_patterns=ignore_patterns
+            [*wanted, *ELSEWHERE],
+            allow_patterns=allow_patterns,
+            ignore_patterns=ignore_patterns,
         ):
             (tmp_path / file).parent.mkdir(exist_ok=True)
             (tmp_path / file).write_text(wanted.get(file, ""))
         return str(tmp_path)
 
     def fetched():
-        return {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
+        return {
+            str(path.relative_to(tmp_path))
+            for path in tmp_path.rglob("*")
+            if path.is_file()
+        }
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     model_folder("some/model", weights=False)
@@ -82,7 +106,9 @@ def test_no_other_copy_of_the_weights_is_fetched(monkeypatch, tmp_path, weights)
 
 def test_a_config_from_the_hub_is_read_without_the_weights(asked, tmp_path):
     model = Qwen3Config(hidden_dim=8, num_layers=1, num_heads=2, num_kv_heads=1)
-    (tmp_path / "config.json").write_text(json.dumps(config_to_hf(model, 300, dtype="float32")))
+    (tmp_path / "config.json").write_text(
+        json.dumps(config_to_hf(model, 300, dtype="float32"))
+    )
     config = LmRunConfig(initialize_from_hf="owner/model").resolved()
     assert config.vocab_size == 300 and config.model.num_layers == 1
     assert asked == {("owner/model", None)}
@@ -96,9 +122,13 @@ def test_the_base_of_adapters_has_the_revision_that_they_name(asked, tmp_path):
     assert asked == {("owner/base", "v1")}
 
 
-@pytest.mark.parametrize("name", ["/nowhere/model", "./nowhere/model", "model", "a/b/c"])
+@pytest.mark.parametrize(
+    "name", ["/nowhere/model", "./nowhere/model", "model", "a/b/c"]
+)
 def test_names_of_neither_a_folder_nor_a_repository_are_refused(name, asked):
-    with pytest.raises(FileNotFoundError, match=f"no folder {name}, and it is not a name on the"):
+    with pytest.raises(
+        FileNotFoundError, match=f"no folder {name}, and it is not a name on the"
+    ):
         model_folder(name)
     assert not asked
 
@@ -109,15 +139,22 @@ def test_repositories_missing_on_the_hub_are_named(monkeypatch):
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     with pytest.raises(
-        WeightsError, match="some/model is not a folder here, and it could not be fetched .*: offline. Check"
+        WeightsError,
+        match=(
+            "some/model is not a folder here, and it could not be fetched .*: offline."
+            " Check"
+        ),
     ):
         model_folder("some/model")
 
 
 @pytest.mark.parametrize(
-    "base", ["{here}/base", "base", "./base", "~/base", "owner/base", "../base", "C:\\base"]
+    "base",
+    ["{here}/base", "base", "./base", "~/base", "owner/base", "../base", "C:\\base"],
 )
-def test_adapters_of_the_hub_name_no_model_of_this_machine(asked, tmp_path, monkeypatch, base):
+def test_adapters_of_the_hub_name_no_model_of_this_machine(
+    asked, tmp_path, monkeypatch, base
+):
     for folder in ("base", "owner/base"):
         (tmp_path / folder).mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
@@ -125,17 +162,21 @@ def test_adapters_of_the_hub_name_no_model_of_this_machine(asked, tmp_path, monk
     settings = {"base_model_name_or_path": base.format(here=tmp_path)}
     (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
     with pytest.raises(
-        WeightsError, match=r"adapters some/adapters from the .*hf download .* --model FOLDER"
+        WeightsError,
+        match=r"adapters some/adapters from the .*hf download .* --model FOLDER",
     ):
         find_model("some/adapters")
     snapshot = tmp_path / "models--some--adapters/snapshots/1a"
     snapshot.mkdir(parents=True)
     (snapshot / "adapter_config.json").write_text(json.dumps(settings))
-    with pytest.raises(WeightsError, match="which is a folder here or no name on the Hub"):
+    with pytest.raises(
+        WeightsError, match="which is a folder here or no name on the Hub"
+    ):
         find_model(str(snapshot))
     if base != "C:\\base":
         mine = tmp_path / "mine"
         mine.mkdir()
         (mine / "adapter_config.json").write_text(json.dumps(settings))
         monkeypatch.chdir(mine if base == "../base" else tmp_path)
-        assert adapted_model(mine, str(mine)) == settings["base_model_name_or_path"]  # one's own
+        # One's own
+        assert adapted_model(mine, str(mine)) == settings["base_model_name_or_path"]

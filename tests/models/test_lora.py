@@ -14,30 +14,48 @@ from models.hf_io.adapters import load_adapters, peft_names
 from models.lm import next_token_loss
 from models.qwen3 import Qwen3MoeConfig
 from models.run_state import with_adapters
-from stacked_remat.lora import LoraConfig, LoraLinear, lora_linears, merge_lora, save_peft
+from stacked_remat.lora import (
+    LoraConfig,
+    LoraLinear,
+    lora_linears,
+    merge_lora,
+    save_peft,
+)
 from stacked_remat.training import ConfigError, TokenBatch
 
 Vocab, Batch, Pos = Axis("vocab", 17), Axis("batch", 2), Axis("position", 6)
 CONFIG = Qwen3MoeConfig(
-    hidden_dim=16, num_layers=3, num_heads=2, num_kv_heads=1, experts=ExpertsConfig(3, 2, 8)
+    hidden_dim=16,
+    num_layers=3,
+    num_heads=2,
+    num_kv_heads=1,
+    experts=ExpertsConfig(3, 2, 8),
 )
 LORA = LoraConfig(2, 3.0)
 
 
 def adapted_model(remat=True, config=CONFIG, lora: LoraConfig | None = LORA):
-    """The model with random weights and adapters, B among them, and what of it is trained."""
+    """The model with random weights and adapters, B among them, and what of it is
+    trained.
+    """
 
     def make():
         key = jax.random.key(0)
-        return with_adapters(Decoder.init(config, Vocab, remat=remat, key=key), lora, key=key)[0]
+        return with_adapters(
+            Decoder.init(config, Vocab, remat=remat, key=key), lora, key=key
+        )[0]
 
     shapes = eqx.filter_eval_shape(make)
     rng = np.random.default_rng(0)
-    return jax.tree.map(lambda leaf: jnp.asarray(0.2 * rng.normal(size=leaf.shape), leaf.dtype), shapes)
+    return jax.tree.map(
+        lambda leaf: jnp.asarray(0.2 * rng.normal(size=leaf.shape), leaf.dtype), shapes
+    )
 
 
 def batch():
-    tokens = np.random.default_rng(1).integers(0, Vocab.size, (2, 2, 6)).astype(np.int32)
+    tokens = (
+        np.random.default_rng(1).integers(0, Vocab.size, (2, 2, 6)).astype(np.int32)
+    )
     inputs, targets = (hax.named(jnp.asarray(part), (Batch, Pos)) for part in tokens)
     return TokenBatch(inputs, targets, hax.ones((Batch, Pos), dtype=jnp.float32))
 
@@ -56,7 +74,10 @@ def loss_and_gradients(model, merged=False):
 def with_marks(model):
     """True for adapters, found by their names rather than by the library."""
     return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: {"a", "b"} & {getattr(entry, "name", None) for entry in path} != set(), model
+        lambda path, leaf: (
+            {"a", "b"} & {getattr(entry, "name", None) for entry in path} != set()
+        ),
+        model,
     )
 
 
@@ -74,7 +95,9 @@ def chain_rule():
     ],
     ids=str,
 )
-def test_attention_and_experts_are_trained_as_their_merged_weights_would_be(remat, chain_rule):
+def test_attention_and_experts_are_trained_as_their_merged_weights_would_be(
+    remat, chain_rule
+):
     loss, gradients = loss_and_gradients(adapted_model(remat))
     np.testing.assert_allclose(loss, chain_rule[0], rtol=1e-5)
     leaves, expected = jax.tree.leaves(gradients), jax.tree.leaves(chain_rule[1])
@@ -96,7 +119,10 @@ def test_the_defaults_adapt_attention_and_experts_but_neither_router_nor_head():
 @pytest.mark.parametrize(
     ("targets", "message"),
     [
-        (("*.q_prj",), r"'\*.q_prj' matches no linear. Nearest of 9: layers.\*.attention.q_proj"),
+        (
+            ("*.q_prj",),
+            r"'\*.q_prj' matches no linear. Nearest of 9: layers.\*.attention.q_proj",
+        ),
         (("head",), "head, which can't be adapted: leave it out of lora.targets"),
     ],
 )

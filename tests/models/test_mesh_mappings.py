@@ -1,4 +1,6 @@
-"""Weights, rows, positions, experts and heads divided over devices: the step of one, and what is sent."""
+"""Weights, rows, positions, experts and heads divided over devices: the step of one,
+and what is sent.
+"""
 
 import dataclasses
 import functools
@@ -21,7 +23,13 @@ from models.qwen3 import Qwen3Config, Qwen3MoeConfig
 from models.run_state import with_adapters
 from stacked_remat import ScanCheckpointPolicy, StackedPattern
 from stacked_remat.lora import LoraConfig
-from stacked_remat.training import MeshConfig, Partitioning, TokenBatch, TrainState, TrainStep
+from stacked_remat.training import (
+    MeshConfig,
+    Partitioning,
+    TokenBatch,
+    TrainState,
+    TrainStep,
+)
 
 from .random_weights import random_weights
 
@@ -35,7 +43,9 @@ WINDOWS = Qwen3Config(
     attention=AttentionConfig(head_dim=HEAD_DIM, window=7, layer_types=(SLIDING, FULL)),
 )
 EXPERTS, INNER = 8, 6
-SPARSE = Qwen3MoeConfig(**SIZES, experts=ExpertsConfig(EXPERTS, 3, INNER, z_loss_weight=0.01))
+SPARSE = Qwen3MoeConfig(
+    **SIZES, experts=ExpertsConfig(EXPERTS, 3, INNER, z_loss_weight=0.01)
+)
 SPARSE_WINDOWS = Qwen3MoeConfig(
     **SIZES | {"num_layers": 2 * LAYERS},
     experts=ExpertsConfig(4, 2, INNER),
@@ -50,7 +60,9 @@ TENSOR = {"kv_heads": "model", "mlp": "model"}
 MESHES = {
     "context, fsdp": MeshConfig({"context": 4}, CONTEXT, {"embed": "context"}),
     "data, context, fsdp": MeshConfig(
-        {"data": 2, "context": 4}, {"batch": "data"} | CONTEXT, {"embed": ["data", "context"]}
+        {"data": 2, "context": 4},
+        {"batch": "data"} | CONTEXT,
+        {"embed": ["data", "context"]},
     ),
     "data, expert, fsdp": MeshConfig(
         {"data": 2, "expert": 4},
@@ -86,7 +98,12 @@ FSDP_CASES = [  # experts with the policy whose program has most parts
 ]
 
 OTHERS = {
-    "hybrid": (DENSE, MeshConfig({"replica": 2, "data": 4}, {"batch": ["replica", "data"]}), 1, 1 / 4),
+    "hybrid": (
+        DENSE,
+        MeshConfig({"replica": 2, "data": 4}, {"batch": ["replica", "data"]}),
+        1,
+        1 / 4,
+    ),
     "experts first": (
         SPARSE,
         MeshConfig({"data": 4}, param_mapping={"experts": "data", "embed": "data"}),
@@ -118,12 +135,24 @@ pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 def batch(positions):
     """Eight rows of two documents each, of uneven weights."""
-    draws = np.random.default_rng(0).integers(0, VOCAB, (2, ROWS, positions)).astype(np.int32)
+    draws = (
+        np.random.default_rng(0)
+        .integers(0, VOCAB, (2, ROWS, positions))
+        .astype(np.int32)
+    )
     first = positions * 5 // 13
-    documents = np.array([[1] * first + [2] * (positions - first)], np.int32).repeat(ROWS, axis=0)
-    numbers = np.concatenate([np.arange(first), np.arange(positions - first)]).astype(np.int32)
-    weights = (np.arange(ROWS * positions).reshape(ROWS, positions) % 7 > 1).astype(np.float32)
-    return TokenBatch.of(draws[0], draws[1], weights, documents, numbers[None].repeat(ROWS, axis=0))
+    documents = np.array([[1] * first + [2] * (positions - first)], np.int32).repeat(
+        ROWS, axis=0
+    )
+    numbers = np.concatenate([np.arange(first), np.arange(positions - first)]).astype(
+        np.int32
+    )
+    weights = (np.arange(ROWS * positions).reshape(ROWS, positions) % 7 > 1).astype(
+        np.float32
+    )
+    return TokenBatch.of(
+        draws[0], draws[1], weights, documents, numbers[None].repeat(ROWS, axis=0)
+    )
 
 
 def first_state(config, remat, lora=None):
@@ -134,7 +163,12 @@ def first_state(config, remat, lora=None):
         return state
     # One matrix of each adapter starts at zero, and the other's gradient with it.
     trained = jax.tree.map(
-        lambda leaf: 0.1 * np.sin(leaf.size + np.arange(leaf.size, dtype=np.float32)).reshape(leaf.shape),
+        lambda leaf: (
+            0.1
+            * np.sin(leaf.size + np.arange(leaf.size, dtype=np.float32)).reshape(
+                leaf.shape
+            )
+        ),
         state.trained,
     )
     return eqx.tree_at(lambda state: state.trained, state, trained)
@@ -152,16 +186,22 @@ def gradient_step(partitioning, microbatches=1):
 
 def assert_same(found, wanted):
     (after, metrics), (expected, expected_metrics) = found, wanted
-    for a, b in zip(jax.tree.leaves(after.trained), jax.tree.leaves(expected.trained), strict=True):
+    for a, b in zip(
+        jax.tree.leaves(after.trained), jax.tree.leaves(expected.trained), strict=True
+    ):
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=2e-5, atol=2e-6)
     assert metrics.keys() == expected_metrics.keys()
     for name, value in metrics.items():
-        np.testing.assert_allclose(value, expected_metrics[name], rtol=2e-5, err_msg=name)
+        np.testing.assert_allclose(
+            value, expected_metrics[name], rtol=2e-5, err_msg=name
+        )
 
 
 @functools.cache
 def on_one_device(config, positions, lora=None):
-    return eqx.filter_jit(gradient_step(None))(batch(positions), first_state(config, True, lora))
+    return eqx.filter_jit(gradient_step(None))(
+        batch(positions), first_state(config, True, lora)
+    )
 
 
 def compiled_on(mesh, config, remat, positions, microbatches=1, lora=None):
@@ -171,7 +211,11 @@ def compiled_on(mesh, config, remat, positions, microbatches=1, lora=None):
     with partitioning.active():
         state = partitioning.shard_weights(state)
         args = (partitioning.shard_batch(batch(positions)), state)
-        compiled = eqx.filter_jit(gradient_step(partitioning, microbatches)).lower(*args).compile()
+        compiled = (
+            eqx.filter_jit(gradient_step(partitioning, microbatches))
+            .lower(*args)
+            .compile()
+        )
         return compiled.compiled.as_text(), compiled(*args)
 
 
@@ -180,7 +224,8 @@ def collectives(program):
     kinds = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
     found = re.findall(rf" = (.*?) (?:ragged-)?({kinds})(?:-start)?\((.*)", program)
     return [
-        (kind, shapes_in(text), "".join(re.findall(r"op_name=\"(.*?)\"", rest))) for text, kind, rest in found
+        (kind, shapes_in(text), "".join(re.findall(r"op_name=\"(.*?)\"", rest)))
+        for text, kind, rest in found
     ]
 
 
@@ -202,12 +247,19 @@ def share(state):
 def test_divided_weights_are_gathered_layer_by_layer(config, policy):
     program, found = compiled_on(MeshConfig(), config, policy, POSITIONS)
     assert_same(found, on_one_device(config, POSITIONS))
-    gathers = (shapes for kind, shapes, _ in collectives(program) if kind == "all-gather")
+    gathers = (
+        shapes for kind, shapes, _ in collectives(program) if kind == "all-gather"
+    )
     gathered = [shape for shapes in gathers for shape in shapes]
     assert gathered and not [shape for shape in gathered if LAYERS in shape]
-    # Nor is anything of all tokens, but their numbers, for the gradient of the embedding.
+    # Nor is anything of all tokens, but their numbers, for the gradient of the
+    # embedding.
     tokens = ROWS * POSITIONS
-    assert not [shape for shape in gathered if {POSITIONS, tokens} & {*shape} and math.prod(shape) > tokens]
+    assert not [
+        shape
+        for shape in gathered
+        if {POSITIONS, tokens} & {*shape} and math.prod(shape) > tokens
+    ]
     assert share(found[0]) == 1 / 8
 
 
@@ -228,18 +280,29 @@ def test_other_meshes_of_rows_and_weights(case):
 def test_divided_positions_gather_keys_and_values_of_a_layer(config, mesh, policy):
     program, found = compiled_on(MESHES[mesh], config, policy, POSITIONS)
     assert_same(found, on_one_device(config, POSITIONS))
-    gathers = [(shapes, name) for kind, shapes, name in collectives(program) if kind == "all-gather"]
+    gathers = [
+        (shapes, name)
+        for kind, shapes, name in collectives(program)
+        if kind == "all-gather"
+    ]
     assert not [shapes for shapes, _ in gathers for shape in shapes if LAYERS in shape]
     rows = ROWS // dict(MESHES[mesh].axes).get("data", 1)
     of_keys, of_documents = [rows, POSITIONS, 1, HEAD_DIM], [rows, POSITIONS]
-    in_context = [(shapes, name) for shapes, name in gathers if POSITIONS in sum(shapes, [])]
+    in_context = [
+        (shapes, name) for shapes, name in gathers if POSITIONS in sum(shapes, [])
+    ]
     assert all(shapes in ([of_keys], [of_documents]) for shapes, _ in in_context)
     # In the loop over layers, and not in attention's own loops over blocks.
     assert all(name.endswith("shard_map/all_gather") for _, name in in_context)
-    of_layers = ["while/body" in name for shapes, name in in_context if shapes == [of_keys]]
+    of_layers = [
+        "while/body" in name for shapes, name in in_context if shapes == [of_keys]
+    ]
     assert of_layers and all(of_layers)
-    # Nothing of all positions is larger: no stack of gathered keys is kept for the backward pass.
-    assert max(math.prod(shape) for shape in shapes_in(program) if POSITIONS in shape) == math.prod(of_keys)
+    # Nothing of all positions is larger: no stack of gathered keys is kept for the
+    # backward pass.
+    assert max(
+        math.prod(shape) for shape in shapes_in(program) if POSITIONS in shape
+    ) == math.prod(of_keys)
 
 
 @pytest.mark.deep
@@ -252,32 +315,50 @@ def test_divided_experts_stay_where_they_are_and_tokens_go_to_them(mesh, policy,
     # No device gets the weights of all experts, nor their gradients.
     weights = [shape for _, shapes, _ in sent for shape in shapes if INNER in shape]
     assert not [shape for shape in weights if EXPERTS in shape]
-    # Tokens go and come in the loop of rounds within that over layers, and go again in the backward pass.
-    swaps = [name for kind, _, name in sent if kind == "all-to-all" and name.count("while/body") > 1]
-    assert any("transpose" in name for name in swaps) and any("transpose" not in name for name in swaps)
+    # Tokens go and come in the loop of rounds within that over layers, and go again in
+    # the backward pass.
+    swaps = [
+        name
+        for kind, _, name in sent
+        if kind == "all-to-all" and name.count("while/body") > 1
+    ]
+    assert any("transpose" in name for name in swaps) and any(
+        "transpose" not in name for name in swaps
+    )
 
 
 @pytest.mark.parametrize(("config", "mesh", "policy"), TENSOR_CASES)
-def test_divided_heads_and_inner_widths_sum_activations_in_the_loop_over_layers(config, mesh, policy):
+def test_divided_heads_and_inner_widths_sum_activations_in_the_loop_over_layers(
+    config, mesh, policy
+):
     config = dataclasses.replace(config, num_kv_heads=2)
     program, found = compiled_on(MESHES[mesh], config, policy, POSITIONS)
     assert_same(found, on_one_device(config, POSITIONS))
     sent = collectives(program)
     assert not [shape for _, shapes, _ in sent for shape in shapes if LAYERS in shape]
-    sums = [name for kind, shapes, name in sent if kind == "all-reduce" and POSITIONS in sum(shapes, [])]
+    sums = [
+        name
+        for kind, shapes, name in sent
+        if kind == "all-reduce" and POSITIONS in sum(shapes, [])
+    ]
     assert any("while/body" in name and "transpose" in name for name in sums)
     assert any("while/body" in name and "transpose" not in name for name in sums)
 
 
 def test_experts_divided_where_tokens_are_not_are_refused():
     mesh = MeshConfig({"data": 2, "expert": 4}, {"batch": "data", "experts": "expert"})
-    with pytest.raises(ValueError, match="`experts` is divided over 'expert'.*batch: .data, expert."):
+    with pytest.raises(
+        ValueError, match="`experts` is divided over 'expert'.*batch: .data, expert."
+    ):
         compiled_on(mesh, SPARSE, True, POSITIONS)
 
 
 @pytest.mark.deep
 def test_a_decoder_takes_a_mesh_with_sharding_in_types():
-    tokens, mesh = batch(32), jax.make_mesh((4,), ("data",), (AxisType.Explicit,), devices=jax.devices()[:4])
+    tokens, mesh = (
+        batch(32),
+        jax.make_mesh((4,), ("data",), (AxisType.Explicit,), devices=jax.devices()[:4]),
+    )
     model = random_weights(Decoder.init, SPARSE, Axis("vocab", VOCAB), remat="nested")
     weights, static = eqx.partition(model, eqx.is_inexact_array)
     gradient = jax.value_and_grad(
@@ -289,7 +370,11 @@ def test_a_decoder_takes_a_mesh_with_sharding_in_types():
         tokens = jax.device_put(tokens, NamedSharding(mesh, PartitionSpec("data")))
         with hax.axis_mapping({"batch": "data"}):
             found = jax.jit(gradient)(weights, tokens)
-        with pytest.raises(ValueError, match=r"divided over 'data'.*axis_mapping\({'batch': 'data'}\)"):
+        with pytest.raises(
+            ValueError, match=r"divided over 'data'.*axis_mapping\({'batch': 'data'}\)"
+        ):
             gradient(weights, tokens)
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+    for one, other in zip(
+        jax.tree.leaves(found), jax.tree.leaves(expected), strict=True
+    ):
         np.testing.assert_allclose(one, other, rtol=2e-4, atol=2e-6)

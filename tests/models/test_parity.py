@@ -1,4 +1,6 @@
-"""Every architecture against transformers' implementation, on random small models; needs torch and PEFT."""
+"""Every architecture against transformers' implementation, on random small models;
+needs torch and PEFT.
+"""
 
 import copy
 import dataclasses
@@ -50,7 +52,9 @@ MLP = ["gate_proj", "up_proj", "gate_up_proj", "down_proj"]
 
 
 def new_model(family: str, fields: dict):
-    of_experts = dict(experts_implementation="eager") if "num_experts_per_tok" in fields else {}
+    of_experts = (
+        dict(experts_implementation="eager") if "num_experts_per_tok" in fields else {}
+    )
     config = getattr(transformers, f"{family}Config")(
         vocab_size=Vocab.size,
         max_position_embeddings=64,
@@ -66,7 +70,10 @@ def new_model(family: str, fields: dict):
         for name, parameter in model.named_parameters():
             # Wide enough that some experts reach the limit of a clamped SwiGLU.
             scale = 1.0 if family == "GptOss" and "gate_up" in name else 0.2
-            parameter.copy_(torch.randn_like(parameter) * scale + (offset if "norm" in name else 0.0))
+            parameter.copy_(
+                torch.randn_like(parameter) * scale
+                + (offset if "norm" in name else 0.0)
+            )
         for name, buffer in model.named_buffers():
             if "e_score_correction" in name:
                 buffer.copy_(torch.randn_like(buffer) * 0.1)
@@ -103,7 +110,9 @@ def hf_logits(model):
 
 
 def close(found, expected, tolerance=1e-5):
-    np.testing.assert_allclose(found, expected, atol=tolerance * np.abs(expected).max(), rtol=0)
+    np.testing.assert_allclose(
+        found, expected, atol=tolerance * np.abs(expected).max(), rtol=0
+    )
 
 
 @pytest.fixture(params=CASES.values(), ids=CASES, scope="module")
@@ -112,9 +121,15 @@ def case(request, tmp_path_factory):
     return reference, decoder_from(reference, folder), folder
 
 
-FAMILIES = {family: (name, (family, fields)) for name, (family, fields) in reversed(CASES.items())}
+FAMILIES = {
+    family: (name, (family, fields))
+    for name, (family, fields) in reversed(CASES.items())
+}
 one_of_each_family = pytest.mark.parametrize(
-    "case", [pytest.param(given, id=name) for name, given in FAMILIES.values()], indirect=True, scope="module"
+    "case",
+    [pytest.param(given, id=name) for name, given in FAMILIES.values()],
+    indirect=True,
+    scope="module",
 )
 
 
@@ -134,8 +149,14 @@ def test_logits(case):
 def test_the_round_trip_is_exact(case, tmp_path):
     reference, decoder, folder = case
     write_decoder(tmp_path / "again", decoder, max_file_bytes=4_000)
-    first, second = SafetensorsFolder.open(folder), SafetensorsFolder.open(tmp_path / "again")
-    assert first.shapes == second.shapes and len({tensor.path for tensor in second.stored.values()}) > 1
+    first, second = (
+        SafetensorsFolder.open(folder),
+        SafetensorsFolder.open(tmp_path / "again"),
+    )
+    assert (
+        first.shapes == second.shapes
+        and len({tensor.path for tensor in second.stored.values()}) > 1
+    )
     for name in first.shapes:
         np.testing.assert_array_equal(first.read(name), second.read(name))
     again = loaded(reference, tmp_path / "again")
@@ -143,7 +164,13 @@ def test_the_round_trip_is_exact(case, tmp_path):
     for name, tensor in reference.state_dict().items():
         assert torch.equal(tensor, tensors[name])
     own, theirs = (one.config.to_dict() for one in (again, reference))
-    kept = ("rope_parameters", "layer_types", "attention_bias", "head_dim", "rms_norm_eps")
+    kept = (
+        "rope_parameters",
+        "layer_types",
+        "attention_bias",
+        "head_dim",
+        "rms_norm_eps",
+    )
     assert all(own.get(name) == theirs[name] for name in kept if name in theirs)
     close(hf_logits(again), hf_logits(reference), 1e-6)
 
@@ -151,9 +178,13 @@ def test_the_round_trip_is_exact(case, tmp_path):
 def test_loss_and_gradients(case, tmp_path):
     reference, decoder, _ = case
     named = hax.named(jnp.asarray(TOKENS), (Batch, Pos))
-    weights = hax.ones((Batch, Pos)) * (hax.arange(Pos) < Pos.size - 1).astype(jnp.float32)
+    weights = hax.ones((Batch, Pos)) * (hax.arange(Pos) < Pos.size - 1).astype(
+        jnp.float32
+    )
     batch = TokenBatch(named, hax.roll(named, -1, Pos), weights)
-    loss_of = eqx.filter_jit(eqx.filter_value_and_grad(lambda m: next_token_loss(m, batch)[1]["loss"]))
+    loss_of = eqx.filter_jit(
+        eqx.filter_value_and_grad(lambda m: next_token_loss(m, batch)[1]["loss"])
+    )
     loss, gradient = loss_of(decoder)
     copied = copy.deepcopy(reference)
     copied.config.output_router_logits = False  # the loss of tokens alone
@@ -169,13 +200,18 @@ def test_loss_and_gradients(case, tmp_path):
     expected = jax.tree.leaves(decoder_from(copied, tmp_path / "gradients"))
     whole = np.sqrt(sum(np.square(leaf).sum() for leaf in expected))
     for ours, theirs in zip(jax.tree.leaves(gradient), expected, strict=True):
-        assert jnp.linalg.norm(ours - theirs) <= min(1e-5 * whole, 3e-5 * np.linalg.norm(theirs))
+        assert jnp.linalg.norm(ours - theirs) <= min(
+            1e-5 * whole, 3e-5 * np.linalg.norm(theirs)
+        )
 
 
 def test_the_training_loss_with_the_auxiliary_one(case):
     reference, decoder, _ = case
     config = decoder.config
-    if not isinstance(config, SparseDecoderConfig) or not reference.config.output_router_logits:
+    if (
+        not isinstance(config, SparseDecoderConfig)
+        or not reference.config.output_router_logits
+    ):
         return
     real = np.ones_like(TOKENS)
     real[1, 7:] = 0
@@ -186,20 +222,32 @@ def test_the_training_loss_with_the_auxiliary_one(case):
     with torch.no_grad():
         expected = reference(torch.tensor(TOKENS), **masked, output_router_logits=True)
     experts = dataclasses.replace(config.experts, load_balance_loss="pooled")
-    pooled = dataclasses.replace(decoder, config=dataclasses.replace(config, experts=experts))
-    named, documents = (hax.named(jnp.asarray(one, jnp.int32), (Batch, Pos)) for one in (TOKENS, real))
+    pooled = dataclasses.replace(
+        decoder, config=dataclasses.replace(config, experts=experts)
+    )
+    named, documents = (
+        hax.named(jnp.asarray(one, jnp.int32), (Batch, Pos)) for one in (TOKENS, real)
+    )
     counted = np.concatenate([real[:, 1:], np.zeros_like(real[:, :1])], axis=1)
     weights = hax.named(jnp.asarray(counted, jnp.float32), (Batch, Pos))
     batch = TokenBatch(named, hax.roll(named, -1, Pos), weights, documents)
     loss, metrics = eqx.filter_jit(next_token_loss)(pooled, batch)
-    np.testing.assert_allclose(metrics["load_balance"], expected.aux_loss.item(), rtol=1e-5)
-    np.testing.assert_allclose(loss - metrics["loss"], 0.3 * expected.aux_loss.item(), rtol=1e-4)
+    np.testing.assert_allclose(
+        metrics["load_balance"], expected.aux_loss.item(), rtol=1e-5
+    )
+    np.testing.assert_allclose(
+        loss - metrics["loss"], 0.3 * expected.aux_loss.item(), rtol=1e-4
+    )
     np.testing.assert_allclose(loss, expected.loss.item(), rtol=1e-5)
 
 
 of_experts = pytest.mark.parametrize(
     "case",
-    [pytest.param(given, id=name) for name, given in CASES.items() if "num_experts_per_tok" in given[1]],
+    [
+        pytest.param(given, id=name)
+        for name, given in CASES.items()
+        if "num_experts_per_tok" in given[1]
+    ],
     indirect=True,
     scope="module",
 )
@@ -210,7 +258,9 @@ def saved(tensors, like, folder):
     folder.mkdir()
     (folder / "config.json").write_bytes((like / "config.json").read_bytes())
     whole = {name: tensor.clone() for name, tensor in tensors.items()}
-    safetensors.torch.save_file(whole, folder / "model.safetensors", metadata={"format": "pt"})
+    safetensors.torch.save_file(
+        whole, folder / "model.safetensors", metadata={"format": "pt"}
+    )
     return folder
 
 
@@ -223,7 +273,10 @@ def test_files_of_the_model_in_memory_are_read(case, tmp_path):
         del tensors["lm_head.weight"]
     assert any(name.endswith("experts.gate_up_proj") for name in tensors)
     root = saved(tensors, folder, tmp_path / "in_memory")
-    expected, found = jax.tree.leaves(decoder), jax.tree.leaves(load_model(find_model(str(root))))
+    expected, found = (
+        jax.tree.leaves(decoder),
+        jax.tree.leaves(load_model(find_model(str(root)))),
+    )
     for ours, theirs in zip(found, expected, strict=True):
         np.testing.assert_array_equal(ours, theirs)
     close(hf_logits(loaded(reference, root)), hf_logits(reference), 1e-6)
@@ -232,13 +285,21 @@ def test_files_of_the_model_in_memory_are_read(case, tmp_path):
 @one_of_each_family
 def test_a_head_of_its_own_is_kept_where_the_config_ties_it(case, tmp_path):
     reference, decoder, folder = case
-    tensors = {name: tensor for name, tensor in reference.state_dict().items() if name != "lm_head.weight"}
+    tensors = {
+        name: tensor
+        for name, tensor in reference.state_dict().items()
+        if name != "lm_head.weight"
+    }
     embedding = tensors["model.embed_tokens.weight"]
-    root = saved({**tensors, "lm_head.weight": embedding.flip(0)}, folder, tmp_path / "own_head")
+    root = saved(
+        {**tensors, "lm_head.weight": embedding.flip(0)}, folder, tmp_path / "own_head"
+    )
     document = json.loads((folder / "config.json").read_text())
 
     def ours(root, ties):
-        (root / "config.json").write_text(json.dumps(document | {"tie_word_embeddings": ties}))
+        (root / "config.json").write_text(
+            json.dumps(document | {"tie_word_embeddings": ties})
+        )
         return load_model(find_model(str(root)))
 
     with pytest.warns(UserWarning, match="a head of other values, which is used"):
@@ -246,13 +307,22 @@ def test_a_head_of_its_own_is_kept_where_the_config_ties_it(case, tmp_path):
     close(logits(own), hf_logits(loaded(reference, root)))
     assert own.head is not None and np.abs(logits(own) - logits(decoder)).max() > 0.1
     # Of one that is missing the other is taken.
-    moved = {name: tensor for name, tensor in tensors.items() if name != "model.embed_tokens.weight"}
-    for one, values in (("embedding", tensors), ("head", moved | {"lm_head.weight": embedding})):
+    moved = {
+        name: tensor
+        for name, tensor in tensors.items()
+        if name != "model.embed_tokens.weight"
+    }
+    for one, values in (
+        ("embedding", tensors),
+        ("head", moved | {"lm_head.weight": embedding}),
+    ):
         root = saved(values, folder, tmp_path / one)
         tied = ours(root, True)
         close(logits(tied), hf_logits(loaded(reference, root)))
         assert tied.head is None
-    with pytest.raises(WeightsError, match="has no lm_head.weight, and its config does not tie"):
+    with pytest.raises(
+        WeightsError, match="has no lm_head.weight, and its config does not tie"
+    ):
         ours(tmp_path / "embedding", False)
 
 
@@ -261,18 +331,28 @@ def test_greedy_text(case):
     reference, decoder, _ = case
     prompts = [TOKENS[0, :5], TOKENS[1, :3]]
     steps = continued_tokens(
-        decoder, prompts, max_new_tokens=8, sampling=Sampling(temperature=0.0), key=jax.random.key(0)
+        decoder,
+        prompts,
+        max_new_tokens=8,
+        sampling=Sampling(temperature=0.0),
+        key=jax.random.key(0),
     )
     ours = np.stack(list(steps), axis=1).tolist()
     for prompt, found in zip(prompts, ours, strict=True):
         tokens = torch.tensor([prompt.tolist()])
-        options = dict(max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)
-        whole = reference.generate(tokens, attention_mask=torch.ones_like(tokens), **options)
+        options = dict(
+            max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
+        whole = reference.generate(
+            tokens, attention_mask=torch.ones_like(tokens), **options
+        )
         assert found == whole[0, len(prompt) :].tolist()
 
 
 def check_that_we_read(reference, decoder, folder, **targets):
-    """What PEFT writes of random adapters of these targets changes our logits as it changes theirs."""
+    """What PEFT writes of random adapters of these targets changes our logits as it
+    changes theirs.
+    """
     config = peft.LoraConfig(r=3, lora_alpha=5, init_lora_weights=False, **targets)
     torch.manual_seed(1)
     model = peft.get_peft_model(copy.deepcopy(reference), config).eval()
@@ -291,7 +371,9 @@ def adapted_at_random(decoder, targets):
     shapes = apply_lora(decoder, LoraConfig(3, 2.0, targets), key=jax.random.key(0))
     rng = np.random.default_rng(1)
     return jax.tree.map(
-        lambda leaf, own: jnp.asarray(rng.normal(size=leaf.shape) * 0.2, jnp.float32) if own else leaf,
+        lambda leaf, own: (
+            jnp.asarray(rng.normal(size=leaf.shape) * 0.2, jnp.float32) if own else leaf
+        ),
         shapes,
         lora_filter(shapes),
     )
@@ -307,7 +389,9 @@ def check_that_peft_reads(reference, decoder, folder, targets):
     close(hf_logits(theirs), expected, 2e-5)
     again = load_adapters(decoder, folder)
     assert jax.tree.structure(again) == jax.tree.structure(adapted)
-    for left, right in zip(jax.tree.leaves(again), jax.tree.leaves(adapted), strict=True):
+    for left, right in zip(
+        jax.tree.leaves(again), jax.tree.leaves(adapted), strict=True
+    ):
         np.testing.assert_array_equal(left, right)
 
 

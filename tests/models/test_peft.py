@@ -28,7 +28,8 @@ with warnings.catch_warnings():
 
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore")]
 
-# Expert width and model width differ, and no two ranks are alike, so that nothing fits by accident.
+# Expert width and model width differ, and no two ranks are alike, so that nothing fits
+# by accident.
 SMALL = dict(
     hidden_size=16,
     num_hidden_layers=3,
@@ -61,7 +62,10 @@ PEFT_CONFIGS = {
     "some layers": {"target_modules": ["v_proj"], "layers_to_transform": [2]},
     "down alone": {"target_modules": [], "target_parameters": ["experts.down_proj"]},
     "head, with its weight": {"target_modules": ["q_proj", "lm_head"]},
-    "all": {"target_modules": ATTENTION, "target_parameters": [*EXPERTS, "mlp.gate.weight"]},
+    "all": {
+        "target_modules": ATTENTION,
+        "target_parameters": [*EXPERTS, "mlp.gate.weight"],
+    },
 }
 
 
@@ -89,5 +93,7 @@ def test_what_we_write_is_merged_alike(small, tmp_path):
     reference, decoder = small
     model = adapted_at_random(decoder, ("layers.*", "head"))
     save_adapters(tmp_path, model)
-    merged = peft.PeftModel.from_pretrained(copy.deepcopy(reference), tmp_path).merge_and_unload()
+    merged = peft.PeftModel.from_pretrained(
+        copy.deepcopy(reference), tmp_path
+    ).merge_and_unload()
     close(logits(merge_lora(model)), hf_logits(merged.eval()), 2e-5)

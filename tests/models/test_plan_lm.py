@@ -33,7 +33,9 @@ from stacked_remat.training import (
 from .tiny_run import printed
 
 CONFIG = PlanLmConfig(
-    model=Qwen3Config(hidden_dim=32, num_layers=12, num_heads=2, num_kv_heads=1, mlp_dim=32),
+    model=Qwen3Config(
+        hidden_dim=32, num_layers=12, num_heads=2, num_kv_heads=1, mlp_dim=32
+    ),
     remat="nested",
     data=DataConfig(seq_len=16, batch_size=64),
     trainer=TrainerConfig(mesh=MeshConfig(axes={"data": 1})),
@@ -57,15 +59,25 @@ def under(config, policy, settings=MappingProxyType({})):
 @pytest.fixture(scope="module")
 def reports():
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        return {name: under(CONFIG, compared(CONFIG)[name]) for name in ("False", "True", "nested")}
+        return {
+            name: under(CONFIG, compared(CONFIG)[name])
+            for name in ("False", "True", "nested")
+        }
 
 
 @pytest.mark.deep
-def test_keeping_less_takes_less_memory_and_more_arithmetic_and_the_state_is_updated_in_place(reports):
+def test_keeping_less_takes_less_memory_and_more_flops_and_updates_in_place(
+    reports,
+):
     memory = {name: found.temporaries for name, found in reports.items()}
     assert memory["False"] > 2 * memory["True"] > 2 * memory["nested"]
     arithmetic = {name: found.flops.matmul for name, found in reports.items()}
-    assert arithmetic["False"] < arithmetic["True"] < arithmetic["nested"] < 1.3 * arithmetic["True"]
+    assert (
+        arithmetic["False"]
+        < arithmetic["True"]
+        < arithmetic["nested"]
+        < 1.3 * arithmetic["True"]
+    )
     for found in reports.values():
         assert found.aliased > 0.95 * found.arguments - 3 * 64 * 16 * 4
 
@@ -75,7 +87,12 @@ SMALL = "{{type: {}, hidden_dim: 8, num_layers: 2, num_heads: 2}}"
 
 def shown(*arguments, kind="qwen3", status=0):
     """What the command prints for a small model."""
-    sizes = ("--data", "{batch_size: 2, seq_len: 8}", "--trainer.mesh", "{axes: {data: 1}}")
+    sizes = (
+        "--data",
+        "{batch_size: 2, seq_len: 8}",
+        "--trainer.mesh",
+        "{axes: {data: 1}}",
+    )
     found, text = printed(main, "--model", SMALL.format(kind), *sizes, *arguments)
     assert found == status
     return text
@@ -89,20 +106,31 @@ def test_the_command_prints_the_table(monkeypatch, reports):
     monkeypatch.setattr(Candidate, "report", report)
     monkeypatch.setattr(plan_lm, "POLICIES", {"True": True, "nested": "nested"})
     monkeypatch.setattr(
-        Qwen3Config, "remat_presets", {"kept": ScanCheckpointPolicy(save_block_internals=True)}
+        Qwen3Config,
+        "remat_presets",
+        {"kept": ScanCheckpointPolicy(save_block_internals=True)},
     )
     text = shown()
-    assert "2 x 8 tokens" in text and "config: True" in text and re.search("^ *kept ", text, re.MULTILINE)
+    assert (
+        "2 x 8 tokens" in text
+        and "config: True" in text
+        and re.search("^ *kept ", text, re.MULTILINE)
+    )
     assert "attention, window 4: kernel\n" in text
     more = reports["nested"].flops.matmul / reports["True"].flops.matmul
     assert re.search(rf"^ *nested .* {more:.2f}\b", text, re.MULTILINE)
     text = shown("--remat", "{nested: 2}")
-    assert "config: {'nested': 2}" in text and re.search("^ *{'nested': 2} ", text, re.MULTILINE)
+    assert "config: {'nested': 2}" in text and re.search(
+        "^ *{'nested': 2} ", text, re.MULTILINE
+    )
 
 
 def test_a_preset_of_values_that_tiles_hide_is_refused_by_its_name():
     tiled = dataclasses.replace(CONFIG.model, tiles=2)
-    with pytest.raises(ValueError, match=r"remat \(products_saved\).save_block_internals has .*model.tiles"):
+    with pytest.raises(
+        ValueError,
+        match=r"remat \(products_saved\).save_block_internals has .*model.tiles",
+    ):
         dataclasses.replace(CONFIG, model=tiled, remat="products_saved")
 
 
@@ -111,20 +139,37 @@ FUSED_TRAINER = dataclasses.replace(CONFIG.trainer, update=UpdateConfig(fused=Tr
 FUSED = dataclasses.replace(CONFIG, trainer=FUSED_TRAINER)
 
 
-@pytest.mark.parametrize(("config", "copies"), [(ADAPTERS, 1), (FUSED, 3)], ids=["adapters", "fused"])
-def test_matrices_of_layers_go_to_the_host_with_what_updates_them(config, copies, monkeypatch):
+@pytest.mark.parametrize(
+    ("config", "copies"), [(ADAPTERS, 1), (FUSED, 3)], ids=["adapters", "fused"]
+)
+def test_matrices_of_layers_go_to_the_host_with_what_updates_them(
+    config, copies, monkeypatch
+):
     called = {}
-    monkeypatch.setattr(candidate, "report", lambda fn, *args, **_: called.update(args=args))
+    monkeypatch.setattr(
+        candidate, "report", lambda fn, *args, **_: called.update(args=args)
+    )
     assert config.candidate.can_stream and not CONFIG.candidate.can_stream
     under(config, "nested", STREAMED)
     shapes = jax.tree.leaves(called["args"])
-    on_host = [leaf.shape for leaf in shapes if leaf.sharding and leaf.sharding.memory_kind == "pinned_host"]
+    on_host = [
+        leaf.shape
+        for leaf in shapes
+        if leaf.sharding and leaf.sharding.memory_kind == "pinned_host"
+    ]
     weights = jax.tree.leaves(state_shapes(CONFIG).trained)
-    matrices = [leaf.shape for leaf in weights if leaf.ndim > 2 and leaf.shape[0] == CONFIG.model.num_layers]
-    monkeypatch.setattr(candidate, "plan", lambda _, *args, streamed, **__: called.update(args=streamed))
+    matrices = [
+        leaf.shape
+        for leaf in weights
+        if leaf.ndim > 2 and leaf.shape[0] == CONFIG.model.num_layers
+    ]
+    monkeypatch.setattr(
+        candidate, "plan", lambda _, *args, streamed, **__: called.update(args=streamed)
+    )
     config.candidate.plan(budget="1GiB")
     assert jax.tree.leaves(called["args"]) == shapes
-    assert sorted(on_host) == sorted(copies * matrices)  # with both of AdamW's moments where they are trained
+    # With both of AdamW's moments where they are trained
+    assert sorted(on_host) == sorted(copies * matrices)
 
 
 def test_weights_that_could_be_on_the_host_are_said_to_be():
@@ -133,7 +178,9 @@ def test_weights_that_could_be_on_the_host_are_said_to_be():
         step = Candidate(config, small)
         with pytest.raises(ConfigError) as caught:
             step.check()
-        assert ("keep the layers on the host (trainer.streaming" in str(caught.value)) == said
+        assert (
+            "keep the layers on the host (trainer.streaming" in str(caught.value)
+        ) == said
         if said:
             with pytest.raises(ConfigError) as caught:
                 step.check(at_least=True)
@@ -156,9 +203,13 @@ def test_errors_of_a_model_are_not_errors_of_its_config(monkeypatch, config):
 def test_layers_on_the_host_of_gpus_that_are_not_attached_are_refused(monkeypatch):
     unsized = dataclasses.replace(TARGETS["local"], name="two_gpus")
     monkeypatch.setattr(type(unsized), "sizes_host_arguments", False)
-    trainer = dataclasses.replace(FUSED_TRAINER, streaming=True, mesh=MeshConfig(axes={"data": 2}))
+    trainer = dataclasses.replace(
+        FUSED_TRAINER, streaming=True, mesh=MeshConfig(axes={"data": 2})
+    )
     step = Candidate(dataclasses.replace(CONFIG, trainer=trainer), unsized, 2)
-    with pytest.raises(ConfigError, match="for 2 devices of target 'two_gpus' .* Give devices: 1, with"):
+    with pytest.raises(
+        ConfigError, match="for 2 devices of target 'two_gpus' .* Give devices: 1, with"
+    ):
         step.check()
     # Nothing asks for memory of the host where nothing is there.
     monkeypatch.setattr(Partitioning, "_on_host", None)
@@ -174,7 +225,10 @@ def test_json_has_what_the_table_has(monkeypatch, reports, error):
         return reports["True"]
 
     def plan(step, **_):
-        trials = Trial(False, None, ValueError("too large")), Trial("nested", reports["nested"])
+        trials = (
+            Trial(False, None, ValueError("too large")),
+            Trial("nested", reports["nested"]),
+        )
         return Plan("nested", reports["nested"], Comparison(trials), 2**30)
 
     def as_json(*arguments):
@@ -190,16 +244,23 @@ def test_json_has_what_the_table_has(monkeypatch, reports, error):
         ("offload, 2 tiles", 2),
     ]
     offload, nested, _ = table["rows"]
-    assert remat_policy(offload["remat"]) == remat_policy("offload") and nested["refused"] == "not with this"
+    assert (
+        remat_policy(offload["remat"]) == remat_policy("offload")
+        and nested["refused"] == "not with this"
+    )
     assert (offload["total"], offload["flops"]["matmul"]) == (
         reports["True"].total,
         reports["True"].flops.matmul,
     )
-    assert [row["name"] for row in as_json("--only", "True")["rows"]] == ["True"]  # a boolean in YAML
+    # A boolean in YAML
+    assert [row["name"] for row in as_json("--only", "True")["rows"]] == ["True"]
     planned = as_json("--remat", "auto", "--budget", "1GiB")
     assert planned["chosen"] == {"remat": "nested", "streamed": False, "model.tiles": 1}
     refused, fitting = planned["rows"]
-    assert refused["refused"] == "too large" and fitting["temporaries"] == reports["nested"].temporaries
+    assert (
+        refused["refused"] == "too large"
+        and fitting["temporaries"] == reports["nested"].temporaries
+    )
 
 
 def test_experts_in_blocks_are_compared_and_tried_before_tiles(monkeypatch, reports):
@@ -209,7 +270,12 @@ def test_experts_in_blocks_are_compared_and_tried_before_tiles(monkeypatch, repo
         planned.append((*step.settings.values(),))
         if len(planned) < 4:
             raise BudgetError("no candidate fits")
-        return Plan("nested", reports["nested"], Comparison((Trial("nested", reports["nested"]),)), 2**30)
+        return Plan(
+            "nested",
+            reports["nested"],
+            Comparison((Trial("nested", reports["nested"]),)),
+            2**30,
+        )
 
     monkeypatch.setattr(Candidate, "report", lambda step: reports["True"])
     monkeypatch.setattr(Candidate, "plan", plan)
@@ -219,7 +285,11 @@ def test_experts_in_blocks_are_compared_and_tried_before_tiles(monkeypatch, repo
     for key in ("model.experts.backend: block", "model.tiles: 2"):
         assert f"with {key}; nothing fits without." in text
     text = shown("--only", "nested.*", kind="qwen3_moe")
-    for row in ("nested, experts in blocks", "nested, 2 tiles", "nested, 2 tiles, experts in blocks"):
+    for row in (
+        "nested, experts in blocks",
+        "nested, 2 tiles",
+        "nested, 2 tiles, experts in blocks",
+    ):
         assert re.search(f"{row} +[0-9]", text)
 
 
@@ -230,12 +300,19 @@ NAMED = {
 
 
 @pytest.mark.parametrize("remat", NAMED.values(), ids=NAMED.keys())
-def test_tiles_and_weights_on_the_host_are_compared_whatever_the_config_keeps(monkeypatch, reports, remat):
-    """They go with few policies, and the policy of the config is not one of those that are compared."""
+def test_tiles_and_weights_on_the_host_are_compared_whatever_the_config_keeps(
+    monkeypatch, reports, remat
+):
+    """They go with few policies, and the policy of the config is not one of those that
+    are compared.
+    """
     compiled = []
 
     def report(fn, batch, state, **_):
-        on_host = any(leaf.sharding.memory_kind == "pinned_host" for leaf in jax.tree.leaves(state))
+        on_host = any(
+            leaf.sharding.memory_kind == "pinned_host"
+            for leaf in jax.tree.leaves(state)
+        )
         compiled.append((fn, on_host))
         return reports["True"]
 
@@ -243,7 +320,11 @@ def test_tiles_and_weights_on_the_host_are_compared_whatever_the_config_keeps(mo
     monkeypatch.setattr(plan_lm, "POLICIES", {"nested": "nested"})
     keeping = ("--remat", json.dumps(remat), "--lora.rank", "2", "--json", "true")
     rows = json.loads(shown(*keeping, "--only", "nested|nested, .*"))["rows"]
-    assert [row["name"] for row in rows] == ["nested", "nested, 2 tiles", "nested, streamed"]
+    assert [row["name"] for row in rows] == [
+        "nested",
+        "nested, 2 tiles",
+        "nested, streamed",
+    ]
     assert [on_host for _, on_host in compiled] == [False, False, True]
 
 
@@ -257,10 +338,19 @@ def test_tiles_and_weights_on_the_host_are_compared_whatever_the_config_keeps(mo
             ["--model.type", "qwen3", "--only", "nestd"],
             "only = 'nestd' leaves no row. There are: False; True;",
         ),
-        (["--only", "(nested"], "only is no regular expression: missing ), unterminated subpattern"),
-        (["--remat", "auto", "--budget", "1GiB", "--only", "nested"], "only has no effect with remat: auto"),
+        (
+            ["--only", "(nested"],
+            "only is no regular expression: missing ), unterminated subpattern",
+        ),
+        (
+            ["--remat", "auto", "--budget", "1GiB", "--only", "nested"],
+            "only has no effect with remat: auto",
+        ),
         (["--find", "context"], "find: context looks for what fits a budget"),
-        (["--find", "layers"], "`find` on the command line must be policy|context|batch|mesh"),
+        (
+            ["--find", "layers"],
+            "`find` on the command line must be policy|context|batch|mesh",
+        ),
     ],
 )
 def test_user_errors_are_one_message(arguments, message):

@@ -69,7 +69,9 @@ def shapes_are_traced_once():
 
 @pytest.fixture(autouse=True)
 def compiled(monkeypatch):
-    """The meshes that were planned: on each, `nested` takes 30,000 bytes and other policies more."""
+    """The meshes that were planned: on each, `nested` takes 30,000 bytes and other
+    policies more.
+    """
     asked = []
 
     def plan(step, *, budget, host_budget, show):
@@ -79,8 +81,21 @@ def compiled(monkeypatch):
             raise BudgetError("no candidate fits")
         policy, flops = ("nested", 15) if parse_bytes(budget) < 90_000 else (False, 10)
         sent = sum(SENT[axis] for axis, size in mesh.axes.items() if size > 1)
-        found = MemoryReport("local", 30_000, 0, 0, 0, HostBytes(), Flops(flops), 0.0, devices=4, sent=sent)
-        return Plan(policy, found, Comparison((Trial(policy, found),)), parse_bytes(budget))
+        found = MemoryReport(
+            "local",
+            30_000,
+            0,
+            0,
+            0,
+            HostBytes(),
+            Flops(flops),
+            0.0,
+            devices=4,
+            sent=sent,
+        )
+        return Plan(
+            policy, found, Comparison((Trial(policy, found),)), parse_bytes(budget)
+        )
 
     monkeypatch.setattr(Candidate, "plan", plan)
     return asked
@@ -114,8 +129,12 @@ def test_on_gpus_experts_are_divided_by_their_number_too(monkeypatch):
 
 def test_of_equal_arithmetic_what_sends_less_comes_first(compiled):
     plans = found("1MB")
-    assert {plan.policy for plan, _ in plans} == {False} and len(compiled) == len(plans) == 6
-    assert [plan.report.sent for plan, _ in plans] == sorted(plan.report.sent for plan, _ in plans)
+    assert {plan.policy for plan, _ in plans} == {False} and len(compiled) == len(
+        plans
+    ) == 6
+    assert [plan.report.sent for plan, _ in plans] == sorted(
+        plan.report.sent for plan, _ in plans
+    )
     with pytest.raises(BudgetError, match="no mesh of 4 devices fits 1KB"):
         found("1KB")
 
@@ -123,9 +142,13 @@ def test_of_equal_arithmetic_what_sends_less_comes_first(compiled):
 @pytest.mark.deep
 @pytest.mark.parametrize(("positions", "first"), [(16, "expert"), (256, "data")])
 def test_divided_experts_send_less_where_tokens_are_few(monkeypatch, positions, first):
-    config = dataclasses.replace(CONFIG, data=dataclasses.replace(CONFIG.data, seq_len=positions))
+    config = dataclasses.replace(
+        CONFIG, data=dataclasses.replace(CONFIG.data, seq_len=positions)
+    )
     tried = [mesh for mesh in meshes(config.candidate) if 4 in mesh.axes.values()][:2]
-    assert [{axis for axis, size in mesh.axes.items() if size > 1} for mesh in tried] == [
+    assert [
+        {axis for axis, size in mesh.axes.items() if size > 1} for mesh in tried
+    ] == [
         {"data"},
         {"expert"},
     ]
@@ -141,11 +164,15 @@ def of_nested(step):
 
 
 def with_trainer(**fields):
-    return dataclasses.replace(CONFIG, trainer=dataclasses.replace(CONFIG.trainer, **fields))
+    return dataclasses.replace(
+        CONFIG, trainer=dataclasses.replace(CONFIG.trainer, **fields)
+    )
 
 
 def test_a_mesh_that_does_not_compile_is_shown_and_one_must_be_allowed(monkeypatch):
-    with pytest.raises(ConfigError, match="no mesh of 7 devices divides data.batch_size = 8"):
+    with pytest.raises(
+        ConfigError, match="no mesh of 7 devices divides data.batch_size = 8"
+    ):
         find_meshes(dataclasses.replace(CONFIG.candidate, devices=7), Budget("1MB"))
 
     def refuse(step, **_):
@@ -161,7 +188,14 @@ def test_a_mesh_that_does_not_compile_is_shown_and_one_must_be_allowed(monkeypat
 def test_the_command_prints_what_to_write_in_the_config(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     config = "{type: qwen3, hidden_dim: 8, num_layers: 2, num_heads: 2}"
-    options = ("--model", config, "--data", "{batch_size: 8, seq_len: 16}", "--remat", "auto")
+    options = (
+        "--model",
+        config,
+        "--data",
+        "{batch_size: 8, seq_len: 16}",
+        "--remat",
+        "auto",
+    )
     options += ("--budget", "30KB", "--find", "mesh", "--devices", "4")
     status, shown = printed(main, *options, width=80)
     assert status == 0
@@ -169,7 +203,10 @@ def test_the_command_prints_what_to_write_in_the_config(monkeypatch, tmp_path):
     found = json.loads(printed(main, *options, "--json", "true")[1])
     mesh = found["chosen"]["mesh"]
     assert mesh in [config_as_dict(mesh) for mesh in meshes(CONFIG.candidate)]
-    assert found["rows"][0]["name"] == "position, embed: 4: 'nested'" and found["chosen"]["remat"] == "nested"
+    assert (
+        found["rows"][0]["name"] == "position, embed: 4: 'nested'"
+        and found["chosen"]["remat"] == "nested"
+    )
     assert f"fewest FLOPs, under trainer: mesh: {mesh}" in shown
     with pytest.raises(ValueError, match="find: mesh.*give devices"):
         dataclasses.replace(CONFIG, find="mesh", devices=None)

@@ -25,11 +25,15 @@ from stacked_remat.training import DataConfig, MeshConfig, TrainerConfig, Update
 from .tiny_run import printed
 
 CONFIG = PlanLmConfig(
-    model=Qwen3Config(hidden_dim=32, num_layers=4, num_heads=2, num_kv_heads=1, mlp_dim=32),
+    model=Qwen3Config(
+        hidden_dim=32, num_layers=4, num_heads=2, num_kv_heads=1, mlp_dim=32
+    ),
     remat="auto",
     budget="1MB",
     data=DataConfig(seq_len=16, batch_size=8),
-    trainer=TrainerConfig(mesh=MeshConfig(axes={"data": -1}), update=UpdateConfig(microbatches=2)),
+    trainer=TrainerConfig(
+        mesh=MeshConfig(axes={"data": -1}), update=UpdateConfig(microbatches=2)
+    ),
     devices=1,
 ).resolved()
 WEIGHTS = 100_000
@@ -40,16 +44,26 @@ pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 @pytest.fixture(autouse=True)
 def compiled(monkeypatch):
-    """The steps that were asked for, each of which takes its weights and so many bytes a token."""
+    """The steps that were asked for, each of which takes its weights and so many bytes
+    a token.
+    """
     asked = []
 
     def report(step):
         asked.append(step)
         data, devices, policy = step.config.data, step.devices or 1, step.config.policy
-        a_token = 10 if policy.offloads and policy.is_nested else 20 if policy.max_carries else 40
+        a_token = (
+            10
+            if policy.offloads and policy.is_nested
+            else 20
+            if policy.max_carries
+            else 40
+        )
         total = (WEIGHTS + a_token * data.batch_size * data.seq_len) // devices
         host = HostBytes(temporaries=7 if policy.offloads else 0)
-        return MemoryReport("local", total, 0, 0, 0, host, Flops(1), 0.0, devices=devices)
+        return MemoryReport(
+            "local", total, 0, 0, 0, host, Flops(1), 0.0, devices=devices
+        )
 
     monkeypatch.setattr(Candidate, "report", report)
     return asked
@@ -67,7 +81,13 @@ def test_the_longest_context_is_found_to_a_thirty_second(compiled):
     assert longest * 31 // 32 < size <= longest and step.config.data.seq_len == size
     assert len(compiled) < 25 and len({s.config.data.seq_len for s in compiled}) < 20
     assert max(step.config.data.seq_len for step in compiled) <= 2 * longest
-    assert sum(line.startswith("data.seq_len ") and line.endswith(", fits") for line in shown) > 3
+    assert (
+        sum(
+            line.startswith("data.seq_len ") and line.endswith(", fits")
+            for line in shown
+        )
+        > 3
+    )
     assert any(line.endswith(", does not fit") for line in shown)
 
 
@@ -78,9 +98,13 @@ def test_the_host_and_what_is_leanest_there_count():
 
 
 def test_a_context_that_is_too_long_is_shortened():
-    long = dataclasses.replace(CONFIG, data=DataConfig(seq_len=10_000_000, batch_size=8))
+    long = dataclasses.replace(
+        CONFIG, data=DataConfig(seq_len=10_000_000, batch_size=8)
+    )
     assert found("context", long)[0] == found("context")[0]
-    with pytest.raises(BudgetError, match=r"nothing fits 99kB a device with data.seq_len = 1 either"):
+    with pytest.raises(
+        BudgetError, match=r"nothing fits 99kB a device with data.seq_len = 1 either"
+    ):
         found("context", budget="99kB")
 
 
@@ -89,7 +113,11 @@ def test_the_largest_batch_can_be_divided_over_microbatches_and_devices():
     assert found("batch", budget="120kB")[0] == 20_000 // 10 // 16 // 2 * 2
     size, step, _ = found("batch", eight, budget="120kB")
     most = (8 * 120_000 - WEIGHTS) // 10 // 16
-    assert size % 16 == 0 and most * 31 // 32 - 16 <= size <= most and step.config.data.batch_size == size
+    assert (
+        size % 16 == 0
+        and most * 31 // 32 - 16 <= size <= most
+        and step.config.data.batch_size == size
+    )
 
 
 def test_only_a_refusal_for_want_of_memory_counts_as_too_large(monkeypatch):
@@ -105,7 +133,10 @@ def test_only_a_refusal_for_want_of_memory_counts_as_too_large(monkeypatch):
 
     monkeypatch.setattr(Candidate, "report", failing_beyond(DoesNotFit("too large")))
     assert 960 < found("context")[0] <= 1000
-    for error in (jax.errors.JaxRuntimeError("INTERNAL: a bug"), ValueError("no such length")):
+    for error in (
+        jax.errors.JaxRuntimeError("INTERNAL: a bug"),
+        ValueError("no such length"),
+    ):
         monkeypatch.setattr(Candidate, "report", failing_beyond(error))
         with pytest.raises(type(error), match=str(error)) as raised:
             found("context")
@@ -115,11 +146,21 @@ def test_only_a_refusal_for_want_of_memory_counts_as_too_large(monkeypatch):
 def test_the_command_says_what_was_found(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     config = "{type: qwen3, hidden_dim: 8, num_layers: 2, num_heads: 2}"
-    options = ("--model", config, "--data", "{batch_size: 8, seq_len: 16}", "--remat", "auto")
+    options = (
+        "--model",
+        config,
+        "--data",
+        "{batch_size: 8, seq_len: 16}",
+        "--remat",
+        "auto",
+    )
     options += ("--budget", "1MB", "--trainer.mesh", "{axes: {data: 1}}")
 
     def plan(step, *, budget, host_budget, show):
-        trials = tuple(Trial(policy, step.having({}, policy).report()) for policy in (True, "nested"))
+        trials = tuple(
+            Trial(policy, step.having({}, policy).report())
+            for policy in (True, "nested")
+        )
         for trial in trials:
             show(trial)
         return Plan("nested", trials[-1].report, Comparison(trials), 10**6)
@@ -127,7 +168,16 @@ def test_the_command_says_what_was_found(monkeypatch, tmp_path):
     monkeypatch.setattr(Candidate, "plan", plan)
 
     status, shown = printed(main, *options, "--find", "context")
-    assert status == 0 and "longest context: data.seq_len: " in shown and "'nested': " in shown
-    as_json = json.loads(printed(main, *options, "--find", "batch", "--json", "true")[1])
-    assert as_json["chosen"]["remat"] == "nested" and as_json["chosen"]["data.batch_size"] == 5_504
+    assert (
+        status == 0
+        and "longest context: data.seq_len: " in shown
+        and "'nested': " in shown
+    )
+    as_json = json.loads(
+        printed(main, *options, "--find", "batch", "--json", "true")[1]
+    )
+    assert (
+        as_json["chosen"]["remat"] == "nested"
+        and as_json["chosen"]["data.batch_size"] == 5_504
+    )
     assert as_json["tokens_per_step"] == 16 * 5_504

@@ -28,12 +28,20 @@ from stacked_remat.ops import YarnRotary
 from stacked_remat.training import ConfigError, config_as_dict, parse_config
 
 WINDOWED = AttentionConfig(head_dim=8, window=5, layer_types=(SLIDING, FULL))
-SIZES = dict(hidden_dim=32, num_heads=8, num_kv_heads=4, attention=WINDOWED, rotary=RotaryConfig(100.0))
+SIZES = dict(
+    hidden_dim=32,
+    num_heads=8,
+    num_kv_heads=4,
+    attention=WINDOWED,
+    rotary=RotaryConfig(100.0),
+)
 EXPERTS = ExpertsConfig(load_balance_weight=0.2)
 CONFIGS = [
     Qwen3Config(**SIZES, mlp_dim=64),
     Qwen3MoeConfig(
-        **SIZES | {"attention": AttentionConfig(head_dim=8, window=5)}, mlp_dim=64, experts=EXPERTS
+        **SIZES | {"attention": AttentionConfig(head_dim=8, window=5)},
+        mlp_dim=64,
+        experts=EXPERTS,
     ),
     GptOssConfig(**SIZES, experts=EXPERTS),
 ]
@@ -89,7 +97,8 @@ def names(config, before=""):
 def changed(config, name, value):
     first, _, rest = name.partition(".")
     return dataclasses.replace(
-        config, **{first: changed(getattr(config, first), rest, value) if rest else value}
+        config,
+        **{first: changed(getattr(config, first), rest, value) if rest else value},
     )
 
 
@@ -97,7 +106,9 @@ def changed(config, name, value):
 def test_every_field_is_the_folders_or_the_runs(config, tmp_path):
     """A field that belongs to neither would refuse every config that sets it."""
     assert {*names(CONFIGS[1])} == {*OTHER, *OF_RUN}
-    (tmp_path / "config.json").write_text(json.dumps(config_to_hf(config, 99, dtype="float32")))
+    (tmp_path / "config.json").write_text(
+        json.dumps(config_to_hf(config, 99, dtype="float32"))
+    )
     for name in set(names(config)) - {*FIXED.get(type(config), ())}:
         wanted = changed(config, name, (OTHER | OF_RUN)[name])
         found = pretrained_config(wanted, read_hf_config(tmp_path)[0])
@@ -128,16 +139,30 @@ PLACES = ("file", "include", "command line")
 
 
 def model_of(folder, keys, place="file"):
-    """The model of a run that writes these keys, in one place or another, and begins with a folder."""
+    """The model of a run that writes these keys, in one place or another, and begins
+    with a folder.
+    """
     tree = {"initialize_from_hf": str(folder), "model": {"type": "qwen3_moe"} | keys}
     main, included, arguments = folder / "run.yaml", folder / "included.yaml", []
     included.write_text(yaml.safe_dump(tree))
     if place == "command line":
-        arguments = [text for key, value in lines(tree) for text in (f"--{key}", json.dumps(value))]
+        arguments = [
+            text
+            for key, value in lines(tree)
+            for text in (f"--{key}", json.dumps(value))
+        ]
         tree = {}
-    text = "<<: !include included.yaml\n" if place == "include" else yaml.safe_dump(tree | {"z_loss": 0.1})
+    text = (
+        "<<: !include included.yaml\n"
+        if place == "include"
+        else yaml.safe_dump(tree | {"z_loss": 0.1})
+    )
     main.write_text(text)
-    return parse_config(LmRunConfig, ["--config_path", str(main), *arguments]).resolved().model
+    return (
+        parse_config(LmRunConfig, ["--config_path", str(main), *arguments])
+        .resolved()
+        .model
+    )
 
 
 @pytest.fixture(scope="module")
@@ -156,22 +181,36 @@ def unusual(tmp_path_factory):
         tie_word_embeddings=True,
         experts=ExpertsConfig(4, 1, 16, norm_topk_prob=False, dense_layers=(1,)),
     )
-    (folder / "config.json").write_text(json.dumps(config_to_hf(config, 300, dtype="float32")))
+    (folder / "config.json").write_text(
+        json.dumps(config_to_hf(config, 300, dtype="float32"))
+    )
     return folder, config
 
 
-def test_a_model_that_is_written_with_the_defaults_is_not_taken_for_the_folders(unusual):
+def test_a_model_that_is_written_with_the_defaults_is_not_taken_for_the_folders(
+    unusual,
+):
     folder, config = unusual
     usual = dict(lines(config_as_dict(Qwen3MoeConfig())))
-    of_folder = [key for key in names(config) if key not in OF_RUN and key != "attention.layer_types"]
+    of_folder = [
+        key
+        for key in names(config)
+        if key not in OF_RUN and key != "attention.layer_types"
+    ]
     assert len(of_folder) == 18
     for number, key in enumerate(of_folder):
-        with pytest.raises(ConfigError, match=rf"(?s)not the one in .*{re.escape(key)}.*: .* in the config"):
+        with pytest.raises(
+            ConfigError,
+            match=rf"(?s)not the one in .*{re.escape(key)}.*: .* in the config",
+        ):
             model_of(folder, nested(key, usual[key]), PLACES[number % 3])
     for key, value in OF_RUN.items():
         found = model_of(folder, nested(key, value))
         expected = changed(found, key, getattr(found, key, value))
-        assert found == expected and differing_fields("model", found, written_out(config)) == []
+        assert (
+            found == expected
+            and differing_fields("model", found, written_out(config)) == []
+        )
 
 
 def test_a_written_model_that_is_the_folders_is_taken(unusual):
@@ -186,7 +225,9 @@ def test_a_written_model_that_is_the_folders_is_taken(unusual):
 
 def test_a_type_that_is_written_is_the_folders(unusual):
     folder, _ = unusual
-    with pytest.raises(ConfigError, match="model.type: llama in the config, qwen3_moe in the folder"):
+    with pytest.raises(
+        ConfigError, match="model.type: llama in the config, qwen3_moe in the folder"
+    ):
         model_of(folder, {"type": "llama", "tiles": 2})
     with pytest.raises(ConfigError, match="model.type: qwen3 in the config"):
         LmRunConfig(model=Qwen3Config(), initialize_from_hf=str(folder)).resolved()
@@ -194,11 +235,17 @@ def test_a_type_that_is_written_is_the_folders(unusual):
 
 def test_a_longer_context_changes_nothing_else_of_the_folder(unusual):
     folder, config = unusual
-    scaling = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
+    scaling = {
+        "rope_type": "yarn",
+        "factor": 8.0,
+        "original_max_position_embeddings": 64,
+    }
     expected = dataclasses.replace(config.rotary, scaling=YarnRotary(8.0, 64))
     assert model_of(folder, {"rotary": {"scaling": scaling}}).rotary == expected
     longer = {"scaling": scaling, "max_position_embeddings": 512}
     found = model_of(folder, {"rotary": longer | {"theta": 50.0}}).rotary
     assert found == dataclasses.replace(expected, max_position_embeddings=512)
-    with pytest.raises(ConfigError, match=r"rotary.theta: 1000000.0 in the config, 50.0 in the folder"):
+    with pytest.raises(
+        ConfigError, match=r"rotary.theta: 1000000.0 in the config, 50.0 in the folder"
+    ):
         model_of(folder, {"rotary": longer | {"theta": 1_000_000.0}})

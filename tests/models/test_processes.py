@@ -1,4 +1,6 @@
-"""Runs in several processes: they equal one process, stop together, and resume in any number."""
+"""Runs in several processes: they equal one process, stop together, and resume in any
+number.
+"""
 
 import contextlib
 import json
@@ -46,8 +48,12 @@ def free_port():
         return listener.getsockname()[1]
 
 
-def start(workplace, processes, *overrides, run="run", last=(), env=None, last_env=None):
-    """The processes of a run, which have four devices together; `last` is for the last one only."""
+def start(
+    workplace, processes, *overrides, run="run", last=(), env=None, last_env=None
+):
+    """The processes of a run, which have four devices together; `last` is for the last
+    one only.
+    """
     port, started = free_port(), []
     for index in range(processes):
         together = {
@@ -57,9 +63,14 @@ def start(workplace, processes, *overrides, run="run", last=(), env=None, last_e
             "local_device_ids": None,
             "heartbeat_timeout_seconds": HEARTBEAT,
         }
-        distributed = ("--distributed", json.dumps(together) if processes > 1 else "off")
+        distributed = (
+            "--distributed",
+            json.dumps(together) if processes > 1 else "off",
+        )
         own, own_env = (last, last_env) if index == processes - 1 else ((), None)
-        arguments = arguments_of(workplace, *SHORT, *distributed, *overrides, *own, run=run)
+        arguments = arguments_of(
+            workplace, *SHORT, *distributed, *overrides, *own, run=run
+        )
         count = f"--xla_force_host_platform_device_count={DEVICES // processes}"
         environment = os.environ | {
             "JAX_PLATFORMS": "cpu",
@@ -67,7 +78,9 @@ def start(workplace, processes, *overrides, run="run", last=(), env=None, last_e
             **(env or {}),
             **(own_env or {}),
         }
-        started.append(python("-u", "-m", "models.train_lm", *arguments, env=environment))
+        started.append(
+            python("-u", "-m", "models.train_lm", *arguments, env=environment)
+        )
     return started
 
 
@@ -83,9 +96,16 @@ def ended(started):
 
 
 def metrics_of(folder):
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()
+    ]
     names = ("loss", "grad_norm", "held_out_loss")
-    found = [((line["step"], name), line[name]) for line in lines for name in names if name in line]
+    found = [
+        ((line["step"], name), line[name])
+        for line in lines
+        for name in names
+        if name in line
+    ]
     assert len(dict(found)) == len(found)  # one process writes
     return dict(found)
 
@@ -99,7 +119,10 @@ def checkpoints_of(folder):
 def wait_for(path, text, started):
     until = time.monotonic() + 200
     while not (path.exists() and text in path.read_text()):
-        assert all(process.poll() is None for process in started) and time.monotonic() < until, ended(started)
+        assert (
+            all(process.poll() is None for process in started)
+            and time.monotonic() < until
+        ), ended(started)
         time.sleep(0.02)
 
 
@@ -126,21 +149,29 @@ def test_a_killed_process_ends_the_others_and_any_number_resumes(workplace):
     started[1].kill()
     killed = time.monotonic()
     (status, _), (shown, _) = ended(started)
-    assert status in (EXIT_INTERRUPTED, -signal.SIGABRT), shown  # by whichever notices first
+    assert status in (
+        EXIT_INTERRUPTED,
+        -signal.SIGABRT,
+    ), shown  # by whichever notices first
     assert time.monotonic() - killed < HEARTBEAT + 30
     last, deleted = checkpoints_of(workplace / "run")[-2:]
     last = int(last.name)
     shutil.rmtree(deleted)
-    # Four processes go back to the one before the last, and one of them is told to stop, after steps that the
-    # two had not done.
+    # Four processes go back to the one before the last, and one of them is told to
+    # stop, after steps that the two had not done.
     accept = ("--trainer.checkpoint.accept_changes", "true", "--trainer.num_steps")
     started = start(workplace, 4, *accept, "4001")
     wait_for(workplace / "run/metrics.jsonl", f'"step": {last + 20},', started)
     started[2].terminate()
     status, shown = ended(started)
     done = int(checkpoints_of(workplace / "run")[-1].name)
-    assert status == [EXIT_INTERRUPTED] * 4 and f"stopped by SIGTERM after step {done}" in shown[0]
-    assert f"resuming after step {last}" in shown[0] and "resuming" not in "".join(shown[1:])
+    assert (
+        status == [EXIT_INTERRUPTED] * 4
+        and f"stopped by SIGTERM after step {done}" in shown[0]
+    )
+    assert f"resuming after step {last}" in shown[0] and "resuming" not in "".join(
+        shown[1:]
+    )
     # One process ends it.
     status, shown = ended(start(workplace, 1, *accept, str(done + 2)))
     assert status == [0], shown
@@ -149,19 +180,24 @@ def test_a_killed_process_ends_the_others_and_any_number_resumes(workplace):
 
 
 def ended_together(count, program):
-    """The exit status and the output of processes that run a program once they are connected."""
+    """The exit status and the output of processes that run a program once they are
+    connected.
+    """
     begin = f"""
 import sys, time
 from stacked_remat.training import ConfigError, processes
 index = int(sys.argv[1])
-together = dict(coordinator_address="localhost:{free_port()}", num_processes={count}, process_id=index)
+address = "localhost:{free_port()}"
+together = dict(
+    coordinator_address=address, num_processes={count}, process_id=index
+)
 processes.start_processes(together)
 """
     return ended([python("-c", begin + program, str(index)) for index in range(count)])
 
 
 @pytest.mark.deep
-def test_processes_wait_for_a_late_one_as_long_as_they_say_and_it_ends_with_the_coordinator():
+def test_processes_wait_for_a_late_one_as_long_as_they_say():
     program = """
 processes._HOURS_TO_WAIT = 2 / 3600
 processes.jax.devices()
@@ -178,8 +214,10 @@ except Exception as error:
 
 
 @pytest.mark.deep
-def test_a_mistake_of_the_first_process_ends_all_with_status_1_however_long_the_others_take():
-    """Whether the first process would end too early, which ends the others in another way."""
+def test_a_mistake_of_the_first_process_ends_all_with_status_1():
+    """Whether the first process would end too early, which ends the others in another
+    way.
+    """
     program = """
 def work():
     raise ConfigError("a mistake")
@@ -192,7 +230,9 @@ except ConfigError as error:
 """
     status, shown = ended_together(3, program)
     assert status == [1, 1, 1], shown
-    for output, message in zip(shown, ("a mistake", *["process 0 of this run failed"] * 2), strict=True):
+    for output, message in zip(
+        shown, ("a mistake", *["process 0 of this run failed"] * 2), strict=True
+    ):
         assert message in output
 
 
@@ -203,7 +243,9 @@ def test_a_process_that_waits_for_others_handles_signals(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(processes, "exchange", lambda *_: time.sleep(60))
     handler, began = signal.signal(signal.SIGTERM, interrupt), time.monotonic()
-    threading.Timer(0.2, signal.pthread_kill, (threading.get_ident(), signal.SIGTERM)).start()
+    threading.Timer(
+        0.2, signal.pthread_kill, (threading.get_ident(), signal.SIGTERM)
+    ).start()
     with pytest.raises(InterruptedError):
         processes.agreed(int)
     signal.signal(signal.SIGTERM, handler)
@@ -212,46 +254,78 @@ def test_a_process_that_waits_for_others_handles_signals(monkeypatch):
 
 def test_configs_are_compared_again_with_the_policies_that_auto_found(monkeypatch):
     compared, found = [], LmRunConfig(remat="nested")
-    monkeypatch.setattr(train_lm, "check_same_in_all", lambda config, fix: compared.append(config["remat"]))
+    monkeypatch.setattr(
+        train_lm,
+        "check_same_in_all",
+        lambda config, fix: compared.append(config["remat"]),
+    )
     monkeypatch.setattr(train_lm, "_prepared", lambda *_: (Candidate(found), None))
-    train_lm._prepared_in_all(LmRunConfig(remat="auto", budget="1GiB"), ConsoleProgress())
+    train_lm._prepared_in_all(
+        LmRunConfig(remat="auto", budget="1GiB"), ConsoleProgress()
+    )
     assert compared == ["auto", "nested"]
 
 
 @pytest.mark.deep
 def test_processes_that_divide_rows_and_weights_train_as_one(workplace):
-    mesh = "{axes: {data: 2, model: 2}, compute_mapping: {batch: data}, param_mapping: {expert_dim: model}}"
+    mesh = (
+        "{axes: {data: 2, model: 2}, compute_mapping: {batch: data}, param_mapping:"
+        " {expert_dim: model}}"
+    )
     status, shown = ended(start(workplace, 4, "--trainer.mesh", mesh, run="mesh"))
     assert status == [0] * 4, shown
     assert_same_run(workplace / "mesh", workplace / "one")
-    assert "held-out loss after 12 steps" in shown[0] and "step" not in "".join(shown[1:])
+    assert "held-out loss after 12 steps" in shown[0] and "step" not in "".join(
+        shown[1:]
+    )
 
 
 @pytest.mark.deep
-def test_a_mistake_in_one_process_ends_all_with_status_1_before_the_first_step(workplace):
+def test_a_mistake_in_one_process_ends_all_with_status_1_before_the_first_step(
+    workplace,
+):
     mesh, tokenizer = ("--trainer.mesh.axes.x", "2"), ("--data.tokenizer", "nowhere")
     last = (*mesh, *tokenizer, "--trainer.checkpoint.keep_last", "5")
     status, shown = ended(start(workplace, 2, run="mistaken", last=last))
     assert status == [1, 1], shown
     for output in shown:
-        assert "error: the processes of this run have different configs:\n" in output, output
+        assert "error: the processes of this run have different configs:\n" in output, (
+            output
+        )
         for line in (
             "data.tokenizer is None in process 0 and nowhere in process 1",
             "trainer.checkpoint.keep_last is 2 in process 0 and 5 in process 1",
             "trainer.mesh.axes.x is not set in process 0 and 2 in process 1",
         ):
             assert f"\n  {line}\n" in output, output
-    # The second process does not find the text. Its path has a word that is in errors of lost processes.
+    # The second process does not find the text. Its path has a word that is in errors
+    # of lost processes.
     (workplace / "gloo").symlink_to(workplace / "text")
-    text, homeless = ("--data.sources.text.paths", "[~/gloo/*.txt]"), {"HOME": str(workplace / "text")}
-    started = start(workplace, 2, *text, run="mistaken", env={"HOME": str(workplace)}, last_env=homeless)
+    text, homeless = (
+        ("--data.sources.text.paths", "[~/gloo/*.txt]"),
+        {"HOME": str(workplace / "text")},
+    )
+    started = start(
+        workplace,
+        2,
+        *text,
+        run="mistaken",
+        env={"HOME": str(workplace)},
+        last_env=homeless,
+    )
     status, (first, second) = ended(started)
     assert status == [1, 1], (first, second)
     assert "error: process 1 of this run failed; its output says why." in first
-    assert "error: " in second and "'~/gloo/*.txt' in data.sources.text.paths matches no file" in second
+    assert (
+        "error: " in second
+        and "'~/gloo/*.txt' in data.sources.text.paths matches no file" in second
+    )
     elsewhere = ("--trainer.run_dir", str(workplace / "elsewhere"))
     status, (first, second) = ended(start(workplace, 2, run="mistaken", last=elsewhere))
-    assert status == [1, 1] and "error: process 1 of this run failed" in first, (first, second)
+    assert status == [1, 1] and "error: process 1 of this run failed" in first, (
+        first,
+        second,
+    )
     assert "process 1 does not see the run folder that process 0 made" in second
     assert f"{workplace / 'elsewhere'}. All processes must see one folder" in second
 
@@ -261,10 +335,17 @@ def test_a_process_that_waits_for_the_others_ends_by_a_signal_and_in_time(tmp_pa
     workplace, ports = make_workplace(tmp_path), (free_port(), free_port())
     started = []
     for index, seconds in ((0, 60), (1, 2)):
-        together = {"coordinator_address": f"localhost:{ports[index]}", "num_processes": 2}
+        together = {
+            "coordinator_address": f"localhost:{ports[index]}",
+            "num_processes": 2,
+        }
         together |= {"process_id": index, "initialization_timeout": seconds}
         started.append(
-            python("-m", "models.train_lm", *arguments_of(workplace, "--distributed", json.dumps(together)))
+            python(
+                "-m",
+                "models.train_lm",
+                *arguments_of(workplace, "--distributed", json.dumps(together)),
+            )
         )
     while True:  # until the first process listens
         with socket.socket() as tried:
@@ -274,7 +355,10 @@ def test_a_process_that_waits_for_the_others_ends_by_a_signal_and_in_time(tmp_pa
         time.sleep(0.02)
     started[0].terminate()
     status, (signalled, _) = ended(started)
-    assert status == [EXIT_INTERRUPTED, -signal.SIGABRT] and "before a step was done" in signalled
+    assert (
+        status == [EXIT_INTERRUPTED, -signal.SIGABRT]
+        and "before a step was done" in signalled
+    )
 
 
 def test_only_the_first_process_opens_trackers(tmp_path, monkeypatch):
@@ -296,5 +380,7 @@ def test_mistakes_are_named(tmp_path, capsys):
         {"coordinator_address": "localhost", "process_id": 1},
         {"coordinator_address": "localhost:1", "num_processes": 1, "process_id": 2},
     ):
-        with pytest.raises(ConfigError, match="distributed: JAX can't connect.*Set distributed: off"):
+        with pytest.raises(
+            ConfigError, match="distributed: JAX can't connect.*Set distributed: off"
+        ):
             start_processes(wrong)

@@ -40,7 +40,9 @@ def test_absent_fields_have_the_defaults_of_transformers():
         rotary=RotaryConfig(theta=10_000.0),
     )
     config, _ = config_from_hf(MOE)
-    assert config.sparse == ExpertsConfig(6, 2, 10, norm_topk_prob=False, load_balance_weight=0.001)
+    assert config.sparse == ExpertsConfig(
+        6, 2, 10, norm_topk_prob=False, load_balance_weight=0.001
+    )
 
 
 @pytest.mark.parametrize(
@@ -52,9 +54,15 @@ def test_absent_fields_have_the_defaults_of_transformers():
         (MOE, {"num_key_value_heads": 2}, 2),
     ],
 )
-def test_absent_key_value_heads_have_the_default_of_transformers(document, said, expected):
-    rest = {name: value for name, value in document.items() if name != "num_key_value_heads"}
-    config, _ = config_from_hf(rest | said | {"num_attention_heads": 64, "hidden_size": 128})
+def test_absent_key_value_heads_have_the_default_of_transformers(
+    document, said, expected
+):
+    rest = {
+        name: value for name, value in document.items() if name != "num_key_value_heads"
+    }
+    config, _ = config_from_hf(
+        rest | said | {"num_attention_heads": 64, "hidden_size": 128}
+    )
     assert config.num_kv_heads == expected
 
 
@@ -65,11 +73,37 @@ LATER = ("full_attention", *["sliding_attention"] * 3)
     ("document", "expected"),
     [
         (DENSE | {"sliding_window": 8}, (None, None)),
-        (DENSE | {"sliding_window": 8, "use_sliding_window": True}, (None, None)),  # from layer 28 on
-        (DENSE | {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1}, (8, LATER)),
-        (DENSE | {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 0}, (8, None)),
+        (
+            DENSE | {"sliding_window": 8, "use_sliding_window": True},
+            (None, None),
+        ),  # from layer 28 on
+        (
+            DENSE
+            | {
+                "sliding_window": 8,
+                "use_sliding_window": True,
+                "max_window_layers": 1,
+            },
+            (8, LATER),
+        ),
+        (
+            DENSE
+            | {
+                "sliding_window": 8,
+                "use_sliding_window": True,
+                "max_window_layers": 0,
+            },
+            (8, None),
+        ),
         (MOE | {"sliding_window": 8, "use_sliding_window": True}, (8, None)),
-        (MOE | {"use_sliding_window": True, "layer_types": ["sliding_attention"] * 4}, (4096, None)),
+        (
+            MOE
+            | {
+                "use_sliding_window": True,
+                "layer_types": ["sliding_attention"] * 4,
+            },
+            (4096, None),
+        ),
         (MOE | {"use_sliding_window": True, "sliding_window": None}, (None, None)),
     ],
 )
@@ -85,14 +119,23 @@ ORIGINAL = "original_max_position_embeddings"
 @pytest.mark.parametrize(
     "fields",
     [
-        {"rope_theta": 100.0, "rope_scaling": {"type": "yarn", "factor": 4.0, "finetuned": True}},
+        {
+            "rope_theta": 100.0,
+            "rope_scaling": {"type": "yarn", "factor": 4.0, "finetuned": True},
+        },
         {"rope_parameters": YARN, "rope_theta": 5.0},
-        {"rope_scaling": YARN, "rope_parameters": {"rope_type": "linear"}, "rope_theta": 5.0},
+        {
+            "rope_scaling": YARN,
+            "rope_parameters": {"rope_type": "linear"},
+            "rope_theta": 5.0,
+        },
         {"rope_scaling": YARN | {ORIGINAL: 8}, ORIGINAL: 1024},
     ],
 )
 def test_all_spellings_of_rope_scaling_are_read(fields):
-    rotary = config_from_hf(DENSE | fields | {"max_position_embeddings": 1024})[0].rotary
+    rotary = config_from_hf(DENSE | fields | {"max_position_embeddings": 1024})[
+        0
+    ].rotary
     assert rotary == RotaryConfig(100.0, YarnRotary(4.0, 1024), 1024)
 
 
@@ -102,20 +145,41 @@ def test_all_spellings_of_rope_scaling_are_read(fields):
         ({"num_experts": None}, "num_experts is missing"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; only 'silu' is supported"),
         ({"attention_dropout": 0.1}, "attention_dropout is 0.1; only 0 is supported"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quant_method is 'awq'; only None"),
-        ({"rope_scaling": {"rope_type": "dynamic"}}, "rope_type 'dynamic' is not supported"),
+        (
+            {"quantization_config": {"quant_method": "awq"}},
+            "quant_method is 'awq'; only None",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "dynamic"}},
+            "rope_type 'dynamic' is not supported",
+        ),
         ({"logit_softcap": 30.0}, "logit_softcap is 30.0; this is not supported"),
-        ({"layer_types": [*LATER]}, r"layer_types is \['full.*; only \['full_attention', 'full.* is sup"),
+        (
+            {"layer_types": [*LATER]},
+            r"layer_types is \['full.*; only \['full_attention', 'full.* is sup",
+        ),
         ({"hidden_size": "wide"}, "hidden_size must be int, got 'wide'"),
         ({"num_hidden_layers": "x"}, "num_hidden_layers must be int, got 'x'"),
-        ({"tie_word_embeddings": "x"}, "`tie_word_embeddings` in config.json must be bool, got 'x'"),
-        ({"num_attention_heads": 3}, "num_attention_heads = 3 must be a multiple of num_key_value_heads"),
+        (
+            {"tie_word_embeddings": "x"},
+            "`tie_word_embeddings` in config.json must be bool, got 'x'",
+        ),
+        (
+            {"num_attention_heads": 3},
+            "num_attention_heads = 3 must be a multiple of num_key_value_heads",
+        ),
         ({"vocab_size": None}, "vocab_size is missing"),
         ({"quantization_config": 5}, "quantization_config must be dict, got 5"),
         ({"rope_parameters": 5}, "rope_parameters must be dict, got 5"),
-        ({"rope_parameters": {"full_attention": 5}}, "rope_type 'default' has no full_attention"),
+        (
+            {"rope_parameters": {"full_attention": 5}},
+            "rope_type 'default' has no full_attention",
+        ),
         ({"model_type": []}, r"model_type must be str, got \[\]"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": "4"}}, "factor must be a number"),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": "4"}},
+            "factor must be a number",
+        ),
         ({"mlp_only_layers": [4]}, "mlp_only_layers names layer 4; there are 0 to 3"),
     ],
 )
@@ -128,25 +192,38 @@ def test_errors_name_the_file(tmp_path):
     with pytest.raises(FileNotFoundError, match=f"{tmp_path} has no config.json"):
         read_hf_config(tmp_path)
     (tmp_path / "config.json").write_text("[1, 2]")
-    with pytest.raises(WeightsError, match="config.json holds a list; a JSON object was expected"):
+    with pytest.raises(
+        WeightsError, match="config.json holds a list; a JSON object was expected"
+    ):
         read_hf_config(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
-    used = "config.json can't be used: model_type is 'gpt2'; .*gpt_oss, .*qwen3, qwen3_moe.* are read"
+    used = (
+        "config.json can't be used: model_type is 'gpt2'; .*gpt_oss, .*qwen3,"
+        " qwen3_moe.* are read"
+    )
     with pytest.raises(WeightsError, match=used):
         read_hf_config(tmp_path)
 
 
 def test_fields_that_published_configs_add_and_the_decoder_has_built_in_are_read():
-    coder = {"qkv_bias": False, "use_qk_norm": True, "shared_expert_intermediate_size": 0}
+    coder = {
+        "qkv_bias": False,
+        "use_qk_norm": True,
+        "shared_expert_intermediate_size": 0,
+    }
     coder |= {"unsloth_version": "2026.1", "something_new": None}
     assert config_from_hf(MOE | coder) == config_from_hf(MOE)
-    assert config_from_hf(MOE | dict.fromkeys((*coder, "hidden_act"))) == config_from_hf(MOE)
+    assert config_from_hf(
+        MOE | dict.fromkeys((*coder, "hidden_act"))
+    ) == config_from_hf(MOE)
 
 
 def test_unknown_fields_are_named_in_a_warning(tmp_path):
     odd = {"\x1b[2J": 1, "newer": 2}
     (tmp_path / "config.json").write_text(json.dumps(MOE | odd))
-    unknown = rf"{tmp_path}/config.json has '\\x1b\[2J', newer: unknown fields of a qwen3_moe"
+    unknown = (
+        rf"{tmp_path}/config.json has '\\x1b\[2J', newer: unknown fields of a qwen3_moe"
+    )
     with pytest.warns(UserWarning, match=unknown):
         assert read_hf_config(tmp_path) == config_from_hf(MOE)
 
@@ -155,9 +232,15 @@ def test_unknown_fields_are_named_in_a_warning(tmp_path):
     ("content", "message"),
     [
         (b"", "config.json is not valid JSON: Expecting value.* truncated"),
-        (b'{"model_type": "\xff"}', "config.json is not valid JSON: .* can't decode byte 0xff"),
+        (
+            b'{"model_type": "\xff"}',
+            "config.json is not valid JSON: .* can't decode byte 0xff",
+        ),
         (b"[" * 200_000, "config.json is not valid JSON: maximum recursion"),
-        (b'{"hidden_size": ' + b"9" * 5000 + b"}", "config.json is not valid JSON: Exceeds the limit"),
+        (
+            b'{"hidden_size": ' + b"9" * 5000 + b"}",
+            "config.json is not valid JSON: Exceeds the limit",
+        ),
     ],
     ids=range(4),
 )

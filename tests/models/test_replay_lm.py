@@ -1,4 +1,6 @@
-"""The end of a run is replayed, and its sequences are scored by the derivative of the held-out loss."""
+"""The end of a run is replayed, and its sequences are scored by the derivative of the
+held-out loss.
+"""
 
 import json
 
@@ -22,16 +24,35 @@ from .tiny_run import train
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 RATE = 1e-4
-PLAIN = {"type": "sgd", "learning_rate": RATE, "warmup": 0, "weight_decay": 0, "momentum": 0}
-SGD = ("--optimizer", json.dumps(PLAIN | {"max_grad_norm": None, "schedule": {"type": "constant"}}))
-SCORED = ("--ghost", json.dumps({"method": "grad_dot", "token_mean": "batch", "every": 1}))
-CHECKPOINTS = ("--trainer.checkpoint.every_steps", "1", "--trainer.checkpoint.keep_last", "3")
+PLAIN = {
+    "type": "sgd",
+    "learning_rate": RATE,
+    "warmup": 0,
+    "weight_decay": 0,
+    "momentum": 0,
+}
+SGD = (
+    "--optimizer",
+    json.dumps(PLAIN | {"max_grad_norm": None, "schedule": {"type": "constant"}}),
+)
+SCORED = (
+    "--ghost",
+    json.dumps({"method": "grad_dot", "token_mean": "batch", "every": 1}),
+)
+CHECKPOINTS = (
+    "--trainer.checkpoint.every_steps",
+    "1",
+    "--trainer.checkpoint.keep_last",
+    "3",
+)
 
 
 def scores_of(folder, step):
     table = read_scores(folder, ["example", "score", "text"], steps=(step, step))
     found = {}
-    for example, score, text in zip(*(table[name].to_pylist() for name in table.column_names), strict=True):
+    for example, score, text in zip(
+        *(table[name].to_pylist() for name in table.column_names), strict=True
+    ):
         found[example, text] = found.get((example, text), 0.0) + score
     return found
 
@@ -56,14 +77,20 @@ def tiny_batch(seed):
     generator = np.random.default_rng(seed)
     tokens, weights = generator.integers(0, 9, (4, 6)), generator.random((4, 6)) < 0.6
     return TokenBatch.of(
-        tokens.astype(np.int32), np.roll(tokens, -1, 1).astype(np.int32), weights.astype("f")
+        tokens.astype(np.int32),
+        np.roll(tokens, -1, 1).astype(np.int32),
+        weights.astype("f"),
     )
 
 
 def test_a_replay_is_the_derivative_of_a_loop_of_steps(tmp_path):
     config = _checked(tiny_config(tmp_path, *SGD, "--optimizer.learning_rate", "0.5"))
     Steps = Axis("steps", 2)
-    state, batches, text = initial_state(config), [tiny_batch(1), tiny_batch(2)], tiny_batch(3)
+    state, batches, text = (
+        initial_state(config),
+        [tiny_batch(1), tiny_batch(2)],
+        tiny_batch(3),
+    )
     stacked = hax.tree_util.tree_map(lambda *each: hax.stack(Steps, each), *batches)
     loss, found = _replayed(config, Steps)(state, stacked, [text], jnp.ones(1))
 
@@ -78,7 +105,9 @@ def test_a_replay_is_the_derivative_of_a_loop_of_steps(tmp_path):
                     return jnp.sum(parts.array * own)
 
                 step = eqx.filter_grad(weighted)(last)
-                last = eqx.apply_updates(last, jax.tree.map(lambda slope: -0.5 * slope, step))
+                last = eqx.apply_updates(
+                    last, jax.tree.map(lambda slope: -0.5 * slope, step)
+                )
             return next_token_loss(last, text)[1]["loss"]
 
         return jax.value_and_grad(held_out)(jnp.ones((2, 4)))
@@ -92,8 +121,14 @@ def test_a_replay_is_the_derivative_of_a_loop_of_steps(tmp_path):
 def test_what_has_no_derivatives_is_refused_by_the_config(tmp_path):
     assert _checked(tiny_config(tmp_path)).model.attention.backend == "exact"
     for options, message in (
-        (("--optimizer.type", "lion"), "optimizer.type: lion can't be replayed: its updates are signs"),
-        (("--trainer.update", "{fused: true}"), "trainer.update.fused can't be replayed: its steps have no"),
+        (
+            ("--optimizer.type", "lion"),
+            "optimizer.type: lion can't be replayed: its updates are signs",
+        ),
+        (
+            ("--trainer.update", "{fused: true}"),
+            "trainer.update.fused can't be replayed: its steps have no",
+        ),
     ):
         with pytest.raises(ConfigError, match=message):
             _checked(tiny_config(tmp_path, *options))
@@ -102,12 +137,20 @@ def test_what_has_no_derivatives_is_refused_by_the_config(tmp_path):
 @pytest.mark.deep
 def test_scores_of_a_small_step_are_the_dot_products_times_the_rate(workplace, capsys):
     parts = ("--trainer.update.microbatches", "2")
-    assert train(workplace, *SGD, *SCORED, *CHECKPOINTS, *parts, "--trainer.num_steps", "4") == 0
+    assert (
+        train(
+            workplace, *SGD, *SCORED, *CHECKPOINTS, *parts, "--trainer.num_steps", "4"
+        )
+        == 0
+    )
     run = workplace / "run"
     assert main(["--run_dir", str(run), "--from_step", "2"]) == 0
     assert "replayed steps 3 to 4" in capsys.readouterr().out
     for step in (3, 4):
-        replayed, dotted = scores_of(run / "replay", step), scores_of(run / "ghost", step)
+        replayed, dotted = (
+            scores_of(run / "replay", step),
+            scores_of(run / "ghost", step),
+        )
         assert replayed.keys() == dotted.keys()
         for example, score in replayed.items():
             np.testing.assert_allclose(score, RATE * dotted[example], rtol=0.02)
@@ -116,10 +159,14 @@ def test_scores_of_a_small_step_are_the_dot_products_times_the_rate(workplace, c
     assert main(["--run_dir", str(run), "--batches", "2"]) == 0
     assert scores_of(run / "replay", 4) and not scores_of(run / "replay", 3)
     last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
-    assert f"held-out loss {last['held_out_loss']:.4f} after them" in capsys.readouterr().out
+    assert (
+        f"held-out loss {last['held_out_loss']:.4f} after them"
+        in capsys.readouterr().out
+    )
     assert main(["--run_dir", str(run), "--from_step", "1"]) == 1
-    assert "has checkpoints of the steps 2, 3, 4; a replay goes from" in capsys.readouterr().out.replace(
-        "\n", " "
+    assert (
+        "has checkpoints of the steps 2, 3, 4; a replay goes from"
+        in capsys.readouterr().out.replace("\n", " ")
     )
 
 
@@ -128,19 +175,38 @@ def test_a_run_without_derivatives_is_refused(workplace, capsys):
     fused = ("--trainer.update.fused", "true", *SGD)
     assert train(workplace, *fused, *CHECKPOINTS, "--trainer.num_steps", "2") == 0
     assert main(["--run_dir", str(workplace / "run")]) == 1
-    assert "A run with trainer.update.fused can't be replayed" in capsys.readouterr().out
+    assert (
+        "A run with trainer.update.fused can't be replayed" in capsys.readouterr().out
+    )
 
 
 @pytest.mark.deep
-def test_a_skipped_step_and_a_launcher_of_processes_are_refused(workplace, capsys, monkeypatch):
-    skipping = ("--trainer.update.on_nonfinite", "skip", *SGD, "--optimizer.learning_rate", "1e37")
+def test_a_skipped_step_and_a_launcher_of_processes_are_refused(
+    workplace, capsys, monkeypatch
+):
+    skipping = (
+        "--trainer.update.on_nonfinite",
+        "skip",
+        *SGD,
+        "--optimizer.learning_rate",
+        "1e37",
+    )
     assert train(workplace, *skipping, *CHECKPOINTS, "--trainer.num_steps", "3") == 0
     capsys.readouterr()
     assert main(["--run_dir", str(workplace / "run"), "--from_step", "1"]) == 1
     assert "The replay has no scores: " in capsys.readouterr().out
     assert not list((workplace / "run" / "replay").glob("*"))
-    names = {"JOB_ID": "1", "STEP_NODELIST": "here", "NTASKS": "2", "PROCID": "0", "LOCALID": "0"}
+    names = {
+        "JOB_ID": "1",
+        "STEP_NODELIST": "here",
+        "NTASKS": "2",
+        "PROCID": "0",
+        "LOCALID": "0",
+    }
     for name, value in names.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
     assert main(["--run_dir", str(workplace / "run"), "--from_step", "1"]) == 1
-    assert "models.replay_lm is for one process, and this is one of 2" in capsys.readouterr().out
+    assert (
+        "models.replay_lm is for one process, and this is one of 2"
+        in capsys.readouterr().out
+    )

@@ -26,17 +26,27 @@ from models.hf_io.safetensors_folder import (
 
 
 def pending(**arrays):
-    return {name: Pending(array.nbytes, lambda array=array: array) for name, array in arrays.items()}
+    return {
+        name: Pending(array.nbytes, lambda array=array: array)
+        for name, array in arrays.items()
+    }
 
 
-ARRAYS = {"a": np.arange(6.0).reshape(2, 3), "b": np.ones(4, np.float32), "c": np.zeros((0, 2), np.int32)}
+ARRAYS = {
+    "a": np.arange(6.0).reshape(2, 3),
+    "b": np.ones(4, np.float32),
+    "c": np.zeros((0, 2), np.int32),
+}
 
 
 @pytest.mark.parametrize("max_file_bytes", [1, 50, 10_000])
 def test_tensors_round_trip_in_any_number_of_files(tmp_path, max_file_bytes):
     root = tmp_path / "x"
     write_safetensors(
-        root, pending(**ARRAYS), documents={"note.json": {"k": 1}}, max_file_bytes=max_file_bytes
+        root,
+        pending(**ARRAYS),
+        documents={"note.json": {"k": 1}},
+        max_file_bytes=max_file_bytes,
     )
     folder = SafetensorsFolder.open(root)
     assert folder.shapes == {"a": (2, 3), "b": (4,), "c": (0, 2)}
@@ -47,25 +57,35 @@ def test_tensors_round_trip_in_any_number_of_files(tmp_path, max_file_bytes):
 
 
 def test_the_file_size_decides_the_number_of_files(tmp_path):
-    write_safetensors(tmp_path / "x", pending(**ARRAYS), documents={}, max_file_bytes=50)
+    write_safetensors(
+        tmp_path / "x", pending(**ARRAYS), documents={}, max_file_bytes=50
+    )
     stored = SafetensorsFolder.open(tmp_path / "x").stored
-    assert [stored[name].path.name[6:11] for name in "abc"] == ["00001", "00002", "00002"]
+    assert [stored[name].path.name[6:11] for name in "abc"] == [
+        "00001",
+        "00002",
+        "00002",
+    ]
     index = json.loads((tmp_path / "x" / INDEX).read_text())
     assert index["metadata"]["total_size"] == 64
 
 
 def test_a_file_is_opened_once_and_entries_of_any_dtype_alone(tmp_path, monkeypatch):
-    dtypes = "bool int8 uint8 int16 uint16 int32 uint32 int64 uint64 float16 float32 float64".split()
+    integers = "int8 uint8 int16 uint16 int32 uint32 int64 uint64".split()
+    dtypes = ["bool", *integers, "float16", "float32", "float64"]
     arrays = {name: np.arange(24).reshape(2, 3, 4).astype(name) for name in dtypes}
     arrays["bfloat16"] = np.arange(24).reshape(2, 3, 4).astype(jnp.bfloat16)
-    write_safetensors(tmp_path / "x", pending(**arrays), documents={}, max_file_bytes=100)
+    write_safetensors(
+        tmp_path / "x", pending(**arrays), documents={}, max_file_bytes=100
+    )
     opened = collections.Counter()
 
     def count(event, args):
         if event == "open" and str(args[0]).startswith(str(tmp_path / "x" / "model-")):
             opened[str(args[0])] += 1
 
-    monkeypatch.delattr(safetensors, "safe_open")  # which opens a file where Python does not see it
+    # Which opens a file where Python does not see it
+    monkeypatch.delattr(safetensors, "safe_open")
     sys.addaudithook(count)
     folder = SafetensorsFolder.open(tmp_path / "x")
     for name, array in arrays.items():
@@ -84,24 +104,31 @@ def test_a_file_is_opened_once_and_entries_of_any_dtype_alone(tmp_path, monkeypa
 def test_an_index_without_the_files_of_tensors_is_named(tmp_path, files):
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": files}))
     with pytest.raises(
-        WeightsError, match=f"weight_map in {tmp_path / INDEX} is not the file of each tensor"
+        WeightsError,
+        match=f"weight_map in {tmp_path / INDEX} is not the file of each tensor",
     ):
         SafetensorsFolder.open(tmp_path)
 
 
 def test_nothing_is_overwritten(tmp_path):
     (tmp_path / "mine.txt").write_text("mine")
-    with pytest.raises(FileExistsError, match=r"exists and is not an empty folder. Export to a new one"):
+    with pytest.raises(
+        FileExistsError, match=r"exists and is not an empty folder. Export to a new one"
+    ):
         write_safetensors(tmp_path, pending(**ARRAYS), documents={})
     assert (tmp_path / "mine.txt").read_text() == "mine"
 
 
 def test_missing_files_are_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match=f"lacks {SINGLE}. Weights are read in the"):
+    with pytest.raises(
+        FileNotFoundError, match=f"lacks {SINGLE}. Weights are read in the"
+    ):
         SafetensorsFolder.open(tmp_path)
     write_safetensors(tmp_path / "x", pending(**ARRAYS), documents={}, max_file_bytes=1)
     (tmp_path / "x" / "model-00002-of-00003.safetensors").unlink()
-    with pytest.raises(FileNotFoundError, match="lacks model-00002-of-00003.safetensors"):
+    with pytest.raises(
+        FileNotFoundError, match="lacks model-00002-of-00003.safetensors"
+    ):
         SafetensorsFolder.open(tmp_path / "x")
 
 
@@ -110,7 +137,9 @@ def test_the_index_says_which_of_two_tensors_of_a_name_is_meant(tmp_path):
     save_file({"w": np.zeros(2), "v": np.zeros(2)}, tmp_path / "b.safetensors")
     index = {"weight_map": {"w": "a.safetensors", "v": "b.safetensors"}}
     (tmp_path / INDEX).write_text(json.dumps(index))
-    np.testing.assert_array_equal(SafetensorsFolder.open(tmp_path).read("w"), np.ones(2))
+    np.testing.assert_array_equal(
+        SafetensorsFolder.open(tmp_path).read("w"), np.ones(2)
+    )
 
 
 def test_a_full_disk_is_an_error_that_names_the_folder_and_leaves_nothing(tmp_path):
@@ -119,15 +148,22 @@ def test_a_full_disk_is_an_error_that_names_the_folder_and_leaves_nothing(tmp_pa
         resource.setrlimit(resource.RLIMIT_FSIZE, (200, limits[1]))
         try:
             with pytest.raises(OSError) as caught:
-                write_safetensors(tmp_path / "x", pending(**arrays), documents={}, texts=texts)
+                write_safetensors(
+                    tmp_path / "x", pending(**arrays), documents={}, texts=texts
+                )
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        assert (caught.value.errno, caught.value.filename) == (errno.EFBIG, str(tmp_path / "x"))
+        assert (caught.value.errno, caught.value.filename) == (
+            errno.EFBIG,
+            str(tmp_path / "x"),
+        )
         assert not list(tmp_path.iterdir())
 
 
 def damaged(whole: bytes):
-    """A safetensors file cut short, with flipped bytes, and with headers that say something else."""
+    """A safetensors file cut short, with flipped bytes, and with headers that say
+    something else.
+    """
     length = int.from_bytes(whole[:8], "little")
     header, data = json.loads(whole[8 : 8 + length]), whole[8 + length :]
     yield from (whole[:size] for size in range(len(whole)))
@@ -136,8 +172,25 @@ def damaged(whole: bytes):
         flipped = bytearray(whole)
         flipped[draw.randrange(8 + length)] ^= 1 << draw.randrange(8)
         yield bytes(flipped)
-    yield from (size.to_bytes(8, "little") + whole[8:] for size in (2**63, 2**40, 0, len(whole)))
-    odd = [None, True, -1, 1.5, 10**30, "x", "F8_E5M2", [], {}, [[]], [0, 8], [8, 0], [2**63, 2], [0, 10**9]]
+    yield from (
+        size.to_bytes(8, "little") + whole[8:] for size in (2**63, 2**40, 0, len(whole))
+    )
+    odd = [
+        None,
+        True,
+        -1,
+        1.5,
+        10**30,
+        "x",
+        "F8_E5M2",
+        [],
+        {},
+        [[]],
+        [0, 8],
+        [8, 0],
+        [2**63, 2],
+        [0, 10**9],
+    ]
     for name in ("dtype", "shape", "data_offsets"):
         for value in odd:
             said = json.dumps(header | {"a": header["a"] | {name: value}}).encode()
@@ -147,7 +200,9 @@ def damaged(whole: bytes):
 @pytest.mark.deep
 def test_damaged_safetensors_files_are_refused_or_read(tmp_path):
     refused = 0
-    for content in damaged(save({"a": ARRAYS["a"], "b": ARRAYS["b"]}, metadata={"format": "pt"})):
+    for content in damaged(
+        save({"a": ARRAYS["a"], "b": ARRAYS["b"]}, metadata={"format": "pt"})
+    ):
         (tmp_path / SINGLE).write_bytes(content)
         try:
             folder = SafetensorsFolder.open(tmp_path)
@@ -180,9 +235,13 @@ def test_an_index_names_only_files_of_its_folder(tmp_path, monkeypatch, name):
     (folder / "linked").symlink_to(tmp_path)
     name = name.format(out=tmp_path / "out.st")
     (folder / INDEX).write_text(json.dumps({"weight_map": {"a": name}}))
-    for opened in (lambda: SafetensorsFolder.open(folder), lambda: weight_files(folder)):
+    for opened in (
+        lambda: SafetensorsFolder.open(folder),
+        lambda: weight_files(folder),
+    ):
         with pytest.raises(
-            WeightsError, match=rf"names {re.escape(repr(name))}, which is not a file of that"
+            WeightsError,
+            match=rf"names {re.escape(repr(name))}, which is not a file of that",
         ):
             opened()
 
@@ -199,7 +258,11 @@ def test_files_in_a_folder_of_the_folder_and_links_of_the_hubs_cache_are_read(tm
     files = {"a": "1.safetensors", "b": "1.safetensors", "c": "more/2.safetensors"}
     (snapshot / INDEX).write_text(json.dumps({"weight_map": files}))
     assert {*SafetensorsFolder.open(snapshot).shapes} == {*ARRAYS}
-    with pytest.raises(WeightsError, match="not a file of that folder"):  # the links of another repository
+    with pytest.raises(
+        WeightsError, match="not a file of that folder"
+    ):  # the links of another repository
         (snapshot / "more/2.safetensors").unlink()
-        (snapshot / "more/2.safetensors").symlink_to(tmp_path / "models--owner--other/blobs/d4")
+        (snapshot / "more/2.safetensors").symlink_to(
+            tmp_path / "models--owner--other/blobs/d4"
+        )
         SafetensorsFolder.open(snapshot)

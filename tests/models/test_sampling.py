@@ -56,13 +56,19 @@ def by_hand(temperature=1.0, top_k=5, top_p=1.0):
     ids=str,
 )
 def test_tokens_are_drawn_from_the_exact_distribution(sampling, support):
-    options = {name: value for name, value in dataclasses.asdict(sampling).items() if value is not None}
+    options = {
+        name: value
+        for name, value in dataclasses.asdict(sampling).items()
+        if value is not None
+    }
     expected = by_hand(**options)
     assert np.count_nonzero(expected) == support
     found = frequencies(sampling)
     assert not np.any(found[expected == 0])
     # five standard deviations of a frequency
-    assert np.all(np.abs(found - expected) <= 5 * np.sqrt(expected * (1 - expected) / DRAWS))
+    assert np.all(
+        np.abs(found - expected) <= 5 * np.sqrt(expected * (1 - expected) / DRAWS)
+    )
 
 
 def test_temperature_zero_takes_the_first_of_the_likeliest():
@@ -74,7 +80,9 @@ def test_temperature_zero_takes_the_first_of_the_likeliest():
 def test_the_smallest_temperature_takes_the_likeliest():
     logits = jnp.array([[-7.0, 100.0, 1.0, 200.0]])
     for temperature in (float(np.finfo(np.float32).tiny), 1e-30, 1e-300):
-        drawn = next_tokens(logits, Sampling(temperature), jax.random.split(jax.random.key(0), 1))
+        drawn = next_tokens(
+            logits, Sampling(temperature), jax.random.split(jax.random.key(0), 1)
+        )
         assert drawn.tolist() == [3]
 
 
@@ -91,14 +99,20 @@ def test_a_row_depends_on_its_own_key_alone():
     keys = jax.random.split(jax.random.key(3), 6)
     rows = jnp.broadcast_to(LOGITS, (6, 5))
     together = next_tokens(rows, Sampling(), keys)
-    alone = [int(next_tokens(rows[:1], Sampling(), keys[row : row + 1])[0]) for row in range(6)]
+    alone = [
+        int(next_tokens(rows[:1], Sampling(), keys[row : row + 1])[0])
+        for row in range(6)
+    ]
     assert together.tolist() == alone and len(set(alone)) > 1
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(temperature=-1.0), "temperature must be 0, for the likeliest token, or positive; got -1.0"),
+        (
+            dict(temperature=-1.0),
+            "temperature must be 0, for the likeliest token, or positive; got -1.0",
+        ),
         (dict(top_k=0), "top_k must be at least 1 token; got 0"),
         (dict(top_p=0.0), "top_p must be above 0 and at most 1; got 0.0"),
         (dict(temperature=0.0, top_k=3), "top_k has no effect with temperature 0"),

@@ -1,4 +1,6 @@
-"""Training runs that score their sequences: results as without. `test_scoring.py` compares scores."""
+"""Training runs that score their sequences: results as without. `test_scoring.py`
+compares scores.
+"""
 
 import json
 
@@ -22,19 +24,38 @@ def ghost(**options):
 
 
 def numbers_of(folder):
-    """What a run reports of its first steps; later ones differ more where programs round differently."""
+    """What a run reports of its first steps; later ones differ more where programs
+    round differently.
+    """
     lines = [line for line in metrics_of(folder) if "loss" in line][:9]
-    return {name: [line[name] for line in lines] for name in ("loss", "grad_norm", "load_balance")}
+    return {
+        name: [line[name] for line in lines]
+        for name in ("loss", "grad_norm", "load_balance")
+    }
 
 
 OTHER = "{{paths: ['{0}/text/1*.txt'], held_out: ['{0}/other.txt'], weight: 0.5}}"
-SOURCES = {"validation": {"sources": {"text": 1.0, "other": 3.0}}, "token_mean": "example", "norms": True}
+SOURCES = {
+    "validation": {"sources": {"text": 1.0, "other": 3.0}},
+    "token_mean": "example",
+    "norms": True,
+}
 PARTS = ("--trainer.update.microbatches", "2")
 BY_LOAD = {
-    **{"type": "deepseek_v3", "hidden_dim": 16, "num_layers": 2, "num_heads": 2, "num_kv_heads": 2},
+    **{
+        "type": "deepseek_v3",
+        "hidden_dim": 16,
+        "num_layers": 2,
+        "num_heads": 2,
+        "num_kv_heads": 2,
+    },
     "latent": {"key_value_rank": 4, "plain_dim": 4, "rotary_dim": 2, "value_dim": 4},
     "bias": "by_load",
-    "experts": {"num_experts": 3, "load_balance_weight": 0.0, "router_dtype": "float32"},
+    "experts": {
+        "num_experts": 3,
+        "load_balance_weight": 0.0,
+        "router_dtype": "float32",
+    },
 }
 
 
@@ -42,21 +63,39 @@ BY_LOAD = {
 @pytest.mark.parametrize(
     ("settings", "options"),
     [
-        pytest.param(SOURCES, (*PARTS, "--lora.rank", "2"), id="adapters, two sources, per example"),
         pytest.param(
-            {}, ("--trainer.mesh.axes.data", "4", "--model", json.dumps(BY_LOAD)), id="four devices, biases"
+            SOURCES,
+            (*PARTS, "--lora.rank", "2"),
+            id="adapters, two sources, per example",
+        ),
+        pytest.param(
+            {},
+            ("--trainer.mesh.axes.data", "4", "--model", json.dumps(BY_LOAD)),
+            id="four devices, biases",
         ),
     ],
 )
-def test_a_scored_run_reports_and_learns_what_one_without_scores_does(workplace, settings, options):
+def test_a_scored_run_reports_and_learns_what_one_without_scores_does(
+    workplace, settings, options
+):
     (workplace / "other.txt").write_text("dcba" * 30)
-    few = (*options, "--trainer.num_steps", "3", "--data.sources.other", OTHER.format(workplace))
+    few = (
+        *options,
+        "--trainer.num_steps",
+        "3",
+        "--data.sources.other",
+        OTHER.format(workplace),
+    )
     states = []
     for run, scored in (("plain", ()), ("run", ghost(**settings))):
         assert train(workplace, *few, *scored, run=run) == 0
-        states.append(restored_state(workplace / run, read_run_config(workplace / run)).trained)
+        states.append(
+            restored_state(workplace / run, read_run_config(workplace / run)).trained
+        )
     for name, values in numbers_of(workplace / "plain").items():
-        np.testing.assert_allclose(numbers_of(workplace / "run")[name], values, rtol=2e-6, err_msg=name)
+        np.testing.assert_allclose(
+            numbers_of(workplace / "run")[name], values, rtol=2e-6, err_msg=name
+        )
     for found, expected in zip(*map(jax.tree.leaves, states), strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-7)
     rows = read_scores(workplace / "run" / "ghost", ["step", "norm"])
@@ -68,18 +107,36 @@ def test_a_scored_run_reports_and_learns_what_one_without_scores_does(workplace,
     ("settings", "options", "message"),
     [
         ({"method": "grad_prod"}, (), "ghost.method"),
-        ({"every": 61}, (), "ghost.every = 61 is never reached with trainer.num_steps = 60"),
-        ({"validation": {"batches": 99}}, (), "Lower ghost.validation.batches, data.batch"),
-        ({"validation": {"sources": {"wiki": 1}}}, (), "names 'wiki', which data.sources lacks. Valid: text"),
+        (
+            {"every": 61},
+            (),
+            "ghost.every = 61 is never reached with trainer.num_steps = 60",
+        ),
+        (
+            {"validation": {"batches": 99}},
+            (),
+            "Lower ghost.validation.batches, data.batch",
+        ),
+        (
+            {"validation": {"sources": {"wiki": 1}}},
+            (),
+            "names 'wiki', which data.sources lacks. Valid: text",
+        ),
         (
             {},
             ("--trainer.update.fused", "true"),
             "keeps no gradient of the whole model: leave out one of them",
         ),
-        ({}, ("--remat", "auto", "--budget", "1GiB"), "name a policy, such as nested, or leave out ghost"),
+        (
+            {},
+            ("--remat", "auto", "--budget", "1GiB"),
+            "name a policy, such as nested, or leave out ghost",
+        ),
     ],
 )
-def test_what_cannot_be_scored_is_one_message(workplace, capsys, settings, options, message):
+def test_what_cannot_be_scored_is_one_message(
+    workplace, capsys, settings, options, message
+):
     assert train(workplace, *ghost(**settings), *options) == 1
     shown = capsys.readouterr().out
     assert shown.splitlines()[-1].startswith("error: ") and message in shown
@@ -91,4 +148,7 @@ def test_the_choices_that_change_scores_have_no_default(workplace, capsys):
         entries = {"method": "grad_dot", "token_mean": "batch"}
         del entries[missing]
         assert train(workplace, "--ghost", json.dumps(entries)) == 1
-        assert f"`ghost` on the command line lacks the key `{missing}`" in capsys.readouterr().out
+        assert (
+            f"`ghost` on the command line lacks the key `{missing}`"
+            in capsys.readouterr().out
+        )

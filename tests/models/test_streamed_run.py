@@ -1,4 +1,6 @@
-"""Runs with layers in host memory equal those with all on the device to the bit; fused updates the others."""
+"""Runs with layers in host memory equal those with all on the device to the bit; fused
+updates the others.
+"""
 
 import dataclasses
 import os
@@ -42,7 +44,8 @@ ROWS, POSITIONS = 8, 16
 SIZES = {"hidden_dim": 16, "num_layers": 4, "num_heads": 2, "num_kv_heads": 1}
 DENSE = Qwen3Config(**SIZES, mlp_dim=8)
 EXPERTS = Qwen3MoeConfig(
-    **SIZES, experts=ExpertsConfig(num_experts=2, experts_per_token=1, intermediate_dim=8)
+    **SIZES,
+    experts=ExpertsConfig(num_experts=2, experts_per_token=1, intermediate_dim=8),
 )
 MIXED = dataclasses.replace(
     EXPERTS,
@@ -75,26 +78,40 @@ def assert_same(found, expected):
 
 
 def config_of(streaming, model=DENSE, update=FUSED, lora=None, devices=1, **more):
-    trainer = TrainerConfig(mesh=MeshConfig({"data": devices}), update=update, streaming=streaming)
+    trainer = TrainerConfig(
+        mesh=MeshConfig({"data": devices}), update=update, streaming=streaming
+    )
     data = DataConfig(seq_len=POSITIONS, batch_size=ROWS)
     more = {"remat": "nested", "optimizer": OPTIMIZER, **more}
-    return LmRunConfig(model=model, vocab_size=264, lora=lora, data=data, trainer=trainer, **more)
+    return LmRunConfig(
+        model=model, vocab_size=264, lora=lora, data=data, trainer=trainer, **more
+    )
 
 
 def kinds(state):
-    return {name: array.sharding.memory_kind for name, array in arrays_by_name(state).items()}
+    return {
+        name: array.sharding.memory_kind
+        for name, array in arrays_by_name(state).items()
+    }
 
 
 def trained(config):
-    """The state after two steps, and its metrics; nothing moves between memories, or compiles twice."""
+    """The state after two steps, and its metrics; nothing moves between memories, or
+    compiles twice.
+    """
     partitioning = Partitioning.of(config.trainer.mesh)
     Candidate(config).check_applies()
     optimizer = run_optimizer(config)
     step = TrainStep.of(
-        config.trainer, loss_function=next_token_loss, optimizer=optimizer, partitioning=partitioning
+        config.trainer,
+        loss_function=next_token_loss,
+        optimizer=optimizer,
+        partitioning=partitioning,
     )
     run: Any = jax.jit(lambda batch, state: step(batch, state), donate_argnums=1)
-    tokens, targets = np.random.default_rng(0).integers(0, 264, (2, ROWS, POSITIONS)).astype(np.int32)
+    tokens, targets = (
+        np.random.default_rng(0).integers(0, 264, (2, ROWS, POSITIONS)).astype(np.int32)
+    )
     with partitioning.active():
         batch = partitioning.shard_batch(
             TokenBatch.of(tokens, targets, np.ones((ROWS, POSITIONS), np.float32))
@@ -115,20 +132,28 @@ def trained(config):
 
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize(
-    "case", [name if i == 0 else pytest.param(name, marks=pytest.mark.deep) for i, name in enumerate(CASES)]
+    "case",
+    [
+        name if i == 0 else pytest.param(name, marks=pytest.mark.deep)
+        for i, name in enumerate(CASES)
+    ],
 )
 def test_a_streamed_step_equals_a_resident_one(case):
     options = CASES[case]
     expected, expected_metrics = trained(config_of(False, **options))
     found, metrics = trained(config_of(True, **options))
-    states = [jax.tree.leaves((one.trained, one.optimizer_state)) for one in (found, expected)]
+    states = [
+        jax.tree.leaves((one.trained, one.optimizer_state)) for one in (found, expected)
+    ]
     for a, b in zip(*states, strict=True):
         assert_same(a, b)
     for name in ("loss", "grad_norm"):
         np.testing.assert_allclose(metrics[name], expected_metrics[name], rtol=1e-6)
     on_host = {name for name, kind in kinds(found).items() if kind == "pinned_host"}
     parts = {name.split(".")[0] for name in on_host}
-    expected_parts = {"trained", "optimizer_state"} if options.get("update", FUSED).fused else set()
+    expected_parts = (
+        {"trained", "optimizer_state"} if options.get("update", FUSED).fused else set()
+    )
     assert parts == expected_parts | ({"frozen"} if "lora" in options else set())
     assert set(kinds(expected).values()) == {"device"}
 
@@ -148,7 +173,9 @@ def workplace(tmp_path_factory):
 
 @pytest.mark.deep
 @pytest.mark.parametrize("kind", RUNS)
-def test_a_streamed_run_equals_a_resident_one_and_each_resumes_as_the_other(workplace, kind, capsys):
+def test_a_streamed_run_equals_a_resident_one_and_each_resumes_as_the_other(
+    workplace, kind, capsys
+):
     """With evaluation; then text is generated from both, and both are exported."""
     runs = {f"{kind} resident": (), f"{kind} streamed": STREAMED}
     for run, options in runs.items():
@@ -166,7 +193,9 @@ def test_a_streamed_run_equals_a_resident_one_and_each_resumes_as_the_other(work
     for run in runs:
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
             out = workplace / f"{run}, exported"
-            assert export_hf(["--run_dir", str(workplace / run), "--out", str(out)]) == 0
+            assert (
+                export_hf(["--run_dir", str(workplace / run), "--out", str(out)]) == 0
+            )
             prompts = ("--prompt", "ab", "--max_new_tokens", "4", "--temperature", "0")
             status, text = printed(generate, "--run_dir", workplace / run, *prompts)
             assert status == 0
@@ -178,13 +207,23 @@ def test_a_streamed_run_equals_a_resident_one_and_each_resumes_as_the_other(work
     # A and B of four maps of attention, and of three of each expert.
     adapters = 2 * (2 * ((16 + 16) + 2 * (16 + 8) + (16 + 16)) + 2 * 2 * 3 * (16 + 8))
     shown = capsys.readouterr().out
-    assert f", {adapters:,} of them trained;" in shown and "attention: blockwise\n" in shown
+    assert (
+        f", {adapters:,} of them trained;" in shown
+        and "attention: blockwise\n" in shown
+    )
     losses = [line["loss"] for line in expected if "loss" in line]
     assert losses[-1] < losses[0]
     # From weights in files too; they go to the host as they are read.
     begin = ("--initialize_from_hf", str(out))
     for run, options in runs.items():
-        arguments = (*RUN[:2], *RUNS[kind], *begin, "--model", "{type: qwen3_moe}", *options)
+        arguments = (
+            *RUN[:2],
+            *RUNS[kind],
+            *begin,
+            "--model",
+            "{type: qwen3_moe}",
+            *options,
+        )
         assert train(workplace, *arguments, run=f"{run} from files") == 0
     assert curve(workplace / f"{kind} streamed from files") == curve(
         workplace / f"{kind} resident from files"
@@ -192,7 +231,9 @@ def test_a_streamed_run_equals_a_resident_one_and_each_resumes_as_the_other(work
 
 
 @pytest.mark.deep
-def test_a_clipped_run_with_fused_updates_on_four_devices_equals_one_without_on_one(workplace):
+def test_a_clipped_run_with_fused_updates_on_four_devices_equals_one_without_on_one(
+    workplace,
+):
     def metrics(*overrides, run):
         assert train(workplace, *RUN[:2], *overrides, run=run) == 0
         return curve(workplace / run)
@@ -201,7 +242,10 @@ def test_a_clipped_run_with_fused_updates_on_four_devices_equals_one_without_on_
     found = metrics(*RUNS["full"], "--trainer.mesh.axes.data", "4", run="fused")
     assert [line.keys() for line in found] == [line.keys() for line in expected]
     for name in ("loss", "grad_norm", "held_out_loss"):
-        values = [[line[name] for line in lines if name in line] for lines in (found, expected)]
+        values = [
+            [line[name] for line in lines if name in line]
+            for lines in (found, expected)
+        ]
         assert len(values[0]) > 1
         np.testing.assert_allclose(*values, rtol=1e-5)
 
@@ -209,8 +253,14 @@ def test_a_clipped_run_with_fused_updates_on_four_devices_equals_one_without_on_
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"update": UpdateConfig()}, "trainer.streaming keeps .*without trainer.update.fused"),
-        ({"remat": "recompute"}, "With trainer.streaming .*remat with save_carries=False would keep"),
+        (
+            {"update": UpdateConfig()},
+            "trainer.streaming keeps .*without trainer.update.fused",
+        ),
+        (
+            {"remat": "recompute"},
+            "With trainer.streaming .*remat with save_carries=False would keep",
+        ),
     ],
 )
 def test_what_cannot_be_combined_with_streaming_is_refused(options, message):
@@ -219,20 +269,34 @@ def test_what_cannot_be_combined_with_streaming_is_refused(options, message):
 
 
 @pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize(("update", "streaming"), [(FUSED, True), (UpdateConfig(), False)])
-def test_auto_streams_where_nothing_else_fits_and_the_run_can(update, streaming, monkeypatch):
+@pytest.mark.parametrize(
+    ("update", "streaming"), [(FUSED, True), (UpdateConfig(), False)]
+)
+def test_auto_streams_where_nothing_else_fits_and_the_run_can(
+    update, streaming, monkeypatch
+):
     def plan(step, **_):
         return SimpleNamespace(policy="offload", streamed=step.can_stream)
 
     monkeypatch.setattr(Candidate, "plan", plan)
     config = config_of(False, update=update, remat="auto", budget="1GiB")
     found = train_lm._fitting(Candidate(config.resolved()), ConsoleProgress()).config
-    assert (found.remat, found.budget, found.trainer.streaming) == ("offload", None, streaming)
+    assert (found.remat, found.budget, found.trainer.streaming) == (
+        "offload",
+        None,
+        streaming,
+    )
 
 
-def test_too_little_host_memory_is_found_before_anything_is_made(workplace, monkeypatch, capsys):
-    monkeypatch.setattr("stacked_remat.training.memory_check.available_host_bytes", lambda: 2**10)
+def test_too_little_host_memory_is_found_before_anything_is_made(
+    workplace, monkeypatch, capsys
+):
+    monkeypatch.setattr(
+        "stacked_remat.training.memory_check.available_host_bytes", lambda: 2**10
+    )
     assert train(workplace, *RUN, *RUNS["full"], *STREAMED, run="too large") == 1
     message = " ".join(capsys.readouterr().out.split())
-    assert re.search("takes at least .* of host memory .*this process can take 1.00 KiB", message)
+    assert re.search(
+        "takes at least .* of host memory .*this process can take 1.00 KiB", message
+    )
     assert not (workplace / "too large").exists()

@@ -1,4 +1,6 @@
-"""From prompts to text: what goes in, when each row ends, in which order pieces are shown."""
+"""From prompts to text: what goes in, when each row ends, in which order pieces are
+shown.
+"""
 
 import itertools
 
@@ -26,7 +28,9 @@ HI = [{"role": "user", "content": "hi"}]
 
 @pytest.fixture
 def written(monkeypatch):
-    """Lets the model write what is asked, a letter of each row at a time; returns the rows of each step."""
+    """Lets the model write what is asked, a letter of each row at a time; returns the
+    rows of each step.
+    """
 
     def write(*texts):
         steps = []
@@ -34,9 +38,13 @@ def written(monkeypatch):
         def tokens(model, prompts, *, max_new_tokens, sampling, key, first_row):
             rows = len(prompts)
             own = [*texts[first_row : first_row + rows], *["."] * rows][:rows]
-            for letters in itertools.zip_longest(*(text[:max_new_tokens] for text in own), fillvalue="."):
+            for letters in itertools.zip_longest(
+                *(text[:max_new_tokens] for text in own), fillvalue="."
+            ):
                 steps.append((first_row, rows))
-                yield np.array([BYTES.end if letter == "." else ord(letter) for letter in letters])
+                yield np.array(
+                    [BYTES.end if letter == "." else ord(letter) for letter in letters]
+                )
 
         monkeypatch.setattr(text_generation, "continued_tokens", tokens)
         return steps
@@ -113,17 +121,27 @@ def test_chat_prompts_and_ends_follow_the_template(tmp_path):
     assert chat_prompt(BYTES, HI)[0] == BYTES.end
     assert bytes(end_of_turn(BYTES)) == b"<|im_end|>"
     words = load_tokenizer(str(word_tokenizer.save(tmp_path)))
-    assert end_of_turn(words) == (word_tokenizer.word_tokenizer().token_to_id("</turn>"),)
+    assert end_of_turn(words) == (
+        word_tokenizer.word_tokenizer().token_to_id("</turn>"),
+    )
     silent = word_tokenizer.save(
-        tmp_path / "silent", template="{% for m in messages %}{{ m.content }}{% endfor %}"
+        tmp_path / "silent",
+        template="{% for m in messages %}{{ m.content }}{% endfor %}",
     )
     assert end_of_turn(load_tokenizer(str(silent))) == ()
 
 
 def test_where_nothing_ends_an_answer_the_next_turn_does(tmp_path):
     source = "{% for m in messages %}"
-    source += "{{ {'user': '<s>u ', 'tool': '<turn>'}.get(m.role, '</turn>') }}\n{{ m.content }}"
-    saved = word_tokenizer.save(tmp_path, template=source + "{% if not loop.last %}\n{% endif %}{% endfor %}")
+    source += (
+        "{{ {'user': '<s>u ', 'tool': '<turn>'}.get(m.role, '</turn>') }}\n{{"
+        " m.content }}"
+    )
+    saved = word_tokenizer.save(
+        tmp_path, template=source + "{% if not loop.last %}\n{% endif %}{% endfor %}"
+    )
     words = load_tokenizer(str(saved))
-    assert begins_of_next_turn(words) == [tuple(words.encode(text)) for text in ("<s>u", "<turn>")]
+    assert begins_of_next_turn(words) == [
+        tuple(words.encode(text)) for text in ("<s>u", "<turn>")
+    ]
     assert begins_of_next_turn(BYTES) == []

@@ -1,4 +1,6 @@
-"""Text that comes a token at a time: whole characters, no stops, nothing shown that a stop takes back."""
+"""Text that comes a token at a time: whole characters, no stops, nothing shown that a
+stop takes back.
+"""
 
 import numpy as np
 import pytest
@@ -15,7 +17,9 @@ END = (BYTES.end,)
 
 def streamed(text, *stops, tokenizer=BYTES, prompt="so ", stop_texts=()):
     """The pieces, with what is left at the end, and the stream."""
-    stream = TextStream(tokenizer, tokenizer.encode_beginning(prompt).tolist(), stops, stop_texts)
+    stream = TextStream(
+        tokenizer, tokenizer.encode_beginning(prompt).tolist(), stops, stop_texts
+    )
     pieces = []
     for token in tokenizer.encode(text) if isinstance(text, str) else text:
         if stream.ended:
@@ -61,7 +65,9 @@ def test_texts_that_stop_may_begin_within_tokens(tmp_path):
     pieces, stream = streamed("one,", stop_texts=[", "])
     assert "".join(pieces) == "one," and not stream.ended
     words = load_tokenizer(str(word_tokenizer.save(tmp_path)))
-    pieces, stream = streamed("never odd or even", tokenizer=words, prompt="hello", stop_texts=["dd o"])
+    pieces, stream = streamed(
+        "never odd or even", tokenizer=words, prompt="hello", stop_texts=["dd o"]
+    )
     assert "".join(pieces) == "never o" and stream.ended
 
 
@@ -73,6 +79,10 @@ def test_a_stop_in_the_prompt_counts_for_nothing():
 @pytest.mark.parametrize("text", ["never odd or even", " or even", "né</s>"])
 def test_words_keep_their_spaces(tmp_path, text):
     tokenizer = load_tokenizer(str(word_tokenizer.save(tmp_path)))
-    pieces, stream = streamed(text, (tokenizer.end,), tokenizer=tokenizer, prompt="hello")
-    assert "".join(pieces) == text.removesuffix("</s>") and stream.ended == text.endswith("</s>")
+    pieces, stream = streamed(
+        text, (tokenizer.end,), tokenizer=tokenizer, prompt="hello"
+    )
+    assert "".join(pieces) == text.removesuffix(
+        "</s>"
+    ) and stream.ended == text.endswith("</s>")
     assert len(np.flatnonzero([bool(piece) for piece in pieces])) > 1

@@ -1,4 +1,6 @@
-"""Training a language model from a config file, with the command's files and messages."""
+"""Training a language model from a config file, with the command's files and
+messages.
+"""
 
 import json
 import shutil
@@ -30,11 +32,18 @@ pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
 def metrics_of(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()
+    ]
 
 
 DEVICES = ("--trainer.mesh.axes.data",)
-TWICE_ON_DATA = (*DEVICES, "2", "--trainer.mesh.compute_mapping", "{batch: data, position: data}")
+TWICE_ON_DATA = (
+    *DEVICES,
+    "2",
+    "--trainer.mesh.compute_mapping",
+    "{batch: data, position: data}",
+)
 
 
 def test_it_trains_and_leaves_config_metrics_and_checkpoint(finished):
@@ -43,15 +52,26 @@ def test_it_trains_and_leaves_config_metrics_and_checkpoint(finished):
     held_out = [line["held_out_loss"] for line in lines if "held_out_loss" in line]
     assert len(held_out) == 2 and held_out[0] > 5.4 and held_out[1] < held_out[0] - 0.5
     assert len(lines[-2]["load_balance_per_layer"]) == 2
-    # the resolved config, from which the run's model can be rebuilt and its checkpoint read
+    # the resolved config, from which the run's model can be rebuilt and its checkpoint
+    # read
     config = parse_config(LmRunConfig, ["--config_path", str(folder / "config.yaml")])
-    assert yaml.safe_load((folder / "config.yaml").read_text())["model"]["type"] == "qwen3_moe"
+    assert (
+        yaml.safe_load((folder / "config.yaml").read_text())["model"]["type"]
+        == "qwen3_moe"
+    )
     assert checkpoint_run(folder / "checkpoints")["config"]["remat"] == "nested"
-    assert json.loads((folder / "result.json").read_text())["held_out_after"]["held_out"] == held_out[1]
+    assert (
+        json.loads((folder / "result.json").read_text())["held_out_after"]["held_out"]
+        == held_out[1]
+    )
 
     def initial():
-        model = Decoder.init(config.model, Axis("vocab", 260), remat=True, key=jax.random.key(0))
-        return TrainState.init(model, build_optimizer(config.optimizer, config.trainer.num_steps))
+        model = Decoder.init(
+            config.model, Axis("vocab", 260), remat=True, key=jax.random.key(0)
+        )
+        return TrainState.init(
+            model, build_optimizer(config.optimizer, config.trainer.num_steps)
+        )
 
     state = load_checkpoint(folder / "checkpoints", eqx.filter_eval_shape(initial))
     assert int(state.step) == STEPS
@@ -60,14 +80,22 @@ def test_it_trains_and_leaves_config_metrics_and_checkpoint(finished):
 @pytest.mark.deep
 def test_each_source_of_a_mixture_is_evaluated_under_its_own_name(workplace, capsys):
     (workplace / "exam.txt").write_text("step on no pets. " * 40)
-    other = f"{{paths: ['{workplace}/text/1*.txt'], held_out: ['{workplace}/exam.txt']}}"
-    assert train(workplace, "--data.sources.pets", other, "--trainer.num_steps", "3") == 0
+    other = (
+        f"{{paths: ['{workplace}/text/1*.txt'], held_out: ['{workplace}/exam.txt']}}"
+    )
+    assert (
+        train(workplace, "--data.sources.pets", other, "--trainer.num_steps", "3") == 0
+    )
     names = ["held_out", "held_out/text", "held_out/pets"]
     result = json.loads((workplace / "run" / "result.json").read_text())
     assert list(result["held_out_before"]) == list(result["held_out_after"]) == names
     assert len(set(result["held_out_after"].values())) == 3
-    evaluated = [line for line in metrics_of(workplace / "run") if "held_out_loss" in line]
-    assert [list(line)[1:] for line in evaluated] == [[f"{name}_loss" for name in names]] * 2
+    evaluated = [
+        line for line in metrics_of(workplace / "run") if "held_out_loss" in line
+    ]
+    assert [list(line)[1:] for line in evaluated] == [
+        [f"{name}_loss" for name in names]
+    ] * 2
     assert "held-out/pets loss after 3 steps: " in capsys.readouterr().out
 
 
@@ -75,16 +103,26 @@ def test_each_source_of_a_mixture_is_evaluated_under_its_own_name(workplace, cap
 def test_auto_is_resolved_before_the_first_step(workplace, capsys):
     auto = ("--remat", "auto", "--trainer.num_steps", "3")
     assert train(workplace, *auto, "--budget", "1GiB") == 0
-    assert yaml.safe_load((workplace / "run" / "config.yaml").read_text())["remat"] is False
+    assert (
+        yaml.safe_load((workplace / "run" / "config.yaml").read_text())["remat"]
+        is False
+    )
     shown = capsys.readouterr().out
-    assert shown.index("False fits 1.00 GiB") < shown.index("held-out loss after 0 steps")
+    assert shown.index("False fits 1.00 GiB") < shown.index(
+        "held-out loss after 0 steps"
+    )
     assert train(workplace, *auto, "--budget", "1KiB", run="other") == 1
     shown = capsys.readouterr().out
-    assert "error: no candidate fits 1.00 KiB" in shown and "smallest found is False with" in shown
+    assert (
+        "error: no candidate fits 1.00 KiB" in shown
+        and "smallest found is False with" in shown
+    )
     assert not (workplace / "other").exists()
 
 
-def test_a_policy_that_offloads_is_checked_on_the_device_first(workplace, capsys, monkeypatch):
+def test_a_policy_that_offloads_is_checked_on_the_device_first(
+    workplace, capsys, monkeypatch
+):
     monkeypatch.setattr(train_lm, "check_offload", refuse_to_offload)
     assert train(workplace, "--remat", "offload") == 1
     assert "error: offloading gives wrong gradients" in capsys.readouterr().out
@@ -96,7 +134,9 @@ def refuse_to_offload():
 
 
 def as_if_finished_in(workplace, finished):
-    """Puts the results of the finished run into a run folder of this workplace, with its config."""
+    """Puts the results of the finished run into a run folder of this workplace, with
+    its config.
+    """
     shutil.copytree(finished, workplace / "run")
     config = yaml.safe_load((workplace / "run" / "config.yaml").read_text())
     config["data"]["sources"]["text"]["paths"] = [f"{workplace}/text/*.txt"]
@@ -104,14 +144,19 @@ def as_if_finished_in(workplace, finished):
     (workplace / "run" / "config.yaml").write_text(yaml.safe_dump(config))
 
 
-def test_a_refused_continuation_leaves_the_folder_as_it_was(workplace, capsys, finished):
+def test_a_refused_continuation_leaves_the_folder_as_it_was(
+    workplace, capsys, finished
+):
     as_if_finished_in(workplace, finished)
     names = ("config.yaml", "result.json", "metrics.jsonl")
     before = [(workplace / "run" / name).read_text() for name in names]
     accept = ("--trainer.checkpoint.accept_changes", "true")
     assert train(workplace) == 1
     assert "finished run of this config" in capsys.readouterr().out
-    assert train(workplace, "--trainer.seed", "5", "--trainer.num_steps", "99", *accept) == 1
+    assert (
+        train(workplace, "--trainer.seed", "5", "--trainer.num_steps", "99", *accept)
+        == 1
+    )
     assert "seed was 0 and is 5" in capsys.readouterr().out
     assert train(workplace, "--trainer.num_steps", "3", *accept) == 1
     assert f"has done {STEPS} steps" in " ".join(capsys.readouterr().out.split())
@@ -122,41 +167,83 @@ def test_a_refused_continuation_leaves_the_folder_as_it_was(workplace, capsys, f
 
 
 @pytest.mark.deep
-def test_every_part_of_the_trainers_config_reaches_the_run(workplace, capsys, monkeypatch, finished):
+def test_every_part_of_the_trainers_config_reaches_the_run(
+    workplace, capsys, monkeypatch, finished
+):
     as_if_finished_in(workplace, finished)
-    monkeypatch.setattr(train_lm, "check_offload", refuse_to_offload)  # not asked for, so not checked
-    options = ("--optimizer.type", "sgd", "--trainer.update.microbatches", "2", "--trainer.num_steps", "3")
+    # Not asked for, so not checked
+    monkeypatch.setattr(train_lm, "check_offload", refuse_to_offload)
+    options = (
+        "--optimizer.type",
+        "sgd",
+        "--trainer.update.microbatches",
+        "2",
+        "--trainer.num_steps",
+        "3",
+    )
     bfloat16 = "{parameters: bfloat16, gradients: bfloat16, optimizer_state: bfloat16}"
     skip = ("--trainer.update.on_nonfinite", "skip", "--trainer.precision", bfloat16)
-    more = ("--trainer.profiler.peak_flops", "1e12", "--trainer.checkpoint.overwrite", "true")
+    more = (
+        "--trainer.profiler.peak_flops",
+        "1e12",
+        "--trainer.checkpoint.overwrite",
+        "true",
+    )
     assert train(workplace, *options, *skip, *more) == 0
     folder, shown = workplace / "run", capsys.readouterr().out
-    after = json.loads((folder / "result.json").read_text())["held_out_after"]["held_out"]
+    after = json.loads((folder / "result.json").read_text())["held_out_after"][
+        "held_out"
+    ]
     summary = shown.partition("3 steps of 64 tokens in 0:")[2]
-    assert f"-> {after:.4f}\n" in summary and f"python -m models.generate --run_dir {folder} " in summary
+    assert (
+        f"-> {after:.4f}\n" in summary
+        and f"python -m models.generate --run_dir {folder} " in summary
+    )
     config = parse_config(LmRunConfig, ["--config_path", str(folder / "config.yaml")])
     assert isinstance(config.optimizer, SgdConfig)
     last = [line for line in metrics_of(folder) if "loss" in line][-1]
     assert last["skips"] == 0
-    layout = json.loads((folder / "checkpoints" / "3" / "run" / "metadata").read_text())["layout"]
+    layout = json.loads(
+        (folder / "checkpoints" / "3" / "run" / "metadata").read_text()
+    )["layout"]
     dtypes = {name: entry["dtype"] for name, entry in layout.items()}
     assert dtypes["trained.head.weight"] == "bfloat16"
-    assert "float32" not in {kind for name, kind in dtypes.items() if name.endswith("head.weight")}
+    assert "float32" not in {
+        kind for name, kind in dtypes.items() if name.endswith("head.weight")
+    }
 
 
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        (("--optimizer.warmup", "99"), "warmup = 99 takes 99 steps, but trainer.num_steps = 60 is not more"),
+        (
+            ("--optimizer.warmup", "99"),
+            "warmup = 99 takes 99 steps, but trainer.num_steps = 60 is not more",
+        ),
         (("--remat", "auto"), "remat: auto takes the policy that fits a budget"),
-        (("--data.sources.text.paths", "[nowhere/*.md]"), "data.sources.text.paths matches no file"),
+        (
+            ("--data.sources.text.paths", "[nowhere/*.md]"),
+            "data.sources.text.paths matches no file",
+        ),
         (("--trainer.eval_batches", "99"), "Lower trainer.eval_batches"),
-        (("--trainer.update.microbatches", "3"), "data.batch_size = 4 can't be cut into"),
+        (
+            ("--trainer.update.microbatches", "3"),
+            "data.batch_size = 4 can't be cut into",
+        ),
         (TWICE_ON_DATA, "duplicate entries for `data`. In trainer.mesh, map only one"),
-        (("--trainer.mesh.param_mapping", "{embd: data}"), "has an axis `embd`. Did you mean `embed`?"),
-        (("--model.attention.backend", "cudnn"), "can't be applied here: The backend of attention 'cudnn'"),
+        (
+            ("--trainer.mesh.param_mapping", "{embd: data}"),
+            "has an axis `embd`. Did you mean `embed`?",
+        ),
+        (
+            ("--model.attention.backend", "cudnn"),
+            "can't be applied here: The backend of attention 'cudnn'",
+        ),
         (("--model.hidden_dim", "200000"), "This can't fit: it takes at least"),
-        (("--trainer.trackers.wandb.project", "p"), "needs the package wandb: pip install wandb"),
+        (
+            ("--trainer.trackers.wandb.project", "p"),
+            "needs the package wandb: pip install wandb",
+        ),
     ],
 )
 def test_user_errors_are_one_message_and_make_no_run_folder(

@@ -1,4 +1,6 @@
-"""A tiny training run: its config, its text, and the command that trains it; what other commands print."""
+"""A tiny training run: its config, its text, and the command that trains it; what other
+commands print.
+"""
 
 import io
 
@@ -21,15 +23,20 @@ vocab_size: 260
 remat: nested
 data: {{held_out_fraction: 0.3, seq_len: 16, batch_size: 4}}
 optimizer: {{learning_rate: 0.02, warmup: 2}}
-trainer: {{num_steps: {STEPS}, log_every: 1, eval_batches: 2, mesh: {{axes: {{data: 1}}}}}}
+trainer: {{num_steps: {STEPS}, log_every: 1, eval_batches: 2,
+          mesh: {{axes: {{data: 1}}}}}}
 """
 
 
 def make_workplace(folder):
-    """A config file and forty files: a letter of its own, the same text three times, and the end."""
+    """A config file and forty files: a letter of its own, the same text three times,
+    and the end.
+    """
     (folder / "text").mkdir()
     for number in range(40):
-        (folder / "text" / f"{number}.txt").write_text(chr(ord("!") + number) + "abcd" * 3)
+        (folder / "text" / f"{number}.txt").write_text(
+            chr(ord("!") + number) + "abcd" * 3
+        )
     (folder / "config.yaml").write_text(CONFIG)
     return folder
 
@@ -57,5 +64,7 @@ def train(workplace, *overrides, run="run"):
 def printed(command, *arguments, width=200):
     """The exit status of a command and what it prints."""
     text = io.StringIO()
-    status = command([str(argument) for argument in arguments], Console(file=text, width=width))
+    status = command(
+        [str(argument) for argument in arguments], Console(file=text, width=width)
+    )
     return status, text.getvalue()

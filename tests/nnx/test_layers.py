@@ -1,4 +1,6 @@
-"""Tests of lists of NNX layers: stacks that refuse unlike layers, and patterns of several kinds."""
+"""Tests of lists of NNX layers: stacks that refuse unlike layers, and patterns of
+several kinds.
+"""
 
 from typing import Any
 
@@ -51,7 +53,9 @@ def loop(layers, x):
 
 def folded(x, stacked):
     run = remat_scan(
-        lambda x, layer, scale: layer(x, scale), in_axes=(nnx.Carry, 0, None), out_axes=nnx.Carry
+        lambda x, layer, scale: layer(x, scale),
+        in_axes=(nnx.Carry, 0, None),
+        out_axes=nnx.Carry,
     )
     return run(x, stacked, SCALE)
 
@@ -64,12 +68,24 @@ def test_a_stack_is_the_list():
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        (Layer(1, factor=3.0), r"Layers 0 and 2 differ in options.factor: 2.0 and 3.0\. "),
-        (Layer(1, factor=None), r"Layers 0 and 2 differ in options.factor: 2.0 and None\. "),
+        (
+            Layer(1, factor=3.0),
+            r"Layers 0 and 2 differ in options.factor: 2.0 and 3.0\. ",
+        ),
+        (
+            Layer(1, factor=None),
+            r"Layers 0 and 2 differ in options.factor: 2.0 and None\. ",
+        ),
         (Layer(1, factor=2), r"Layers 0 and 2 differ in options.factor: 2.0 and 2\. "),
-        (Layer(1, activation=jnp.sin), "Layers 0 and 2 differ in activation: .*tanh.*sin"),
+        (
+            Layer(1, activation=jnp.sin),
+            "Layers 0 and 2 differ in activation: .*tanh.*sin",
+        ),
         (Layer(1, width=8), "differ in parts.0"),
-        (Other(1), "differ in their class: Layer and Other. .* Use stacked_remat.nnx.pattern"),
+        (
+            Other(1),
+            "differ in their class: Layer and Other. .* Use stacked_remat.nnx.pattern",
+        ),
     ],
 )
 def test_a_stack_refuses_unlike_layers(other, message):
@@ -87,7 +103,11 @@ def test_what_is_no_list_of_modules_is_refused():
 
 def test_a_pattern_of_kinds_is_the_list():
     kinds = (0, 1, 0, 2, 1, 0, 2)
-    changes = [{"factor": 0.2}, {"factor": None}, {"factor": 0.2, "activation": jnp.sin}]
+    changes = [
+        {"factor": 0.2},
+        {"factor": None},
+        {"factor": 0.2, "activation": jnp.sin},
+    ]
     layers = [Layer(seed, **changes[kind]) for seed, kind in enumerate(kinds)]
     graphdef, states = nnx.split(nnx.List(layers))
 
@@ -98,24 +118,33 @@ def test_a_pattern_of_kinds_is_the_list():
     for remat in policies("True", "nested", "offload").values():
         blocks = pattern(layers, remat=remat)
         assert blocks.pattern == tuple(f"Layer_{kind}" for kind in kinds)
-        of_blocks = eqx.filter_value_and_grad(lambda own: jnp.sum(own.fold(X, shared(SCALE)) ** 2))
+        of_blocks = eqx.filter_value_and_grad(
+            lambda own: jnp.sum(own.fold(X, shared(SCALE)) ** 2)
+        )
         value, gradient = of_blocks(blocks)
         assert_close(value, of_list(states))
         for number in range(len(layers)):
-            assert_close(jax.tree.leaves(gradient[number].state), jax.tree.leaves(expected[number]))
+            assert_close(
+                jax.tree.leaves(gradient[number].state),
+                jax.tree.leaves(expected[number]),
+            )
         assert_close(blocks[3].module(X), layers[3](X))
 
 
 def test_a_pattern_refuses_layers_that_write():
     blocks = pattern([Normed(), Normed()])
-    with pytest.raises(ValueError, match="The layer writes to .*mean.*, and a pattern keeps no state"):
+    with pytest.raises(
+        ValueError, match="The layer writes to .*mean.*, and a pattern keeps no state"
+    ):
         blocks.fold(X)
 
 
 def test_names_of_mesh_axes_begin_with_that_of_the_layers():
     init = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("embed", "mlp"))
     with nnx.use_eager_sharding(False):
-        layers = [nnx.Linear(4, 4, kernel_init=init, rngs=nnx.Rngs(seed)) for seed in range(3)]
+        layers = [
+            nnx.Linear(4, 4, kernel_init=init, rngs=nnx.Rngs(seed)) for seed in range(3)
+        ]
         stacked = stack(layers, "depth")
         specs: Any = nnx.get_partition_spec
         names = specs(nnx.state(stacked))["kernel"].get_value()
@@ -133,5 +162,7 @@ def test_layers_that_share_a_variable_are_refused():
     layers = [nnx.Linear(4, 4, rngs=nnx.Rngs(seed)) for seed in range(3)]
     layers[2].kernel = layers[0].kernel
     for function in (stack, pattern):
-        with pytest.raises(ValueError, match="Layers 0 and 2 share the variable kernel"):
+        with pytest.raises(
+            ValueError, match="Layers 0 and 2 share the variable kernel"
+        ):
             function(layers)

@@ -1,4 +1,6 @@
-"""`remat_scan` beside `nnx.scan`: results, gradients, state, metadata, memory; and what it refuses."""
+"""`remat_scan` beside `nnx.scan`: results, gradients, state, metadata, memory; and what
+it refuses.
+"""
 
 import functools
 import importlib
@@ -41,7 +43,9 @@ def vmapped(kind: Any = Block, layers=LAYERS, **options) -> Any:
 def raw(tree):
     return {
         jax.tree_util.keystr(path): np.asarray(
-            jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+            jax.random.key_data(leaf)
+            if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+            else leaf
         )
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
     }
@@ -60,7 +64,10 @@ def trained(scan, **options):
         return jnp.sum(jnp.sin(y)) + jnp.sum(sums * jnp.arange(1.0, LAYERS + 1))
 
     both = nnx.jit(nnx.value_and_grad(loss, argnums=(0, 1, 2)))
-    found = [nnx.capture(both, nnx.Intermediate)(blocks, x, jnp.float32(0.1)) for _ in range(2)]
+    found = [
+        nnx.capture(both, nnx.Intermediate)(blocks, x, jnp.float32(0.1))
+        for _ in range(2)
+    ]
     return raw((found, nnx.state(blocks)))
 
 
@@ -68,16 +75,23 @@ def trained(scan, **options):
     "options",
     [
         {"remat": ScanCheckpointPolicy(nested=np.int64(2))},
-        pytest.param({"remat": "offload", "reverse": True, "unroll": 2}, marks=pytest.mark.deep),
+        pytest.param(
+            {"remat": "offload", "reverse": True, "unroll": 2}, marks=pytest.mark.deep
+        ),
     ],
     ids=["nested", "offload, reversed"],
 )
 def test_values_gradients_and_state_are_those_of_nnx_scan(options):
     """Flax's own tests of `nnx.scan`, which `make flax` runs, have more of them."""
-    found, expected = trained(remat_scan, **options), trained(nnx.scan, reverse=options.get("reverse", False))
+    found, expected = (
+        trained(remat_scan, **options),
+        trained(nnx.scan, reverse=options.get("reverse", False)),
+    )
     assert found.keys() == expected.keys()
     for name, leaf in expected.items():
-        np.testing.assert_allclose(found[name], leaf, rtol=2e-5, atol=1e-5, err_msg=name)
+        np.testing.assert_allclose(
+            found[name], leaf, rtol=2e-5, atol=1e-5, err_msg=name
+        )
         if leaf.dtype.kind in "iu":
             assert np.array_equal(found[name], leaf), name
     calls = [leaf for name, leaf in found.items() if "calls" in name]
@@ -95,7 +109,9 @@ def test_a_layer_that_runs_again_draws_the_same_numbers():
         return x * (1 + mask), mask
 
     layers = vmapped(Drop)
-    gradient = nnx.jit(nnx.grad(lambda x, layers: forward(x, layers)[0].sum()))(jnp.ones(64), layers)
+    gradient = nnx.jit(nnx.grad(lambda x, layers: forward(x, layers)[0].sum()))(
+        jnp.ones(64), layers
+    )
     assert np.array_equal(layers.dropout.rngs.count[...], [1] * LAYERS)
     y, masks = forward(jnp.ones(64), vmapped(Drop))  # the product of 1 + mask
     assert len({tuple(mask) for mask in np.asarray(masks)}) == LAYERS
@@ -109,7 +125,9 @@ class Cell(nnx.Module):
     """A matrix of each layer, a sum over the layers and a constant."""
 
     def __init__(self):
-        self.weight = nnx.Param(jnp.arange(3 * LAYERS, dtype=jnp.float32).reshape(3, LAYERS))
+        self.weight = nnx.Param(
+            jnp.arange(3 * LAYERS, dtype=jnp.float32).reshape(3, LAYERS)
+        )
         self.total = nnx.BatchStat(jnp.zeros(3))
         self.constant = nnx.Variable(jnp.full(3, 2.0))
 
@@ -117,7 +135,11 @@ class Cell(nnx.Module):
         self.total[...] += self.weight[...]
         self.weight[...] = self.weight[...] + scales["each"] * scales["all"]
         self.constant[...] = self.constant[...] + 1.0  # dropped
-        return {"mean": self.total[...].mean()}, x + self.weight[...] * self.constant[...], self.total[...]
+        return (
+            {"mean": self.total[...].mean()},
+            x + self.weight[...] * self.constant[...],
+            self.total[...],
+        )
 
 
 @pytest.mark.parametrize("reverse", [False, True])
@@ -151,24 +173,35 @@ def test_weights_are_read_from_the_host():
     def forward(x, layer):
         return x + layer.down(nnx.silu(layer.up(x)))
 
-    gradient = nnx.jit(nnx.value_and_grad(lambda layers, x: jnp.sum(forward(x, layers))))
+    gradient = nnx.jit(
+        nnx.value_and_grad(lambda layers, x: jnp.sum(forward(x, layers)))
+    )
 
     def places(state):
-        return {path[-1]: streaming.is_on_host(leaf[...]) for path, leaf in nnx.to_flat_state(state)}
+        return {
+            path[-1]: streaming.is_on_host(leaf[...])
+            for path, leaf in nnx.to_flat_state(state)
+        }
 
     layers, x = vmapped(Mlp), jnp.ones((2, WIDTH))
     expected = gradient(layers, x)
     nnx.update(
         layers,
         jax.tree.map(
-            lambda leaf: jax.device_put(leaf, jax.memory.Space.Host) if leaf.ndim > 2 else leaf,
+            lambda leaf: (
+                jax.device_put(leaf, jax.memory.Space.Host) if leaf.ndim > 2 else leaf
+            ),
             nnx.state(layers),
         ),
     )
     found = gradient(layers, x)
-    assert places(nnx.state(layers)) == places(found[1]) == {"kernel": True, "bias": False}
+    assert (
+        places(nnx.state(layers)) == places(found[1]) == {"kernel": True, "bias": False}
+    )
     for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
-        assert jnp.allclose(jax.device_put(a, jax.memory.Space.Device), b, rtol=1e-5, atol=1e-6)
+        assert jnp.allclose(
+            jax.device_put(a, jax.memory.Space.Device), b, rtol=1e-5, atol=1e-6
+        )
 
 
 def line(x, layer):
@@ -177,14 +210,29 @@ def line(x, layer):
 
 X, L = jnp.ones(2), jnp.ones((3, 2))
 REFUSED = {
-    "a negative length": (dict(in_axes=(nnx.Carry, None), length=-1), "length=-1 is negative"),
+    "a negative length": (
+        dict(in_axes=(nnx.Carry, None), length=-1),
+        "length=-1 is negative",
+    ),
     "another length": (dict(length=5), r"\(size 5\).*layer.* has leading dimension 3"),
     "no length": (dict(in_axes=(nnx.Carry, None)), "nothing to split.*Pass length="),
-    "axes of one": (dict(in_axes=(nnx.Carry,)), "must take exactly one argument; it was given x, layer"),
-    "a nested carry": (dict(in_axes=({"a": nnx.Carry}, 0)), "Carry must at the top-level"),
+    "axes of one": (
+        dict(in_axes=(nnx.Carry,)),
+        "must take exactly one argument; it was given x, layer",
+    ),
+    "a nested carry": (
+        dict(in_axes=({"a": nnx.Carry}, 0)),
+        "Carry must at the top-level",
+    ),
     "one carry": (dict(out_axes=(0, 0)), "the other must also have Carry"),
-    "a shared result": (dict(out_axes=(nnx.Carry, None)), r"out_axes=None at: out_axes\[1\]"),
-    "other results": (dict(out_axes=(nnx.Carry, 0, 0)), "out_axes has 3 entries.*2 results"),
+    "a shared result": (
+        dict(out_axes=(nnx.Carry, None)),
+        r"out_axes=None at: out_axes\[1\]",
+    ),
+    "other results": (
+        dict(out_axes=(nnx.Carry, 0, 0)),
+        "out_axes has 3 entries.*2 results",
+    ),
     "state of an array": (
         dict(in_axes=(nnx.Carry, STATE)),
         r"StateAxes.*args\[1\].*nnx.StateAxes is for modules",
@@ -206,23 +254,34 @@ def test_functions_that_are_refused():
         remat_scan([])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="Unknown remat policy 'nests'"):
         remat_scan(remat="nests")
-    with pytest.raises(ValueError, match=r"Expected an array.*layer\['a'\] is a int of 0 dimensions"):
+    with pytest.raises(
+        ValueError, match=r"Expected an array.*layer\['a'\] is a int of 0 dimensions"
+    ):
         remat_scan(line)(X, {"a": 3})
     with pytest.raises(ValueError, match=r"carry\['x'\].*float32\[2\].*\[1\]"):
         remat_scan(line, out_axes=(0, nnx.Carry))(X, L[:, :1])
     with pytest.raises(TypeError, match="can't pass flag by keyword"):
         remat_scan(lambda x, layer, *, flag: (x, layer))(X, L, flag=True)
-    with pytest.raises(ValueError, match="must take exactly one argument; it was given x, layer"):
+    with pytest.raises(
+        ValueError, match="must take exactly one argument; it was given x, layer"
+    ):
         remat_scan(line, in_axes=nnx.Carry, out_axes=nnx.Carry, length=2)(X, L)
-    with pytest.raises(ValueError, match="references must be the same between iterations: carry is another"):
-        remat_scan(lambda n, x: (nnx.Variable(n[...] + x), x))(nnx.Variable(jnp.float32(0)), jnp.ones(3))
+    with pytest.raises(
+        ValueError,
+        match="references must be the same between iterations: carry is another",
+    ):
+        remat_scan(lambda n, x: (nnx.Variable(n[...] + x), x))(
+            nnx.Variable(jnp.float32(0)), jnp.ones(3)
+        )
 
     def adds(x, layer):
         layer.new = nnx.Variable(x)
         return x
 
     axes = (nnx.Carry, nnx.StateAxes({nnx.Param: 0, ...: None}))
-    with pytest.raises(ValueError, match="The function adds layer.*axis None is dropped"):
+    with pytest.raises(
+        ValueError, match="The function adds layer.*axis None is dropped"
+    ):
         remat_scan(adds, in_axes=axes, out_axes=nnx.Carry)(X, vmapped(Block))
 
 
@@ -230,25 +289,34 @@ def test_without_flax_the_extra_is_named(monkeypatch):
     for name in [name for name in sys.modules if name.startswith("stacked_remat.nnx")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "flax", None)
-    with pytest.raises(ModuleNotFoundError, match=r"stacked_remat.nnx needs flax.*'stacked_remat\[nnx\]'"):
+    with pytest.raises(
+        ModuleNotFoundError,
+        match=r"stacked_remat.nnx needs flax.*'stacked_remat\[nnx\]'",
+    ):
         importlib.import_module("stacked_remat.nnx")
 
 
 @pytest.mark.deep
 def test_sharding_and_its_metadata_are_kept():
-    mesh = jax.make_mesh((2, 2), ("layers", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    mesh = jax.make_mesh(
+        (2, 2), ("layers", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2
+    )
     metadata = {nnx.PARTITION_NAME: "layers"}
 
     class Sharded(nnx.Module):
         def __init__(self, rngs):
-            init = nnx.with_partitioning(nnx.initializers.lecun_normal(), (None, "model"))
+            init = nnx.with_partitioning(
+                nnx.initializers.lecun_normal(), (None, "model")
+            )
             self.linear = nnx.Linear(WIDTH, WIDTH, kernel_init=init, rngs=rngs)
             self.total = nnx.BatchStat(jnp.zeros(WIDTH), out_sharding=("model",))
 
     with jax.set_mesh(mesh):
         layers = vmapped(Sharded, transform_metadata=metadata)
 
-        @remat_scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry, transform_metadata=metadata)
+        @remat_scan(
+            in_axes=(nnx.Carry, 0), out_axes=nnx.Carry, transform_metadata=metadata
+        )
         def forward(x, layer):
             assert layer.linear.kernel.out_sharding == (None, "model")
             y = jnp.tanh(layer.linear(x))

@@ -11,7 +11,11 @@ from haliax import Axis
 
 from stacked_remat import ScanCheckpointPolicy, fold, memory
 from stacked_remat.ops import _attention_backends, causal_attention
-from stacked_remat.ops._attention_backends import BACKENDS, AttentionCall, exact_attention
+from stacked_remat.ops._attention_backends import (
+    BACKENDS,
+    AttentionCall,
+    exact_attention,
+)
 from stacked_remat.ops._attention_blockwise import BLOCKWISE
 from stacked_remat.ops._attention_rule import Blocks, Sight, attend_by
 from stacked_remat.ops._attention_splash import splash_kernel
@@ -36,7 +40,9 @@ def attend(query, key, value, *, Pos=Pos, **options):
 
 
 def naive_attention(query, key, value, documents, window=None, sinks=None):
-    """`[batch, pos, kv, group, dim]` to `[batch, pos, kv, dim]`, a query head and a position at a time."""
+    """`[batch, pos, kv, group, dim]` to `[batch, pos, kv, dim]`, a query head and a
+    position at a time.
+    """
     out = np.zeros_like(query)
     for b, q, kv, group in np.ndindex(query.shape[:4]):
         first = 0 if window is None else max(0, q + 1 - window)
@@ -59,7 +65,9 @@ KEPT = pytest.mark.skipif(
     getattr(jax.config, "jax_remat3", False) and jax.__version_info__ < (0, 11),
     reason="with JAX_REMAT3=1 JAX 0.10 keeps kernels whose results nothing reads",
 )
-SINKS = hax.named(jnp.array([[-2.0, 0.0, 3.0], [1.0, -0.5, 30.0]]), (KVHeads, HeadsPerKV))
+SINKS = hax.named(
+    jnp.array([[-2.0, 0.0, 3.0], [1.0, -0.5, 30.0]]), (KVHeads, HeadsPerKV)
+)
 
 
 @pytest.mark.parametrize(("window", "sinks"), [(None, None), (3, SINKS)])
@@ -118,12 +126,17 @@ def test_values_and_gradients_in_blocks_are_those_of_the_definition(
     length, size, window, has_documents, rows, sinks, dtype
 ):
     rows = None if rows is None else jnp.asarray(rows, jnp.int32)
-    given = [x if rows is None or i in (1, 2) else x[:, rows] for i, x in enumerate(arrays(length))]
+    given = [
+        x if rows is None or i in (1, 2) else x[:, rows]
+        for i, x in enumerate(arrays(length))
+    ]
     given = [*(x.astype(dtype) for x in given), sinks]
 
     def close(got, wanted):
         atol, rtol = (3e-5, 1e-4) if dtype == jnp.float32 else (0.1, 0.1)
-        np.testing.assert_allclose(np.asarray(got, np.float64), wanted, atol=atol, rtol=rtol)
+        np.testing.assert_allclose(
+            np.asarray(got, np.float64), wanted, atol=atol, rtol=rtol
+        )
 
     rng = np.random.default_rng(0)
     with jax.enable_x64(True):
@@ -141,14 +154,20 @@ def test_values_and_gradients_in_blocks_are_those_of_the_definition(
 def test_memory_grows_with_the_length_and_not_with_its_square():
     def temporaries(length):
         query, key, value, _ = (jnp.zeros(x.shape, x.dtype) for x in arrays(length))
-        gradient = jax.grad(lambda q: jnp.sum(attend_by(BLOCKWISE, q, key, value, Sight(), Blocks(1.0, 32))))
+        gradient = jax.grad(
+            lambda q: jnp.sum(
+                attend_by(BLOCKWISE, q, key, value, Sight(), Blocks(1.0, 32))
+            )
+        )
         return memory.report(gradient, query).temporaries
 
     assert temporaries(1024) / temporaries(256) < 5
 
 
 @pytest.mark.remat3
-@pytest.mark.parametrize("kernel", [BLOCKWISE, pytest.param(splash_kernel(interpret=True), marks=KEPT)])
+@pytest.mark.parametrize(
+    "kernel", [BLOCKWISE, pytest.param(splash_kernel(interpret=True), marks=KEPT)]
+)
 def test_with_output_and_log_sum_exp_saved_a_layer_does_not_attend_again(kernel):
     query, key, value, _ = arrays(256)
 
@@ -172,7 +191,10 @@ def test_extra_batch_axes_and_any_order_of_axes():
     Group = Axis("more", 2)
     axes = (Group, Batch, Pos, KVHeads, HeadsPerKV, HeadDim)
     query = hax.random.normal(jax.random.key(0), axes)
-    key, value = (hax.random.normal(jax.random.key(i), (Group, Batch, Pos, KVHeads, HeadDim)) for i in (1, 2))
+    key, value = (
+        hax.random.normal(jax.random.key(i), (Group, Batch, Pos, KVHeads, HeadDim))
+        for i in (1, 2)
+    )
     expected = attend(query, key, value, backend="exact")
     order = (HeadDim, Pos, HeadsPerKV, Group, KVHeads, Batch)
     found = run(
@@ -198,34 +220,69 @@ def test_no_group_axis_is_one_head_a_key_head():
     [
         (
             dict(backend="cudnn"),
-            "'cudnn' does not support this call: it runs on NVIDIA GPUs, and the program is for 'cpu'",
+            (
+                "'cudnn' does not support this call: it runs on NVIDIA GPUs, and the"
+                " program is for 'cpu'"
+            ),
         ),
         (dict(window=0), "window must be a number of positions, at least 1; got 0"),
         (dict(window=True), "at least 1; got True"),
-        (dict(key=jnp.ones(3), Pos="position"), "`key` must be a named array of floating-point numbers; got"),
-        (dict(HeadDim=Axis("head_dim", 3)), "`key` has .*head_dim=6; it must have .* head_dim=3"),
-        (dict(Pos=Axis("position", 4)), "`key` has .*position=5.*; it must have position=4"),
-        (dict(query=hax.ones((Batch, KVHeads, HeadDim))), "`query` has .*; it must have .*position=5"),
+        (
+            dict(key=jnp.ones(3), Pos="position"),
+            "`key` must be a named array of floating-point numbers; got",
+        ),
+        (
+            dict(HeadDim=Axis("head_dim", 3)),
+            "`key` has .*head_dim=6; it must have .* head_dim=3",
+        ),
+        (
+            dict(Pos=Axis("position", 4)),
+            "`key` has .*position=5.*; it must have position=4",
+        ),
+        (
+            dict(query=hax.ones((Batch, KVHeads, HeadDim))),
+            "`query` has .*; it must have .*position=5",
+        ),
         (
             dict(query=hax.ones((Batch, Pos, KVHeads, HeadDim), dtype=int)),
             "`query` must be floating-point numbers; got int32",
         ),
-        (dict(documents=hax.ones((Batch, Pos))), "`documents` must be integers; got float32"),
-        (dict(documents=jnp.ones((2, 5), int)), "`documents` must be a named array of integers; got Array"),
+        (
+            dict(documents=hax.ones((Batch, Pos))),
+            "`documents` must be integers; got float32",
+        ),
+        (
+            dict(documents=jnp.ones((2, 5), int)),
+            "`documents` must be a named array of integers; got Array",
+        ),
         (
             dict(documents=hax.ones((Pos, Axis("x", 2)), dtype=int)),
-            "`documents` has position=5, x=2; it must have position=5, and may have batch=2",
+            (
+                "`documents` has position=5, x=2; it must have position=5, and may have"
+                " batch=2"
+            ),
         ),
-        (dict(sinks=hax.ones(KVHeads)), "`sinks` has kv_heads=2; it must have kv_heads=2, heads_per_kv=3"),
+        (
+            dict(sinks=hax.ones(KVHeads)),
+            "`sinks` has kv_heads=2; it must have kv_heads=2, heads_per_kv=3",
+        ),
         (
             dict(value=hax.ones((Batch, Pos, KVHeads, HeadDim, Axis("more", 2)))),
-            "`value` has .*more=2; it must have batch=2, position=5, kv_heads=2, head_dim=6",
+            (
+                "`value` has .*more=2; it must have batch=2, position=5, kv_heads=2,"
+                " head_dim=6"
+            ),
         ),
     ],
 )
 def test_arguments_are_checked(change, message):
     query, key, value = named_arrays()
-    arguments = dict(query=query, key=key, value=value, Pos=Pos, KVHeads=KVHeads, HeadDim=HeadDim) | change
+    arguments = (
+        dict(
+            query=query, key=key, value=value, Pos=Pos, KVHeads=KVHeads, HeadDim=HeadDim
+        )
+        | change
+    )
     with pytest.raises(ValueError, match=message):
         causal_attention(**arguments)
 
@@ -239,7 +296,10 @@ def test_arguments_are_checked(change, message):
         (dict(blocks=Blocks(1.0, 8, window=4)), None),
         (dict(among=2), "the axis of positions is divided over devices"),
         ({}, None),
-        (dict(installed=False), r"JAX finds no cuDNN here (pip install nvidia-cudnn-cu13)"),
+        (
+            dict(installed=False),
+            r"JAX finds no cuDNN here (pip install nvidia-cudnn-cu13)",
+        ),
     ],
 )
 def test_cudnn_says_why_it_does_not_support_a_call(change, message, monkeypatch):
@@ -253,26 +313,38 @@ def test_cudnn_says_why_it_does_not_support_a_call(change, message, monkeypatch)
     assert reason is None if message is None else message in reason
     taken = "blockwise" if message else "cudnn"
     with backends_taken() as found:
-        assert choose_backend("attention", BACKENDS, "auto", whole, "window 4") is BACKENDS[taken].kernel
+        assert (
+            choose_backend("attention", BACKENDS, "auto", whole, "window 4")
+            is BACKENDS[taken].kernel
+        )
     assert found["attention, window 4"].startswith(taken)
     assert message is None or f"not cudnn: {reason}" in found["attention, window 4"]
 
 
 def test_a_window_over_all_positions_is_none():
     arguments = *named_arrays(), Pos, KVHeads, HeadDim
-    wide, none = (causal_attention(*arguments, window=window) for window in (2**40, None))
+    wide, none = (
+        causal_attention(*arguments, window=window) for window in (2**40, None)
+    )
     np.testing.assert_allclose(wide.array, none.array, rtol=1e-6)
 
 
 def test_no_positions():
     query, key, value = (array["position", :0] for array in named_arrays())
-    assert causal_attention(query, key, value, Pos.resize(0), KVHeads, HeadDim).axes == query.axes
+    assert (
+        causal_attention(query, key, value, Pos.resize(0), KVHeads, HeadDim).axes
+        == query.axes
+    )
 
 
 def named_arrays():
     query, key, value, _ = arrays(Pos.size)
     axes = (Batch, Pos, KVHeads, HeadDim)
-    return hax.named(query, (*axes[:3], HeadsPerKV, HeadDim)), hax.named(key, axes), hax.named(value, axes)
+    return (
+        hax.named(query, (*axes[:3], HeadsPerKV, HeadDim)),
+        hax.named(key, axes),
+        hax.named(value, axes),
+    )
 
 
 def test_second_derivatives_of_blockwise_attention_are_refused():
@@ -280,17 +352,23 @@ def test_second_derivatives_of_blockwise_attention_are_refused():
 
     def gradient(query, backend="blockwise"):
         def total(query):
-            attended = causal_attention(query, key, value, Pos, KVHeads, HeadDim, backend=backend)
+            attended = causal_attention(
+                query, key, value, Pos, KVHeads, HeadDim, backend=backend
+            )
             return hax.sum(attended**2).scalar()
 
         return jax.grad(total)(query)
 
-    jax.eval_shape(lambda: jax.jvp(lambda query: gradient(query, "exact"), (query,), (query,)))
+    jax.eval_shape(
+        lambda: jax.jvp(lambda query: gradient(query, "exact"), (query,), (query,))
+    )
     for derivative in (
         lambda: jax.jvp(gradient, (query,), (query,)),
         lambda: jax.grad(lambda query: hax.sum(gradient(query) ** 2).scalar())(query),
     ):
-        with pytest.raises(NotImplementedError, match="first derivatives only.*backend='exact'"):
+        with pytest.raises(
+            NotImplementedError, match="first derivatives only.*backend='exact'"
+        ):
             jax.eval_shape(derivative)
 
 
@@ -298,7 +376,9 @@ def test_a_scale_that_is_learnt_is_refused():
     query, key, value = named_arrays()
 
     def total(scale):
-        return hax.sum(causal_attention(query, key, value, Pos, KVHeads, HeadDim, scale=scale)).scalar()
+        return hax.sum(
+            causal_attention(query, key, value, Pos, KVHeads, HeadDim, scale=scale)
+        ).scalar()
 
     jax.eval_shape(lambda: total(0.3))
     with pytest.raises(ValueError, match="multiply query by one that is learnt"):

@@ -1,4 +1,6 @@
-"""Tests of the splash kernels: interpreted against exact attention, and compiled if libtpu is installed."""
+"""Tests of the splash kernels: interpreted against exact attention, and compiled if
+libtpu is installed.
+"""
 
 import functools
 
@@ -12,26 +14,41 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from stacked_remat import memory
 from stacked_remat.ops import causal_attention
-from stacked_remat.ops._attention_backends import BACKENDS, AttentionCall, exact_attention
+from stacked_remat.ops._attention_backends import (
+    BACKENDS,
+    AttentionCall,
+    exact_attention,
+)
 from stacked_remat.ops._attention_rule import Blocks, Ranges, Sight, attend_by
-from stacked_remat.ops._attention_splash import most_seen, splash_block_size, splash_kernel, table
+from stacked_remat.ops._attention_splash import (
+    most_seen,
+    splash_block_size,
+    splash_kernel,
+    table,
+)
 
 from ..blocks import assert_close
 from ..random_arrays import normal
 from .test_attention import attended_with_gradients
 
-DOCUMENTS = np.stack([np.repeat([0, 1, 2], [100, 30, 126]), np.repeat([7, 3], [200, 56])])
+DOCUMENTS = np.stack(
+    [np.repeat([0, 1, 2], [100, 30, 126]), np.repeat([7, 3], [200, 56])]
+)
 
 
 def test_values_and_gradients_are_those_of_exact_attention():
-    """With several rows and key heads, documents and a window they are in `test_context_parallel.py`."""
+    """With several rows and key heads, documents and a window they are in
+    `test_context_parallel.py`.
+    """
     query, cotangent = (normal(seed, 1, 256, 1, 2, 128) for seed in (0, 1))
     key, value = (normal(seed, 1, 256, 1, 128) for seed in (2, 3))
     sinks = jnp.array([[-2.0, 3.0]])
 
     kernel = functools.partial(attend_by, splash_kernel(interpret=True))
     found, expected = (
-        attended_with_gradients(of, Blocks(0.1, 128))(query, key, value, cotangent, sinks)
+        attended_with_gradients(of, Blocks(0.1, 128))(
+            query, key, value, cotangent, sinks
+        )
         for of in (kernel, exact_attention)
     )
     assert_close(found, expected, 1e-4, 3e-5)
@@ -50,7 +67,9 @@ def test_visible_blocks_are_computed_once(window, documents, rows):
     wanted = visible.reshape(queries // size, size, 4, size).any((1, 3))
     np.testing.assert_array_equal(sight.blocks_seen(queries, 256, size, window), wanted)
     for seen in (wanted, wanted.T):
-        read, computed = map(np.asarray, table(Ranges.of(seen), most_seen(seen.shape[1], size, window)))
+        read, computed = map(
+            np.asarray, table(Ranges.of(seen), most_seen(seen.shape[1], size, window))
+        )
         found = np.zeros_like(seen, int)
         np.add.at(found, (np.nonzero(computed)[0], read[computed == 1]), 1)
         np.testing.assert_array_equal(found, seen)
@@ -65,15 +84,27 @@ def test_visible_blocks_are_computed_once(window, documents, rows):
         ([262_144], None, 1024, 512),
         ([524_288], None, 256, 1024),
         ([2**20], 4096, 256, 512),
-        ([384, 3072, 24_576], None, 256, 384),  # a strip, the queries of a device, all keys
+        (
+            [384, 3072, 24_576],
+            None,
+            256,
+            384,
+        ),  # a strip, the queries of a device, all keys
         ([8192, 65_536, 2**20], None, 256, 512),
         ([8192, 65_536, 2**21], None, 256, 1024),
         ([100], None, 256, "a multiple of 128 consecutive positions, not 100"),
-        ([524_288], None, 1024, "1024 x 1024 blocks of 512 positions does not fit a TPU's scalar memory"),
+        (
+            [524_288],
+            None,
+            1024,
+            "1024 x 1024 blocks of 512 positions does not fit a TPU's scalar memory",
+        ),
         ([2**20], None, 256, "1024 x 1024 blocks of 1024 positions does not fit"),
     ],
 )
-def test_blocks_divide_the_sequence_and_their_table_fits(positions, window, row_bytes, size):
+def test_blocks_divide_the_sequence_and_their_table_fits(
+    positions, window, row_bytes, size
+):
     strip, rows, columns = positions * 3 if len(positions) == 1 else positions
     found = splash_block_size(strip, rows, columns, window, row_bytes)
     assert found == size if isinstance(size, int) else size in found
@@ -86,15 +117,26 @@ def test_blocks_divide_the_sequence_and_their_table_fits(positions, window, row_
         (dict(dtype=jnp.dtype("float16")), "takes bfloat16 and float32, not float16"),
         (dict(position=100), "a multiple of 128 consecutive positions, not 100"),
         (dict(head_dim=1024), "for heads up to 512 wide, not 1024"),
-        (dict(position=2**20, blocks=Blocks(1.0, 8)), "1024 x 1024 blocks of 1024 positions"),
+        (
+            dict(position=2**20, blocks=Blocks(1.0, 8)),
+            "1024 x 1024 blocks of 1024 positions",
+        ),
         (dict(among=8), None),
         (dict(among=16), "a multiple of 128 consecutive positions, not 64"),
-        (dict(devices=4), "the compiler can't divide it among 4 devices: call it inside jax.shard_map"),
+        (
+            dict(devices=4),
+            (
+                "the compiler can't divide it among 4 devices: call it inside"
+                " jax.shard_map"
+            ),
+        ),
         ({}, None),
     ],
 )
 def test_it_says_why_it_does_not_support_a_call(change, message):
-    call = dict(platform="tpu", dtype=jnp.dtype("bfloat16"), position=1024, head_dim=128)
+    call = dict(
+        platform="tpu", dtype=jnp.dtype("bfloat16"), position=1024, head_dim=128
+    )
     call |= dict(has_documents=True, blocks=Blocks(1.0, 8, window=4))
     reason = BACKENDS["splash"].why_not(AttentionCall(**(call | change)))
     assert reason is None if message is None else message in reason
@@ -119,13 +161,21 @@ def attention_and_gradients(documents=None, window=None, backend="auto", sinks=N
     return run
 
 
-def shapes(length, kv_heads, group, head_dim, dtype=jnp.bfloat16, batch=(), sharding=None):
+def shapes(
+    length, kv_heads, group, head_dim, dtype=jnp.bfloat16, batch=(), sharding=None
+):
     def named(*axes):
         shape = tuple(axis.size for axis in axes)
-        return hax.NamedArray(jax.ShapeDtypeStruct(shape, dtype, sharding=sharding), axes)
+        return hax.NamedArray(
+            jax.ShapeDtypeStruct(shape, dtype, sharding=sharding), axes
+        )
 
     Batch = tuple(Axis("batch", size) for size in batch)
-    Pos, KVHeads, HeadDim = Axis("position", length), Axis("kv_heads", kv_heads), Axis("head_dim", head_dim)
+    Pos, KVHeads, HeadDim = (
+        Axis("position", length),
+        Axis("kv_heads", kv_heads),
+        Axis("head_dim", head_dim),
+    )
     key = named(*Batch, Pos, KVHeads, HeadDim)
     query = named(*Batch, Pos, KVHeads, Axis("heads_per_kv", group), HeadDim)
     return query, key, key, query
@@ -137,22 +187,38 @@ def shapes(length, kv_heads, group, head_dim, dtype=jnp.bfloat16, batch=(), shar
     [("auto", 1.9, 9), pytest.param("blockwise", 2.2, 7, marks=pytest.mark.slow)],
 )
 def test_65536_positions_on_a_tpu(backend, most, products):
-    """32 heads of 128 on 4 key heads in bfloat16, forward and backward: queries alone are 0.5 GiB."""
-    found = memory.report(attention_and_gradients(backend=backend), *shapes(65_536, 4, 8, 128), target="v5p")
+    """32 heads of 128 on 4 key heads in bfloat16, forward and backward: queries alone
+    are 0.5 GiB.
+    """
+    found = memory.report(
+        attention_and_gradients(backend=backend),
+        *shapes(65_536, 4, 8, 128),
+        target="v5p",
+    )
     assert found.temporaries < most * 2**30
     visible = 512**2 * 128 * 129 // 2
     outputs_times_cotangents = 32 * 2 * 65_536 * 128 if backend == "auto" else 0
-    assert found.flops.matmul == products * 2 * 32 * visible * 128 + outputs_times_cotangents
+    assert (
+        found.flops.matmul
+        == products * 2 * 32 * visible * 128 + outputs_times_cotangents
+    )
     assert not found.flops.too_low
 
 
 @pytest.mark.target("tpu")
-@pytest.mark.parametrize(("head_dim", "dtype"), [(64, jnp.bfloat16), (200, jnp.bfloat16), (512, jnp.float32)])
+@pytest.mark.parametrize(
+    ("head_dim", "dtype"), [(64, jnp.bfloat16), (200, jnp.bfloat16), (512, jnp.float32)]
+)
 def test_a_tpu_takes_any_width_with_documents_and_sinks(head_dim, dtype):
     documents = hax.arange(Axis("position", 1024)) // 100
     sinks = hax.ones((Axis("kv_heads", 1), Axis("heads_per_kv", 2)))
     call = attention_and_gradients(documents, 600, "splash", sinks)
-    assert memory.report(call, *shapes(1024, 1, 2, head_dim, dtype), target="v5p").temporaries > 0
+    assert (
+        memory.report(
+            call, *shapes(1024, 1, 2, head_dim, dtype), target="v5p"
+        ).temporaries
+        > 0
+    )
 
 
 @pytest.mark.target("tpu")
@@ -168,5 +234,6 @@ def test_on_several_devices_it_works_only_where_axes_are_mapped():
         flops(attention_and_gradients(backend="splash"))
     with jax.set_mesh(mesh), hax.axis_mapping({"batch": "data"}):
         splash = flops(attention_and_gradients()).matmul
-    # The kernels compute scores twice in the backward pass: 9 products per block, not 7, and one of vectors.
+    # The kernels compute scores twice in the backward pass: 9 products per block, not
+    # 7, and one of vectors.
     assert 9 / 7 < splash / flops(attention_and_gradients()).matmul < 9.1 / 7

@@ -1,4 +1,6 @@
-"""tokamax's attention kernels: what is asked of them, by its own definition, and compiled for a GPU."""
+"""tokamax's attention kernels: what is asked of them, by its own definition, and
+compiled for a GPU.
+"""
 
 import functools
 import re
@@ -13,7 +15,11 @@ from haliax import Axis
 from stacked_remat import ScanCheckpointPolicy, fold, memory
 from stacked_remat._placement import compiled_for
 from stacked_remat.ops import _tokamax, backends_taken, causal_attention
-from stacked_remat.ops._attention_backends import BACKENDS, AttentionCall, exact_attention
+from stacked_remat.ops._attention_backends import (
+    BACKENDS,
+    AttentionCall,
+    exact_attention,
+)
 from stacked_remat.ops._attention_rule import Blocks, attend_by
 
 from .test_attention import SINKS, arrays, attended_with_gradients, random_documents
@@ -33,10 +39,16 @@ def by_definition(monkeypatch):
 
     def gradients(residuals, output, cotangent, q, k, v, **options):
         mask = options["mask"].as_array(q.shape[-3], k.shape[-3])
-        return _gradients(residuals, output, cotangent, q, k, v, mask, options["logits_scale"])
+        return _gradients(
+            residuals, output, cotangent, q, k, v, mask, options["logits_scale"]
+        )
 
-    monkeypatch.setattr(pallas_mosaic_gpu, "PallasMosaicGpuFlashAttention", base.DotProductAttention)
-    monkeypatch.setattr(pallas_mosaic_gpu_vjp, "PallasMosaicGpuFlashAttentionVjp", lambda: gradients)
+    monkeypatch.setattr(
+        pallas_mosaic_gpu, "PallasMosaicGpuFlashAttention", base.DotProductAttention
+    )
+    monkeypatch.setattr(
+        pallas_mosaic_gpu_vjp, "PallasMosaicGpuFlashAttentionVjp", lambda: gradients
+    )
     monkeypatch.setattr(_tokamax, "_CHUNK", 4)
     monkeypatch.setattr(_tokamax, "_PARTS_OF_LENGTH", (6, 3))
 
@@ -47,9 +59,15 @@ def _gradients(residuals, output, cotangent, q, k, v, mask, scale):
     group = q.shape[-2] // k.shape[-2]
     keys, values = (jnp.repeat(x, group, axis=-2) for x in (k, v))
     scores = jnp.einsum("bqhd,bshd->bhqs", q, keys) * scale
-    weights = jnp.where(mask, jnp.exp(scores - highest[..., None]) / total[..., None], 0.0)
+    weights = jnp.where(
+        mask, jnp.exp(scores - highest[..., None]) / total[..., None], 0.0
+    )
     kept = jnp.einsum("bqhd,bqhd->bhq", output, cotangent)
-    of_scores = weights * (jnp.einsum("bqhd,bshd->bhqs", cotangent, values) - kept[..., None]) * scale
+    of_scores = (
+        weights
+        * (jnp.einsum("bqhd,bshd->bhqs", cotangent, values) - kept[..., None])
+        * scale
+    )
 
     def by_key_head(x):
         return x.reshape(*x.shape[:2], -1, group, x.shape[-1]).sum(axis=3)
@@ -75,35 +93,54 @@ def _gradients(residuals, output, cotangent, q, k, v, mask, scale):
         (6, True, (2, 3, 6, 7, 10, 11)),
     ],
 )
-def test_queries_see_keys_from_a_first_to_a_last(window, has_documents, rows, by_definition):
+def test_queries_see_keys_from_a_first_to_a_last(
+    window, has_documents, rows, by_definition
+):
     rows = None if rows is None else jnp.asarray(rows, jnp.int32)
     # The last chunk of 13 is mostly padding, that of 12 is whole.
     length, strips = 13 if has_documents else 12, 1
     if rows is not None and len(rows) == 6:
         length, strips = 12, 3
-    given = [x if rows is None or i in (1, 2) else x[:, rows] for i, x in enumerate(arrays(length))]
+    given = [
+        x if rows is None or i in (1, 2) else x[:, rows]
+        for i, x in enumerate(arrays(length))
+    ]
 
     rng = np.random.default_rng(0)
     with compiled_for(Hopper()):
         found, expected = (
             attended_with_gradients(of, Blocks(0.4, 4, window, strips=strips), rows)
-            for of in (functools.partial(attend_by, _tokamax.ATTENTION), exact_attention)
+            for of in (
+                functools.partial(attend_by, _tokamax.ATTENTION),
+                exact_attention,
+            )
         )
         for _ in range(4):
             documents = random_documents(rng, length) if has_documents else None
             close = functools.partial(np.testing.assert_allclose, atol=3e-5, rtol=1e-4)
-            jax.tree.map(close, *(of(*given, SINKS.array, documents) for of in (found, expected)))
+            jax.tree.map(
+                close, *(of(*given, SINKS.array, documents) for of in (found, expected))
+            )
 
 
 def layers(names):
-    """The gradient of attention in layers with documents, windows and sinks, with these names kept."""
+    """The gradient of attention in layers with documents, windows and sinks, with these
+    names kept.
+    """
 
     def layer(x, scale):
-        query, key, value = (x.astype(jnp.bfloat16) * scale.astype(jnp.bfloat16) for x in inputs(x))
+        query, key, value = (
+            x.astype(jnp.bfloat16) * scale.astype(jnp.bfloat16) for x in inputs(x)
+        )
         Pos, KVHeads, HeadDim = key.axes
-        documents, sinks = hax.arange(Pos) // 100, hax.ones((KVHeads, Axis("heads_per_kv", 2)))
+        documents, sinks = (
+            hax.arange(Pos) // 100,
+            hax.ones((KVHeads, Axis("heads_per_kv", 2))),
+        )
         axes = Pos, KVHeads, HeadDim
-        attended = causal_attention(query, key, value, *axes, documents=documents, window=128, sinks=sinks)
+        attended = causal_attention(
+            query, key, value, *axes, documents=documents, window=128, sinks=sinks
+        )
         return x + attended.astype(jnp.float32)
 
     def inputs(x):
@@ -111,7 +148,9 @@ def layers(names):
 
     def loss(scales, x):
         policy = ScanCheckpointPolicy(save_block_internals=names)
-        return hax.sum(fold(layer, Axis("layers", 3), remat=policy)(x, scales) ** 2).scalar()
+        return hax.sum(
+            fold(layer, Axis("layers", 3), remat=policy)(x, scales) ** 2
+        ).scalar()
 
     return jax.grad(loss)
 
@@ -135,12 +174,16 @@ def test_on_a_gpu_attention_is_kernels_and_saved_it_is_not_recomputed():
 
 
 @pytest.mark.target("cuda")
-@pytest.mark.parametrize(("head_dim", "dtype"), [(80, jnp.float16), (256, jnp.bfloat16)])
+@pytest.mark.parametrize(
+    ("head_dim", "dtype"), [(80, jnp.float16), (256, jnp.bfloat16)]
+)
 def test_a_gpu_takes_any_width_and_divided_positions(head_dim, dtype):
     pytest.importorskip("tokamax")
     mesh = jax.sharding.Mesh(memory.find_target("h200").devices(2), ("context",))
     spec = jax.sharding.PartitionSpec("context")
-    query, key, _, _ = shapes(1024, 1, 2, head_dim, dtype, sharding=jax.sharding.NamedSharding(mesh, spec))
+    query, key, _, _ = shapes(
+        1024, 1, 2, head_dim, dtype, sharding=jax.sharding.NamedSharding(mesh, spec)
+    )
 
     def gradients(query, key):
         axes = key.axes
@@ -158,23 +201,39 @@ def test_examples_of_short_documents_are_mapped_after_they_are_traced():
 
     def loss(query, key, numbers):
         documents = hax.named(numbers, key.axes[0])
-        return hax.sum(causal_attention(query, key, key, *key.axes, documents=documents)).scalar()
+        return hax.sum(
+            causal_attention(query, key, key, *key.axes, documents=documents)
+        ).scalar()
 
     def gradients(query, key, numbers):
-        return jax.vmap(jax.grad(jax.checkpoint(loss)), (None, None, 0))(query, key, numbers)
+        return jax.vmap(jax.grad(jax.checkpoint(loss)), (None, None, 0))(
+            query, key, numbers
+        )
 
     numbers = jax.ShapeDtypeStruct((3, 17), jnp.int32)
     with backends_taken() as taken:
-        assert memory.report(gradients, query, key, numbers, target="h200").temporaries > 0
+        assert (
+            memory.report(gradients, query, key, numbers, target="h200").temporaries > 0
+        )
     assert taken["attention"].startswith("tokamax")
 
 
 def test_in_float16_it_takes_whole_blocks_of_queries():
-    """On an H200 the gradients of values at 1,000 positions were NaN in float16, and right in bfloat16."""
+    """On an H200 the gradients of values at 1,000 positions were NaN in float16, and
+    right in bfloat16.
+    """
 
     def reason(dtype, position, among=1):
-        call = AttentionCall(platform="cuda", dtype=jnp.dtype(dtype), position=position, head_dim=64,
-                             has_documents=False, blocks=Blocks(1.0, 8), among=among)  # fmt: skip
+        call = AttentionCall(
+            platform="cuda",
+            dtype=jnp.dtype(dtype),
+            position=position,
+            head_dim=64,
+            # fmt: skip
+            has_documents=False,
+            blocks=Blocks(1.0, 8),
+            among=among,
+        )
         return BACKENDS["tokamax"].why_not(call) or ""
 
     assert "must be a multiple of 64 positions, of 1000 here" in reason("float16", 1000)

@@ -1,4 +1,6 @@
-"""Attention of positions that are divided over devices is that of all positions on one."""
+"""Attention of positions that are divided over devices is that of all positions on
+one.
+"""
 
 import functools
 
@@ -20,7 +22,12 @@ from tests.ops.test_per_device import mesh
 from ..blocks import assert_close
 from ..random_arrays import normal
 
-Batch, KVHeads, Group, HeadDim = Axis("batch", 2), Axis("kv", 2), Axis("group", 2), Axis("dim", 4)
+Batch, KVHeads, Group, HeadDim = (
+    Axis("batch", 2),
+    Axis("kv", 2),
+    Axis("group", 2),
+    Axis("dim", 4),
+)
 
 
 def arguments(length):
@@ -29,7 +36,9 @@ def arguments(length):
     key, value = (normal(seed, Pos, Batch, KVHeads, HeadDim) for seed in (1, 2))
     sinks = normal(3, KVHeads, Group)
     # Documents that begin at other places in each row, and padding.
-    starts = jnp.stack([jnp.arange(length) // 5, jnp.minimum(jnp.arange(length) // 3, 2)])
+    starts = jnp.stack(
+        [jnp.arange(length) // 5, jnp.minimum(jnp.arange(length) // 3, 2)]
+    )
     return Pos, (query, key, value, sinks), hax.named(starts, (Batch, Pos))
 
 
@@ -39,27 +48,49 @@ def arguments(length):
         ({}, None, 16, {"pos": "data"}),
         # 3 positions a device, which are no equal strips for 4
         pytest.param({"window": 3}, None, 12, {"pos": "data"}, marks=pytest.mark.deep),
-        pytest.param({"window": 7}, 2, 32, {"batch": "model", "pos": "data"}, marks=pytest.mark.deep),
-        pytest.param({"backend": "exact"}, None, 16, {"pos": ["data", "model"]}, marks=pytest.mark.deep),
+        pytest.param(
+            {"window": 7},
+            2,
+            32,
+            {"batch": "model", "pos": "data"},
+            marks=pytest.mark.deep,
+        ),
+        pytest.param(
+            {"backend": "exact"},
+            None,
+            16,
+            {"pos": ["data", "model"]},
+            marks=pytest.mark.deep,
+        ),
         ({"window": 150}, 128, 512, {"batch": "data", "kv": "heads", "pos": "model"}),
         pytest.param({}, 128, 2048, {"pos": ["data", "model"]}, marks=pytest.mark.deep),
     ],
     ids=str,
 )
-def test_values_and_gradients_are_those_of_one_device(options, block, length, mapping, monkeypatch):
+def test_values_and_gradients_are_those_of_one_device(
+    options, block, length, mapping, monkeypatch
+):
     """With blocks of 128 positions by the splash kernels."""
     if block is not None:
         monkeypatch.setattr(attention, "_BLOCKS", (block, block))
     if is_splash := block == 128:
-        monkeypatch.setitem(BACKENDS, "blockwise", Backend(splash_kernel(interpret=True)))
+        monkeypatch.setitem(
+            BACKENDS, "blockwise", Backend(splash_kernel(interpret=True))
+        )
     Pos, args, documents = arguments(length)
 
     @functools.partial(jax.jit, static_argnums=2)
     def found(args, documents, backend="auto"):
         def loss(args):
             query, key, value, sinks = args
-            given = {"documents": documents, "sinks": sinks, "backend": backend} | options
-            attended = causal_attention(query, key, value, Pos, KVHeads, HeadDim, **given)
+            given = {
+                "documents": documents,
+                "sinks": sinks,
+                "backend": backend,
+            } | options
+            attended = causal_attention(
+                query, key, value, Pos, KVHeads, HeadDim, **given
+            )
             return hax.sum(attended**2).scalar(), attended
 
         return jax.value_and_grad(loss, has_aux=True)(args)

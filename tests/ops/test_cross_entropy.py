@@ -20,7 +20,9 @@ from ..random_arrays import normal
 Embed, Vocab = Axis("embed", 4), Axis("vocab", 11)
 
 
-def with_all_logits(hidden, head, targets, Embed, Vocab, *, weights=None, z_loss=0.0, chunk_size=None):
+def with_all_logits(
+    hidden, head, targets, Embed, Vocab, *, weights=None, z_loss=0.0, chunk_size=None
+):
     logits = hax.dot(hidden, head, axis=Embed).astype(jnp.float32)
     lse = hax.nn.logsumexp(logits, axis=Vocab)
     losses = lse - hax.take(logits, Vocab, targets) + z_loss * lse * lse
@@ -29,7 +31,9 @@ def with_all_logits(hidden, head, targets, Embed, Vocab, *, weights=None, z_loss
 
 def example(*sizes, seed=0):
     tokens = tuple(Axis(f"axis{i}", size) for i, size in enumerate(sizes))
-    targets = np.random.default_rng(seed).integers(0, Vocab.size, sizes).astype(np.int32)
+    targets = (
+        np.random.default_rng(seed).integers(0, Vocab.size, sizes).astype(np.int32)
+    )
     return (
         normal(seed, *tokens, Embed),
         normal(seed + 1, Embed, Vocab),
@@ -43,10 +47,16 @@ def example(*sizes, seed=0):
     [((4, 3), 5, 0.3, True), ((5,), 2, 0.0, False), ((3, 2), 30, 0.3, False)],
 )
 def test_values_and_gradients_are_those_with_all_logits(sizes, chunk, z_loss, weighted):
-    """A token of weight zero may have any target, and one whose target is -100 has weight zero."""
+    """A token of weight zero may have any target, and one whose target is -100 has
+    weight zero.
+    """
     hidden, head, targets, cotangent = example(*sizes)
-    real = hax.named(jnp.arange(targets.array.size).reshape(sizes) % 3 != 1, targets.axes)
-    weights = hax.where(cotangent > 0.5, 0.0, cotangent * cotangent) if weighted else None
+    real = hax.named(
+        jnp.arange(targets.array.size).reshape(sizes) % 3 != 1, targets.axes
+    )
+    weights = (
+        hax.where(cotangent > 0.5, 0.0, cotangent * cotangent) if weighted else None
+    )
     given = hax.where(weights == 0, 1_000, targets) if weighted else targets
     of_real = real.astype(jnp.float32) * (weights if weighted else 1.0)
     cases = (
@@ -55,14 +65,30 @@ def test_values_and_gradients_are_those_with_all_logits(sizes, chunk, z_loss, we
     )
 
     def loss(hidden, head, of, targets, weights):
-        losses = of(hidden, head, targets, Embed, Vocab, weights=weights, z_loss=z_loss, chunk_size=chunk)
+        losses = of(
+            hidden,
+            head,
+            targets,
+            Embed,
+            Vocab,
+            weights=weights,
+            z_loss=z_loss,
+            chunk_size=chunk,
+        )
         return hax.sum(losses * cotangent).scalar(), losses
 
     def both(hidden, head):
-        return [jax.value_and_grad(loss, (0, 1), has_aux=True)(hidden, head, *case) for case in cases]
+        return [
+            jax.value_and_grad(loss, (0, 1), has_aux=True)(hidden, head, *case)
+            for case in cases
+        ]
 
     found, expected = quick_jit(both)(hidden, head)
-    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-5, rtol=1e-4), found, expected)
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, atol=2e-5, rtol=1e-4),
+        found,
+        expected,
+    )
     assert not np.any(found[0][1].array[~real.array])
 
 
@@ -79,11 +105,15 @@ def test_a_frozen_head_has_no_gradient_buffer():
 
     def program(argnums):
         def total(hidden, head):
-            return hax.sum(chunked_cross_entropy(hidden, head, targets, Embed, Vocab, chunk_size=2)).scalar()
+            return hax.sum(
+                chunked_cross_entropy(hidden, head, targets, Embed, Vocab, chunk_size=2)
+            ).scalar()
 
         return jax.make_jaxpr(jax.grad(total, argnums))(hidden, head)
 
-    frozen, trained = (memory.count_flops(program(argnums)).matmul for argnums in (0, (0, 1)))
+    frozen, trained = (
+        memory.count_flops(program(argnums)).matmul for argnums in (0, (0, 1))
+    )
     product = 2 * 8 * Embed.size * Vocab.size
     assert frozen == 3 * product and trained == 4 * product
 
@@ -92,7 +122,9 @@ def test_logits_of_all_tokens_never_exist():
     hidden, head, targets, _ = example(64)
 
     def total(hidden, head):
-        return hax.sum(chunked_cross_entropy(hidden, head, targets, Embed, Vocab, chunk_size=4)).scalar()
+        return hax.sum(
+            chunked_cross_entropy(hidden, head, targets, Embed, Vocab, chunk_size=4)
+        ).scalar()
 
     program = equations_of(jax.grad(total, (0, 1)), hidden, head)
     shapes = {out.aval.shape for one in program for out in one.outvars}
@@ -106,19 +138,28 @@ def test_half_precision_has_wide_sums():
     def total(of, hidden, head):
         return hax.sum(of(hidden, head, targets, Embed, Vocab, chunk_size=7)).scalar()
 
-    found = jax.jit(jax.grad(functools.partial(total, chunked_cross_entropy), (0, 1)))(half, head)
+    found = jax.jit(jax.grad(functools.partial(total, chunked_cross_entropy), (0, 1)))(
+        half, head
+    )
     wide = half.astype(jnp.float32), head.astype(jnp.bfloat16).astype(jnp.float32)
-    expected = jax.jit(jax.grad(functools.partial(total, with_all_logits), (0, 1)))(*wide)
+    expected = jax.jit(jax.grad(functools.partial(total, with_all_logits), (0, 1)))(
+        *wide
+    )
     assert found[0].dtype == jnp.bfloat16 and found[1].dtype == jnp.float32
     scale = float(jnp.max(jnp.abs(expected[1].array)))
     np.testing.assert_allclose(found[1].array, expected[1].array, atol=0.01 * scale)
 
 
-@pytest.mark.parametrize(("dtype", "target"), [(jnp.uint8, 156), (jnp.int8, -5), (jnp.uint16, 65_436)])
+@pytest.mark.parametrize(
+    ("dtype", "target"), [(jnp.uint8, 156), (jnp.int8, -5), (jnp.uint16, 65_436)]
+)
 def test_narrow_integer_targets(dtype, target):
     """-100 as a byte is 156, and 200 words do not fit an int8."""
     Wide, Pos = Axis("vocab", 200), Axis("position", 3)
-    hidden, head = (hax.random.normal(jax.random.key(0), axes) for axes in ((Pos, Embed), (Embed, Wide)))
+    hidden, head = (
+        hax.random.normal(jax.random.key(0), axes)
+        for axes in ((Pos, Embed), (Embed, Wide))
+    )
     narrow = hax.named(jnp.full(3, target, dtype), Pos)
     found, wide = (
         chunked_cross_entropy(hidden, head, targets, Embed, Wide).array
@@ -136,7 +177,9 @@ def test_the_gradient_of_a_weight_is_the_loss_of_its_token():
     weights = hax.where(hax.arange(targets.axes[0]) == 2, 0.0, weights)
 
     def total(weights):
-        return hax.sum(chunked_cross_entropy(hidden, head, targets, Embed, Vocab, weights=weights)).scalar()
+        return hax.sum(
+            chunked_cross_entropy(hidden, head, targets, Embed, Vocab, weights=weights)
+        ).scalar()
 
     losses = chunked_cross_entropy(hidden, head, targets, Embed, Vocab).array
     gradient = quick_jit(jax.grad(total))(weights)
@@ -146,26 +189,50 @@ def test_the_gradient_of_a_weight_is_the_loss_of_its_token():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (dict(Vocab=Axis("words", 11)), "`head` has embed=4, vocab=11; it must have embed=4, words=11"),
-        (dict(Embed=Axis("width", 4)), "`hidden` has axis0=3, embed=4; it must have axis0=3, width=4"),
-        (dict(weights=hax.ones(Axis("other", 3))), "`weights` has other=3; it must have axis0=3"),
-        (dict(targets=hax.ones(Axis("axis0", 3))), "`targets` must be integers; got float32"),
-        (dict(chunk_size=0), "chunk_size must be a number of tokens, at least 1; got 0"),
+        (
+            dict(Vocab=Axis("words", 11)),
+            "`head` has embed=4, vocab=11; it must have embed=4, words=11",
+        ),
+        (
+            dict(Embed=Axis("width", 4)),
+            "`hidden` has axis0=3, embed=4; it must have axis0=3, width=4",
+        ),
+        (
+            dict(weights=hax.ones(Axis("other", 3))),
+            "`weights` has other=3; it must have axis0=3",
+        ),
+        (
+            dict(targets=hax.ones(Axis("axis0", 3))),
+            "`targets` must be integers; got float32",
+        ),
+        (
+            dict(chunk_size=0),
+            "chunk_size must be a number of tokens, at least 1; got 0",
+        ),
     ],
 )
 def test_arguments_are_checked(change, message):
     hidden, head, targets, _ = example(3)
-    arguments = dict(hidden=hidden, head=head, targets=targets, Embed=Embed, Vocab=Vocab) | change
+    arguments = (
+        dict(hidden=hidden, head=head, targets=targets, Embed=Embed, Vocab=Vocab)
+        | change
+    )
     with pytest.raises(ValueError, match=message):
         chunked_cross_entropy(**arguments)
 
 
 @pytest.mark.target("cuda")
 def test_a_vocabulary_of_150000_at_65536_tokens():
-    Pos, Embed, Vocab = Axis("position", 65_536), Axis("embed", 2_048), Axis("vocab", 151_936)
+    Pos, Embed, Vocab = (
+        Axis("position", 65_536),
+        Axis("embed", 2_048),
+        Axis("vocab", 151_936),
+    )
 
     def total(hidden, head, targets):
-        return hax.sum(chunked_cross_entropy(hidden, head, targets, Embed, Vocab)).scalar()
+        return hax.sum(
+            chunked_cross_entropy(hidden, head, targets, Embed, Vocab)
+        ).scalar()
 
     def example():
         half = functools.partial(hax.zeros, dtype=jnp.bfloat16)

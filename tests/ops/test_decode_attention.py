@@ -13,13 +13,16 @@ from ..jaxprs import equations_of
 
 Batch, Slot, HeadDim = Axis("batch", 3), Axis("slot", 9), Axis("head_dim", 6)
 KVHeads, HeadsPerKV = Axis("kv_heads", 2), Axis("heads_per_kv", 3)
-Positions = hax.named(jnp.array([0, 4, 8]), Batch)  # the beginning, the middle and the end
+# The beginning, the middle and the end
+Positions = hax.named(jnp.array([0, 4, 8]), Batch)
 
 
 def sequences(dtype=jnp.float32):
     keys = jax.random.split(jax.random.key(0), 3)
     query = hax.random.normal(keys[0], (Batch, Slot, KVHeads, HeadsPerKV, HeadDim))
-    key, value = (hax.random.normal(k, (Batch, KVHeads, Slot, HeadDim)) for k in keys[1:])
+    key, value = (
+        hax.random.normal(k, (Batch, KVHeads, Slot, HeadDim)) for k in keys[1:]
+    )
     return query.astype(dtype), key.astype(dtype), value.astype(dtype)
 
 
@@ -29,14 +32,17 @@ def at(query, positions):
 
 
 def attend(query, key, value, positions=Positions, **options):
-    return decode_attention(query, key, value, Slot, HeadDim, positions=positions, **options)
+    return decode_attention(
+        query, key, value, Slot, HeadDim, positions=positions, **options
+    )
 
 
 SINKS = hax.random.normal(jax.random.key(9), (HeadsPerKV, KVHeads))
 
 
 @pytest.mark.parametrize(
-    ("window", "scale", "sinks"), [(None, None, None), (1, None, SINKS), (4, 0.2, SINKS)]
+    ("window", "scale", "sinks"),
+    [(None, None, None), (1, None, SINKS), (4, 0.2, SINKS)],
 )
 def test_it_is_causal_attention_at_the_position_of_each_row(window, scale, sinks):
     query, key, value = sequences()
@@ -44,8 +50,12 @@ def test_it_is_causal_attention_at_the_position_of_each_row(window, scale, sinks
 
     @jax.jit
     def both(positions):
-        whole = causal_attention(query, key, value, Slot, KVHeads, HeadDim, backend="exact", **options)
-        return attend(at(query, positions), key, value, positions, **options), at(whole, positions)
+        whole = causal_attention(
+            query, key, value, Slot, KVHeads, HeadDim, backend="exact", **options
+        )
+        return attend(at(query, positions), key, value, positions, **options), at(
+            whole, positions
+        )
 
     for positions in [(0, 4, 8), (7, 7, 1)]:
         found, expected = both(hax.named(jnp.array(positions), Batch))
@@ -56,8 +66,12 @@ def test_it_is_causal_attention_at_the_position_of_each_row(window, scale, sinks
 def test_several_positions_of_a_sequence_at_once():
     query, key, value = sequences()
     Pos = Axis("position", Slot.size)
-    whole = causal_attention(query, key, value, Slot, KVHeads, HeadDim, window=4, backend="exact")
-    found = attend(query.rename({"slot": "position"}), key, value, hax.arange(Pos), window=4)
+    whole = causal_attention(
+        query, key, value, Slot, KVHeads, HeadDim, window=4, backend="exact"
+    )
+    found = attend(
+        query.rename({"slot": "position"}), key, value, hax.arange(Pos), window=4
+    )
     np.testing.assert_allclose(found.array, whole.array, atol=1e-6)
 
 
@@ -71,7 +85,10 @@ def test_axes_may_come_in_any_order():
     )
     assert turned.axes == (HeadDim, HeadsPerKV, Batch, KVHeads)
     np.testing.assert_allclose(
-        turned.rearrange(own.axes).array, attend(own, key, value).array, rtol=1e-5, atol=1e-6
+        turned.rearrange(own.axes).array,
+        attend(own, key, value).array,
+        rtol=1e-5,
+        atol=1e-6,
     )
 
 
@@ -82,21 +99,48 @@ def test_half_precision_has_wide_scores_and_sums():
     exact = attend(*(x.astype(jnp.float32) for x in (own, key, value)))
     assert found.dtype == jnp.bfloat16
     np.testing.assert_allclose(found.array.astype(jnp.float32), exact.array, atol=2e-2)
-    products = [one for one in equations_of(attend, own, key, value) if one.primitive.name == "dot_general"]
-    assert [one.params["preferred_element_type"] for one in products] == [jnp.float32] * 2
+    products = [
+        one
+        for one in equations_of(attend, own, key, value)
+        if one.primitive.name == "dot_general"
+    ]
+    assert [one.params["preferred_element_type"] for one in products] == [
+        jnp.float32
+    ] * 2
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (dict(window=0), "window must be a number of positions, at least 1; got 0"),
-        (dict(positions=Positions.astype(jnp.float32)), "`positions` must be integers; got float32"),
-        (dict(positions=hax.arange(Axis("other", 2))), "`positions` has other=2; .* may have batch=3"),
-        (dict(sinks=hax.ones((KVHeads, HeadDim))), "`sinks` has kv_heads=2, head_dim=6; .* may have"),
-        (dict(query=sequences()[0]), r"query has the axis 'slot' of the cache's slots; rename"),
-        (dict(key=hax.ones((Batch, KVHeads, HeadDim))), "`key` has .*; it must have slot=9, head_dim=6"),
-        (dict(value=hax.ones((Batch, Slot, HeadDim))), "`value` has .*; it must have batch=3, kv_heads=2"),
-        (dict(query=hax.ones((Batch, HeadDim))), "`query` has .*; it must have batch=3, kv_heads=2"),
+        (
+            dict(positions=Positions.astype(jnp.float32)),
+            "`positions` must be integers; got float32",
+        ),
+        (
+            dict(positions=hax.arange(Axis("other", 2))),
+            "`positions` has other=2; .* may have batch=3",
+        ),
+        (
+            dict(sinks=hax.ones((KVHeads, HeadDim))),
+            "`sinks` has kv_heads=2, head_dim=6; .* may have",
+        ),
+        (
+            dict(query=sequences()[0]),
+            r"query has the axis 'slot' of the cache's slots; rename",
+        ),
+        (
+            dict(key=hax.ones((Batch, KVHeads, HeadDim))),
+            "`key` has .*; it must have slot=9, head_dim=6",
+        ),
+        (
+            dict(value=hax.ones((Batch, Slot, HeadDim))),
+            "`value` has .*; it must have batch=3, kv_heads=2",
+        ),
+        (
+            dict(query=hax.ones((Batch, HeadDim))),
+            "`query` has .*; it must have batch=3, kv_heads=2",
+        ),
     ],
 )
 def test_arguments_are_checked(change, message):

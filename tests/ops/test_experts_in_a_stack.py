@@ -1,4 +1,6 @@
-"""Tests of `grouped_experts` in a fold, where experts are read from the stack of all layers."""
+"""Tests of `grouped_experts` in a fold, where experts are read from the stack of all
+layers.
+"""
 
 import dataclasses
 import functools
@@ -44,12 +46,17 @@ class Mixture(eqx.Module):
             gate = weights.layer["gate"].astype(x.dtype)
             weights = dataclasses.replace(weights, own={**weights.layer, "gate": gate})
         gates = jnp.linspace(0.5, 1, choices.size, dtype=x.dtype).reshape(choices.shape)
-        return x + grouped_experts(self.expert, weights, self.Experts, x, choices, gates, backend="block")
+        return x + grouped_experts(
+            self.expert, weights, self.Experts, x, choices, gates, backend="block"
+        )
 
 
 def mixtures(*, expert=swiglu, make=normal, experts=4, width=4, inner=3):
     shapes = {"gate": (width, inner), "up": (width, inner), "down": (inner, width)}
-    weights = {name: make(i, 3, experts, *shape) for i, (name, shape) in enumerate(shapes.items())}
+    weights = {
+        name: make(i, 3, experts, *shape)
+        for i, (name, shape) in enumerate(shapes.items())
+    }
     return Stacked(Mixture(Axis("experts", experts), expert, weights), Layers)
 
 
@@ -68,7 +75,9 @@ def test_values_and_gradients_are_those_of_one_layer_after_the_other(trained):
     def gradients(run, stack):
         is_trained = jax.tree.map(lambda _: False, stack)
         of_weights = {name: name in trained.split() for name in stack.stacked.weights}
-        is_trained = eqx.tree_at(lambda stack: stack.stacked.weights, is_trained, of_weights)
+        is_trained = eqx.tree_at(
+            lambda stack: stack.stacked.weights, is_trained, of_weights
+        )
         part, rest = eqx.partition(stack, is_trained)
         return jax.value_and_grad(
             lambda part, x: jnp.vdot(run(eqx.combine(part, rest), x), cotangent), (0, 1)
@@ -85,7 +94,9 @@ def test_values_and_gradients_are_those_of_one_layer_after_the_other(trained):
             for remat, expert in cases
         ]
 
-    wanted = quick_jit(lambda: gradients(functools.partial(one_by_one, choices), mixtures()))()
+    wanted = quick_jit(
+        lambda: gradients(functools.partial(one_by_one, choices), mixtures())
+    )()
     for case, results in zip(cases, quick_jit(found)(), strict=True):
         assert_close(results, wanted, 1e-4, 1e-4, case)
 
@@ -111,9 +122,17 @@ def test_gradients_of_gradients():
 
 def test_the_layer_of_a_stack_has_what_all_layers_share():
     Width = Axis("width", 3)
-    shared, own = hax.named(jnp.arange(3.0), Width), hax.named(jnp.ones((3, 3)), (Layers, Width))
-    found = LayerStack({"shared": shared, "number": jnp.ones(()), "own": own}, 1, "layers").layer
-    assert found["shared"].axes == found["own"].axes == (Width,) and found["number"].shape == ()
+    shared, own = (
+        hax.named(jnp.arange(3.0), Width),
+        hax.named(jnp.ones((3, 3)), (Layers, Width)),
+    )
+    found = LayerStack(
+        {"shared": shared, "number": jnp.ones(()), "own": own}, 1, "layers"
+    ).layer
+    assert (
+        found["shared"].axes == found["own"].axes == (Width,)
+        and found["number"].shape == ()
+    )
 
 
 @pytest.mark.target("cuda")
@@ -125,7 +144,9 @@ def test_no_copy_of_a_layer_is_made_for_a_gpu():
     x, choices = shape(0, 256, 512), jax.ShapeDtypeStruct((3, 256, 1), jnp.int32)
 
     def loss(x, stack, choices):
-        return jnp.sum(stack.fold(x, per_layer(choices), remat=True).astype(jnp.float32))
+        return jnp.sum(
+            stack.fold(x, per_layer(choices), remat=True).astype(jnp.float32)
+        )
 
     report = memory.report(jax.grad(loss), x, stack, choices, target="h200")
     assert report.temporaries < 64 * 512 * 512 * 2  # one of the three arrays of a layer

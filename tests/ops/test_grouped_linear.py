@@ -1,4 +1,6 @@
-"""Backends of `grouped_experts` by grouped products give what the walk over blocks gives, for any routing."""
+"""Backends of `grouped_experts` by grouped products give what the walk over blocks
+gives, for any routing.
+"""
 
 import functools
 from typing import Any
@@ -28,12 +30,19 @@ Experts = Axis("experts", EXPERTS)
 
 
 def _own_matrices(w, sizes, rows):
-    return jnp.take(w, jnp.repeat(jnp.arange(len(sizes)), sizes, total_repeat_length=rows), axis=0)
+    return jnp.take(
+        w, jnp.repeat(jnp.arange(len(sizes)), sizes, total_repeat_length=rows), axis=0
+    )
 
 
 def _product(x, w, sizes, transposed):
     w = w.swapaxes(1, 2) if transposed else w
-    found = jnp.einsum("rk,rkn->rn", x, _own_matrices(w, sizes, len(x)), preferred_element_type=jnp.float32)
+    found = jnp.einsum(
+        "rk,rkn->rn",
+        x,
+        _own_matrices(w, sizes, len(x)),
+        preferred_element_type=jnp.float32,
+    )
     is_real = jnp.arange(len(x)) < jnp.sum(sizes)
     return jnp.where(is_real[:, None], found, jnp.nan).astype(x.dtype)
 
@@ -42,16 +51,21 @@ def _outer(x, y, sizes):
     own = _own_matrices(jnp.eye(len(sizes)), sizes, len(x))
     is_real = (jnp.arange(len(x)) < jnp.sum(sizes))[:, None]
     x, y = (jnp.where(is_real, one, 0) for one in (x, y))
-    return jnp.einsum("re,rk,rn->ekn", own, x, y, preferred_element_type=jnp.float32).astype(x.dtype)
+    return jnp.einsum(
+        "re,rk,rn->ekn", own, x, y, preferred_element_type=jnp.float32
+    ).astype(x.dtype)
 
 
-PLAIN = Kernels(_product, _outer)  # the definition of the two products, in place of kernels
+# The definition of the two products, in place of kernels
+PLAIN = Kernels(_product, _outer)
 
 
 @pytest.fixture
 def backend(monkeypatch):
     """The name of a backend that runs the kernels for TPUs here."""
-    monkeypatch.setitem(EXPERT_BACKENDS, "here", Backend(megablox_kernels(interpret=True)))
+    monkeypatch.setitem(
+        EXPERT_BACKENDS, "here", Backend(megablox_kernels(interpret=True))
+    )
     return "here"
 
 
@@ -70,12 +84,18 @@ def three_chunks(monkeypatch):
 def linear_of(key, Out, In, adapted=False):
     keys = jax.random.split(key, 4)
     made = hnn.Linear(
-        hax.random.normal(keys[0], (Experts, Out, In)), hax.random.normal(keys[1], (Experts, Out)), In, Out
+        hax.random.normal(keys[0], (Experts, Out, In)),
+        hax.random.normal(keys[1], (Experts, Out)),
+        In,
+        Out,
     )
     if not adapted:
         return made
     Rank = Axis("lora_rank", 2)
-    a, b = hax.random.normal(keys[2], (Experts, In, Rank)), hax.random.normal(keys[3], (Experts, Rank, Out))
+    a, b = (
+        hax.random.normal(keys[2], (Experts, In, Rank)),
+        hax.random.normal(keys[3], (Experts, Rank, Out)),
+    )
     return LoraLinear(made, a, b, 0.5)
 
 
@@ -87,9 +107,19 @@ def gated(weights, rows, linear=apply_linear):
 def mlp(weights, rows, gates, saved=None, linear=apply_linear):
     Row = Axis("row", rows.shape[0])
     x = hax.named(rows, (Row, "embed"))
-    gate = hax.named(gated(weights, rows, linear) if saved is None else saved, (Row, "inner"))
-    hidden = hnn.silu(gate) * linear(weights["up"], x) * linear(weights["scale"], hax.ones(Row, gate.dtype))
-    return linear(weights["down"], hidden * hax.named(gates, Row)).rearrange((Row, "embed")).array
+    gate = hax.named(
+        gated(weights, rows, linear) if saved is None else saved, (Row, "inner")
+    )
+    hidden = (
+        hnn.silu(gate)
+        * linear(weights["up"], x)
+        * linear(weights["scale"], hax.ones(Row, gate.dtype))
+    )
+    return (
+        linear(weights["down"], hidden * hax.named(gates, Row))
+        .rearrange((Row, "embed"))
+        .array
+    )
 
 
 def example(dtype=jnp.float32):
@@ -102,19 +132,28 @@ def example(dtype=jnp.float32):
         scale=hax.random.normal(keys[3], Experts),
     )
     x = jax.random.normal(keys[4], (TOKENS, EMBED))
-    gates, cotangent = jax.random.normal(keys[5], (TOKENS, CHOSEN)), jax.random.normal(keys[6], x.shape)
+    gates, cotangent = (
+        jax.random.normal(keys[5], (TOKENS, CHOSEN)),
+        jax.random.normal(keys[6], x.shape),
+    )
     return jax.tree.map(lambda leaf: leaf.astype(dtype), (weights, x, gates, cotangent))
 
 
 def routings():
-    """By name: random, one expert takes all, some of nobody, an expert of which nobody is, all of nobody."""
+    """By name: random, one expert takes all, some of nobody, an expert of which nobody
+    is, all of nobody.
+    """
     rng = np.random.default_rng(0)
-    free = np.array([rng.permutation(EXPERTS)[:CHOSEN] for _ in range(TOKENS)], np.int32)
+    free = np.array(
+        [rng.permutation(EXPERTS)[:CHOSEN] for _ in range(TOKENS)], np.int32
+    )
     return {
         "random": free,
         "one": np.broadcast_to(np.array([2, -1], np.int32), free.shape),
         "none of the last": np.where(free == EXPERTS - 1, -1, free),
-        "out of range": np.where(rng.random(free.shape) < 0.4, rng.choice([-7, 5, 100], free.shape), free),
+        "out of range": np.where(
+            rng.random(free.shape) < 0.4, rng.choice([-7, 5, 100], free.shape), free
+        ),
         "nobody": np.full_like(free, EXPERTS),
     }
 
@@ -124,12 +163,16 @@ def of_backend(backend, saved=None, trained=lambda path: True):
 
     @quick_jit
     def run(choices, weights, x, gates, cotangent):
-        chosen = jax.tree_util.tree_map_with_path(lambda path, _: trained(path), weights)
+        chosen = jax.tree_util.tree_map_with_path(
+            lambda path, _: trained(path), weights
+        )
         moving, still = eqx.partition(weights, chosen)
 
         def loss(moving, x, gates):
             own = eqx.combine(moving, still)
-            out = grouped_experts(mlp, own, Experts, x, choices, gates, saved=saved, backend=backend)
+            out = grouped_experts(
+                mlp, own, Experts, x, choices, gates, saved=saved, backend=backend
+            )
             return jnp.sum((out * cotangent).astype(jnp.float32)), out
 
         return jax.value_and_grad(loss, (0, 1, 2), has_aux=True)(moving, x, gates)
@@ -141,7 +184,9 @@ block = of_backend("block")  # the walk over blocks, with which all tests compar
 
 
 @pytest.mark.parametrize("saved", [None, pytest.param(gated, marks=pytest.mark.deep)])
-def test_values_and_gradients_of_any_routing_in_one_compilation(backend, saved, three_chunks):
+def test_values_and_gradients_of_any_routing_in_one_compilation(
+    backend, saved, three_chunks
+):
     run: Any = of_backend(backend, saved)
     for choices in routings().values():
         found, wanted = run(choices, *example()), block(choices, *example())
@@ -158,8 +203,12 @@ def test_bfloat16_of_any_routing(plain):
     for choices in routings().values():
         found, wanted = run(choices, *args), block(choices, *wide)
         assert all(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(found[1]))
-        for got, want in zip(jax.tree.leaves(found[1]), jax.tree.leaves(wanted[1]), strict=True):
-            assert jnp.linalg.norm(got.astype(jnp.float32) - want) <= 0.03 * jnp.linalg.norm(want)
+        for got, want in zip(
+            jax.tree.leaves(found[1]), jax.tree.leaves(wanted[1]), strict=True
+        ):
+            assert jnp.linalg.norm(
+                got.astype(jnp.float32) - want
+            ) <= 0.03 * jnp.linalg.norm(want)
 
 
 def counted(monkeypatch):
@@ -203,19 +252,29 @@ def unusual(weights, rows, gates, linear=apply_linear):
 
 
 def test_an_unusual_expert(backend, three_chunks):
-    # Padding, and choices out of range: their rows are zeros, of which the expert's derivative is not finite.
-    weights, x, choices, gates, cotangent = swiglu_example(5, routings()["out of range"])
+    # Padding, and choices out of range: their rows are zeros, of which the expert's
+    # derivative is not finite.
+    weights, x, choices, gates, cotangent = swiglu_example(
+        5, routings()["out of range"]
+    )
 
     @functools.partial(quick_jit, static_argnums=0)
     def gradients(backend, *args):
         def loss(weights, x, gates):
             return jnp.vdot(
-                grouped_experts(unusual, weights, Experts, x, choices, gates, backend=backend), cotangent
+                grouped_experts(
+                    unusual, weights, Experts, x, choices, gates, backend=backend
+                ),
+                cotangent,
             )
 
         return jax.grad(loss, (0, 1, 2))(*args)
 
-    assert_close(*(gradients(name, weights, x, gates) for name in (backend, "block")), atol=1e-4, rtol=1e-4)
+    assert_close(
+        *(gradients(name, weights, x, gates) for name in (backend, "block")),
+        atol=1e-4,
+        rtol=1e-4,
+    )
 
 
 def test_of_a_pair_only_what_is_saved_is_kept(plain):
@@ -224,10 +283,18 @@ def test_of_a_pair_only_what_is_saved_is_kept(plain):
 
     def kept(saved):
         def run(weights, x):
-            return grouped_experts(mlp, weights, Experts, x, choices, gates, saved=saved, backend=plain)
+            return grouped_experts(
+                mlp, weights, Experts, x, choices, gates, saved=saved, backend=plain
+            )
 
-        residuals = jax.tree.leaves(jax.eval_shape(lambda *args: jax.vjp(run, *args)[1], weights, x))
-        return [leaf.shape for leaf in residuals if TOKENS * CHOSEN in leaf.shape and leaf.dtype == x.dtype]
+        residuals = jax.tree.leaves(
+            jax.eval_shape(lambda *args: jax.vjp(run, *args)[1], weights, x)
+        )
+        return [
+            leaf.shape
+            for leaf in residuals
+            if TOKENS * CHOSEN in leaf.shape and leaf.dtype == x.dtype
+        ]
 
     assert kept(None) == []
     assert kept(gated) == [(1, TOKENS * CHOSEN, INNER)]
@@ -240,7 +307,9 @@ def test_gradients_have_gradients(backend):
     @jax.jit
     def along(x):
         def total(x, name):
-            out = grouped_experts(mlp, weights, Experts, x, choices, gates, backend=name)
+            out = grouped_experts(
+                mlp, weights, Experts, x, choices, gates, backend=name
+            )
             return jnp.sum(out * cotangent)
 
         def slope(x, name):
@@ -276,15 +345,26 @@ def by_itself(weights, rows, gates):
 @pytest.mark.parametrize(
     ("expert", "message"),
     [
-        (mapped_by_a_function, "maps rows by <function .*; take the backend 'block' for others"),
+        (
+            mapped_by_a_function,
+            "maps rows by <function .*; take the backend 'block' for others",
+        ),
         (by_a_subclass, "maps rows by Doubled"),
         (of_other_dtypes, "maps rows of float32 by weights of bfloat16: cast one"),
-        (by_itself, "'megablox' does not support this call: its expert has no argument `linear`"),
+        (
+            by_itself,
+            (
+                "'megablox' does not support this call: its expert has no argument"
+                " `linear`"
+            ),
+        ),
     ],
 )
 def test_an_expert_without_grouped_products_is_refused(expert, message):
     weights, x, choices, gates, _ = swiglu_example(5, routings()["random"])
-    run = functools.partial(grouped_experts, expert, weights, Experts, x, choices, gates)
+    run = functools.partial(
+        grouped_experts, expert, weights, Experts, x, choices, gates
+    )
     with compiled_for("tpu"), pytest.raises(ValueError, match=message):
         jax.eval_shape(lambda: run(backend="megablox"))
 
@@ -292,13 +372,36 @@ def test_an_expert_without_grouped_products_is_refused(expert, message):
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("megablox", dict(platform="cpu"), "it runs on TPUs, and the program is for 'cpu'"),
-        ("megablox", dict(dtype=jnp.dtype("float16")), "bfloat16 and float32, not float16"),
+        (
+            "megablox",
+            dict(platform="cpu"),
+            "it runs on TPUs, and the program is for 'cpu'",
+        ),
+        (
+            "megablox",
+            dict(dtype=jnp.dtype("float16")),
+            "bfloat16 and float32, not float16",
+        ),
         ("megablox", dict(on_host=True), "weights are in host memory"),
-        ("megablox", dict(devices=4), r"can't divide it among 4 devices: .*check_vma=False"),
-        ("megablox", dict(is_varying=True), "do not say over which devices results vary: .*check_vma=False"),
+        (
+            "megablox",
+            dict(devices=4),
+            r"can't divide it among 4 devices: .*check_vma=False",
+        ),
+        (
+            "megablox",
+            dict(is_varying=True),
+            "do not say over which devices results vary: .*check_vma=False",
+        ),
         ("megablox", dict(takes_linear=False), "its expert has no argument `linear`"),
-        ("triton", {}, "Unknown backend of experts 'triton'. Use 'auto' or one of megablox, tokamax, block"),
+        (
+            "triton",
+            {},
+            (
+                "Unknown backend of experts 'triton'. Use 'auto' or one of megablox,"
+                " tokamax, block"
+            ),
+        ),
         ("megablox", {}, "megablox"),
         ("auto", {}, "megablox"),
         ("auto", dict(on_host=True), "block"),
@@ -323,17 +426,25 @@ def test_vmap_over_weights_alone(backend):
     @quick_jit
     def gradients(many):
         def loss(weights, name):
-            out = grouped_experts(swiglu, weights, Experts, x, choices, gates, backend=name)
-            return jnp.vdot(jnp.sin(0.1 * out), cotangent)  # of large ones rounding is large
+            out = grouped_experts(
+                swiglu, weights, Experts, x, choices, gates, backend=name
+            )
+            # Of large ones rounding is large
+            return jnp.vdot(jnp.sin(0.1 * out), cotangent)
 
-        return [jax.vmap(jax.grad(functools.partial(loss, name=name)))(many) for name in (backend, "block")]
+        return [
+            jax.vmap(jax.grad(functools.partial(loss, name=name)))(many)
+            for name in (backend, "block")
+        ]
 
     assert_close(*gradients(many), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.target("tpu")
 def test_for_a_tpu_it_does_not_pad_the_stack_of_narrow_matrices():
-    """The rows of `[512, 16]` have 16 of 128 lanes: row-major, a stack of them takes 8 times its bytes."""
+    """The rows of `[512, 16]` have 16 of 128 lanes: row-major, a stack of them takes 8
+    times its bytes.
+    """
     Layers, Many, width, rank = Axis("layers", 16), Axis("experts", 64), 512, 16
     stack = jax.ShapeDtypeStruct((Layers.size, Many.size, width, rank), jnp.float32)
     x = jax.ShapeDtypeStruct((1024, width), jnp.bfloat16)
@@ -343,10 +454,15 @@ def test_for_a_tpu_it_does_not_pad_the_stack_of_narrow_matrices():
         return linear(b.swapaxes(-1, -2), linear(a, rows * gates[:, None]))
 
     def loss(weights, x):
-        choices, gates = jnp.zeros((len(x), 1), jnp.int32), jnp.ones((len(x), 1), x.dtype)
+        choices, gates = (
+            jnp.zeros((len(x), 1), jnp.int32),
+            jnp.ones((len(x), 1), x.dtype),
+        )
 
         def layer(x, own):
-            return x + grouped_experts(adapter, own, Many, x, choices, gates, backend="megablox")
+            return x + grouped_experts(
+                adapter, own, Many, x, choices, gates, backend="megablox"
+            )
 
         return jnp.sum(fold(layer, Layers, remat="nested")(x, weights))
 

@@ -1,4 +1,6 @@
-"""tokamax's kernels for Hopper GPUs: where they are taken, and what is asked of them."""
+"""tokamax's kernels for Hopper GPUs: where they are taken, and what is asked of
+them.
+"""
 
 import importlib.metadata
 
@@ -32,10 +34,28 @@ def hopper():
     [
         ("0.0.17", "9.0", {}, None),
         ("0.0.18", "9.0", {}, "tried with tokamax 0.0.17, not 0.0.18"),
-        (None, "9.0", {}, r"needs Python 3.12 or later and tokamax: pip install 'stacked_remat\[tokamax\]'"),
+        (
+            None,
+            "9.0",
+            {},
+            (
+                r"needs Python 3.12 or later and tokamax: pip install"
+                r" 'stacked_remat\[tokamax\]'"
+            ),
+        ),
         ("0.0.17", "10.0", {}, r"compute capability 9.0 \(Hopper\), not 10.0"),
-        ("0.0.17", "9.0", dict(dtype=jnp.dtype("float32")), "takes bfloat16 and float16, not float32"),
-        ("0.0.17", "9.0", dict(platform="cpu"), "runs on NVIDIA GPUs, and the program is for 'cpu'"),
+        (
+            "0.0.17",
+            "9.0",
+            dict(dtype=jnp.dtype("float32")),
+            "takes bfloat16 and float16, not float32",
+        ),
+        (
+            "0.0.17",
+            "9.0",
+            dict(platform="cpu"),
+            "runs on NVIDIA GPUs, and the program is for 'cpu'",
+        ),
     ],
 )
 def test_it_is_taken_on_hopper_gpus_in_the_versions_that_were_tried(
@@ -50,18 +70,29 @@ def test_it_is_taken_on_hopper_gpus_in_the_versions_that_were_tried(
     hopper.compute_capability = capability
     call = ExpertsFacts(**(dict(platform="cuda", dtype=jnp.dtype("bfloat16")) | change))
     expected = "block" if message else "tokamax"
-    assert choose_backend("backend", EXPERT_BACKENDS, "auto", call) is EXPERT_BACKENDS[expected].kernel
+    assert (
+        choose_backend("backend", EXPERT_BACKENDS, "auto", call)
+        is EXPERT_BACKENDS[expected].kernel
+    )
     if message:
         with pytest.raises(ValueError, match=message):
             choose_backend("backend", EXPERT_BACKENDS, "tokamax", call)
 
 
 @pytest.mark.parametrize("widths", [(32, 10), (128, 64)])
-def test_products_mean_what_kernels_say_whatever_rows_of_no_expert_hold(widths, monkeypatch, hopper):
+def test_products_mean_what_kernels_say_whatever_rows_of_no_expert_hold(
+    widths, monkeypatch, hopper
+):
     """By the kernels' own definitions: JAX has no interpreter for them (0.12)."""
     pytest.importorskip("tokamax")
-    from jax.experimental.pallas.ops.gpu import ragged_dot_mgpu, transposed_ragged_dot_mgpu as of_jax
-    from tokamax._src.ops.ragged_dot import base, pallas_mosaic_gpu  # pyright: ignore[reportMissingImports]
+    from jax.experimental.pallas.ops.gpu import (
+        ragged_dot_mgpu,
+        transposed_ragged_dot_mgpu as of_jax,
+    )
+    from tokamax._src.ops.ragged_dot import (  # pyright: ignore[reportMissingImports]
+        base,
+        pallas_mosaic_gpu,
+    )
 
     def outer(x, y, *, group_sizes, block_m, block_n, block_k, **options):
         assert x.shape[1] % block_m == y.shape[1] % block_n == len(x) % block_k == 0
@@ -69,7 +100,9 @@ def test_products_mean_what_kernels_say_whatever_rows_of_no_expert_hold(widths, 
 
     taken = []
 
-    def transposed_product(x, w, *, group_sizes, block_n, block_k, transpose_rhs, **options):
+    def transposed_product(
+        x, w, *, group_sizes, block_n, block_k, transpose_rhs, **options
+    ):
         assert transpose_rhs and w.shape[1] % block_n == w.shape[2] % block_k == 0
         taken.append(w.shape)
         return jax.lax.ragged_dot(x, w.swapaxes(1, 2), group_sizes)
@@ -79,14 +112,19 @@ def test_products_mean_what_kernels_say_whatever_rows_of_no_expert_hold(widths, 
     monkeypatch.setattr(of_jax, "transposed_ragged_dot", outer)
     sizes = jnp.asarray([70, 0, 150, 20], jnp.int32)
     keys = jax.random.split(jax.random.key(0), 3)
-    x, y = (jax.random.normal(key, (256, size)) for key, size in zip(keys[:2], widths, strict=True))
+    x, y = (
+        jax.random.normal(key, (256, size))
+        for key, size in zip(keys[:2], widths, strict=True)
+    )
     x, y = (one.at[240:].set(jnp.nan).astype(jnp.bfloat16) for one in (x, y))
     for transposed in (False, True):
         shape = (4, *(reversed(widths) if transposed else widths))
         w = jax.random.normal(keys[2], shape, jnp.bfloat16)
         found = jax.jit(_tokamax._product, static_argnums=3)(x, w, sizes, transposed)
         wanted = _product(x, w, sizes, transposed).astype(jnp.float32)
-        np.testing.assert_allclose(found.astype(jnp.float32)[:240], wanted[:240], rtol=0.01, atol=0.05)
+        np.testing.assert_allclose(
+            found.astype(jnp.float32)[:240], wanted[:240], rtol=0.01, atol=0.05
+        )
     assert taken == ([(4, 64, 128)] if widths == (128, 64) else [])
     found = jax.jit(_tokamax._outer)(x, y, sizes)
     wanted = _outer(x, y, sizes).astype(jnp.float32)
@@ -98,12 +136,22 @@ def test_products_mean_what_kernels_say_whatever_rows_of_no_expert_hold(widths, 
 def test_products_compile_for_every_rank_and_their_arithmetic_is_counted(rank):
     pytest.importorskip("tokamax")
     kernels = _tokamax.PRODUCTS
-    wide, narrow = (jax.ShapeDtypeStruct((256, width), jnp.bfloat16) for width in (128, rank))
+    wide, narrow = (
+        jax.ShapeDtypeStruct((256, width), jnp.bfloat16) for width in (128, rank)
+    )
     down = jax.ShapeDtypeStruct((4, 128, rank), jnp.bfloat16)
 
     def products(x, low, w, sizes):
-        cases = ("plain", x, w), ("transposed", low, w), ("outer", x, low), ("outer", low, x)
-        return [grouped_product(Product(kernels, kind), (a, b), sizes) for kind, a, b in cases]
+        cases = (
+            ("plain", x, w),
+            ("transposed", low, w),
+            ("outer", x, low),
+            ("outer", low, x),
+        )
+        return [
+            grouped_product(Product(kernels, kind), (a, b), sizes)
+            for kind, a, b in cases
+        ]
 
     sizes = jax.ShapeDtypeStruct((4,), jnp.int32)
     found = memory.report(products, wide, narrow, down, sizes, target="h200").flops
@@ -116,6 +164,8 @@ def test_a_process_calls_the_kernels_for_one_kind_of_gpu(monkeypatch, hopper):
         with _tokamax.calling_tokamax():
             pass
     hopper.compute_capability = "10.0"
-    with pytest.raises(ValueError, match="one kind of GPU, here of compute capability 9.0, not 10.0"):
+    with pytest.raises(
+        ValueError, match="one kind of GPU, here of compute capability 9.0, not 10.0"
+    ):
         with _tokamax.calling_tokamax():
             pass

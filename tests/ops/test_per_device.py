@@ -21,7 +21,11 @@ X = hax.named(jnp.arange(24.0).reshape(8, 3), (Row, Col))
 
 def mesh(kind=AxisType.Auto, **axes):
     devices = np.array(jax.devices()[: int(np.prod(list(axes.values())))])
-    return Mesh(devices.reshape(tuple(axes.values())), tuple(axes), axis_types=(kind,) * len(axes))
+    return Mesh(
+        devices.reshape(tuple(axes.values())),
+        tuple(axes),
+        axis_types=(kind,) * len(axes),
+    )
 
 
 def sizes(x):
@@ -34,7 +38,11 @@ def sizes(x):
     [
         ({"row": "data"}, {"data": 4}, 2),
         ({"row": ("data", "model")}, {"data": 4, "model": 2}, 1),
-        ({"row": "data"}, {"data": 2, "model": 4}, 4),  # the compiler partitions over the other axis
+        (
+            {"row": "data"},
+            {"data": 2, "model": 4},
+            4,
+        ),  # the compiler partitions over the other axis
         ({"row": "data"}, {"data": 1, "model": 4}, 8),
         ({"col": "data"}, {"data": 4}, 8),
         ({}, {"data": 4}, 8),
@@ -50,7 +58,10 @@ def test_each_device_does_its_own_rows(mapping, axes, rows):
 
 
 def test_without_a_mesh_or_a_mapping_it_is_a_plain_call():
-    assert per_device(lambda x: x * 2, X, over=(Row,), out=(Row, Col)).axes == (Row, Col)
+    assert per_device(lambda x: x * 2, X, over=(Row,), out=(Row, Col)).axes == (
+        Row,
+        Col,
+    )
     with hax.axis_mapping({"row": "data"}):
         assert float(per_device(sizes, X, over=(Row,), out=(Row, Col)).array[0, 0]) == 8
     with jax.set_mesh(mesh(data=4)):
@@ -68,7 +79,9 @@ def test_values_gradients_and_several_results():
 
     def value(weights, plain, x):
         tree = {"weights": weights, "plain": plain, "static": "text"}
-        first, second = per_device(both, tree, x, None, over=(Row,), out=((Row,), (Row, Col)))
+        first, second = per_device(
+            both, tree, x, None, over=(Row,), out=((Row,), (Row, Col))
+        )
         return hax.sum(first).scalar() + hax.sum(second**2).scalar()
 
     gradient = jax.value_and_grad(value, (0, 1, 2))
@@ -81,9 +94,15 @@ def test_values_gradients_and_several_results():
 @pytest.mark.parametrize(
     ("mapping", "message"),
     [
-        ({"row": "data", "col": "data"}, "axes `row` and `col` are both mapped to data"),
+        (
+            {"row": "data", "col": "data"},
+            "axes `row` and `col` are both mapped to data",
+        ),
         ({"row": "nope"}, "axis `row` is mapped to 'nope'; the mesh has data, model"),
-        ({"row": "data"}, "`row` of 8 can't be divided evenly over the 3 devices of data"),
+        (
+            {"row": "data"},
+            "`row` of 8 can't be divided evenly over the 3 devices of data",
+        ),
     ],
 )
 def test_invalid_mappings_are_refused(mapping, message):
@@ -92,7 +111,9 @@ def test_invalid_mappings_are_refused(mapping, message):
         hax.axis_mapping(mapping),
         pytest.raises(ValueError, match=message),
     ):
-        jax.eval_shape(lambda x: per_device(sizes, x, over=(Row, Col), out=(Row, Col)), X)
+        jax.eval_shape(
+            lambda x: per_device(sizes, x, over=(Row, Col), out=(Row, Col)), X
+        )
 
 
 def test_divided_axes_are_not_mapped_inside():

@@ -1,4 +1,6 @@
-"""A random program run with the library and without it, and what is wrong with the results."""
+"""A random program run with the library and without it, and what is wrong with the
+results.
+"""
 
 import dataclasses
 import re
@@ -23,7 +25,9 @@ LIBRARY = str(Path(stacked_remat.__file__).parent)
 REFUSALS = {  # what the documentation of an entry point says that it refuses
     "until with a policy that offloads or drops": "With until=, a policy can neither",
     "a visitor needs carries": "is not supported with a visitor",
-    "no derivatives of a visitor's results": "the results of a sweep with a visitor have no derivatives",
+    "no derivatives of a visitor's results": (
+        "the results of a sweep with a visitor have no derivatives"
+    ),
     "ordered effects where values are offloaded": "ordered effects",
     "an optimizer with nothing to train": "nothing is trained|has no trainable",
     "nothing to move to the host": "has no Stacked with an array for to_host",
@@ -37,9 +41,10 @@ class Outcome:
     """What came of a program.
 
     Attributes:
-        kind: `"equal"`; `"refused"`, by a documented error; `"invalid"`, where the reference raises an error
-            or has no finite numbers; `"wrong"`, another number; `"types"`, another structure, shape, dtype or
-            weak type; `"crash"`, any other error.
+        kind: `"equal"`; `"refused"`, by a documented error; `"invalid"`, where the
+            reference raises an error or has no finite numbers; `"wrong"`, another
+            number; `"types"`, another structure, shape, dtype or weak type; `"crash"`,
+            any other error.
         detail: where, or the error.
     """
 
@@ -66,10 +71,17 @@ def functions(spec: Spec) -> tuple[Function, Function, list[jax.Array]]:
     return transformed[0], transformed[1], leaves
 
 
-def _on_leaves(program: Program, run: Callable[..., Any]) -> tuple[list[jax.Array], Function, Choice]:
+def _on_leaves(
+    program: Program, run: Callable[..., Any]
+) -> tuple[list[jax.Array], Function, Choice]:
     entries, structure = jax.tree.flatten(program.inputs)
-    numbers = [number for number, leaf in enumerate(entries) if isinstance(leaf, jax.Array)]
-    groups = [path[0].key for path, _ in jax.tree_util.tree_flatten_with_path(program.inputs)[0]]
+    numbers = [
+        number for number, leaf in enumerate(entries) if isinstance(leaf, jax.Array)
+    ]
+    groups = [
+        path[0].key
+        for path, _ in jax.tree_util.tree_flatten_with_path(program.inputs)[0]
+    ]
     wanted, differentiated, rows = program.spec.differentiated, [], 0
     for place, number in enumerate(numbers):
         if groups[number] == "x":
@@ -90,12 +102,16 @@ def _on_leaves(program: Program, run: Callable[..., Any]) -> tuple[list[jax.Arra
 # How both are called: each of these yields pairs of results.
 
 
-def in_one_jit(ours: Function, right: Function, leaves: list[jax.Array]) -> Iterator[tuple[Any, Any]]:
+def in_one_jit(
+    ours: Function, right: Function, leaves: list[jax.Array]
+) -> Iterator[tuple[Any, Any]]:
     """Both in one program."""
     yield jax.jit(lambda leaves: (ours(leaves), right(leaves)))(leaves)
 
 
-def over_constants(ours: Function, right: Function, leaves: list[jax.Array]) -> Iterator[tuple[Any, Any]]:
+def over_constants(
+    ours: Function, right: Function, leaves: list[jax.Array]
+) -> Iterator[tuple[Any, Any]]:
     """Both in one program that closes over all arrays but the last."""
 
     def both(last: jax.Array) -> tuple[Any, Any]:
@@ -105,33 +121,48 @@ def over_constants(ours: Function, right: Function, leaves: list[jax.Array]) -> 
     yield jax.jit(both)(leaves[-1])
 
 
-def eagerly(ours: Function, right: Function, leaves: list[jax.Array]) -> Iterator[tuple[Any, Any]]:
+def eagerly(
+    ours: Function, right: Function, leaves: list[jax.Array]
+) -> Iterator[tuple[Any, Any]]:
     """The library's outside of `jax.jit`."""
     yield ours(leaves), jax.jit(right)(leaves)
 
 
-def with_two_flags(ours: Function, right: Function, leaves: list[jax.Array]) -> Iterator[tuple[Any, Any]]:
-    """Both again after a flag has changed that layers read, outside of `jax.jit` and in a new one."""
+def with_two_flags(
+    ours: Function, right: Function, leaves: list[jax.Array]
+) -> Iterator[tuple[Any, Any]]:
+    """Both again after a flag has changed that layers read, outside of `jax.jit` and in
+    a new one.
+    """
     try:
         for FLAG["sign"] in (1.0, -1.0, 0.5):
-            found = jax.jit(lambda: ours(leaves))() if FLAG["sign"] == 0.5 else ours(leaves)
+            found = (
+                jax.jit(lambda: ours(leaves))() if FLAG["sign"] == 0.5 else ours(leaves)
+            )
             yield found, jax.jit(lambda leaves: right(leaves))(leaves)
     finally:
         FLAG["sign"] = 1.0
 
 
-def on_a_mesh(ours: Function, right: Function, leaves: list[jax.Array]) -> Iterator[tuple[Any, Any]]:
+def on_a_mesh(
+    ours: Function, right: Function, leaves: list[jax.Array]
+) -> Iterator[tuple[Any, Any]]:
     """Both in one program, with arrays divided over devices where they can be."""
     mesh = jax.make_mesh((4,), ("device",), axis_types=(AxisType.Auto,))
 
     def placed(leaf: jax.Array) -> jax.Array:
         is_divided = leaf.ndim == 2 and leaf.shape[0] == 4
         return jax.device_put(
-            leaf, NamedSharding(mesh, PartitionSpec("device") if is_divided else PartitionSpec())
+            leaf,
+            NamedSharding(
+                mesh, PartitionSpec("device") if is_divided else PartitionSpec()
+            ),
         )
 
     with jax.set_mesh(mesh):
-        yield jax.jit(lambda leaves: (ours(leaves), right(leaves)))([placed(leaf) for leaf in leaves])
+        yield jax.jit(lambda leaves: (ours(leaves), right(leaves)))(
+            [placed(leaf) for leaf in leaves]
+        )
 
 
 RUNS = {
@@ -193,7 +224,11 @@ def compared(spec: Spec, found: Any, expected: Any) -> Outcome:
         return Outcome("invalid", "the reference is not finite")
     largest = max((np.abs(right).max(initial=0) for _, right in pairs), default=0)
     errors = [np.abs(own - right).max(initial=0) for own, right in pairs]
-    worst = int(np.argmax([np.nan_to_num(error, nan=np.inf) for error in errors])) if errors else 0
+    worst = (
+        int(np.argmax([np.nan_to_num(error, nan=np.inf) for error in errors]))
+        if errors
+        else 0
+    )
     if not errors or errors[worst] <= TOLERANCE * max(1.0, largest):
         return Outcome("equal")
     bound = _bound(spec, [right for _, right in pairs], largest)
@@ -206,9 +241,14 @@ def compared(spec: Spec, found: Any, expected: Any) -> Outcome:
 
 def _other_type(spec: Spec, found: Any, expected: Any) -> str:
     if found.shape != expected.shape or found.dtype != expected.dtype:
-        return f"{found.dtype}{list(found.shape)}, not {expected.dtype}{list(expected.shape)}"
+        return (
+            f"{found.dtype}{list(found.shape)}, not"
+            f" {expected.dtype}{list(expected.shape)}"
+        )
     # Derivatives may have other weak types, and so may results of a Python loop.
-    has_weak_types = spec.reference == "scan" and not {*spec.transforms} & {*DIFFERENTIATING}
+    has_weak_types = spec.reference == "scan" and not {*spec.transforms} & {
+        *DIFFERENTIATING
+    }
     is_scan = spec.entry in ("bare", "lax_scan", "stacked_layers")
     if (
         has_weak_types
@@ -229,7 +269,9 @@ def _numbers(leaf: Any) -> np.ndarray:
 
 
 def _bound(spec: Spec, expected: list[np.ndarray], largest: float) -> float:
-    """How far a result may be from the reference, by what rounding does to the reference."""
+    """How far a result may be from the reference, by what rounding does to the
+    reference.
+    """
     _, right, leaves = functions(spec)
     least = TOLERANCE
     if spec.dtype == "float64":
@@ -244,7 +286,9 @@ def _bound(spec: Spec, expected: list[np.ndarray], largest: float) -> float:
             for narrow, own in zip(leaves, wide, strict=True)
         ]
     again = map(_numbers, jax.tree.leaves(jax.jit(right)(moved)))
-    differences = [np.abs(a - b).max(initial=0) for a, b in zip(expected, again, strict=True)]
+    differences = [
+        np.abs(a - b).max(initial=0) for a, b in zip(expected, again, strict=True)
+    ]
     return max(least * max(1.0, largest), 100 * max(differences))
 
 

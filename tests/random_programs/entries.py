@@ -1,4 +1,6 @@
-"""How the library runs the layers of a program, and what is right where that is no plain loop."""
+"""How the library runs the layers of a program, and what is right where that is no
+plain loop.
+"""
 
 import functools
 from collections.abc import Callable
@@ -32,7 +34,9 @@ def entry(right: Run = reference) -> Callable[[Run], Run]:
 
 
 class Block(eqx.Module):
-    """A layer whose weights are in fields, in a field that is not sliced, and in an argument."""
+    """A layer whose weights are in fields, in a field that is not sliced, and in an
+    argument.
+    """
 
     weights: dict[int, Any]
     layer: Callable[..., Any] = eqx.field(static=True)
@@ -53,30 +57,45 @@ class Block(eqx.Module):
 
 
 def parted(weights: list[Any]) -> tuple[dict[int, Any], ...]:
-    """The weights by part, in a field, in one that is not sliced, and in an argument."""
-    return tuple({n: own for n, own in enumerate(weights) if n % 3 == place} for place in range(3))
+    """The weights by part, in a field, in one that is not sliced, and in an
+    argument.
+    """
+    return tuple(
+        {n: own for n, own in enumerate(weights) if n % 3 == place}
+        for place in range(3)
+    )
 
 
-def layers_of(program: Program, weights: list[Any], layer: Any = None) -> tuple[sr.Stacked, Any]:
+def layers_of(
+    program: Program, weights: list[Any], layer: Any = None
+) -> tuple[sr.Stacked, Any]:
     """A stack of all layers, and the rest of their weights."""
     spec = program.spec
     fields, table, rest = parted(weights)
     if spec.named:
-        fields, table, rest = (with_names(tree, spec.layers) for tree in (fields, table, rest))
+        fields, table, rest = (
+            with_names(tree, spec.layers) for tree in (fields, table, rest)
+        )
     block = Block(fields, layer or program.layer, spec.outputs != "none", table)
     Layers = hax.Axis("layers", spec.layers)
-    return sr.Stacked(block, Layers, policy_of(spec)), sr.per_layer(rest) if jax.tree.leaves(rest) else rest
+    return sr.Stacked(block, Layers, policy_of(spec)), (
+        sr.per_layer(rest) if jax.tree.leaves(rest) else rest
+    )
 
 
 def with_names(tree: Any, layers: int | None = None) -> Any:
-    """A tree with named arrays for its plain ones; of all layers, if their number is given."""
+    """A tree with named arrays for its plain ones; of all layers, if their number is
+    given.
+    """
 
     def name(leaf: Any) -> Any:
         if not isinstance(leaf, jax.Array):
             return leaf
         sizes = leaf.shape if layers is None else leaf.shape[1:]
         axes = [hax.Axis(f"dim{number}", size) for number, size in enumerate(sizes)]
-        return hax.named(leaf, axes if layers is None else [hax.Axis("layers", layers), *axes])
+        return hax.named(
+            leaf, axes if layers is None else [hax.Axis("layers", layers), *axes]
+        )
 
     return jax.tree.map(name, tree)
 
@@ -87,12 +106,18 @@ def is_named(leaf: Any) -> bool:
 
 def without_names(tree: Any) -> Any:
     """The tree with plain arrays."""
-    return jax.tree.map(lambda leaf: leaf.array if is_named(leaf) else leaf, tree, is_leaf=is_named)
+    return jax.tree.map(
+        lambda leaf: leaf.array if is_named(leaf) else leaf, tree, is_leaf=is_named
+    )
 
 
 def with_names_of(like: Any, tree: Any) -> Any:
     """The tree with named arrays where the other has them."""
-    return with_names(tree) if any(map(is_named, jax.tree.leaves(like, is_leaf=is_named))) else tree
+    return (
+        with_names(tree)
+        if any(map(is_named, jax.tree.leaves(like, is_leaf=is_named)))
+        else tree
+    )
 
 
 def first_carry(program: Program, inputs: dict[str, Any]) -> Any:
@@ -108,21 +133,30 @@ def as_pair(spec: Spec, result: Any) -> tuple[Any, Any]:
 
 @entry()
 def stacked_layers(program: Program, inputs: dict[str, Any]) -> Any:
-    """`fold` or `scan` of a `Stacked`, or `fold_via` where layers close over what they share."""
+    """`fold` or `scan` of a `Stacked`, or `fold_via` where layers close over what they
+    share.
+    """
     spec = program.spec
     blocks, rest = layers_of(program, inputs["weights"])
-    carry, options = first_carry(program, inputs), {"reverse": spec.reverse, "unroll": spec.unroll}
+    carry, options = (
+        first_carry(program, inputs),
+        {"reverse": spec.reverse, "unroll": spec.unroll},
+    )
     if not spec.closure:
         run = blocks.scan if spec.outputs != "none" else blocks.fold
         return as_pair(spec, run(carry, rest, sr.shared(inputs["shared"]), **options))
     run = blocks.scan_via if spec.outputs != "none" else blocks.fold_via
-    applied = run(lambda block, carry, rest: block(carry, rest, inputs["shared"]), **options)
+    applied = run(
+        lambda block, carry, rest: block(carry, rest, inputs["shared"]), **options
+    )
     return as_pair(spec, applied(carry, rest))
 
 
 @functools.lru_cache(maxsize=16)
 def step_of(layer: Callable[..., Any], outputs: str) -> Callable[..., Any]:
-    """A layer as a function of the carry, its weights, and what is shared; the same for the same layer."""
+    """A layer as a function of the carry, its weights, and what is shared; the same for
+    the same layer.
+    """
 
     def step(carry: Any, weights: Any, shared: Any) -> Any:
         new, output = layer(without_names(carry), without_names(weights), shared)
@@ -141,14 +175,26 @@ def bare(program: Program, inputs: dict[str, Any]) -> Any:
 def _bare(program: Program, inputs: dict[str, Any], **options: Any) -> Any:
     spec = program.spec
     run = sr.fold if spec.outputs == "none" else sr.scan
-    weights = with_names(inputs["weights"], spec.layers) if spec.named else inputs["weights"]
+    weights = (
+        with_names(inputs["weights"], spec.layers) if spec.named else inputs["weights"]
+    )
     axis = hax.Axis("layers", spec.layers) if spec.named else spec.layers
-    options |= {"remat": policy_of(spec), "reverse": spec.reverse, "unroll": spec.unroll}
+    options |= {
+        "remat": policy_of(spec),
+        "reverse": spec.reverse,
+        "unroll": spec.unroll,
+    }
     step, carry = step_of(program.layer, spec.outputs), first_carry(program, inputs)
     if spec.closure:
-        applied = run(lambda carry, weights: step(carry, weights, inputs["shared"]), axis, **options)
+        applied = run(
+            lambda carry, weights: step(carry, weights, inputs["shared"]),
+            axis,
+            **options,
+        )
         return as_pair(spec, applied(carry, weights))
-    return as_pair(spec, run(step, axis, **options)(carry, weights, sr.shared(inputs["shared"])))
+    return as_pair(
+        spec, run(step, axis, **options)(carry, weights, sr.shared(inputs["shared"]))
+    )
 
 
 @entry()
@@ -171,9 +217,13 @@ def loop_of_kinds(program: Program, inputs: dict[str, Any]) -> Any:
     carry, outputs = program.carry(inputs), {"a": {}, "b": {}}
     for index in range(spec.layers)[:: -1 if spec.reverse else 1]:
         layer = program.layer if kinds[index] == "a" else program.other_layer
-        carry, output = layer(carry, layer_of(inputs["weights"], index), inputs["shared"])
+        carry, output = layer(
+            carry, layer_of(inputs["weights"], index), inputs["shared"]
+        )
         outputs[kinds[index]][index] = output
-    found = {kind: stacked([own[i] for i in sorted(own)]) for kind, own in outputs.items()}
+    found = {
+        kind: stacked([own[i] for i in sorted(own)]) for kind, own in outputs.items()
+    }
     return carry, found if spec.outputs != "none" else None
 
 
@@ -185,14 +235,22 @@ def pattern(program: Program, inputs: dict[str, Any]) -> Any:
     for kind, layer in (("a", program.layer), ("b", program.other_layer)):
         rows = jnp.asarray([i for i, own in enumerate(kinds) if own == kind], jnp.int32)
         of_kind = program._replace(spec=Spec(**{**vars(spec), "layers": len(rows)}))
-        stacks[kind], rests[kind] = layers_of(of_kind, layer_of(inputs["weights"], rows), layer)
-    blocks = sr.StackedPattern(stacks, kinds, hax.Axis("layers", spec.layers), policy_of(spec))
+        stacks[kind], rests[kind] = layers_of(
+            of_kind, layer_of(inputs["weights"], rows), layer
+        )
+    blocks = sr.StackedPattern(
+        stacks, kinds, hax.Axis("layers", spec.layers), policy_of(spec)
+    )
     run = blocks.scan if spec.outputs != "none" else blocks.fold
     options = {"reverse": spec.reverse, "unroll": spec.unroll}
     shared = sr.shared(inputs["shared"])
-    carry, outputs = as_pair(spec, run(first_carry(program, inputs), sr.per_kind(rests), shared, **options))
+    carry, outputs = as_pair(
+        spec, run(first_carry(program, inputs), sr.per_kind(rests), shared, **options)
+    )
     if spec.outputs != "none":
-        outputs = {kind: own if kind in kinds else None for kind, own in outputs.items()}
+        outputs = {
+            kind: own if kind in kinds else None for kind, own in outputs.items()
+        }
     return carry, outputs
 
 
@@ -204,7 +262,9 @@ def block_seq(program: Program, inputs: dict[str, Any]) -> Any:
     blocks = sr.BlockSeq(blocks.unstacked(), blocks.Layers, policy_of(spec))
     run = blocks.scan if spec.outputs != "none" else blocks.fold
     shared = sr.shared(inputs["shared"])
-    return as_pair(spec, run(first_carry(program, inputs), rest, shared, reverse=spec.reverse))
+    return as_pair(
+        spec, run(first_carry(program, inputs), rest, shared, reverse=spec.reverse)
+    )
 
 
 def masked_loop(program: Program, inputs: dict[str, Any]) -> Any:
@@ -214,8 +274,12 @@ def masked_loop(program: Program, inputs: dict[str, Any]) -> Any:
     def one(carry: Any, own: Any) -> tuple[Any, Any]:
         done = program.is_over(carry)
         choose = functools.partial(jax.tree.map, functools.partial(jnp.where, done))
-        new, output = program.layer(choose(first, carry), choose(start, own), inputs["shared"])
-        return choose(carry, new), jax.tree.map(lambda leaf: jnp.where(done, 0, leaf), output)
+        new, output = program.layer(
+            choose(first, carry), choose(start, own), inputs["shared"]
+        )
+        return choose(carry, new), jax.tree.map(
+            lambda leaf: jnp.where(done, 0, leaf), output
+        )
 
     return lax.scan(one, first, weights, length=spec.layers, reverse=spec.reverse)
 
@@ -223,7 +287,9 @@ def masked_loop(program: Program, inputs: dict[str, Any]) -> Any:
 @entry(masked_loop)
 def until(program: Program, inputs: dict[str, Any]) -> Any:
     """A loop that stops on its own."""
-    return _bare(program, inputs, until=lambda carry: program.is_over(without_names(carry)))
+    return _bare(
+        program, inputs, until=lambda carry: program.is_over(without_names(carry))
+    )
 
 
 @entry()
@@ -234,7 +300,9 @@ def streamed(program: Program, inputs: dict[str, Any]) -> Any:
     blocks = sr.streaming.to_host(blocks)
     run = blocks.scan if spec.outputs != "none" else blocks.fold
     shared = sr.shared(inputs["shared"])
-    return as_pair(spec, run(first_carry(program, inputs), rest, shared, reverse=spec.reverse))
+    return as_pair(
+        spec, run(first_carry(program, inputs), rest, shared, reverse=spec.reverse)
+    )
 
 
 @entry()
@@ -273,7 +341,9 @@ def tiled(program: Program, inputs: dict[str, Any]) -> Any:
 def by_layer(program: Program, inputs: dict[str, Any]) -> Any:
     carry, results = program.carry(inputs), []
     for index in range(program.spec.layers):
-        results.append(program.layer(carry, layer_of(inputs["weights"], index), inputs["shared"]))
+        results.append(
+            program.layer(carry, layer_of(inputs["weights"], index), inputs["shared"])
+        )
     return stacked(results)
 
 
@@ -283,16 +353,21 @@ def map_over_layers(program: Program, inputs: dict[str, Any]) -> Any:
     spec, carry = program.spec, program.carry(inputs)
     apply = functools.partial(program.layer, carry)
     options = {"reverse": spec.reverse, "unroll": spec.unroll, "remat": policy_of(spec)}
-    return sr.map(apply, spec.layers, **options)(inputs["weights"], sr.shared(inputs["shared"]))
+    return sr.map(apply, spec.layers, **options)(
+        inputs["weights"], sr.shared(inputs["shared"])
+    )
 
 
 @entry(by_layer)
 def all_at_once(program: Program, inputs: dict[str, Any]) -> Any:
     """`vmap` of a stack."""
     blocks, rest = layers_of(
-        program._replace(spec=Spec(**{**vars(program.spec), "named": False})), inputs["weights"]
+        program._replace(spec=Spec(**{**vars(program.spec), "named": False})),
+        inputs["weights"],
     )
-    return blocks.vmap_via(Block.scanned)(sr.shared(program.carry(inputs)), rest, sr.shared(inputs["shared"]))
+    return blocks.vmap_via(Block.scanned)(
+        sr.shared(program.carry(inputs)), rest, sr.shared(inputs["shared"])
+    )
 
 
 class StateBlock(eqx.Module):
@@ -323,7 +398,9 @@ def loop_with_states(program: Program, inputs: dict[str, Any]) -> Any:
     spec, states, new = program.spec, states_of(program, inputs), {}
     carry, outputs = program.carry(inputs), {}
     for index in range(spec.layers)[:: -1 if spec.reverse else 1]:
-        carry, outputs[index] = program.layer(carry, layer_of(inputs["weights"], index), inputs["shared"])
+        carry, outputs[index] = program.layer(
+            carry, layer_of(inputs["weights"], index), inputs["shared"]
+        )
         carry, new[index] = with_state(carry, states[index])
     return (
         carry,
@@ -341,20 +418,26 @@ def state(program: Program, inputs: dict[str, Any]) -> Any:
 
     def make() -> sr.Stacked:
         index = StateIndex(jnp.zeros(spec.layers, inputs["x"].dtype))
-        return sr.Stacked(StateBlock(blocks.stacked, index), blocks.Layers, blocks.remat)
+        return sr.Stacked(
+            StateBlock(blocks.stacked, index), blocks.Layers, blocks.remat
+        )
 
     model, first = eqx.nn.make_with_state(make)()
     index = model.stacked.index
     first = first.set(index, states_of(program, inputs))
     shared = sr.shared(inputs["shared"])
-    carry, (outputs, last) = model.scan(program.carry(inputs), first, rest, shared, reverse=spec.reverse)
+    carry, (outputs, last) = model.scan(
+        program.carry(inputs), first, rest, shared, reverse=spec.reverse
+    )
     return carry, outputs, last.get(index)
 
 
 def pulled_back(program: Program, inputs: dict[str, Any]) -> Any:
     given, rest = eqx.partition(inputs, eqx.is_inexact_array)
     result, pullback, others = jax.vjp(
-        lambda given: floats(reference(program, eqx.combine(given, rest))), given, has_aux=True
+        lambda given: floats(reference(program, eqx.combine(given, rest))),
+        given,
+        has_aux=True,
     )
     (found,) = pullback(list(map(wave, result)))
     order = jnp.arange(program.spec.layers, dtype=jnp.int32)
@@ -363,13 +446,19 @@ def pulled_back(program: Program, inputs: dict[str, Any]) -> Any:
 
 @entry(pulled_back)
 def visitor(program: Program, inputs: dict[str, Any]) -> Any:
-    """`scan_vjp` with a visitor that gathers the gradients and the order of the layers."""
+    """`scan_vjp` with a visitor that gathers the gradients and the order of the
+    layers.
+    """
     spec = program.spec
     program = program._replace(spec=Spec(**{**vars(spec), "named": False}))
     blocks, rest = layers_of(program, inputs["weights"])
     run = blocks.scan_vjp if spec.outputs != "none" else blocks.fold_vjp
-    result, sweep_back = run(program.carry(inputs), rest, sr.shared(inputs["shared"]), reverse=spec.reverse)
-    cotangent = jax.tree.map(lambda leaf: wave(leaf) if eqx.is_inexact_array(leaf) else None, result)
+    result, sweep_back = run(
+        program.carry(inputs), rest, sr.shared(inputs["shared"]), reverse=spec.reverse
+    )
+    cotangent = jax.tree.map(
+        lambda leaf: wave(leaf) if eqx.is_inexact_array(leaf) else None, result
+    )
 
     def visit(visit: sr.LayerVisit, order: Any) -> sr.LayerResult:
         carry, layer, args, _ = visit.vjp()
@@ -377,13 +466,19 @@ def visitor(program: Program, inputs: dict[str, Any]) -> Any:
         order = order[0].at[order[1]].set(visit.layer_index), order[1] + 1
         return sr.LayerResult(carry, args=args, state=order, layer_state=new)
 
-    kept = eqx.filter((blocks.stacked.weights, blocks.stacked.table), eqx.is_inexact_array)
+    kept = eqx.filter(
+        (blocks.stacked.weights, blocks.stacked.table), eqx.is_inexact_array
+    )
     zeros = jax.tree.map(jnp.zeros_like, kept)
     order = jnp.zeros(max(1, spec.layers), jnp.int32), jnp.int32(0)
     found = sweep_back(cotangent, visit, order, zeros)
     of_rest, of_shared = found.args
     by_number = {**found.layer_state[0], **found.layer_state[1], **of_rest}
-    gradients = {**found.carry, "weights": [by_number[n] for n in sorted(by_number)], "shared": of_shared}
+    gradients = {
+        **found.carry,
+        "weights": [by_number[n] for n in sorted(by_number)],
+        "shared": of_shared,
+    }
     gradients = eqx.filter(gradients, eqx.is_inexact_array)
     return *floats(as_pair(spec, result)), gradients, found.state[0][: spec.layers]
 
@@ -392,10 +487,14 @@ def trained(program: Program, inputs: dict[str, Any]) -> Any:
     weights, rest = eqx.partition(inputs["weights"], eqx.is_inexact_array)
 
     def loss(weights: Any) -> Any:
-        return along(reference(program, {**inputs, "weights": eqx.combine(weights, rest)}))
+        return along(
+            reference(program, {**inputs, "weights": eqx.combine(weights, rest)})
+        )
 
     value, gradient = jax.value_and_grad(loss)(weights)
-    new = jax.tree.map(lambda leaf, own: (leaf - 0.1 * own).astype(leaf.dtype), weights, gradient)
+    new = jax.tree.map(
+        lambda leaf, own: (leaf - 0.1 * own).astype(leaf.dtype), weights, gradient
+    )
     return value, eqx.combine(new, rest)
 
 
@@ -404,16 +503,28 @@ def fused(program: Program, inputs: dict[str, Any]) -> Any:
     """A step of `fused_update`, of weights that are all in the stack."""
     spec = program.spec
     program = program._replace(spec=Spec(**{**vars(spec), "named": False}))
-    block = Block(dict(enumerate(inputs["weights"])), program.layer, spec.outputs != "none")
+    block = Block(
+        dict(enumerate(inputs["weights"])), program.layer, spec.outputs != "none"
+    )
     blocks = sr.Stacked(block, hax.Axis("layers", spec.layers), policy_of(spec))
 
     def loss(blocks: sr.Stacked) -> Any:
         run = blocks.scan if spec.outputs != "none" else blocks.fold
         return along(
-            as_pair(spec, run(program.carry(inputs), {}, sr.shared(inputs["shared"]), reverse=spec.reverse))
+            as_pair(
+                spec,
+                run(
+                    program.carry(inputs),
+                    {},
+                    sr.shared(inputs["shared"]),
+                    reverse=spec.reverse,
+                ),
+            )
         )
 
     with jax.numpy_dtype_promotion("standard"):
         step = sr.fused_update(loss, optax.sgd(0.1))
         result = step(blocks, step.init(blocks))
-    return result.value, [result.model.stacked.weights[n] for n in range(len(spec.parts))]
+    return result.value, [
+        result.model.stacked.weights[n] for n in range(len(spec.parts))
+    ]

@@ -1,7 +1,8 @@
 """Parts of random layers: each draws its arrays and says what it does to the carry.
 
-A layer applies its parts one after the other to rows `x` [row, column]. The function that draws a part is
-called twice with equal random numbers: for the layer that this library runs and for the reference.
+A layer applies its parts one after the other to rows `x` [row, column]. The function
+that draws a part is called twice with equal random numbers: for the layer that this
+library runs and for the reference.
 """
 
 import functools
@@ -37,7 +38,9 @@ class Part(NamedTuple):
 
 
 class Make(NamedTuple):
-    """What a part is made from: random numbers, the dtype of `x`, and whether the library may be used."""
+    """What a part is made from: random numbers, the dtype of `x`, and whether the
+    library may be used.
+    """
 
     rng: np.random.Generator
     dtype: Any
@@ -47,7 +50,9 @@ class Make(NamedTuple):
 
     def array(self, *shape: int, dtype: Any = None) -> jax.Array:
         """A random array."""
-        return jnp.asarray(self.rng.normal(size=shape) * 0.4, self.dtype if dtype is None else dtype)
+        return jnp.asarray(
+            self.rng.normal(size=shape) * 0.4, self.dtype if dtype is None else dtype
+        )
 
     def per_layer(self, *shape: int, dtype: Any = None) -> jax.Array:
         """A random array with the layers in front."""
@@ -87,7 +92,9 @@ def mlp(make: Make) -> Part:
         hidden = named(jnp.tanh(x @ weights["up"]), "a")
         return x + named(hidden @ weights["down"], "b"), own
 
-    return Part(step, {"up": make.per_layer(COLUMNS, 3), "down": make.per_layer(3, COLUMNS)})
+    return Part(
+        step, {"up": make.per_layer(COLUMNS, 3), "down": make.per_layer(3, COLUMNS)}
+    )
 
 
 @part
@@ -145,7 +152,9 @@ def inner_cond(make: Make) -> Part:
 
     def step(x, weights, own, shared):
         if branch == "cond":
-            x = lax.cond(jnp.sum(x) > 0, lambda x: jnp.sin(x) + weights, lambda x: x * weights, x)
+            x = lax.cond(
+                jnp.sum(x) > 0, lambda x: jnp.sin(x) + weights, lambda x: x * weights, x
+            )
         else:
             branches = [jnp.cos, lambda x: x + weights, lambda x: x * 0.5]
             x = lax.switch(own % 3, branches, x)
@@ -157,7 +166,9 @@ def inner_cond(make: Make) -> Part:
 @part
 def inner_fori(make: Make) -> Part:
     def step(x, weights, own, shared):
-        return lax.fori_loop(0, 2, lambda i, x: jnp.sin(x + i.astype(x.dtype)) * weights, x), own
+        return lax.fori_loop(
+            0, 2, lambda i, x: jnp.sin(x + i.astype(x.dtype)) * weights, x
+        ), own
 
     return Part(step, make.per_layer())
 
@@ -176,7 +187,10 @@ def _scaled(factor, x):
     return jnp.sin(x) * factor
 
 
-_scaled.defvjp(lambda factor, x: (jnp.sin(x) * factor, x), lambda factor, x, ct: (ct * jnp.cos(x) * 3,))
+_scaled.defvjp(
+    lambda factor, x: (jnp.sin(x) * factor, x),
+    lambda factor, x, ct: (ct * jnp.cos(x) * 3,),
+)
 
 
 @without_forward_mode
@@ -210,7 +224,10 @@ def rule_with_closure(make: Make) -> Part:
         def scaled(x):
             return x * 0.5
 
-        scaled.defvjp(lambda x: (x * 0.5, jnp.cos(x) * shared.astype(x.dtype)), lambda kept, ct: (ct * kept,))
+        scaled.defvjp(
+            lambda x: (x * 0.5, jnp.cos(x) * shared.astype(x.dtype)),
+            lambda kept, ct: (ct * kept,),
+        )
         return scaled(x) + weights, own
 
     return Part(step, make.per_layer(), None, jnp.int32(3))
@@ -221,7 +238,9 @@ def _leaky(x):
     return jnp.maximum(x, 0)
 
 
-_leaky.defjvps(lambda tangent, result, x: jnp.where(x > 0, 1.0, 0.2).astype(x.dtype) * tangent)
+_leaky.defjvps(
+    lambda tangent, result, x: jnp.where(x > 0, 1.0, 0.2).astype(x.dtype) * tangent
+)
 
 
 @part
@@ -241,7 +260,9 @@ def complex_carry(make: Make) -> Part:
         turned = named(turned, "b") + jnp.sum(x).astype(turned.dtype) * 0.01
         return x + jnp.real(turned).astype(x.dtype)[None], turned
 
-    first = lax.complex(make.array(COLUMNS, dtype=real), make.array(COLUMNS, dtype=real))
+    first = lax.complex(
+        make.array(COLUMNS, dtype=real), make.array(COLUMNS, dtype=real)
+    )
     return Part(step, make.per_layer(COLUMNS, dtype=real), first)
 
 
@@ -266,7 +287,11 @@ def integers(make: Make) -> Part:
         row = x[(count % ROWS).astype(jnp.int32)]
         return x + jnp.sin(row)[None] * count.astype(x.dtype) * 0.1, count
 
-    return Part(step, jnp.asarray(make.rng.integers(0, 3, make.layers), dtype), jnp.asarray(2, dtype))
+    return Part(
+        step,
+        jnp.asarray(make.rng.integers(0, 3, make.layers), dtype),
+        jnp.asarray(2, dtype),
+    )
 
 
 @part
@@ -275,7 +300,9 @@ def booleans(make: Make) -> Part:
         return jnp.where(own & weights, x * 0.5, jnp.cos(x)), own ^ weights
 
     return Part(
-        step, jnp.asarray(make.rng.integers(0, 2, (make.layers, COLUMNS)), bool), jnp.array([True, False])
+        step,
+        jnp.asarray(make.rng.integers(0, 2, (make.layers, COLUMNS)), bool),
+        jnp.array([True, False]),
     )
 
 
@@ -306,7 +333,11 @@ def buffer(make: Make) -> Part:
         kept = own["kept"].at[own["row"]].set(jnp.sum(x, 0) * weights)
         return jnp.sin(x), {"kept": kept, "row": own["row"] + 1}
 
-    return Part(step, make.per_layer(), {"kept": make.array(make.layers + 1, COLUMNS), "row": jnp.int32(0)})
+    return Part(
+        step,
+        make.per_layer(),
+        {"kept": make.array(make.layers + 1, COLUMNS), "row": jnp.int32(0)},
+    )
 
 
 @part
@@ -316,9 +347,14 @@ def buffer_that_is_read(make: Make) -> Part:
     def step(x, weights, own, shared):
         before = own["kept"][(own["row"] - 1) % rows]
         kept = lax.dynamic_update_index_in_dim(own["kept"], x[0], own["row"], 0)
-        return jnp.sin(x) + before[None] * weights, {"kept": kept, "row": own["row"] + 1}
+        return jnp.sin(x) + before[None] * weights, {
+            "kept": kept,
+            "row": own["row"] + 1,
+        }
 
-    return Part(step, make.per_layer(), {"kept": make.array(rows, COLUMNS), "row": jnp.int32(0)})
+    return Part(
+        step, make.per_layer(), {"kept": make.array(rows, COLUMNS), "row": jnp.int32(0)}
+    )
 
 
 @part
@@ -332,13 +368,19 @@ def weak_types(make: Make) -> Part:
 
 @part
 def mixed_dtypes(make: Make) -> Part:
-    other = jnp.float32 if make.dtype == jnp.float64 else make.one_of(jnp.float32, jnp.float16)
+    other = (
+        jnp.float32
+        if make.dtype == jnp.float64
+        else make.one_of(jnp.float32, jnp.float16)
+    )
 
     def step(x, weights, own, shared):
         own = own * jnp.cos(jnp.sum(weights)).astype(other)
         return x + weights.astype(x.dtype) * 0.5 + jnp.sum(own).astype(x.dtype), own
 
-    return Part(step, make.per_layer(COLUMNS, dtype=other)[:, None], make.array(3, dtype=other))
+    return Part(
+        step, make.per_layer(COLUMNS, dtype=other)[:, None], make.array(3, dtype=other)
+    )
 
 
 @part
@@ -352,11 +394,17 @@ def empty(make: Make) -> Part:
 @part
 def absent(make: Make) -> Part:
     def step(x, weights, own, shared):
-        assert weights["none"] is None and own["none"] is None and shared["none"] is None
-        return x * weights["scale"] * shared["number"] + (0.1 if shared["text"] == "sum" else 0.0), own
+        assert (
+            weights["none"] is None and own["none"] is None and shared["none"] is None
+        )
+        return x * weights["scale"] * shared["number"] + (
+            0.1 if shared["text"] == "sum" else 0.0
+        ), own
 
     weights = {"none": None, "scale": make.per_layer()}
-    return Part(step, weights, {"none": None}, {"none": None, "text": "sum", "number": 0.9})
+    return Part(
+        step, weights, {"none": None}, {"none": None, "text": "sum", "number": 0.9}
+    )
 
 
 @part
@@ -365,13 +413,20 @@ def unused(make: Make) -> Part:
         return x + 0.1, {"first": own["second"], "second": own["first"]}
 
     own = {"first": make.array(2), "second": make.array(2)}
-    return Part(step, {"float": make.per_layer(2), "int": jnp.arange(make.layers)}, own, make.array(3))
+    return Part(
+        step,
+        {"float": make.per_layer(2), "int": jnp.arange(make.layers)},
+        own,
+        make.array(3),
+    )
 
 
 @part
 def replaced_carry(make: Make) -> Part:
     def step(x, weights, own, shared):
-        return jnp.broadcast_to(jnp.sin(weights), x.shape) + lax.stop_gradient(x) * 0.1, own
+        return jnp.broadcast_to(jnp.sin(weights), x.shape) + lax.stop_gradient(
+            x
+        ) * 0.1, own
 
     return Part(step, make.per_layer(COLUMNS))
 
@@ -384,7 +439,9 @@ def checkpoint_inside(make: Make) -> Part:
         def region(x, weights):
             return jnp.tanh(named(x @ weights, "a")) + named(x, "b") * jnp.sum(shared)
 
-        run = sr.checkpoint(region, save=save) if make.is_ours else jax.checkpoint(region)
+        run = (
+            sr.checkpoint(region, save=save) if make.is_ours else jax.checkpoint(region)
+        )
         return run(x, weights), own
 
     return Part(step, make.per_layer(COLUMNS, COLUMNS), None, make.array(2))
@@ -410,7 +467,9 @@ def tiled_inside(make: Make) -> Part:
 
 @part
 def fold_inside(make: Make) -> Part:
-    remat = make.one_of(False, True, "nested", "recompute", sr.ScanCheckpointPolicy(max_carries=2))
+    remat = make.one_of(
+        False, True, "nested", "recompute", sr.ScanCheckpointPolicy(max_carries=2)
+    )
 
     def step(x, weights, own, shared):
         def inner(x, scale):
@@ -430,7 +489,9 @@ def gathers(make: Make) -> Part:
         taken = jnp.take_along_axis(x, order[:, None], 0)
         return taken.at[weights].add(0.1 * x[:2]) + jnp.max(x, 0)[None] * 0.1, own
 
-    return Part(step, jnp.asarray(make.rng.integers(0, ROWS, (make.layers, 2)), jnp.int32))
+    return Part(
+        step, jnp.asarray(make.rng.integers(0, ROWS, (make.layers, 2)), jnp.int32)
+    )
 
 
 @part
@@ -442,7 +503,11 @@ def linear_algebra(make: Make) -> Part:
 
     return Part(
         step,
-        make.per_layer(COLUMNS, COLUMNS, dtype=jnp.float64 if make.dtype == jnp.float64 else jnp.float32),
+        make.per_layer(
+            COLUMNS,
+            COLUMNS,
+            dtype=jnp.float64 if make.dtype == jnp.float64 else jnp.float32,
+        ),
     )
 
 
@@ -483,7 +548,10 @@ def edge(make: Make) -> Part:
 
     def step(x, weights, own, shared):
         left = own["last"].astype(x.dtype) + 0.5 - weights
-        return x + jnp.sqrt(left) * 0.1, {"last": own["last"], "count": own["count"] + 1}
+        return x + jnp.sqrt(left) * 0.1, {
+            "last": own["last"],
+            "count": own["count"] + 1,
+        }
 
     own = {"last": jnp.int32(make.rng.integers(make.layers + 1)), "count": jnp.int32(0)}
     steps = jnp.arange(make.layers, dtype=make.dtype)

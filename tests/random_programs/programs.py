@@ -1,4 +1,6 @@
-"""Random programs: their description, drawn from a seed, and the layers and arrays that are made from it."""
+"""Random programs: their description, drawn from a seed, and the layers and arrays that
+are made from it.
+"""
 
 import dataclasses
 import functools
@@ -16,9 +18,27 @@ import stacked_remat as sr
 
 from .parts import COLUMNS, NO_FORWARD_MODE, PARTS, ROWS, SPECIAL, Make
 
-DIFFERENTIATING = ("grad", "value_and_grad", "vjp", "jacrev", "jvp", "linearize", "jacfwd")
+DIFFERENTIATING = (
+    "grad",
+    "value_and_grad",
+    "vjp",
+    "jacrev",
+    "jvp",
+    "linearize",
+    "jacfwd",
+)
 FORWARD_MODE = ("jvp", "linearize", "jacfwd")
-OTHERS = ("value", "vmap", "jit", "checkpoint", "scan", "cond", "fori", "eval_jaxpr", "shard_map")
+OTHERS = (
+    "value",
+    "vmap",
+    "jit",
+    "checkpoint",
+    "scan",
+    "cond",
+    "fori",
+    "eval_jaxpr",
+    "shard_map",
+)
 ALIASES = (False, True, "recompute", "offload", "nested", "save_all")
 JAX_POLICIES = (
     "dots_saveable",
@@ -37,8 +57,8 @@ class Spec:
         entry: what of the library runs the layers, a name in `entries.ENTRIES`.
         layers: how many.
         parts: of a layer, names in `parts.PARTS`.
-        policy: an alias, the name of one of `jax.checkpoint_policies`, or the settings of a
-            `ScanCheckpointPolicy`.
+        policy: an alias, the name of one of `jax.checkpoint_policies`, or the settings
+            of a `ScanCheckpointPolicy`.
         transforms: names in `transformations.TRANSFORMS`, the innermost first.
         run: how the outermost function is called, a name in `checking.RUNS`.
         dtype: of the rows.
@@ -47,7 +67,8 @@ class Spec:
         unroll: layers in one iteration.
         closure: whether the layers close over what they share.
         named: whether weights and carry are named arrays.
-        outputs: what each layer returns beside its carry: `"none"`, `"sum"` or `"tree"`.
+        outputs: what each layer returns beside its carry: `"none"`, `"sum"` or
+            `"tree"`.
         differentiated: the groups of inputs whose derivatives are taken.
     """
 
@@ -87,8 +108,8 @@ class Program(NamedTuple):
         spec: its description.
         layer: `(carry, weights, shared) -> (carry, output)`, of the first kind.
         other_layer: of the second kind, where a pattern has two.
-        inputs: a dict with the rows `x`, and by part the `weights` of all layers, the `own` leaves of the
-            carry, and what is `shared`.
+        inputs: a dict with the rows `x`, and by part the `weights` of all layers, the
+            `own` leaves of the carry, and what is `shared`.
     """
 
     spec: Spec
@@ -113,7 +134,9 @@ class Program(NamedTuple):
 
 def build(spec: Spec, *, is_ours: bool) -> Program:
     """The program of a spec: that which uses the library, or the reference."""
-    make = Make(spec.numbers("x"), jnp.dtype(spec.dtype), spec.layers, spec.reverse, is_ours)
+    make = Make(
+        spec.numbers("x"), jnp.dtype(spec.dtype), spec.layers, spec.reverse, is_ours
+    )
     parts = []
     for number, name in enumerate(spec.parts):
         parts.append(PARTS[name](make._replace(rng=spec.numbers(name, number))))
@@ -127,12 +150,21 @@ def build(spec: Spec, *, is_ours: bool) -> Program:
     def layer(numbers: range, carry: Any, weights: Any, shared: Any) -> tuple[Any, Any]:
         x, own = carry["x"], list(carry["own"])
         for number in numbers:
-            x, own[number] = parts[number].step(x, weights[number], own[number], shared[number])
-        output = {"none": None, "sum": jnp.sum(x), "tree": {"x": x, "own": own}}[spec.outputs]
+            x, own[number] = parts[number].step(
+                x, weights[number], own[number], shared[number]
+            )
+        output = {"none": None, "sum": jnp.sum(x), "tree": {"x": x, "own": own}}[
+            spec.outputs
+        ]
         return {"x": x, "own": own}, output
 
     every = range(len(parts))
-    return Program(spec, functools.partial(layer, every), functools.partial(layer, every[:0:-1]), inputs)
+    return Program(
+        spec,
+        functools.partial(layer, every),
+        functools.partial(layer, every[:0:-1]),
+        inputs,
+    )
 
 
 def policy_of(spec: Spec) -> Any:
@@ -146,7 +178,9 @@ def policy_of(spec: Spec) -> Any:
 
 def layer_of(tree: Any, index: Any) -> Any:
     """The part of a layer, of a tree of stacked arrays."""
-    return jax.tree.map(lambda leaf: leaf[index] if isinstance(leaf, jax.Array) else leaf, tree)
+    return jax.tree.map(
+        lambda leaf: leaf[index] if isinstance(leaf, jax.Array) else leaf, tree
+    )
 
 
 def reference(program: Program, inputs: dict[str, Any]) -> tuple[Any, Any]:
@@ -162,7 +196,9 @@ def reference(program: Program, inputs: dict[str, Any]) -> tuple[Any, Any]:
         )
     carry, outputs = program.carry(inputs), [None] * spec.layers
     for index in layer_numbers(spec):
-        carry, outputs[index] = program.layer(carry, layer_of(inputs["weights"], index), shared)
+        carry, outputs[index] = program.layer(
+            carry, layer_of(inputs["weights"], index), shared
+        )
     return carry, stacked(outputs)
 
 
@@ -181,7 +217,9 @@ def draw(seed: int, *, is_small: bool = False) -> Spec:
     rng = random.Random(seed)
     entry = rng.choice(ENTRY_NAMES)
     layers = rng.choice(SHORT if is_small or entry in OF_LOOPS else LONG)
-    run = rng.choice(("jit",) * 6 + ("constants", "constants", "eager", "twice", "mesh"))
+    run = rng.choice(
+        ("jit",) * 6 + ("constants", "constants", "eager", "twice", "mesh")
+    )
     dtype = rng.choice(("float64",) * 6 + ("float32", "bfloat16"))
     spec = Spec(
         seed=seed,
@@ -203,10 +241,31 @@ def draw(seed: int, *, is_small: bool = False) -> Spec:
     return restricted(dataclasses.replace(spec, transforms=transforms))
 
 
-ENTRY_NAMES = ("stacked_layers",) * 5 + ("bare",) * 4 + ("lax_scan",) * 2 + ("pattern",) * 2 + ("until",) * 2
-ENTRY_NAMES += ("block_seq", "visitor", "fused", "streamed", "state", "checkpoint", "tiled")
+ENTRY_NAMES = (
+    ("stacked_layers",) * 5
+    + ("bare",) * 4
+    + ("lax_scan",) * 2
+    + ("pattern",) * 2
+    + ("until",) * 2
+)
+ENTRY_NAMES += (
+    "block_seq",
+    "visitor",
+    "fused",
+    "streamed",
+    "state",
+    "checkpoint",
+    "tiled",
+)
 ENTRY_NAMES += ("map_over_layers", "all_at_once")
-OF_LOOPS = ("pattern", "block_seq", "state", "map_over_layers", "all_at_once")  # beside a Python loop alone
+# Beside a Python loop alone
+OF_LOOPS = (
+    "pattern",
+    "block_seq",
+    "state",
+    "map_over_layers",
+    "all_at_once",
+)
 LONG = (0, 1, 2, 3, 3, 4, 5, 5, 6, 7, 7, 8, 9, 10, 11, 12)
 SHORT = (0, 1, 2, 2, 3, 3, 3, 4, 5, 5, 7)
 WITH_CLOSURES = ("stacked_layers", "bare", "lax_scan", "until", "checkpoint", "tiled")
@@ -279,21 +338,28 @@ def restricted(spec: Spec) -> Spec:
         changes["reference"] = "scan"
     if spec.entry in OF_LOOPS:
         changes["reference"] = "loop"
-        changes["layers"] = max(1, spec.layers)  # a loop over none has no outputs to stack
+        # A loop over none has no outputs to stack
+        changes["layers"] = max(1, spec.layers)
     if "shard_map" in spec.transforms and spec.run in ("mesh", "eager"):
         changes["run"] = "jit"
     if "custom_jvp" in spec.parts:
-        # lax.scan drops rules that are not derivatives of their functions from its second derivatives
-        # (the hoisting of its partial evaluation, JAX 0.10.2 and 0.12).
-        derivatives = [n for n, name in enumerate(spec.transforms) if name in DIFFERENTIATING]
+        # lax.scan drops rules that are not derivatives of their functions from its
+        # second derivatives (the hoisting of its partial evaluation, JAX 0.10.2 and
+        # 0.12).
+        derivatives = [
+            n for n, name in enumerate(spec.transforms) if name in DIFFERENTIATING
+        ]
         if len(derivatives) > 1:
             changes["transforms"] = spec.transforms[: derivatives[1]]
     if "rule_with_closure" in spec.parts:
         changes["closure"] = True  # JAX lets rules close over what the loop closes over
     if "custom_vjp_with_another_value" in spec.parts:
-        # A rule runs where a carry is differentiated, which in a loop may be from a later layer on.
+        # A rule runs where a carry is differentiated, which in a loop may be from a
+        # later layer on.
         if changes.get("reference") == "loop":
-            changes["differentiated"] = tuple(dict.fromkeys(("x", *spec.differentiated)))
+            changes["differentiated"] = tuple(
+                dict.fromkeys(("x", *spec.differentiated))
+            )
         elif spec.entry != "checkpoint":
             changes["reference"] = "scan"
     return dataclasses.replace(spec, **changes)

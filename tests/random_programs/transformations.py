@@ -1,4 +1,5 @@
-"""Transformations of a function of a list of arrays: each gives another function of that list.
+"""Transformations of a function of a list of arrays: each gives another function of
+that list.
 
 A function returns a tree of arrays. Derivatives are with respect to some of the arrays.
 """
@@ -17,7 +18,9 @@ Function = Callable[[Sequence[Any]], Any]
 
 
 class Choice(NamedTuple):
-    """What a transformation may choose by: which arrays are differentiated, the rows, random numbers."""
+    """What a transformation may choose by: which arrays are differentiated, the rows,
+    random numbers.
+    """
 
     differentiated: list[int]
     rows: int
@@ -27,7 +30,9 @@ class Choice(NamedTuple):
 TRANSFORMS: dict[str, Callable[[Function, Choice], Function]] = {}
 
 
-def transform(apply: Callable[[Function, Choice], Function]) -> Callable[[Function, Choice], Function]:
+def transform(
+    apply: Callable[[Function, Choice], Function],
+) -> Callable[[Function, Choice], Function]:
     """Register a transformation."""
     TRANSFORMS[apply.__name__.rstrip("_")] = apply
     return apply
@@ -40,7 +45,9 @@ def is_float(leaf: Any) -> bool:
 def floats(tree: Any) -> tuple[list[Any], list[Any]]:
     """The leaves that have derivatives, and the others."""
     leaves = jax.tree.leaves(tree)
-    return [leaf for leaf in leaves if is_float(leaf)], [leaf for leaf in leaves if not is_float(leaf)]
+    return [leaf for leaf in leaves if is_float(leaf)], [
+        leaf for leaf in leaves if not is_float(leaf)
+    ]
 
 
 def wave(leaf: Any) -> jax.Array:
@@ -59,17 +66,23 @@ def along(tree: Any, factor: float = 1.0) -> jax.Array:
     return total
 
 
-def _replaced(leaves: Sequence[Any], numbers: Sequence[int], new: Sequence[Any]) -> list[Any]:
+def _replaced(
+    leaves: Sequence[Any], numbers: Sequence[int], new: Sequence[Any]
+) -> list[Any]:
     leaves = list(leaves)
     for number, leaf in zip(numbers, new, strict=True):
         leaves[number] = leaf
     return leaves
 
 
-def _of_differentiated(f: Function, choice: Choice, leaves: Sequence[Any]) -> tuple[Function, list[Any]]:
+def _of_differentiated(
+    f: Function, choice: Choice, leaves: Sequence[Any]
+) -> tuple[Function, list[Any]]:
     """The function of the differentiated arrays alone, and these."""
     numbers = choice.differentiated
-    return lambda given: f(_replaced(leaves, numbers, given)), [leaves[number] for number in numbers]
+    return lambda given: f(_replaced(leaves, numbers, given)), [
+        leaves[number] for number in numbers
+    ]
 
 
 @transform
@@ -103,7 +116,9 @@ def value_and_grad(f: Function, choice: Choice) -> Function:
 def vjp(f: Function, choice: Choice) -> Function:
     def pulled_back(leaves):
         of_given, given = _of_differentiated(f, choice, leaves)
-        result, pullback, others = jax.vjp(lambda given: floats(of_given(given)), given, has_aux=True)
+        result, pullback, others = jax.vjp(
+            lambda given: floats(of_given(given)), given, has_aux=True
+        )
         return result, others, pullback(list(map(wave, result)))
 
     return pulled_back
@@ -114,7 +129,9 @@ def jvp(f: Function, choice: Choice) -> Function:
     def pushed_forward(leaves):
         of_given, given = _of_differentiated(f, choice, leaves)
         tangents = list(map(wave, given))
-        return jax.jvp(lambda given: floats(of_given(given)), (given,), (tangents,), has_aux=True)
+        return jax.jvp(
+            lambda given: floats(of_given(given)), (given,), (tangents,), has_aux=True
+        )
 
     return pushed_forward
 
@@ -123,15 +140,24 @@ def jvp(f: Function, choice: Choice) -> Function:
 def linearize(f: Function, choice: Choice) -> Function:
     def linearized(leaves):
         of_given, given = _of_differentiated(f, choice, leaves)
-        result, forward, others = jax.linearize(lambda given: floats(of_given(given)), given, has_aux=True)
+        result, forward, others = jax.linearize(
+            lambda given: floats(of_given(given)), given, has_aux=True
+        )
         tangents = list(map(wave, given))
-        return result, others, forward(tangents), forward([tangent * 2 for tangent in tangents])
+        return (
+            result,
+            others,
+            forward(tangents),
+            forward([tangent * 2 for tangent in tangents]),
+        )
 
     return linearized
 
 
 def _jacobian(derivative: Callable[..., Any], f: Function, choice: Choice) -> Function:
-    number = next((n for n in choice.differentiated if n == choice.rows), choice.differentiated[0])
+    number = next(
+        (n for n in choice.differentiated if n == choice.rows), choice.differentiated[0]
+    )
 
     def jacobian(leaves):
         def pair(array):
@@ -176,7 +202,9 @@ def _another(leaf: Any) -> Any:
     """Another array of the same type."""
     if is_float(leaf):
         return leaf * 0.9
-    if jnp.issubdtype(leaf.dtype, jnp.integer) and leaf.dtype != jnp.uint32:  # which may be a key's
+    if (
+        jnp.issubdtype(leaf.dtype, jnp.integer) and leaf.dtype != jnp.uint32
+    ):  # which may be a key's
         return leaf // 2
     return leaf
 
@@ -218,7 +246,9 @@ def scan(f: Function, choice: Choice) -> Function:
 def fori(f: Function, choice: Choice) -> Function:
     def repeated(leaves):
         def body(_, rows):
-            return rows + 0.01 * along(_with_rows(f, choice, leaves, rows)).astype(rows.dtype)
+            return rows + 0.01 * along(_with_rows(f, choice, leaves, rows)).astype(
+                rows.dtype
+            )
 
         return lax.fori_loop(0, 2, body, leaves[choice.rows])
 
@@ -260,7 +290,11 @@ def shard_map(f: Function, choice: Choice) -> Function:
         mesh = jax.make_mesh((devices,), ("device",), axis_types=(AxisType.Auto,))
         specs = (PartitionSpec(), PartitionSpec("device"))
         run = jax.shard_map(
-            on_device, mesh=mesh, in_specs=specs, out_specs=PartitionSpec("device"), check_vma=is_checked
+            on_device,
+            mesh=mesh,
+            in_specs=specs,
+            out_specs=PartitionSpec("device"),
+            check_vma=is_checked,
         )
         return run(list(leaves), jnp.linspace(0.8, 1.2, devices))
 

@@ -98,8 +98,8 @@ class Frame:
 class Drawing:
     """A drawing of one shape.
 
-    This paragraph is shown and wrapped at 80 columns; the one below it is indented, and so
-    it is shown as it is.
+    This paragraph is shown and wrapped at 80 columns; the one below it is indented, and
+    so it is shown as it is.
 
         draw --config_path FILE
           then paint
@@ -126,4 +126,6 @@ class Drawing:
 
     def __post_init__(self):
         if self.scale > self.largest:
-            raise ValueError(f"scale = {self.scale} is more than largest = {self.largest}.")
+            raise ValueError(
+                f"scale = {self.scale} is more than largest = {self.largest}."
+            )

@@ -19,7 +19,9 @@ def next_byte(vocab: int = 257) -> NextByte:
 def token_losses(model: NextByte, batch: TokenBatch) -> Float[Array, "batch position"]:
     """The cross entropy of each token, weighted."""
     log_probs = jax.nn.log_softmax(model.table[batch.tokens.array])
-    picked = -jnp.take_along_axis(log_probs, batch.targets.array[..., None], axis=-1)[..., 0]
+    picked = -jnp.take_along_axis(log_probs, batch.targets.array[..., None], axis=-1)[
+        ..., 0
+    ]
     return picked * batch.weights.array
 
 

@@ -39,7 +39,14 @@ class Model(eqx.Module):
 
 def state(out=Out, seed=0):
     linear = hax.nn.Linear.init(Embed, out, key=jax.random.key(seed))
-    model = Model(linear, jnp.arange(4, dtype=jnp.bfloat16), jnp.zeros((0, 3)), None, jax.nn.silu, "x")
+    model = Model(
+        linear,
+        jnp.arange(4, dtype=jnp.bfloat16),
+        jnp.zeros((0, 3)),
+        None,
+        jax.nn.silu,
+        "x",
+    )
     return TrainState.init(model, optax.adam(1e-3), key=jax.random.key(seed))
 
 
@@ -48,18 +55,29 @@ def shapes(**options):
 
 
 def opened(folder, config=None, **options):
-    return Checkpoints(folder / "checkpoints", config or CheckpointConfig(), run_config={"n": 1}, **options)
+    return Checkpoints(
+        folder / "checkpoints",
+        config or CheckpointConfig(),
+        run_config={"n": 1},
+        **options,
+    )
 
 
 def saved_at(folder, *steps, config=None, one=None):
     checkpoints = opened(folder, config)
     for step in steps:
-        checkpoints.save(step, one if one is not None else state(seed=step), {"step": step})
+        checkpoints.save(
+            step, one if one is not None else state(seed=step), {"step": step}
+        )
     checkpoints.close()
 
 
 def steps_in(folder):
-    return sorted(int(path.name) for path in (folder / "checkpoints").iterdir() if path.name.isdigit())
+    return sorted(
+        int(path.name)
+        for path in (folder / "checkpoints").iterdir()
+        if path.name.isdigit()
+    )
 
 
 def test_a_state_is_restored_bit_by_bit_with_its_position(tmp_path):
@@ -76,7 +94,9 @@ def test_a_state_is_restored_bit_by_bit_with_its_position(tmp_path):
 def test_the_arrays_of_another_model_are_named(tmp_path):
     saved_at(tmp_path, 3)
     checkpoints = opened(tmp_path)
-    expected = r"3 does not fit this run's model.*\n  mismatched: trained.linear.weight is "
+    expected = (
+        r"3 does not fit this run's model.*\n  mismatched: trained.linear.weight is "
+    )
     expected += r"float32\[out 2, embed 8\], expected float32\[out 5, embed 8\]"
     with pytest.raises(CheckpointMismatchError, match=expected):
         checkpoints.restore(shapes(out=Out.resize(5)))
@@ -86,7 +106,8 @@ def test_the_arrays_of_another_model_are_named(tmp_path):
 def test_an_unfinished_save_is_not_a_checkpoint(tmp_path):
     saved_at(tmp_path, 1, 2)
     folder = tmp_path / "checkpoints"
-    (folder / "2").rename(folder / "2.orbax-checkpoint-tmp")  # the rename back would have been the last thing
+    # The rename back would have been the last thing
+    (folder / "2").rename(folder / "2.orbax-checkpoint-tmp")
     checkpoints = opened(tmp_path)
     assert checkpoints.latest() == 1 and checkpoints.restore(shapes())[1] == {"step": 1}
     checkpoints.save(2, state(seed=5), {})
@@ -99,7 +120,11 @@ def test_an_unfinished_save_is_not_a_checkpoint(tmp_path):
     ("error", "number", "reason"),
     [
         (OSError(errno.EROFS, "read only", "x"), errno.EROFS, "Read-only file system"),
-        (ValueError("EXHAUSTED: d/12: [os_error_code='28']"), errno.ENOSPC, "No space left on device"),
+        (
+            ValueError("EXHAUSTED: d/12: [os_error_code='28']"),
+            errno.ENOSPC,
+            "No space left on device",
+        ),
     ],
 )
 def test_the_error_of_a_failed_save_names_the_step_and_the_reason(
@@ -109,25 +134,34 @@ def test_the_error_of_a_failed_save_names_the_step_and_the_reason(
         raise error
 
     checkpoints = opened(tmp_path)
-    with pytest.raises(OSError, match=rf"checkpoint of step 2: {reason}\. Earlier ones are") as raised:
+    with pytest.raises(
+        OSError, match=rf"checkpoint of step 2: {reason}\. Earlier ones are"
+    ) as raised:
         checkpoints._saving = 2
         monkeypatch.setattr(checkpoints._manager, failing, fail)
         checkpoints.save(2, {"w": jnp.ones(2)}, {})
-    assert (raised.value.errno, raised.value.filename) == (number, str(tmp_path / "checkpoints"))
+    assert (raised.value.errno, raised.value.filename) == (
+        number,
+        str(tmp_path / "checkpoints"),
+    )
     monkeypatch.undo()
     checkpoints.close()
 
 
 def test_arrays_that_are_not_those_that_were_written_are_found(tmp_path):
     saved_at(tmp_path, 1)
-    folder, run = tmp_path / "checkpoints", tmp_path / "checkpoints" / "1" / "run" / "metadata"
+    folder, run = (
+        tmp_path / "checkpoints",
+        tmp_path / "checkpoints" / "1" / "run" / "metadata",
+    )
     written = json.loads(run.read_text())
     for name in ("trained.linear.weight", "optimizer_state.0.mu.half", "key"):
         first, second = written["saved"][name]
         changed = {**written["saved"], name: [first, second ^ 1]}
         run.write_text(json.dumps({**written, "saved": changed}))
         with pytest.raises(
-            CheckpointDamagedError, match=rf"1 is damaged .* not those .*: {name}\. Restore it"
+            CheckpointDamagedError,
+            match=rf"1 is damaged .* not those .*: {name}\. Restore it",
         ):
             load_checkpoint(folder, shapes())
     for damaged in ("{}", "{", None):
@@ -143,16 +177,21 @@ def test_arrays_that_are_not_those_that_were_written_are_found(tmp_path):
 def test_a_damaged_checkpoint_names_those_to_resume_from(tmp_path):
     saved_at(tmp_path, 1, 2)
     shutil.copytree(tmp_path / "checkpoints" / "2", tmp_path / "checkpoints" / "3")
-    (tmp_path / "checkpoints" / "3" / "commit_success.txt").unlink()  # half deleted: Orbax hides it
+    (
+        tmp_path / "checkpoints" / "3" / "commit_success.txt"
+    ).unlink()  # half deleted: Orbax hides it
     (tmp_path / "checkpoints" / "3" / "run" / "metadata").unlink()
     checkpoints = opened(tmp_path)
     with pytest.raises(
-        CheckpointDamagedError, match=r"3 is damaged .* is missing.* delete it.* \(of step 1, 2"
+        CheckpointDamagedError,
+        match=r"3 is damaged .* is missing.* delete it.* \(of step 1, 2",
     ):
         checkpoints.restore(shapes())
     checkpoints.close()
     shutil.rmtree(tmp_path / "checkpoints" / "3")
-    for path in (tmp_path / "checkpoints" / "1").rglob("*"):  # an older one that is half deleted is ignored
+    for path in (tmp_path / "checkpoints" / "1").rglob(
+        "*"
+    ):  # an older one that is half deleted is ignored
         if path.is_file():
             path.unlink()
     checkpoints = opened(tmp_path)
@@ -186,13 +225,19 @@ def test_a_checkpoint_is_due_by_step_and_by_time(tmp_path, monkeypatch):
 def test_frozen_arrays_need_not_be_saved(tmp_path):
     def initial():
         linear = hax.nn.Linear.init(Embed, Out, key=jax.random.key(0))
-        return TrainState.init(linear, optax.sgd(0.1, momentum=0.9), hax.nn.Linear(True, False, Embed, Out))
+        return TrainState.init(
+            linear, optax.sgd(0.1, momentum=0.9), hax.nn.Linear(True, False, Embed, Out)
+        )
 
     def without_frozen(state):
-        return eqx.tree_at(lambda s: s.frozen, jax.tree.map(lambda _: True, state), False)
+        return eqx.tree_at(
+            lambda s: s.frozen, jax.tree.map(lambda _: True, state), False
+        )
 
     checkpoints = opened(tmp_path, saved=without_frozen)
-    moved = eqx.tree_at(lambda s: s.trained.weight.array, initial(), jnp.full((2, 8), 7.0))
+    moved = eqx.tree_at(
+        lambda s: s.trained.weight.array, initial(), jnp.full((2, 8), 7.0)
+    )
     checkpoints.save(1, moved, {})
     checkpoints.wait()
     restored, _ = checkpoints.restore(initial())
@@ -206,8 +251,12 @@ def test_frozen_arrays_need_not_be_saved(tmp_path):
         "skips",
     ]
     assert list(json.loads(run)["unsaved"]) == ["frozen.bias"]
-    other = eqx.tree_at(lambda tree: tree.frozen.bias.array, initial(), jnp.full(2, 9.0))
-    with pytest.raises(CheckpointMismatchError, match=r"other frozen weights: frozen\.bias\."):
+    other = eqx.tree_at(
+        lambda tree: tree.frozen.bias.array, initial(), jnp.full(2, 9.0)
+    )
+    with pytest.raises(
+        CheckpointMismatchError, match=r"other frozen weights: frozen\.bias\."
+    ):
         opened(tmp_path, saved=without_frozen).restore(other)
 
 
@@ -224,7 +273,15 @@ def test_a_part_of_a_checkpoint_and_its_config_can_be_read(tmp_path):
         load_checkpoint(tmp_path / "elsewhere", state())
 
 
-BITS = {"bool": 1, "int4": 4, "float8_e4m3fn": 8, "bfloat16": 16, "float32": 32, "int32": 32, "complex64": 32}
+BITS = {
+    "bool": 1,
+    "int4": 4,
+    "float8_e4m3fn": 8,
+    "bfloat16": 16,
+    "float32": 32,
+    "int32": 32,
+    "complex64": 32,
+}
 
 
 def of_bits(words, dtype):
@@ -233,36 +290,68 @@ def of_bits(words, dtype):
         return jnp.asarray(words == 1)
     if dtype == "complex64":
         return jnp.asarray(np.ascontiguousarray(words).view(np.complex64))
-    return jax.lax.bitcast_convert_type(jnp.asarray(words).astype(f"uint{BITS[dtype]}"), dtype)
+    return jax.lax.bitcast_convert_type(
+        jnp.asarray(words).astype(f"uint{BITS[dtype]}"), dtype
+    )
 
 
 @pytest.mark.parametrize("dtype", BITS)
 def test_digests_differ_with_bits_and_places_and_not_with_sharding(dtype):
-    """Elements have few values, and their opposites, so a sum of bits often stays as it is."""
+    """Elements have few values, and their opposites, so a sum of bits often stays as it
+    is.
+    """
     generator, sign = np.random.default_rng(0), np.uint32(1 << (BITS[dtype] - 1))
-    words = generator.choice(np.array([0, 1, sign, sign | np.uint32(1)], np.uint32), (4, 12))
+    words = generator.choice(
+        np.array([0, 1, sign, sign | np.uint32(1)], np.uint32), (4, 12)
+    )
     two_signs, swapped, turned = words.copy(), words.copy(), words.T.reshape(4, 12)
     two_signs[0, 0], two_signs[3, 5] = words[0, 0] ^ sign, words[3, 5] ^ sign
     swapped[[1, 2]] = words[[2, 1]]
-    others = [words ^ sign, two_signs, swapped, words[::-1], words[:, ::-1], np.roll(words, 1), turned]
+    others = [
+        words ^ sign,
+        two_signs,
+        swapped,
+        words[::-1],
+        words[:, ::-1],
+        np.roll(words, 1),
+        turned,
+    ]
     others += [generator.permutation(words.ravel()).reshape(4, 12) for _ in range(8)]
     for _ in range(8):
         one_bit = words.copy()
-        one_bit[*generator.integers((4, 12))] ^= np.uint32(1 << generator.integers(BITS[dtype]))
+        one_bit[*generator.integers((4, 12))] ^= np.uint32(
+            1 << generator.integers(BITS[dtype])
+        )
         others.append(one_bit)
     different = {other.tobytes(): other for other in (words, *others)}.values()
     found = {tuple(digests({"a": of_bits(other, dtype)})["a"]) for other in different}
     assert len(found) == len(different) > 20
-    mesh, array = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("x", "y")), of_bits(words, dtype)
+    mesh, array = (
+        Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("x", "y")),
+        of_bits(words, dtype),
+    )
     divided = jax.device_put(array, NamedSharding(mesh, PartitionSpec("x", "y")))
-    assert digests({"a": divided}) == digests({"a": array}) and list(digests({"a": array})) == ["a"]
+    assert digests({"a": divided}) == digests({"a": array}) and list(
+        digests({"a": array})
+    ) == ["a"]
 
 
 def test_digests_of_nan_payloads_layers_and_keys_differ():
-    quiet, other = (of_bits(np.array([bits], np.uint32), "float32") for bits in (0x7FC00000, 0x7FC00001))
+    quiet, other = (
+        of_bits(np.array([bits], np.uint32), "float32")
+        for bits in (0x7FC00000, 0x7FC00001)
+    )
     assert digests({"a": quiet}) != digests({"a": other})
-    layers = jax.random.normal(jax.random.key(0), (6, 32, 32), jnp.bfloat16).astype(jnp.float32)
-    orders = [layers, layers[::-1], layers[jnp.array([1, 0, 2, 3, 5, 4])], -layers, layers.swapaxes(1, 2)]
+    layers = jax.random.normal(jax.random.key(0), (6, 32, 32), jnp.bfloat16).astype(
+        jnp.float32
+    )
+    orders = [
+        layers,
+        layers[::-1],
+        layers[jnp.array([1, 0, 2, 3, 5, 4])],
+        -layers,
+        layers.swapaxes(1, 2),
+    ]
     assert len({tuple(digests({"a": order})["a"]) for order in orders}) == 5
     keys = jax.random.split(jax.random.key(0), 4)
     assert digests({"a": keys}) != digests({"a": keys[::-1]})
@@ -277,6 +366,7 @@ def test_a_checkpoint_with_digests_of_an_earlier_version_is_refused_by_name(tmp_
     del run["format"]
     file.write_text(json.dumps(run))
     with pytest.raises(
-        CheckpointMismatchError, match=r"An earlier version .* wrote the checkpoint .*/3: its"
+        CheckpointMismatchError,
+        match=r"An earlier version .* wrote the checkpoint .*/3: its",
     ):
         load_checkpoint(tmp_path / "checkpoints", shapes())

@@ -17,17 +17,29 @@ def parse(tmp_path, text, *overrides):
 def test_the_file_gives_values_and_the_command_line_overrides_them(tmp_path):
     text = "shape: {type: circle, radius: 2, paint: {layers: 3}}\ntitle: a"
     assert parse(tmp_path, text) == Drawing(Circle(2.0, Paint(layers=3)), "a")
-    changed = parse(tmp_path, text, "--shape.paint.colour", "blue", "--title=b=c", "--remat", "{nested: 2}")
+    changed = parse(
+        tmp_path,
+        text,
+        "--shape.paint.colour",
+        "blue",
+        "--title=b=c",
+        "--remat",
+        "{nested: 2}",
+    )
     assert changed == Drawing(Circle(2.0, Paint("blue", 3)), "b=c", {"nested": 2})
-    for text, value in (("nested", "nested"), ("On", True), ("{a: 2, b: False}", {"a": 2, "b": False})):
+    for text, value in (
+        ("nested", "nested"),
+        ("On", True),
+        ("{a: 2, b: False}", {"a": 2, "b": False}),
+    ):
         assert parse(tmp_path, f"remat: {text}").remat == value
 
 
 def test_text_is_what_was_written_and_numbers_are_decimal(tmp_path):
     """YAML 1.1 makes other numbers of these, and dates."""
     texts = (
-        "0010 -010 1:30 1:30:00 1:30.5 0x1F 0b11 0o17 1_000 1_0.5 +5 -0 12 -3 1e3 2024-01-01 2024-1-1 "
-        "1.10 .5 .nan yes true Off =".split()
+        "0010 -010 1:30 1:30:00 1:30.5 0x1F 0b11 0o17 1_000 1_0.5 +5 -0 12 -3 1e3"
+        " 2024-01-01 2024-1-1 1.10 .5 .nan yes true Off =".split()
     )
     for text in (*texts, "2024-01-01 10:00:00", "2024-01-01T10:00:00Z"):
         assert parse(tmp_path, f"title: {text}").title == text
@@ -39,10 +51,22 @@ def test_text_is_what_was_written_and_numbers_are_decimal(tmp_path):
 
     numbers = {"0010": 10, "1_000": 1000, "+5": 5, "12": 12}
     for text, number in numbers.items():
-        assert circle("--shape.paint.layers", text).shape == Circle(paint=Paint(layers=number))
-    for text, number in {"-.5e-3": -5e-4, "1.": 1.0, "2.5": 2.5, "1e-3": 1e-3, "+1.5E+2": 150.0}.items():
+        assert circle("--shape.paint.layers", text).shape == Circle(
+            paint=Paint(layers=number)
+        )
+    for text, number in {
+        "-.5e-3": -5e-4,
+        "1.": 1.0,
+        "2.5": 2.5,
+        "1e-3": 1e-3,
+        "+1.5E+2": 150.0,
+    }.items():
         assert circle("--shape.radius", text).shape == Circle(number)
-    for key, text in (("paint.layers", "1:30"), ("paint.layers", "0x1F"), ("radius", "1:30.5")):
+    for key, text in (
+        ("paint.layers", "1:30"),
+        ("paint.layers", "0x1F"),
+        ("radius", "1:30.5"),
+    ):
         with pytest.raises(ConfigError, match=f"must be (int|float), got '{text}'"):
             circle(f"--shape.{key}", text)
 
@@ -58,9 +82,16 @@ def test_configs_round_trip(tmp_path):
 
 
 def test_a_section_may_be_left_out_and_others_have_names():
-    assert parse_config(Drawing, []) == parse_config(Drawing, ["--paint", "null"]) == Drawing()
+    assert (
+        parse_config(Drawing, [])
+        == parse_config(Drawing, ["--paint", "null"])
+        == Drawing()
+    )
     assert parse_config(Drawing, ["--paint.layers", "2"]).paint == Paint("red", 2)
-    assert config_as_dict(Drawing(paint=Paint()))["paint"] == {"colour": "red", "layers": 1}
+    assert config_as_dict(Drawing(paint=Paint()))["paint"] == {
+        "colour": "red",
+        "layers": 1,
+    }
     frames = ["--frames.a.makers", "[1, x]", "--frames.a.weight", "1e-4"]
     assert parse_config(Drawing, frames).frames == {"a": Frame(("1", "x"), 1e-4)}
 
@@ -70,38 +101,95 @@ def layers(text):
 
 
 IN_FILE = [
-    ("titel: x", r"Unknown key `titel` in .*drawing.yaml. Did you mean `title`\? Valid: shape, title"),
-    ("shape: {type: circle, paint: {layer: 2}}", r"Unknown key `shape.paint.layer` in .*mean `layers`"),
-    ("shape: {type: circle, side: 2}", r"Unknown key `shape.side`.*Valid: radius, paint"),
+    (
+        "titel: x",
+        (
+            r"Unknown key `titel` in .*drawing.yaml. Did you mean `title`\? Valid:"
+            r" shape, title"
+        ),
+    ),
+    (
+        "shape: {type: circle, paint: {layer: 2}}",
+        r"Unknown key `shape.paint.layer` in .*mean `layers`",
+    ),
+    (
+        "shape: {type: circle, side: 2}",
+        r"Unknown key `shape.side`.*Valid: radius, paint",
+    ),
     ("shape: {type: circel}", r"`shape.type` in .* is 'circel'. Did you mean `circle`"),
-    ("shape: {type: circle, radius: }", r"`shape.radius` in .* must be float, got nothing .null."),
+    (
+        "shape: {type: circle, radius: }",
+        r"`shape.radius` in .* must be float, got nothing .null.",
+    ),
     ("paint: {colour: green}", r"`paint.colour` in .* must be red.blue"),
     (layers("1e3"), r"`shape.paint.layers` in .* got '1e3'. Write 1000"),
-    ("shape: {type: circle, side: 2}", r"`shape.side` in .* It is one of `type: square`"),
+    (
+        "shape: {type: circle, side: 2}",
+        r"`shape.side` in .* It is one of `type: square`",
+    ),
     ("colour: red", r"Unknown key `colour` in .* Did you mean `shape.paint.colour`"),
-    ("{title: a, title: b}", r"(?s)the key 'title' is given twice: line 1.*line 1, column 12"),
+    (
+        "{title: a, title: b}",
+        r"(?s)the key 'title' is given twice: line 1.*line 1, column 12",
+    ),
     ("", r"drawing.yaml is empty; it must hold a mapping"),
-    ("shape: {type: circle, radius: 0x" + "f" * 9999 + "}", r"must be float, got .0xf+\.\.\.f+"),
-    (b"title: \xff", r"drawing.yaml: 'utf-8' codec can't decode byte 0xff in position 7"),
-    ("title: &a [*a]", r"(?s)drawing.yaml: found unconstructable recursive node.*line 1, column 8"),
+    (
+        "shape: {type: circle, radius: 0x" + "f" * 9999 + "}",
+        r"must be float, got .0xf+\.\.\.f+",
+    ),
+    (
+        b"title: \xff",
+        r"drawing.yaml: 'utf-8' codec can't decode byte 0xff in position 7",
+    ),
+    (
+        "title: &a [*a]",
+        r"(?s)drawing.yaml: found unconstructable recursive node.*line 1, column 8",
+    ),
 ]
 ON_THE_COMMAND_LINE = [
-    (["--shape.type", "square", "--shape.sid", "3"], r"`shape.sid` on the command line.*`side`"),
-    (["--config", "a.yaml"], r"Unknown key `config` on the command line. Did you mean `config_path`"),
+    (
+        ["--shape.type", "square", "--shape.sid", "3"],
+        r"`shape.sid` on the command line.*`side`",
+    ),
+    (
+        ["--config", "a.yaml"],
+        r"Unknown key `config` on the command line. Did you mean `config_path`",
+    ),
     (["--title"], r"`--title` on the command line has no value"),
     (["title", "x"], r"Expected `--key value` on the command line, got 'title'"),
     (["--.title", "x"], r"Expected `--key value` on the command line, got '--.title'"),
     (["--paint.layers", "1e300"], r"must be int, got '1e300'\.$"),
-    (["--frames.a.makers", "[1e3, {}]"], r"makers.1` on the command line must be str, got {}\.$"),
+    (
+        ["--frames.a.makers", "[1e3, {}]"],
+        r"makers.1` on the command line must be str, got {}\.$",
+    ),
     (["--title", "!!bool abc"], r"`--title` on the command line is not YAML: 'abc'"),
     (["--paint.layer", "2"], r"Unknown key `paint.layer` .* Did you mean `layers`"),
     (["--paint", "3"], "`paint` on the command line is a section of keys, got 3"),
-    (["--frames.a.weight", "2"], r"`frames.a` on the command line lacks the key `makers`"),
-    (["--frames.a.maker", "[x]"], r"Unknown key `frames.a.maker` .* Did you mean `makers`"),
-    (["--frames.a.makers", "x"], r"`frames.a.makers` on .* must be list.str., got 'x'. Write \[x\]"),
-    (["--frames.a.makers", "[x, null]"], r"`frames.a.makers.1` on .* must be str, got nothing"),
-    (["--frames", "[a]"], r"`frames` on the command line holds sections, each under its name"),
-    (["--frames.a", "{makers: [x], weight: -1}"], r"\(of `frames.a`\): A weight is not negative"),
+    (
+        ["--frames.a.weight", "2"],
+        r"`frames.a` on the command line lacks the key `makers`",
+    ),
+    (
+        ["--frames.a.maker", "[x]"],
+        r"Unknown key `frames.a.maker` .* Did you mean `makers`",
+    ),
+    (
+        ["--frames.a.makers", "x"],
+        r"`frames.a.makers` on .* must be list.str., got 'x'. Write \[x\]",
+    ),
+    (
+        ["--frames.a.makers", "[x, null]"],
+        r"`frames.a.makers.1` on .* must be str, got nothing",
+    ),
+    (
+        ["--frames", "[a]"],
+        r"`frames` on the command line holds sections, each under its name",
+    ),
+    (
+        ["--frames.a", "{makers: [x], weight: -1}"],
+        r"\(of `frames.a`\): A weight is not negative",
+    ),
 ]
 BAD_VALUE = "paint.layers must be at least 1, got 0"
 
@@ -110,12 +198,25 @@ BAD_VALUE = "paint.layers must be at least 1, got 0"
     ("text", "arguments", "message"),
     [
         *((text, [], message) for text, message in IN_FILE),
-        *(("title: a", arguments, message) for arguments, message in ON_THE_COMMAND_LINE),
-        (layers(3), ["--shape.paint.layers", "0"], f"Bad config on the command line: {BAD_VALUE}"),
+        *(
+            ("title: a", arguments, message)
+            for arguments, message in ON_THE_COMMAND_LINE
+        ),
+        (
+            layers(3),
+            ["--shape.paint.layers", "0"],
+            f"Bad config on the command line: {BAD_VALUE}",
+        ),
         (layers(0), ["--title", "a"], f"Bad config in .*drawing.yaml: {BAD_VALUE}"),
-        ("largest: 5", ["--scale", "7"], "Bad config in .*drawing.yaml and on the command line: scale = 7"),
+        (
+            "largest: 5",
+            ["--scale", "7"],
+            "Bad config in .*drawing.yaml and on the command line: scale = 7",
+        ),
     ],
 )
-def test_mistakes_are_named_with_the_place_that_has_them(tmp_path, text, arguments, message):
+def test_mistakes_are_named_with_the_place_that_has_them(
+    tmp_path, text, arguments, message
+):
     with pytest.raises(ConfigError, match=message):
         parse(tmp_path, text, *arguments)

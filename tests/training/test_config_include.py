@@ -17,13 +17,23 @@ def parse(folder, files, *overrides, main="main.yaml"):
 
 
 PARTS = {
-    "main.yaml": "shape: !include parts/shape.yaml\npen: {type: marker, inks: !include parts/inks.yaml}",
+    "main.yaml": (
+        "shape: !include parts/shape.yaml\npen: {type: marker, inks: !include"
+        " parts/inks.yaml}"
+    ),
     "parts/shape.yaml": "type: square\nside: !include side.yaml",
     "parts/side.yaml": "90",
     "parts/inks.yaml": '["a", "b"]',
 }
-BASE = {"base.yaml": "title: base\nshape: {type: circle, radius: 2}\npaint: {layers: 6, colour: blue}"}
-OVER_BASE = BASE | {"main.yaml": "title: mine\n<<: !include base.yaml\npaint: {layers: 3}"}
+BASE = {
+    "base.yaml": (
+        "title: base\nshape: {type: circle, radius: 2}\npaint: {layers: 6, colour:"
+        " blue}"
+    )
+}
+OVER_BASE = BASE | {
+    "main.yaml": "title: mine\n<<: !include base.yaml\npaint: {layers: 3}"
+}
 SEVERAL = {
     "main.yaml": "paint:\n  <<: [!include a.yaml, !include b.yaml, {colour: red}]",
     "a.yaml": "<<: !include deep.yaml\nlayers: 1",
@@ -31,7 +41,10 @@ SEVERAL = {
     "b.yaml": "{layers: 2, colour: red}",
 }
 ANCHORS = {
-    "main.yaml": "paint: &p {<<: !include layers.yaml}\nshape: &s\n  <<: {side: 4}\n  type: square",
+    "main.yaml": (
+        "paint: &p {<<: !include layers.yaml}\nshape: &s\n  <<: {side: 4}\n  type:"
+        " square"
+    ),
     "layers.yaml": "layers: 3",
 }
 CIRCLE, BLUE = Circle(2.0, Paint(layers=7)), Paint("blue", 6)
@@ -46,9 +59,17 @@ def over_base(text):
     [
         (PARTS, [], Drawing(Square(90), pen=Marker(inks=("a", "b")))),
         (OVER_BASE, [], Drawing(Circle(2.0), "mine", paint=Paint("blue", 3))),
-        (OVER_BASE, ["--shape.paint.layers", "7"], Drawing(CIRCLE, "mine", paint=Paint("blue", 3))),
+        (
+            OVER_BASE,
+            ["--shape.paint.layers", "7"],
+            Drawing(CIRCLE, "mine", paint=Paint("blue", 3)),
+        ),
         (over_base("shape: {type: square}"), [], Drawing(Square(), "base", paint=BLUE)),
-        (over_base("shape: {type: circle, paint: {layers: 7}}"), [], Drawing(CIRCLE, "base", paint=BLUE)),
+        (
+            over_base("shape: {type: circle, paint: {layers: 7}}"),
+            [],
+            Drawing(CIRCLE, "base", paint=BLUE),
+        ),
         (over_base("paint: {}"), [], Drawing(Circle(2.0), "base", paint=Paint())),
         (SEVERAL, [], Drawing(paint=Paint("blue", 1))),
         (SEVERAL | {"a.yaml": "layers: 1"}, [], Drawing(paint=Paint("red", 1))),
@@ -56,24 +77,30 @@ def over_base(text):
     ],
 )
 def test_included_files_are_merged_key_by_key(tmp_path, files, overrides, expected):
-    """Another type or an empty section replaces the included one; the first of several files wins."""
+    """Another type or an empty section replaces the included one; the first of several
+    files wins.
+    """
     assert parse(tmp_path, files, *overrides) == expected
 
 
 def test_the_command_line_includes_too(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     files = {"main.yaml": "title: a", "three.yaml": "layers: 3"}
-    assert parse(tmp_path, files, "--paint", "!include three.yaml").paint == Paint(layers=3)
+    assert parse(tmp_path, files, "--paint", "!include three.yaml").paint == Paint(
+        layers=3
+    )
 
 
 def test_urls_are_read_and_their_includes_are_relative_to_them():
     memory = fsspec.filesystem("memory")
     memory.pipe("/configs/main.yaml", b"<<: !include ../shared/base.yaml\ntitle: url")
     memory.pipe("/shared/base.yaml", b"paint: {layers: 8}")
-    assert parse_config(Drawing, ["--config_path", "memory://configs/main.yaml"]) == Drawing(
-        title="url", paint=Paint(layers=8)
-    )
-    with pytest.raises(ConfigError, match="Can't read the config file memory://none.yaml"):
+    assert parse_config(
+        Drawing, ["--config_path", "memory://configs/main.yaml"]
+    ) == Drawing(title="url", paint=Paint(layers=8))
+    with pytest.raises(
+        ConfigError, match="Can't read the config file memory://none.yaml"
+    ):
         parse_config(Drawing, ["--config_path", "memory://none.yaml"])
     with pytest.raises(ConfigError, match="Can't read the config file nosuch://a.yaml"):
         parse_config(Drawing, ["--config_path", "nosuch://a.yaml"])
@@ -83,12 +110,24 @@ def test_urls_are_read_and_their_includes_are_relative_to_them():
     ("files", "message"),
     [
         (
-            {"main.yaml": "\n<<: !include a.yaml", "a.yaml": "paint: !include gone.yaml"},
-            r"gone.yaml, included by .*a.yaml line 1, included by .*main.yaml line 2: No such file .* Check",
+            {
+                "main.yaml": "\n<<: !include a.yaml",
+                "a.yaml": "paint: !include gone.yaml",
+            },
+            (
+                r"gone.yaml, included by .*a.yaml line 1, included by .*main.yaml line"
+                r" 2: No such file .* Check"
+            ),
         ),
         (
-            {"main.yaml": "<<: !include a.yaml", "a.yaml": "<<: !include ./../x/main.yaml"},
-            r"can't include itself: .*main.yaml, included by .*a.yaml line 1, included by .*main.yaml line 1",
+            {
+                "main.yaml": "<<: !include a.yaml",
+                "a.yaml": "<<: !include ./../x/main.yaml",
+            },
+            (
+                r"can't include itself: .*main.yaml, included by .*a.yaml line 1,"
+                r" included by .*main.yaml line 1"
+            ),
         ),
         (
             {"main.yaml": "paint: !include a.yaml", "a.yaml": "layer: 3"},
@@ -122,23 +161,40 @@ def test_mistakes_name_the_file_and_those_that_include_it(tmp_path, files, messa
         "../secret.yaml::x",
     ],
 )
-def test_a_config_at_a_url_includes_nothing_of_this_machine(tmp_path, monkeypatch, name):
-    """Neither by a file of the machine that includes it, nor by one that it includes itself."""
+def test_a_config_at_a_url_includes_nothing_of_this_machine(
+    tmp_path, monkeypatch, name
+):
+    """Neither by a file of the machine that includes it, nor by one that it includes
+    itself.
+    """
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "secret.yaml").write_text("{layers: 8}")
     memory = fsspec.filesystem("memory")
-    memory.pipe("/far/main.yaml", f"paint: !include '{name.format(here=tmp_path)}'".encode())
+    memory.pipe(
+        "/far/main.yaml", f"paint: !include '{name.format(here=tmp_path)}'".encode()
+    )
     memory.pipe("/far/first.yaml", b"<<: !include main.yaml")
     for first in ("memory://far/main.yaml", "memory://far/first.yaml"):
-        with pytest.raises(ConfigError, match=r"far/main.yaml line 1.* can't include files of this machine"):
+        with pytest.raises(
+            ConfigError,
+            match=r"far/main.yaml line 1.* can't include files of this machine",
+        ):
             parse_config(Drawing, ["--config_path", first])
     with pytest.raises(
-        ConfigError, match=r"far/main.yaml line 1, included by .*near.yaml line 1.*this machine"
+        ConfigError,
+        match=r"far/main.yaml line 1, included by .*near.yaml line 1.*this machine",
     ):
-        parse(tmp_path, {"near.yaml": "<<: !include memory://far/main.yaml"}, main="near.yaml")
-    memory.pipe("/far/main.yaml", b"paint: !include secret.yaml")  # beside it, and so not there
-    with pytest.raises(ConfigError, match=r"Can't read the config file memory://far/secret.yaml"):
+        parse(
+            tmp_path,
+            {"near.yaml": "<<: !include memory://far/main.yaml"},
+            main="near.yaml",
+        )
+    # Beside it, and so not there
+    memory.pipe("/far/main.yaml", b"paint: !include secret.yaml")
+    with pytest.raises(
+        ConfigError, match=r"Can't read the config file memory://far/secret.yaml"
+    ):
         parse_config(Drawing, ["--config_path", "memory://far/main.yaml"])
 
 

@@ -1,4 +1,6 @@
-"""The reference of a config, which is what `--help` prints and a page of the documentation."""
+"""The reference of a config, which is what `--help` prints and a page of the
+documentation.
+"""
 
 import dataclasses
 import re
@@ -20,8 +22,10 @@ def test_the_reference_has_sections_types_defaults_and_docstrings(capsys):
     paragraphs = shown.split("\n\n")
     assert paragraphs[:3] == [
         "A drawing of one shape.",
-        "This paragraph is shown and wrapped at 80 columns; the one below it is\n"
-        "indented, and so it is shown as it is.",
+        (
+            "This paragraph is shown and wrapped at 80 columns; the one below it is\n"
+            "indented, and so it is shown as it is."
+        ),
         "    draw --config_path FILE\n      then paint",
     ]
     assert paragraphs[4:] == [
@@ -31,12 +35,18 @@ def test_the_reference_has_sections_types_defaults_and_docstrings(capsys):
         "- `largest` int, default `10`: that is allowed.",
         "## `shape`",
         "By `type`.",
-        "`shape.type` is one of `circle`, `square`; `circle` if the section is left out.",
+        (
+            "`shape.type` is one of `circle`, `square`; `circle` if the section is left"
+            " out."
+        ),
         "#### `shape`, `type: circle`",
         "- `shape.radius` float, default `1.0`",
         "### `shape.paint`",
         "What covers it.",
-        "- `shape.paint.colour` red|blue, default `red`: how it looks, which takes two\n  lines.",
+        (
+            "- `shape.paint.colour` red|blue, default `red`: how it looks, which takes"
+            " two\n  lines."
+        ),
         "- `shape.paint.layers` int, default `1`: how thick.",
         "#### `shape`, `type: square`",
         "Four sides.",
@@ -44,16 +54,25 @@ def test_the_reference_has_sections_types_defaults_and_docstrings(capsys):
         "## `paint`",
         "What covers it.",
         "Left out by default.",
-        "- `paint.colour` red|blue, default `red`: how it looks, which takes two lines.",
+        (
+            "- `paint.colour` red|blue, default `red`: how it looks, which takes two"
+            " lines."
+        ),
         "- `paint.layers` int, default `1`: how thick.",
         "## `pen`",
         "By `type`.",
-        "`pen.type` is one of `quill`, `marker`, `brush`; `quill` if the section is left\nout.",
+        (
+            "`pen.type` is one of `quill`, `marker`, `brush`; `quill` if the section is"
+            " left\nout."
+        ),
         "- `pen.width` float, default `1.0`: of a line.",
         "#### `pen`, `type: quill or marker`",
         "### `pen.cap`",
         "What covers it.",
-        "- `pen.cap.colour` red|blue, default `red`: how it looks, which takes two\n  lines.",
+        (
+            "- `pen.cap.colour` red|blue, default `red`: how it looks, which takes"
+            " two\n  lines."
+        ),
         "- `pen.cap.layers` int, default `1`: how thick.",
         "#### `pen`, `type: marker or brush`",
         '- `pen.inks` list[str], default `["red"]`',
@@ -68,10 +87,19 @@ def test_the_reference_has_sections_types_defaults_and_docstrings(capsys):
 def test_the_commands_describe_all_of_their_keys(config_class):
     page = config_reference(config_class)
     items = re.findall(r"^- `([\w.]+)` ((?:.*\n)(?:  .*\n)*)", page, re.MULTILINE)
-    sections = dict(re.findall(r"^#+ `([\w.]+?)(?:\.NAME)?`\n\n(.+)$", page, re.MULTILINE))
-    assert all(re.search(r"(`|required):\s+\S", text) for _, text in items), "no docstring says what a key is"
+    sections = dict(
+        re.findall(r"^#+ `([\w.]+?)(?:\.NAME)?`\n\n(.+)$", page, re.MULTILINE)
+    )
+    assert all(re.search(r"(`|required):\s+\S", text) for _, text in items), (
+        "no docstring says what a key is"
+    )
     for one in dataclasses.fields(config_class):
-        assert one.name in dict(items) or sections.get(one.name), f"no docstring says what {one.name} is"
+        assert one.name in dict(items) or sections.get(one.name), (
+            f"no docstring says what {one.name} is"
+        )
     assert max(len(line) for line in page.splitlines() if not line.startswith("#")) < 80
     assert dict(items)["trainer.num_steps"] == "int, default `100`: optimizer steps.\n"
-    assert "`type: qwen3`" in page and "`trainer.mesh.param_mapping` dict[str,list[str]|str], default" in page
+    assert (
+        "`type: qwen3`" in page
+        and "`trainer.mesh.param_mapping` dict[str,list[str]|str], default" in page
+    )

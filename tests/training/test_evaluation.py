@@ -17,11 +17,12 @@ def evaluator(held_out, num_batches):
 
 
 def test_every_token_counts_the_same_in_a_short_last_sequence_too():
-    stream = (
-        np.random.default_rng(0).integers(0, 7, 43).astype(np.uint16)
-    )  # 42 targets: 5 sequences of 8, and 2
+    # 42 targets: 5 sequences of 8, and 2
+    stream = np.random.default_rng(0).integers(0, 7, 43).astype(np.uint16)
     packed = held_out_of(stream, 8, 2)
-    model = NextByte(jnp.asarray(np.random.default_rng(1).normal(size=(7, 7)), jnp.float32))
+    model = NextByte(
+        jnp.asarray(np.random.default_rng(1).normal(size=(7, 7)), jnp.float32)
+    )
     table = np.asarray(model.table, np.float64)
     log_probs = table - np.log(np.exp(table).sum(axis=1, keepdims=True))
     expected = -log_probs[stream[:-1], stream[1:]].mean()
@@ -34,7 +35,9 @@ def test_every_token_counts_the_same_in_a_short_last_sequence_too():
 
 def test_each_of_several_sources_has_a_loss_of_its_own_and_all_share_one_compilation():
     rng = np.random.default_rng(0)
-    model = NextByte(jnp.asarray(np.random.default_rng(1).normal(size=(7, 7)), jnp.float32))
+    model = NextByte(
+        jnp.asarray(np.random.default_rng(1).normal(size=(7, 7)), jnp.float32)
+    )
     sources = {  # 5 and 2 batches of 2 sequences
         "web": held_out_of(rng.integers(0, 7, 81).astype(np.uint16), 8, 2),
         "my_chats": held_out_of(rng.integers(0, 3, 33).astype(np.uint16), 8, 2),
@@ -64,11 +67,20 @@ class Blank(list):
 
 def test_a_single_source_is_evaluated_once_and_too_little_text_is_refused():
     some = held_out_of(np.zeros(81, np.uint16), 8, 2)
-    assert list(held_out_evaluators(next_byte_loss, some, {"only": some}, 3)) == ["held_out"]
+    assert list(held_out_evaluators(next_byte_loss, some, {"only": some}, 3)) == [
+        "held_out"
+    ]
     with pytest.raises(
-        ConfigError, match="The set held_out has 5 batches, fewer than trainer.eval_batches = 6"
+        ConfigError,
+        match="The set held_out has 5 batches, fewer than trainer.eval_batches = 6",
     ):
         held_out_evaluators(next_byte_loss, some, {"only": some}, 6)
-    blank = eqx.tree_at(lambda batch: batch.weights, some.batch(0), replace_fn=hax.zeros_like)
-    with pytest.raises(ConfigError, match="No token of the set held_out counts as a target"):
-        held_out_evaluators(next_byte_loss, Blank([blank]), {}, 1)["held_out"](next_byte(7))
+    blank = eqx.tree_at(
+        lambda batch: batch.weights, some.batch(0), replace_fn=hax.zeros_like
+    )
+    with pytest.raises(
+        ConfigError, match="No token of the set held_out counts as a target"
+    ):
+        held_out_evaluators(next_byte_loss, Blank([blank]), {}, 1)["held_out"](
+            next_byte(7)
+        )

@@ -1,4 +1,6 @@
-"""Runs of the training loop: metrics, evaluation, checkpoints, resuming, and steps that are not finite."""
+"""Runs of the training loop: metrics, evaluation, checkpoints, resuming, and steps that
+are not finite.
+"""
 
 import dataclasses
 
@@ -41,7 +43,12 @@ class Recorder(Tracker):
         self.logged, self.shown, self.calls = [], [], []
 
     def log(self, step, metrics):
-        self.logged.append((step, {name: np.asarray(value).tolist() for name, value in metrics.items()}))
+        self.logged.append(
+            (
+                step,
+                {name: np.asarray(value).tolist() for name, value in metrics.items()},
+            )
+        )
 
     def flush(self):
         self.calls.append(f"flush of {self.logged[-1][0]}")
@@ -67,8 +74,12 @@ class Recorder(Tracker):
 
 
 def stream(size, seed):
-    """Counts up by one or two modulo 7: an entropy of log 2 per token, from log 7 at the start."""
-    return (np.cumsum(np.random.default_rng(seed).integers(1, 3, size)) % 7).astype(np.uint16)
+    """Counts up by one or two modulo 7: an entropy of log 2 per token, from log 7 at
+    the start.
+    """
+    return (np.cumsum(np.random.default_rng(seed).integers(1, 3, size)) % 7).astype(
+        np.uint16
+    )
 
 
 def run(
@@ -81,11 +92,16 @@ def run(
     training=None,
     **config,
 ):
-    trainer = TrainerConfig(**{"num_steps": 30, "log_every": 10, "eval_batches": 3, **config})
+    trainer = TrainerConfig(
+        **{"num_steps": 30, "log_every": 10, "eval_batches": 3, **config}
+    )
     optimizer = build_optimizer(OPTIMIZER, trainer.num_steps)
     evaluators = {
         name: held_out_evaluators(
-            loss_function, held_out_of(stream(400, 1 + number), 8, 4), {}, trainer.eval_batches
+            loss_function,
+            held_out_of(stream(400, 1 + number), 8, 4),
+            {},
+            trainer.eval_batches,
         )["held_out"]
         for number, name in enumerate(("held_out", "code")[:num_sets])
     }
@@ -106,7 +122,9 @@ def run(
 
 def product_loss(model, batch):
     log_probs = jax.nn.log_softmax(jax.nn.one_hot(batch.tokens.array, 7) @ model.table)
-    loss = -jnp.mean(jnp.take_along_axis(log_probs, batch.targets.array[..., None], axis=-1))
+    loss = -jnp.mean(
+        jnp.take_along_axis(log_probs, batch.targets.array[..., None], axis=-1)
+    )
     return loss, {"loss": loss}
 
 
@@ -138,16 +156,39 @@ def test_metrics_come_at_the_start_the_end_and_in_between(finished):
     recorder, _, _ = finished
     trained = [(step, line) for step, line in recorder.logged if "loss" in line]
     assert [step for step, _ in trained] == [1, 10, 20, 30]
-    names = {"loss", "grad_norm", "learning_rate", "tokens_per_second", "step_seconds", "targets"}
+    names = {
+        "loss",
+        "grad_norm",
+        "learning_rate",
+        "tokens_per_second",
+        "step_seconds",
+        "targets",
+    }
     assert set(trained[0][1]) == names | {"peak_memory_bytes", "mfu"}
     np.testing.assert_allclose(trained[0][1]["learning_rate"], 0.15)
     assert [line["targets"] for _, line in trained] == [32] * 4
     for _, line in trained[1:]:
-        np.testing.assert_allclose(line["tokens_per_second"] * line["step_seconds"], 32, rtol=1e-6)
-        # The product and the gradient of the table; the other factor depends on nothing that is trained.
-        np.testing.assert_allclose(line["mfu"] * line["step_seconds"] * 1e9, 2 * 2 * 32 * 7 * 7, rtol=1e-6)
-    flushed = [*range(1, 21), "flush of 20", *range(21, 31), "flush of 30"]  # before each checkpoint
-    assert recorder.calls == ["start 30 after 0", *flushed, "stop"]  # the caller closes trackers
+        np.testing.assert_allclose(
+            line["tokens_per_second"] * line["step_seconds"], 32, rtol=1e-6
+        )
+        # The product and the gradient of the table; the other factor depends on nothing
+        # that is trained.
+        np.testing.assert_allclose(
+            line["mfu"] * line["step_seconds"] * 1e9, 2 * 2 * 32 * 7 * 7, rtol=1e-6
+        )
+    # Before each checkpoint
+    flushed = [
+        *range(1, 21),
+        "flush of 20",
+        *range(21, 31),
+        "flush of 30",
+    ]
+    # The caller closes trackers
+    assert recorder.calls == [
+        "start 30 after 0",
+        *flushed,
+        "stop",
+    ]
 
 
 def test_each_held_out_set_is_evaluated_before_after_and_in_between(finished):
@@ -155,20 +196,27 @@ def test_each_held_out_set_is_evaluated_before_after_and_in_between(finished):
     for name in ("held_out", "code"):
         losses = recorder.of(f"{name}_loss")
         assert [step for step, _ in losses] == [0, 12, 24, 30]
-        assert losses[0][1] == result.held_out_before[name] and losses[-1][1] == result.held_out_after[name]
+        assert (
+            losses[0][1] == result.held_out_before[name]
+            and losses[-1][1] == result.held_out_after[name]
+        )
     assert set(result.held_out_after) == {"held_out", "code"}
     assert "code loss after 30 steps" in recorder.shown[-1]
     assert result.held_out_after["code"] != result.held_out_after["held_out"]
 
 
-def test_checkpoints_are_written_when_the_config_says_and_a_window_of_steps_is_traced(finished):
+def test_checkpoints_are_written_when_the_config_says_and_a_window_of_steps_is_traced(
+    finished,
+):
     _, _, folder = finished
     assert {path.name for path in (folder / "checkpoints").iterdir()} == {"20", "30"}
     assert list((folder / "profile").rglob("*.xplane.pb"))
 
 
 class SomeMasked:
-    """A stream whose batches count 5 targets, and of which the third and the fourth count none."""
+    """A stream whose batches count 5 targets, and of which the third and the fourth
+    count none.
+    """
 
     def __init__(self):
         self._whole, self._delivered = stream_of(stream(2000, 0), 8, 4, 0), 0
@@ -178,7 +226,9 @@ class SomeMasked:
         batch = self._whole.next()
         count = 0 if self._delivered in (3, 4) else 5
         weights = (np.arange(batch.weights.array.size) < count).astype(np.float32)
-        named = NamedArray(weights.reshape(batch.weights.array.shape), batch.weights.axes)
+        named = NamedArray(
+            weights.reshape(batch.weights.array.shape), batch.weights.axes
+        )
         return dataclasses.replace(batch, weights=named)
 
     def get_state(self):
@@ -188,10 +238,20 @@ class SomeMasked:
 def test_targets_are_counted_and_a_step_without_any_is_said(tmp_path):
     recorder = Recorder()
     update = UpdateConfig(on_nonfinite="skip")  # of a loss that is NaN without targets
-    run(recorder, tmp_path, training=SomeMasked(), num_steps=6, log_every=1, update=update)
+    run(
+        recorder,
+        tmp_path,
+        training=SomeMasked(),
+        num_steps=6,
+        log_every=1,
+        update=update,
+    )
     assert recorder.of("targets") == [(1, 5), (2, 5), (3, 0), (4, 0), (5, 5), (6, 5)]
     said = [text for text in recorder.shown if "no target" in text]
-    assert [text[:22] for text in said] == ["step 3 has no target: ", "step 4 has no target: "]
+    assert [text[:22] for text in said] == [
+        "step 3 has no target: ",
+        "step 4 has no target: ",
+    ]
 
 
 def diverges_below(limit, once=False):
@@ -208,13 +268,18 @@ def diverges_below(limit, once=False):
 
 def test_a_loss_that_is_not_finite_stops_the_run(tmp_path):
     recorder = Recorder()
-    with pytest.raises(NonFiniteLossError, match=r"Step \d+ is not finite: loss nan.*learning_rate"):
+    with pytest.raises(
+        NonFiniteLossError, match=r"Step \d+ is not finite: loss nan.*learning_rate"
+    ):
         run(recorder, tmp_path, loss_function=diverges_below(1.7))
     assert recorder.calls[-1] == "stop"
 
 
 def test_steps_that_are_not_finite_can_be_skipped(tmp_path):
-    recorder, skip = Recorder(), UpdateConfig(on_nonfinite="skip", max_consecutive_skips=3)
+    recorder, skip = (
+        Recorder(),
+        UpdateConfig(on_nonfinite="skip", max_consecutive_skips=3),
+    )
     result = run(
         recorder,
         tmp_path,
@@ -226,11 +291,15 @@ def test_steps_that_are_not_finite_can_be_skipped(tmp_path):
     skipped = [step for step, skips in recorder.of("skips") if skips]
     assert skipped and len(skipped) < 20
     assert f"step {skipped[0]} skipped: loss nan" in "".join(recorder.shown)
-    assert int(result.state.step) == 30 and jnp.all(jnp.isfinite(result.state.model.table))
+    assert int(result.state.step) == 30 and jnp.all(
+        jnp.isfinite(result.state.model.table)
+    )
     # the learning rate is that of the updates that were made
     rates = dict(recorder.of("learning_rate"))
     assert rates[skipped[0] + 1] == rates[skipped[0]]
     recorder = Recorder()
     with pytest.raises(NonFiniteLossError):
-        run(recorder, tmp_path / "other", loss_function=diverges_below(1.7), update=skip)
+        run(
+            recorder, tmp_path / "other", loss_function=diverges_below(1.7), update=skip
+        )
     assert sum("skipped" in line for line in recorder.shown) == 3

@@ -18,7 +18,9 @@ def test_a_device_holds_its_share_and_the_machine_all_shares():
     assert machine is not None
     mesh = jax.make_mesh((8,), ("data",), devices=jax.devices())
     rows = machine // 4 // 1024 // 8 * 8
-    divided, copied = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("data",), ()))
+    divided, copied = (
+        NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("data",), ())
+    )
     check_fits({"weights": shape(rows, 1024, sharding=divided)}, "", limit=machine // 7)
     check_fits({"weights": shape(rows, 1024, sharding=divided)}, "")
     with pytest.raises(ConfigError, match="this machine has"):
@@ -27,5 +29,7 @@ def test_a_device_holds_its_share_and_the_machine_all_shares():
 
 @pytest.mark.parametrize("size", [10**8, 10**11, 10**22])
 def test_sizes_beyond_64_bits_are_counted(size):
-    with pytest.raises(ConfigError, match=rf"w, float32 of {size:,} x 1,000,000. Lower vocab_size."):
+    with pytest.raises(
+        ConfigError, match=rf"w, float32 of {size:,} x 1,000,000. Lower vocab_size."
+    ):
         check_fits({"weights": {"w": shape(size, 10**6)}}, "Lower vocab_size.")

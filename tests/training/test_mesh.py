@@ -12,7 +12,13 @@ from haliax import Axis
 from jax.sharding import PartitionSpec, SingleDeviceSharding
 
 from stacked_remat import Stacked
-from stacked_remat.training import ConfigError, MeshConfig, Partitioning, TokenBatch, mesh_sizes
+from stacked_remat.training import (
+    ConfigError,
+    MeshConfig,
+    Partitioning,
+    TokenBatch,
+    mesh_sizes,
+)
 from tests.jaxprs import primitives
 
 Embed, Mlp = Axis("embed", 8), Axis("mlp", 6)
@@ -28,21 +34,35 @@ def state():
         "step": jnp.zeros((), jnp.int32),
         "key": jax.random.key(0),
         "absent": None,
-        # What Adafactor keeps of a weight: a tree like it, with an array that lacks an axis.
+        # What Adafactor keeps of a weight: a tree like it, with an array that lacks an
+        # axis.
         "rows": jax.tree.map(lambda _: jnp.ones(6), hax.ones((Mlp, Embed))),
     }
 
 
 def specs(tree):
     found = {name: getattr(leaf, "array", leaf) for name, leaf in tree.items()}
-    return {name: tuple(leaf.sharding.spec) for name, leaf in found.items() if leaf is not None}
+    return {
+        name: tuple(leaf.sharding.spec)
+        for name, leaf in found.items()
+        if leaf is not None
+    }
 
 
-FSDP = {"weight": (None, ("data",)), "bias": (None,), "plain": (), "step": (), "key": (), "rows": ()}
+FSDP = {
+    "weight": (None, ("data",)),
+    "bias": (None,),
+    "plain": (),
+    "step": (),
+    "key": (),
+    "rows": (),
+}
 
 
 def trimmed(specs):
-    """Without differences that JAX ignores: `None`s at the end, and tuples around single names."""
+    """Without differences that JAX ignores: `None`s at the end, and tuples around
+    single names.
+    """
     return {name: PartitionSpec(*spec) for name, spec in specs.items()}
 
 
@@ -63,8 +83,14 @@ def test_sizes(axes, devices, sizes):
 @pytest.mark.parametrize(
     ("axes", "message"),
     [
-        ({"data": 16}, "takes 16 devices; there are 8. Change a size, or give one axis -1"),
-        ({"data": -1, "model": 3}, "takes 3 devices or a multiple of that; there are 8. Change a size.$"),
+        (
+            {"data": 16},
+            "takes 16 devices; there are 8. Change a size, or give one axis -1",
+        ),
+        (
+            {"data": -1, "model": 3},
+            "takes 3 devices or a multiple of that; there are 8. Change a size.$",
+        ),
     ],
     ids=str,
 )
@@ -80,7 +106,9 @@ def test_a_state_and_its_gradients_are_sharded_by_its_mapping():
     assert trimmed(specs(partitioning.weight_shapes(state()))) == trimmed(FSDP)
     assert placed["weight"].array.addressable_shards[0].data.shape == (6, 1)
     made = partitioning.init_sharded(lambda: {**state(), "absent": None})
-    assert made["weight"].array.sharding.is_equivalent_to(placed["weight"].array.sharding, 2)
+    assert made["weight"].array.sharding.is_equivalent_to(
+        placed["weight"].array.sharding, 2
+    )
     np.testing.assert_array_equal(made["weight"].array, placed["weight"].array)
 
     def value(weight):
@@ -102,10 +130,15 @@ def test_on_one_device_a_step_compiles_once_with_weights_that_were_read(caplog):
 
 
 def test_several_mesh_axes_for_one_axis():
-    config = MeshConfig({"replica": 2, "data": 4}, {"batch": ["replica", "data"]}, {"embed": "data"})
+    config = MeshConfig(
+        {"replica": 2, "data": 4}, {"batch": ["replica", "data"]}, {"embed": "data"}
+    )
     partitioning = Partitioning.of(config)
     batch = partitioning.shard_batch(BATCH)
-    assert batch.tokens.array.addressable_shards[0].data.shape == (1, 4) and batch.documents is None
+    assert (
+        batch.tokens.array.addressable_shards[0].data.shape == (1, 4)
+        and batch.documents is None
+    )
     np.testing.assert_array_equal(batch.tokens.array, BATCH.tokens.array)
     shapes = partitioning.batch_shapes(BATCH).tokens.array
     assert shapes.sharding.is_equivalent_to(batch.tokens.array.sharding, 2)
@@ -116,13 +149,21 @@ def test_a_mesh_axis_divides_the_axis_that_is_written_first():
     mapping: Any = {"absent": "data", "mlp": "data", "embed": ["data", "more"]}
     for order, parts in ((mapping, (3, 2)), (dict(reversed(mapping.items())), (6, 1))):
         partitioning = Partitioning.of(MeshConfig({"data": 2, "more": 4}, {}, order))
-        assert partitioning.shard_weights(weight).array.addressable_shards[0].data.shape == parts
-        assert partitioning.shard_weights(hax.ones(Embed)).array.addressable_shards[0].data.shape == (1,)
+        assert (
+            partitioning.shard_weights(weight).array.addressable_shards[0].data.shape
+            == parts
+        )
+        assert partitioning.shard_weights(hax.ones(Embed)).array.addressable_shards[
+            0
+        ].data.shape == (1,)
 
 
 def test_a_mapping_that_does_not_fit_the_weights():
     partitioning = Partitioning.of(MeshConfig({"data": 8}, {}, {"mlp": "data"}))
-    with pytest.raises(ConfigError, match=r"`mlp` over 8 devices, but an array .mlp=6, embed=8. has 6 of it"):
+    with pytest.raises(
+        ConfigError,
+        match=r"`mlp` over 8 devices, but an array .mlp=6, embed=8. has 6 of it",
+    ):
         partitioning.weight_shapes({"weight": hax.ones((Mlp, Embed))})
 
 
@@ -131,23 +172,41 @@ def test_weights_are_not_divided_by_layers():
     stack = make(Embed, Mlp, key=jax.random.split(jax.random.key(0), 8))
     for table in ("compute_mapping", "param_mapping"):
         of = functools.partial(
-            MeshConfig, **{"compute_mapping": {}, "param_mapping": {}, "axes": {"data": 8}}
+            MeshConfig,
+            **{"compute_mapping": {}, "param_mapping": {}, "axes": {"data": 8}},
         )
-        with pytest.raises(ConfigError, match=rf"{table}\.depth: .* another axis, such as `embed`"):
-            Partitioning.of(of(**{table: {"depth": "data"}})).check_names({"layers": stack})
-        with pytest.raises(ConfigError, match=r"an axis `dpth`\. Valid: batch, embed, mlp, position"):
-            Partitioning.of(of(**{table: {"dpth": "data"}})).check_names({"layers": stack})
+        with pytest.raises(
+            ConfigError, match=rf"{table}\.depth: .* another axis, such as `embed`"
+        ):
+            Partitioning.of(of(**{table: {"depth": "data"}})).check_names(
+                {"layers": stack}
+            )
+        with pytest.raises(
+            ConfigError, match=r"an axis `dpth`\. Valid: batch, embed, mlp, position"
+        ):
+            Partitioning.of(of(**{table: {"dpth": "data"}})).check_names(
+                {"layers": stack}
+            )
 
 
 def test_batches_that_do_not_divide():
-    partitioning = Partitioning.of(MeshConfig({"data": 2, "e": 4}, {"batch": ["data", "e"]}, {}))
+    partitioning = Partitioning.of(
+        MeshConfig({"data": 2, "e": 4}, {"batch": ["data", "e"]}, {})
+    )
     partitioning.check_batch(16, 7, 2)
     for rows, microbatches, multiple in ((12, 1, 8), (8, 2, 16)):
-        with pytest.raises(ConfigError, match=f"batch_size = {rows}.*8 devices.*multiple of {multiple}, or"):
+        with pytest.raises(
+            ConfigError,
+            match=f"batch_size = {rows}.*8 devices.*multiple of {multiple}, or",
+        ):
             partitioning.check_batch(rows, 7, microbatches)
-    partitioning = Partitioning.of(MeshConfig({"context": 8}, {"position": "context"}, {}))
+    partitioning = Partitioning.of(
+        MeshConfig({"context": 8}, {"position": "context"}, {})
+    )
     partitioning.check_batch(1, 16)
-    with pytest.raises(ConfigError, match="seq_len = 12.*over the 8 devices.*multiple of 8"):
+    with pytest.raises(
+        ConfigError, match="seq_len = 12.*over the 8 devices.*multiple of 8"
+    ):
         partitioning.check_batch(1, 12)
 
 
@@ -171,7 +230,9 @@ def test_one_device_needs_no_sharding():
     tree = state()
     assert partitioning.shard_weights(tree) is tree
     assert isinstance(partitioning.shard_batch(BATCH).tokens.array, jax.Array)
-    assert isinstance(partitioning.weight_sharding(tree["weight"]), SingleDeviceSharding)
+    assert isinstance(
+        partitioning.weight_sharding(tree["weight"]), SingleDeviceSharding
+    )
     with partitioning.active():
         assert jax.sharding.get_abstract_mesh().empty
 
@@ -180,6 +241,8 @@ def test_activations_are_sharded_while_it_is_active():
     partitioning = Partitioning.of(MeshConfig())
     x = hax.ones((Axis("batch", 8), Embed))
     with partitioning.active():
-        product = jax.jit(lambda x, w: hax.dot(x, w, axis=Embed))(x, hax.ones((Mlp, Embed)))
+        product = jax.jit(lambda x, w: hax.dot(x, w, axis=Embed))(
+            x, hax.ones((Mlp, Embed))
+        )
     assert product.array.addressable_shards[0].data.shape == (1, 6)
     assert jax.sharding.get_abstract_mesh().empty

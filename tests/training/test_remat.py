@@ -22,7 +22,10 @@ PRESETS = {
         (5, "remat"),
         ({"nested": "x"}, "remat"),
         ("nesed", r"Unknown remat policy 'nesed'.*Did you mean `nested`"),
-        ("frugl", r"'frugl'.*Presets of this model: frugal, kept.*Did you mean `frugal`"),
+        (
+            "frugl",
+            r"'frugl'.*Presets of this model: frugal, kept.*Did you mean `frugal`",
+        ),
     ],
 )
 def test_other_entries_are_refused(value, message):

@@ -1,4 +1,6 @@
-"""Steps that score their examples: what steps without return, and scores that are the dot products."""
+"""Steps that score their examples: what steps without return, and scores that are the
+dot products.
+"""
 
 import equinox as eqx
 import haliax as hax
@@ -49,22 +51,33 @@ def scorer_of(folder, held_out, microbatches=1, **settings):
     config = GhostConfig("grad_dot", **{"token_mean": "batch", "every": 2} | settings)
     validation = validation_batches(config.validation, *held_out)
     decode = lambda tokens: " ".join(map(str, tokens))  # noqa: E731
-    scoring = Scoring(config, example_losses, True, validation, decode, ScoreLog(folder))
+    scoring = Scoring(
+        config, example_losses, True, validation, decode, ScoreLog(folder)
+    )
     return StepScorer(scoring, TrainStep(next_byte_loss, OPTIMIZER, microbatches))
 
 
 @pytest.mark.parametrize("token_mean", ["batch", "example"])
 def test_a_scored_step_is_the_step_and_logs_the_dot_products(tmp_path, token_mean):
-    texts = {name: held_out_of(TOKENS[at], 8, 4) for name, at in (("a", slice(90)), ("b", slice(200, 400)))}
+    texts = {
+        name: held_out_of(TOKENS[at], 8, 4)
+        for name, at in (("a", slice(90)), ("b", slice(200, 400)))
+    }
     sources = GhostValidationConfig({"a": 1.0, "b": 3.0}, batches=2)
     settings = {"token_mean": token_mean, "validation": sources, "norms": True}
     scorer = scorer_of(tmp_path, (texts["a"], texts), 2, **settings)
     assert [step for step in range(1, 7) if scorer.is_due(step)] == [2, 4, 6]
     table = jax.random.normal(jax.random.key(0), (VOCAB, VOCAB))
-    state = TrainState.init(eqx.tree_at(lambda model: model.table, next_byte(VOCAB), table), OPTIMIZER)
+    state = TrainState.init(
+        eqx.tree_at(lambda model: model.table, next_byte(VOCAB), table), OPTIMIZER
+    )
     batch = batch_of(1)
-    expected, metrics = eqx.filter_jit(TrainStep(next_byte_loss, OPTIMIZER, 2))(batch, state)
-    gradient = jax.jit(jax.grad(lambda table, batch: next_byte_loss(NextByte(table), batch)[0]))
+    expected, metrics = eqx.filter_jit(TrainStep(next_byte_loss, OPTIMIZER, 2))(
+        batch, state
+    )
+    gradient = jax.jit(
+        jax.grad(lambda table, batch: next_byte_loss(NextByte(table), batch)[0])
+    )
     direction = jnp.zeros_like(table)
     for name, share in (("a", 0.25), ("b", 0.75)):
         batches = [texts[name].batch(index) for index in range(2)]
@@ -75,21 +88,30 @@ def test_a_scored_step_is_the_step_and_logs_the_dot_products(tmp_path, token_mea
     for row in range(4):
         only = jnp.where(jnp.arange(4)[:, None] == row, batch.weights.array, 0.0)
         of_row = gradient(table, eqx.tree_at(lambda b: b.weights.array, batch, only))
-        share = 1.0 if token_mean == "example" else float(only.sum() / batch.weights.array.sum())
+        share = (
+            1.0
+            if token_mean == "example"
+            else float(only.sum() / batch.weights.array.sum())
+        )
         dots.append(share * float(jnp.vdot(of_row, direction)))
         norms.append(share * float(jnp.linalg.norm(of_row)))
 
-    found, of_scored = scorer.step(batch, jax.tree.map(jnp.copy, state))  # which donates it
+    # Which donates it
+    found, of_scored = scorer.step(batch, jax.tree.map(jnp.copy, state))
     np.testing.assert_allclose(found.trained.table, expected.trained.table, rtol=1e-6)
     assert found.step == 1
     assert of_scored.keys() == metrics.keys()
     np.testing.assert_allclose(of_scored["loss"], metrics["loss"], rtol=1e-6)
     scorer.log(2, batch)
     scorer.flush()
-    rows = read_scores(tmp_path, ["step", "example", "layer", "leaf", "score", "norm", "text"]).to_pylist()
+    rows = read_scores(
+        tmp_path, ["step", "example", "layer", "leaf", "score", "norm", "text"]
+    ).to_pylist()
     np.testing.assert_allclose([row["score"] for row in rows], dots, rtol=1e-5)
     np.testing.assert_allclose([row["norm"] for row in rows], norms, rtol=1e-5)
-    assert {(row["step"], row["layer"], row["leaf"]) for row in rows} == {(2, None, "table")}
+    assert {(row["step"], row["layer"], row["leaf"]) for row in rows} == {
+        (2, None, "table")
+    }
     assert len({row["example"] for row in rows}) == 4
     tokens = [*np.asarray(batch.tokens.array[0]), int(batch.targets.array[0, -1])]
     assert rows[0]["text"] == " ".join(map(str, tokens))

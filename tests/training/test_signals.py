@@ -32,16 +32,18 @@ def test_before_there_is_anything_to_save_a_signal_ends_the_work_at_once(number)
         assert stop.received == signal.Signals(number).name
 
 
-def test_a_second_interrupt_ends_the_process_even_inside_of_a_call_that_runs_no_handlers():
+def test_a_second_interrupt_ends_the_process_even_inside_a_call_that_runs_no_handlers():
     program = """if True:
         import hashlib, importlib.util, os, signal, sys
-        spec = importlib.util.spec_from_file_location("signals", sys.argv[1])  # alone, which is quick
+        # The module alone, which is quick.
+        spec = importlib.util.spec_from_file_location("signals", sys.argv[1])
         signals = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(signals)
         with signals.StopSignals():
             os.kill(os.getpid(), signal.SIGINT)
             print(flush=True)
-            hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)  # like XLA's compiler, for minutes
+            # Like XLA's compiler, for minutes.
+            hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)
     """
     with subprocess.Popen(
         [sys.executable, "-c", program, signals.__file__], stdout=subprocess.PIPE

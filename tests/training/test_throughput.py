@@ -41,7 +41,9 @@ def test_the_clock_leaves_out_the_first_step_and_pauses(monkeypatch):
 
 @pytest.mark.parametrize("remat", [False, "nested"])
 def test_frozen_weights_have_no_gradient_product(remat):
-    """Adapters on frozen layers, with attention's kind of product, after frozen and before frozen weights."""
+    """Adapters on frozen layers, with attention's kind of product, after frozen and
+    before frozen weights.
+    """
 
     def layer(x, w):
         x = jnp.tanh(x @ w["frozen"] + x @ w["a"] @ w["b"])
@@ -49,13 +51,21 @@ def test_frozen_weights_have_no_gradient_product(remat):
 
     def loss(model, batch):
         run = fold(layer, hax.Axis("layers", 6), remat=remat)
-        return jnp.sum(run(jnp.ones((4, 3)) @ model["first"], model["layers"]) @ model["head"]), {}
+        return jnp.sum(
+            run(jnp.ones((4, 3)) @ model["first"], model["layers"]) @ model["head"]
+        ), {}
 
     shapes = {"frozen": (6, 3, 3), "a": (6, 3, 2), "b": (6, 2, 3)}
     model = {"first": jnp.ones((3, 3)), "head": jnp.ones((3, 5))}
     model["layers"] = {name: jnp.ones(shape) for name, shape in shapes.items()}
-    adapters = {"first": False, "head": False, "layers": {"frozen": False, "a": True, "b": True}}
-    first, frozen, adapter, attention, head = (2 * 4 * n for n in (9, 9, 2 * 3 * 2, 2 * 4 * 3, 15))
+    adapters = {
+        "first": False,
+        "head": False,
+        "layers": {"frozen": False, "a": True, "b": True},
+    }
+    first, frozen, adapter, attention, head = (
+        2 * 4 * n for n in (9, 9, 2 * 3 * 2, 2 * 4 * 3, 15)
+    )
     expected = first + 6 * (2 * frozen + 3 * adapter + 3 * attention) + 2 * head
     assert training_flops(loss, model, BATCH, eqx.filter(model, adapters)) == expected
     everything = 2 * first + 3 * (6 * (frozen + adapter + attention) + head)
@@ -71,7 +81,8 @@ def test_flops_that_depend_on_the_data_are_none():
 
 
 def test_memory_on_a_cpu_is_the_peak_of_the_process():
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins again at what is resident
+    # The peak begins again at what is resident
+    Path("/proc/self/clear_refs").write_text("5")
     before = peak_memory_bytes()
     held = np.ones(2**26, np.uint8)
     del held

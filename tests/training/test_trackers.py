@@ -33,11 +33,22 @@ def test_lines_hold_numbers_arrays_and_null_for_what_is_not_finite(tmp_path):
     on_disk = path.read_text()  # before the tracker is closed
     tracker.log(3, {"loss": 0.5, "tokens": 7})
     tracker.close()
-    assert json.loads(on_disk) == {"step": 0, "loss": 1.5, "per_layer": [1.0, 2.0], "speed": None}
-    assert json.loads(path.read_text().splitlines()[1]) == {"step": 3, "loss": 0.5, "tokens": 7}
+    assert json.loads(on_disk) == {
+        "step": 0,
+        "loss": 1.5,
+        "per_layer": [1.0, 2.0],
+        "speed": None,
+    }
+    assert json.loads(path.read_text().splitlines()[1]) == {
+        "step": 3,
+        "loss": 0.5,
+        "tokens": 7,
+    }
 
 
-@pytest.mark.parametrize(("resumed_after", "kept"), [(None, 5), (7, 5), (5, 4), (-1, 0)])
+@pytest.mark.parametrize(
+    ("resumed_after", "kept"), [(None, 5), (7, 5), (5, 4), (-1, 0)]
+)
 def test_lines_after_the_resumed_step_are_dropped(tmp_path, resumed_after, kept):
     path = tmp_path / "metrics.jsonl"
     lines = [json.dumps({"step": step}) + "\n" for step in (0, 1, 5, 5, 6)]
@@ -52,7 +63,9 @@ def test_lines_after_the_resumed_step_are_dropped(tmp_path, resumed_after, kept)
 def test_a_damaged_line_is_named_and_the_file_unchanged(tmp_path, line):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(before := b'{"step": 0}\n' + line + b'\n{"step": 2}\n')
-    with pytest.raises(ConfigError, match=r"metrics.jsonl is damaged: line 2 is not a line of metrics"):
+    with pytest.raises(
+        ConfigError, match=r"metrics.jsonl is damaged: line 2 is not a line of metrics"
+    ):
         JsonLinesTracker(path, resumed_after=1)
     assert path.read_bytes() == before
 
@@ -82,7 +95,9 @@ def wandb(monkeypatch):
 
 
 def events(folder):
-    """The events of TensorBoard's files: of each the length, a checksum, the event and another checksum."""
+    """The events of TensorBoard's files: of each the length, a checksum, the event and
+    another checksum.
+    """
     found = []
     for file in sorted(folder.iterdir(), key=lambda file: file.stat().st_mtime_ns):
         content = file.read_bytes()
@@ -95,14 +110,20 @@ def events(folder):
 
 def scalars(folder):
     return [
-        (one.tag, one.simple_value, event.step) for event in events(folder) for one in event.summary.value
+        (one.tag, one.simple_value, event.step)
+        for event in events(folder)
+        for one in event.summary.value
     ]
 
 
 @pytest.mark.parametrize(
     ("config", "package", "install"),
     [
-        (TrackersConfig(tensorboard=True), "tensorboardX", r"'stacked_remat\[tensorboard\]'"),
+        (
+            TrackersConfig(tensorboard=True),
+            "tensorboardX",
+            r"'stacked_remat\[tensorboard\]'",
+        ),
         (TrackersConfig(wandb=WandbConfig(project="p")), "wandb", "wandb"),
     ],
 )
@@ -112,12 +133,19 @@ def test_a_missing_package_is_named_and_one_that_is_not_configured_not_imported(
     monkeypatch.setitem(sys.modules, package, None)  # importing it fails
     assert build_trackers(TrackersConfig(), tmp_path, {}) == []
     check_trackers(TrackersConfig())
-    for check in (lambda: check_trackers(config), lambda: build_trackers(config, tmp_path, {})):
-        with pytest.raises(ConfigError, match=f"needs the package {package}: pip install {install}"):
+    for check in (
+        lambda: check_trackers(config),
+        lambda: build_trackers(config, tmp_path, {}),
+    ):
+        with pytest.raises(
+            ConfigError, match=f"needs the package {package}: pip install {install}"
+        ):
             check()
 
 
-def test_trackers_are_started_as_configured_and_get_a_scalar_for_each_number(tmp_path, wandb):
+def test_trackers_are_started_as_configured_and_get_a_scalar_for_each_number(
+    tmp_path, wandb
+):
     folder = tmp_path / "run7"
     folder.mkdir()
     check_trackers(ALL)
@@ -131,7 +159,11 @@ def test_trackers_are_started_as_configured_and_get_a_scalar_for_each_number(tmp
         assert scalars(folder / "tensorboard") == expected
         for tracker in trackers:
             tracker.close()
-        starts = [event.step for event in events(folder / "tensorboard") if event.session_log.status == 1]
+        starts = [
+            event.step
+            for event in events(folder / "tensorboard")
+            if event.session_log.status == 1
+        ]
         assert starts == ([] if resumed_after is None else [13])
     assert wandb.logged == expected * 2 and wandb.ended == 2
     (first,), second = wandb.options
@@ -158,8 +190,12 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_killed_process_loses_nothing_that_was_flushed(tmp_path):
-    assert subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)]).returncode == -9
-    assert scalars(tmp_path / "tensorboard") == [("loss", step / 2, step) for step in range(300)]
+    assert (
+        subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)]).returncode == -9
+    )
+    assert scalars(tmp_path / "tensorboard") == [
+        ("loss", step / 2, step) for step in range(300)
+    ]
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [*range(300)]
 
@@ -169,5 +205,8 @@ def test_an_error_of_the_package_names_the_setting_and_the_fix(tmp_path, wandb):
         raise RuntimeError("No API key configured.")
 
     wandb.init = refuse
-    with pytest.raises(ConfigError, match=r"trackers.wandb: .* No API key configured. .*\(mode: offline\)"):
+    with pytest.raises(
+        ConfigError,
+        match=r"trackers.wandb: .* No API key configured. .*\(mode: offline\)",
+    ):
         build_trackers(ALL, tmp_path, {})

@@ -1,6 +1,11 @@
 """Batches of a few tokens, as one document, without files."""
 
-from stacked_remat.training import BatchStream, HeldOutBatches, PackedDocuments, TokenizedDocuments
+from stacked_remat.training import (
+    BatchStream,
+    HeldOutBatches,
+    PackedDocuments,
+    TokenizedDocuments,
+)
 
 
 def packed(tokens, seq_len):
@@ -8,7 +13,9 @@ def packed(tokens, seq_len):
 
 
 def stream_of(tokens, seq_len, batch_size, seed):
-    return BatchStream({"tokens": packed(tokens, seq_len)}, batch_size=batch_size, seed=seed)
+    return BatchStream(
+        {"tokens": packed(tokens, seq_len)}, batch_size=batch_size, seed=seed
+    )
 
 
 def held_out_of(tokens, seq_len, batch_size):

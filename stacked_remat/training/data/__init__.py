@@ -1,1 +1,3 @@
-"""The data pipeline: files, records, tokenizers, token cache, packing, batch stream, one after the other."""
+"""The data pipeline: files, records, tokenizers, token cache, packing, batch stream,
+one after the other.
+"""

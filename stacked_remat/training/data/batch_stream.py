@@ -1,4 +1,5 @@
-"""An endless stream of training batches, whose position can be saved, and fixed batches of held-out text.
+"""An endless stream of training batches, whose position can be saved, and fixed batches
+of held-out text.
 
 Grain is imported where it is used: help and errors in configs do not wait for it.
 """
@@ -14,8 +15,8 @@ from ..errors import DataError
 from ..run_folder import config_changes
 from .packing import PackedDocuments
 
-# Sequences in an endless stream. Grain 0.2.18 divides the length of its own endless datasets by the batch
-# size in floating point, which overflows for a batch size of 1.
+# Sequences in an endless stream. Grain 0.2.18 divides the length of its own endless
+# datasets by the batch size in floating point, which overflows for a batch size of 1.
 _ENDLESS = 2**44
 
 
@@ -41,14 +42,16 @@ class ProcessShare:
 class BatchStream:
     """Batches from a mixture of sources, each repeated epoch after epoch.
 
-    Every epoch of a source has each of its sequences once, in an order of its own. Sources alternate evenly
-    by their weights, not at random: in any number of sequences each source has its share, to within one
-    sequence and a percent of the smallest weight. Batches depend on the sources, the seed and the batch size,
-    not on the number of processes.
+    Every epoch of a source has each of its sequences once, in an order of its own.
+    Sources alternate evenly by their weights, not at random: in any number of sequences
+    each source has its share, to within one sequence and a percent of the smallest
+    weight. Batches depend on the sources, the seed and the batch size, not on the
+    number of processes.
 
     Args:
         sources: the sequences of each source, by name; the order of the names matters.
-        weights: shares of all sequences, relative to each other; 1 for a source without one.
+        weights: shares of all sequences, relative to each other; 1 for a source without
+            one.
         batch_size: sequences in a batch, over all processes.
         seed: of the order; not negative.
         process: this process, which reads only its own rows.
@@ -70,11 +73,19 @@ class BatchStream:
         orders = np.random.SeedSequence(seed).generate_state(len(sources))
         shares = [float((weights or {}).get(name, 1.0)) for name in sources]
         endless = [
-            grain.MapDataset.source(packed).shuffle(int(order)).repeat(-(-_ENDLESS // len(packed)))
+            grain.MapDataset.source(packed)
+            .shuffle(int(order))
+            .repeat(-(-_ENDLESS // len(packed)))
             for packed, order in zip(sources.values(), orders, strict=True)
         ]
-        mixed = endless[0] if len(endless) == 1 else grain.MapDataset.mix(endless, shares)
-        own = mixed.slice(slice(_ENDLESS)).batch(rows).slice(slice(process.index, None, process.count))
+        mixed = (
+            endless[0] if len(endless) == 1 else grain.MapDataset.mix(endless, shares)
+        )
+        own = (
+            mixed.slice(slice(_ENDLESS))
+            .batch(rows)
+            .slice(slice(process.index, None, process.count))
+        )
         ahead = grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)
         self._iterator = iter(own.to_iter_dataset(ahead))
         self._delivered = 0
@@ -94,14 +105,17 @@ class BatchStream:
         return TokenBatch.of(**arrays, on_host=True)
 
     def get_state(self) -> dict[str, Any]:
-        """The position after the last batch of `next`, and the identity of the data, as JSON."""
+        """The position after the last batch of `next`, and the identity of the data, as
+        JSON.
+        """
         return {"batches": self._delivered, "data": self._identity}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Moves to a position that `get_state` returned.
 
         Raises:
-            DataError: the state belongs to other data or another order; the message says what differs.
+            DataError: the state belongs to other data or another order; the message
+                says what differs.
         """
         import grain
 
@@ -109,11 +123,13 @@ class BatchStream:
         orders = [list(data["sources"]) for data in (saved, self._identity)]
         differences = config_changes(saved, self._identity)
         if orders[0] != orders[1]:
-            differences.append(f"the order of sources was {orders[0]} and is {orders[1]}")
+            differences.append(
+                f"the order of sources was {orders[0]} and is {orders[1]}"
+            )
         if differences:
             raise DataError(
-                f"The saved position belongs to other training data: {differences[0]}. Resume with the data "
-                f"that the run began with, or start a new run."
+                f"The saved position belongs to other training data: {differences[0]}."
+                " Resume with the data that the run began with, or start a new run."
             )
         grain.experimental.set_next_index(self._iterator, int(state["batches"]))
         self._delivered = int(state["batches"])
@@ -127,18 +143,23 @@ class BatchStream:
 class HeldOutBatches:
     """The sequences of held-out documents, each once, as batches.
 
-    Their order is shuffled in the same way in every run, whatever its seed, so that the first few batches
-    are a fair sample. The last batch is padded with rows of weight 0.
+    Their order is shuffled in the same way in every run, whatever its seed, so that the
+    first few batches are a fair sample. The last batch is padded with rows of weight 0.
     """
 
     def __init__(
-        self, sources: Sequence[PackedDocuments], batch_size: int, process: ProcessShare | None = None
+        self,
+        sources: Sequence[PackedDocuments],
+        batch_size: int,
+        process: ProcessShare | None = None,
     ):
         process = ProcessShare() if process is None else process
         rows = process.rows(batch_size)
         self._batch_size = batch_size
         places = [(packed, index) for packed in sources for index in range(len(packed))]
-        self._places = [places[at] for at in np.random.default_rng(0).permutation(len(places))]
+        self._places = [
+            places[at] for at in np.random.default_rng(0).permutation(len(places))
+        ]
         self._own = slice(process.index * rows, (process.index + 1) * rows)
 
     def __len__(self) -> int:

@@ -1,9 +1,10 @@
 """Renders chats in a process of its own, whose memory and time have limits.
 
-`chat_template.py` runs this file as a script, which therefore imports nothing of the library. A line on its
-standard input is a template, or a list of chats with the numbers of their templates, which is answered by a
-line with a list of replies. A render that takes too long ends the process by SIGPROF; one that takes too much
-memory ends it with status 1.
+`chat_template.py` runs this file as a script, which therefore imports nothing of the
+library. A line on its standard input is a template, or a list of chats with the numbers
+of their templates, which is answered by a line with a list of replies. A render that
+takes too long ends the process by SIGPROF; one that takes too much memory ends it with
+status 1.
 """
 
 import contextlib
@@ -17,7 +18,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-# Noncharacters of Unicode, which are for a program's own use: here they enclose the assistant's answers.
+# Noncharacters of Unicode, which are for a program's own use: here they enclose the
+# assistant's answers.
 _BEGIN, _END = "\ufdd0", "\ufdd1"
 _MARKS = re.compile(f"[{_BEGIN}{_END}]")
 _PROBE = "\ue000"  # a private character, in no template
@@ -29,7 +31,9 @@ class _Refused(Exception):
 
 
 class _Fault(Exception):
-    """A template that can't be used; the text says why: `date`, `length` or `syntax LINE: MESSAGE`."""
+    """A template that can't be used; the text says why: `date`, `length` or `syntax
+    LINE: MESSAGE`.
+    """
 
 
 def _refuse_text_of(kind: str) -> NoReturn:
@@ -37,7 +41,9 @@ def _refuse_text_of(kind: str) -> NoReturn:
 
 
 class _Null:
-    """The null of a message: a template may ask for it as for None, but not write it."""
+    """The null of a message: a template may ask for it as for None, but not write
+    it.
+    """
 
     def __bool__(self) -> bool:
         return False
@@ -60,7 +66,9 @@ class _List(list[Any]):
 
 
 class _Object(dict[str, Any]):
-    """An object of a message, which a template may read, but not write as Python would."""
+    """An object of a message, which a template may read, but not write as Python
+    would.
+    """
 
     def __repr__(self) -> NoReturn:
         _refuse_text_of("an object")
@@ -81,9 +89,11 @@ def _unwritable(value: Any) -> Any:
 
 
 class _Message(_Object):
-    """A message without its fields that are null, as transformers gives them to templates.
+    """A message without its fields that are null, as transformers gives them to
+    templates.
 
-    A template that asks `message['content'] is none`, as some do before they write tool calls, is told so.
+    A template that asks `message['content'] is none`, as some do before they write tool
+    calls, is told so.
     """
 
     nulls: frozenset[str] = frozenset()
@@ -105,7 +115,11 @@ def _message(message: Any) -> Any:
     """The message, as a template may read it."""
     if not isinstance(message, dict):
         return _unwritable(message)
-    found = _Message((name, _unwritable(value)) for name, value in message.items() if value is not None)
+    found = _Message(
+        (name, _unwritable(value))
+        for name, value in message.items()
+        if value is not None
+    )
     found.nulls = frozenset(name for name, value in message.items() if value is None)
     return found
 
@@ -129,7 +143,11 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     """Plain JSON; Jinja's own filter escapes HTML."""
-    options: Any = {"ensure_ascii": ensure_ascii, "indent": indent, "separators": separators}
+    options: Any = {
+        "ensure_ascii": ensure_ascii,
+        "indent": indent,
+        "separators": separators,
+    }
     return json.dumps(value, sort_keys=sort_keys, default=_json_of_null, **options)
 
 
@@ -150,17 +168,24 @@ def _environment() -> Any:
         def parse(self, parser: Any) -> Any:
             line = next(parser.stream).lineno
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
+            return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(
+                line
+            )
 
         def _mark(self, caller: Any) -> str:
             return f"{_BEGIN}{caller()}{_END}"
 
     environment = sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, finalize=_written, extensions=[Generation, ext.loopcontrols]
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=_written,
+        extensions=[Generation, ext.loopcontrols],
     )
     environment.globals["raise_exception"] = _raise_exception
     environment.filters["tojson"] = _to_json
-    environment.tests["none"] = lambda value: value is None or isinstance(value, _Null | _null_field())
+    environment.tests["none"] = lambda value: (
+        value is None or isinstance(value, _Null | _null_field())
+    )
     return environment
 
 
@@ -168,24 +193,46 @@ class Template:
     """A chat template, with what it needs beside the messages."""
 
     def __init__(
-        self, source: str, constants: Mapping[str, str], date: str | None, longest: int, seconds: float
+        self,
+        source: str,
+        constants: Mapping[str, str],
+        date: str | None,
+        longest: int,
+        seconds: float,
     ):
-        self._source, self._constants, self._longest, self._seconds = source, constants, longest, seconds
+        self._source, self._constants, self._longest, self._seconds = (
+            source,
+            constants,
+            longest,
+            seconds,
+        )
         self._dated = {}
         if date is not None:
             self._dated["strftime_now"] = datetime.datetime.fromisoformat(date).strftime
 
     def chats(
-        self, messages: Sequence[Any], variables: Mapping[str, Any], answers: bool, prompt: bool
+        self,
+        messages: Sequence[Any],
+        variables: Mapping[str, Any],
+        answers: bool,
+        prompt: bool,
     ) -> list[tuple[str, list[tuple[int, int]] | None, bool]]:
-        """The texts of a chat, the places of the answers in each, and whether its last turn is left open."""
+        """The texts of a chat, the places of the answers in each, and whether its last
+        turn is left open.
+        """
         if answers and _MARKS.search(json.dumps(messages, ensure_ascii=False)):
-            raise _Refused("a message has U+FDD0 or U+FDD1, which are no characters of a text")
+            raise _Refused(
+                "a message has U+FDD0 or U+FDD1, which are no characters of a text"
+            )
         messages = _List(map(_message, messages))
         marked = self._run(messages, variables, prompt)
         text = _MARKS.sub("", marked)
         if not answers:
-            ends_in_answer = bool(messages) and not prompt and messages[-1].get("role") == "assistant"
+            ends_in_answer = (
+                bool(messages)
+                and not prompt
+                and messages[-1].get("role") == "assistant"
+            )
             return [(text, None, ends_in_answer and self._leaves_turns_open)]
         if _BEGIN in marked:
             found = {text: _marked_answers(marked)}
@@ -196,7 +243,9 @@ class Template:
     def _answers(
         self, messages: Sequence[Any], variables: Mapping[str, Any], text: str
     ) -> dict[str, list[tuple[int, int]]]:
-        """Texts that together have every answer, and the places of the answers in each."""
+        """Texts that together have every answer, and the places of the answers in
+        each.
+        """
         found: dict[str, list[tuple[int, int]]] = {text: []}
         for at in reversed(range(len(messages))):
             if messages[at]["role"] != "assistant":
@@ -205,17 +254,21 @@ class Template:
             chat = self._run(_List(messages[: at + 1]), variables, False)
             if not chat.startswith(before):
                 raise _Refused(
-                    f"the answer of message {at} does not follow the template's prompt for an answer; train "
-                    f"on all of the chat, or mark answers in the template with {{% generation %}} and "
-                    f"{{% endgeneration %}}"
+                    f"the answer of message {at} does not follow the template's prompt"
+                    " for an answer; train on all of the chat, or mark answers in the"
+                    " template with {% generation %} and {% endgeneration %}"
                 )
             whole = next((text for text in found if text.startswith(chat)), chat)
             found.setdefault(whole, []).insert(0, (len(before), len(chat)))
         with_answers = {text: spans for text, spans in found.items() if spans}
         return with_answers or {text: []}
 
-    def _with_ends(self, text: str, spans: list[tuple[int, int]]) -> tuple[str, list[tuple[int, int]], bool]:
-        """The answers with what ends each of them, if that is the beginning of the next turn."""
+    def _with_ends(
+        self, text: str, spans: list[tuple[int, int]]
+    ) -> tuple[str, list[tuple[int, int]], bool]:
+        """The answers with what ends each of them, if that is the beginning of the next
+        turn.
+        """
         if not self._leaves_turns_open:
             return text, spans, False
         ended = []
@@ -227,7 +280,9 @@ class Template:
 
     @functools.cached_property
     def _leaves_turns_open(self) -> bool:
-        """Whether the template writes nothing after an answer, so that the next turn's marker ends it."""
+        """Whether the template writes nothing after an answer, so that the next turn's
+        marker ends it.
+        """
         turns = [{"role": role, "content": _PROBE} for role in ("user", "assistant")]
         try:
             text = _MARKS.sub("", self._run(_unwritable(turns), {}, False))
@@ -237,7 +292,8 @@ class Template:
         return bool(content) and not after.strip()
 
     def _run(self, messages: Any, variables: Mapping[str, Any], prompt: bool) -> str:
-        signal.setitimer(signal.ITIMER_PROF, self._seconds)  # without a handler the signal ends the process
+        # Without a handler the signal ends the process
+        signal.setitimer(signal.ITIMER_PROF, self._seconds)
         try:
             return self._rendered(messages, variables, prompt)
         except (MemoryError, _Fault):
@@ -249,7 +305,9 @@ class Template:
         finally:
             signal.setitimer(signal.ITIMER_PROF, 0)
 
-    def _rendered(self, messages: Any, variables: Mapping[str, Any], prompt: bool) -> str:
+    def _rendered(
+        self, messages: Any, variables: Mapping[str, Any], prompt: bool
+    ) -> str:
         values = {
             "messages": messages,
             "add_generation_prompt": prompt,
@@ -274,7 +332,9 @@ class Template:
         except MemoryError:
             raise
         except Exception as error:  # Jinja also evaluates constants while it compiles
-            raise _Fault(f"syntax {getattr(error, 'lineno', 1)}: {str(error)[:_SHOWN]}") from error
+            raise _Fault(
+                f"syntax {getattr(error, 'lineno', 1)}: {str(error)[:_SHOWN]}"
+            ) from error
 
 
 def _marked_answers(marked: str) -> list[tuple[int, int]]:
@@ -288,13 +348,16 @@ def _marked_answers(marked: str) -> list[tuple[int, int]]:
 
 
 def _limit_memory(num_bytes: int) -> None:
-    """Limits the process's memory, where the system can: macOS knows this limit and does not enforce it."""
+    """Limits the process's memory, where the system can: macOS knows this limit and
+    does not enforce it.
+    """
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_AS, (num_bytes, num_bytes))
 
 
 def _main(max_bytes: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # which a terminal sends to this process too
+    # Which a terminal sends to this process too
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     _limit_memory(max_bytes)
     templates: list[Template] = []
     for line in sys.stdin.buffer:

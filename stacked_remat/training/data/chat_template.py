@@ -1,7 +1,8 @@
 """Chat templates, the Jinja programs of tokenizers that turn messages into one text.
 
-Templates come with downloaded tokenizers, so they run in `chat_program.py`, in a process of its own: Jinja's
-sandbox denies them files and Python's internals, and the system limits their memory and time.
+Templates come with downloaded tokenizers, so they run in `chat_program.py`, in a
+process of its own: Jinja's sandbox denies them files and Python's internals, and the
+system limits their memory and time.
 """
 
 import atexit
@@ -29,8 +30,8 @@ _MEMORY = 2**29  # bytes of the process, of which Python and Jinja take about 50
 _SECONDS = 2.0  # of CPU time to render a chat once
 _PROGRAM = Path(__file__).with_name("chat_program.py")
 _FIX = (
-    "Fix the template (chat_template.jinja, or `chat_template` in tokenizer_config.json), or use another "
-    "tokenizer."
+    "Fix the template (chat_template.jinja, or `chat_template` in"
+    " tokenizer_config.json), or use another tokenizer."
 )
 
 
@@ -44,10 +45,10 @@ class RenderedChat:
 
     Attributes:
         text: all of it.
-        answers: first character of each of the assistant's turns, and the one after its last (what ends the
-            turn is included); None if they were not asked for.
-        is_open: whether its last turn is an answer that the template leaves open, so that the tokenizer's
-            end token has to end it.
+        answers: first character of each of the assistant's turns, and the one after its
+            last (what ends the turn is included); None if they were not asked for.
+        is_open: whether its last turn is an answer that the template leaves open, so
+            that the tokenizer's end token has to end it.
     """
 
     text: str
@@ -59,23 +60,27 @@ class RenderedChat:
 class ChatTemplate:
     """A chat template.
 
-    Templates have no access to files and Python's internals. One may write 2**24 characters, and take 2
-    seconds of CPU time and, on Linux, 512 MiB of memory. The same messages always give the same text: the
-    date is given.
+    Templates have no access to files and Python's internals. One may write 2**24
+    characters, and take 2 seconds of CPU time and, on Linux, 512 MiB of memory. The
+    same messages always give the same text: the date is given.
 
-    Messages are plain values of JSON. A template that writes a null, a list or an object of one as Python
-    would (`None`, `[...]`, `{...}`) is refused for that chat.
+    Messages are plain values of JSON. A template that writes a null, a list or an
+    object of one as Python would (`None`, `[...]`, `{...}`) is refused for that chat.
 
     Attributes:
-        sources: the Jinja programs by name. As in transformers, `tool_use` renders chats with `tools` if
-            there is one, and `default` all others.
-        special_tokens: values of the names that the programs may use, such as `bos_token`.
-        date: the day that `strftime_now` takes for today, as `2025-06-30`, at midnight; None to leave that
-            function undefined.
+        sources: the Jinja programs by name. As in transformers, `tool_use` renders
+            chats with `tools` if there is one, and `default` all others.
+        special_tokens: values of the names that the programs may use, such as
+            `bos_token`.
+        date: the day that `strftime_now` takes for today, as `2025-06-30`, at midnight;
+            None to leave that function undefined.
     """
 
     def __init__(
-        self, source: str | Mapping[str, str], special_tokens: Mapping[str, str], date: str | None = None
+        self,
+        source: str | Mapping[str, str],
+        special_tokens: Mapping[str, str],
+        date: str | None = None,
     ):
         """`source` is the program, or several by name."""
         self.sources = {"default": source} if isinstance(source, str) else dict(source)
@@ -92,49 +97,62 @@ class ChatTemplate:
         """The text of a chat.
 
         Args:
-            messages: turns with `role`, `content` and any other fields that the program reads.
+            messages: turns with `role`, `content` and any other fields that the program
+                reads.
             add_generation_prompt: whether to end with the beginning of an answer.
-            variables: further ones of the program, such as `tools` and `enable_thinking`.
+            variables: further ones of the program, such as `tools` and
+                `enable_thinking`.
 
         Raises:
-            ChatTemplateError: the template raised an error for these messages, or writes one of their nulls,
-                lists or objects.
-            DataError: Jinja is not installed, there is no template for such chats, or the template is not
-                valid Jinja, asks for a date that is not given, or takes too much memory or time.
+            ChatTemplateError: the template raised an error for these messages, or
+                writes one of their nulls, lists or objects.
+            DataError: Jinja is not installed, there is no template for such chats, or
+                the template is not valid Jinja, asks for a date that is not given, or
+                takes too much memory or time.
         """
-        (chat,) = self._one(self._request(messages, variables, prompt=add_generation_prompt))
+        (chat,) = self._one(
+            self._request(messages, variables, prompt=add_generation_prompt)
+        )
         return chat.text
 
     def render_whole(
-        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] = MappingProxyType({})
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> RenderedChat:
         """A chat all of which is trained on; errors as `render`."""
         (chat,) = self._one(self._request(messages, variables))
         return chat
 
     def render_with_answers(
-        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] = MappingProxyType({})
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> list[RenderedChat]:
-        """A chat as texts that together have each of the assistant's answers once, and where.
+        """A chat as texts that together have each of the assistant's answers once, and
+        where.
 
-        Answers are what the template marks with `{% generation %}`. A template without such marks is run
-        twice more for each answer: on the messages before it, with the prompt for an answer, and on those up
-        to it. An answer that is written otherwise where other messages follow, such as without its thoughts,
-        is that of the chat up to it, which is a text of its own.
+        Answers are what the template marks with `{% generation %}`. A template without
+        such marks is run twice more for each answer: on the messages before it, with
+        the prompt for an answer, and on those up to it. An answer that is written
+        otherwise where other messages follow, such as without its thoughts, is that of
+        the chat up to it, which is a text of its own.
 
-        Where the template writes nothing after an answer, the first character of the next turn ends it and
-        belongs to it, and a last answer `is_open`.
+        Where the template writes nothing after an answer, the first character of the
+        next turn ends it and belongs to it, and a last answer `is_open`.
 
         Raises:
-            ChatTemplateError: as for `render`; or there are no marks, and an answer does not follow the
-                prompt.
+            ChatTemplateError: as for `render`; or there are no marks, and an answer
+                does not follow the prompt.
             DataError: as for `render`.
         """
         return self._one(self._request(messages, variables, answers=True))
 
     @functools.cached_property
     def words(self) -> frozenset[str]:
-        """All words of the programs; they can't read a variable or field whose name is not among them."""
+        """All words of the programs; they can't read a variable or field whose name is
+        not among them.
+        """
         return frozenset(re.findall(r"\w+", " ".join(self.sources.values())))
 
     def source_for(self, variables: Mapping[str, Any] = MappingProxyType({})) -> str:
@@ -143,13 +161,18 @@ class ChatTemplate:
             return self.sources["tool_use"]
         if "default" not in self.sources:
             raise DataError(
-                f"The tokenizer has chat templates named {', '.join(self.sources) or 'nothing'}, and none is "
-                f"named `default`. Write the one to use to a chat_template.jinja beside its tokenizer.json."
+                "The tokenizer has chat templates named"
+                f" {', '.join(self.sources) or 'nothing'}, and none is named `default`."
+                " Write the one to use to a chat_template.jinja beside its"
+                " tokenizer.json."
             )
         return self.sources["default"]
 
     def render_all(
-        self, chats: Sequence[tuple[Sequence[Mapping[str, Any]], Mapping[str, Any]]], *, answers: bool
+        self,
+        chats: Sequence[tuple[Sequence[Mapping[str, Any]], Mapping[str, Any]]],
+        *,
+        answers: bool,
     ) -> list[list[RenderedChat] | ChatTemplateError | DataError]:
         """Many chats at once, which is faster.
 
@@ -158,8 +181,8 @@ class ChatTemplate:
             answers: as `render_with_answers`, or else as `render_whole`.
 
         Returns:
-            For each chat its texts, or the error that those would raise. Chats after one that takes too much
-            memory or time are left out.
+            For each chat its texts, or the error that those would raise. Chats after
+            one that takes too much memory or time are left out.
         """
         return self._rendered([self._request(*chat, answers=answers) for chat in chats])
 
@@ -191,9 +214,13 @@ class ChatTemplate:
     ) -> list[list[RenderedChat] | ChatTemplateError | DataError]:
         options = {"constants": self.special_tokens, "date": self.date}
         options |= {"longest": _LONGEST, "seconds": _SECONDS}
-        templates = {source: json.dumps({"source": source, **options}) for source, _ in requests}
+        templates = {
+            source: json.dumps({"source": source, **options}) for source, _ in requests
+        }
         try:
-            replies = _renderer(os.getpid()).ask([(templates[source], chat) for source, chat in requests])
+            replies = _renderer(os.getpid()).ask(
+                [(templates[source], chat) for source, chat in requests]
+            )
         except (ChatTemplateError, DataError) as error:
             if len(requests) == 1:
                 return [error]
@@ -203,7 +230,9 @@ class ChatTemplate:
     def _one_by_one(
         self, requests: Sequence[tuple[str, dict[str, Any]]]
     ) -> list[list[RenderedChat] | ChatTemplateError | DataError]:
-        """The results up to the first DataError, to find which of the chats ended the program."""
+        """The results up to the first DataError, to find which of the chats ended the
+        program.
+        """
         results = []
         for request in requests:
             results += self._rendered([request])
@@ -212,14 +241,20 @@ class ChatTemplate:
         return results
 
 
-def _of_reply(reply: Mapping[str, Any]) -> list[RenderedChat] | ChatTemplateError | DataError:
+def _of_reply(
+    reply: Mapping[str, Any],
+) -> list[RenderedChat] | ChatTemplateError | DataError:
     """The texts of a chat, or the error, that `chat_program.py` replied."""
     if "refused" in reply:
         return ChatTemplateError(reply["refused"])
     if "fault" in reply:
         return _error_of_fault(reply["fault"])
     return [
-        RenderedChat(text, None if spans is None else tuple((first, stop) for first, stop in spans), is_open)
+        RenderedChat(
+            text,
+            None if spans is None else tuple((first, stop) for first, stop in spans),
+            is_open,
+        )
         for text, spans, is_open in reply["chats"]
     ]
 
@@ -228,15 +263,19 @@ def _error_of_fault(fault: str) -> DataError:
     """The error for a template that `chat_program.py` can't use."""
     if fault == "date":
         return DataError(
-            "The tokenizer's chat template writes today's date (strftime_now), with which runs would not "
-            "repeat. Give one: data.chat_date, such as 2025-06-30."
+            "The tokenizer's chat template writes today's date (strftime_now), with"
+            " which runs would not repeat. Give one: data.chat_date, such as"
+            " 2025-06-30."
         )
     if fault == "length":
         return DataError(
-            f"The tokenizer's chat template writes more than {_LONGEST:,} characters for one chat. {_FIX}"
+            f"The tokenizer's chat template writes more than {_LONGEST:,} characters"
+            f" for one chat. {_FIX}"
         )
     line_and_message = fault.removeprefix("syntax ")
-    return DataError(f"The tokenizer's chat template is not valid Jinja, line {line_and_message}")
+    return DataError(
+        f"The tokenizer's chat template is not valid Jinja, line {line_and_message}"
+    )
 
 
 @final
@@ -245,7 +284,8 @@ class _Renderer:
 
     def __init__(self) -> None:
         optional("jinja2", "A chat template")
-        # The program finds Jinja where this process does, and nothing in its own folder.
+        # The program finds Jinja where this process does, and nothing in its own
+        # folder.
         paths = os.pathsep.join(path for path in sys.path if path)
         try:
             self._process = subprocess.Popen(
@@ -256,16 +296,21 @@ class _Renderer:
                 env={**os.environ, "PYTHONPATH": paths},
             )
         except OSError as error:
-            raise DataError(f"Can't start the process that runs chat templates: {error.strerror}.") from error
+            raise DataError(
+                f"Can't start the process that runs chat templates: {error.strerror}."
+            ) from error
         self._owner = os.getpid()
         self._lock = threading.Lock()
         self._numbers: dict[str, int] = {}  # of the templates that the program has
         atexit.register(self.close)
 
-    def ask(self, chats: Sequence[tuple[str, Mapping[str, Any]]]) -> list[dict[str, Any]]:
+    def ask(
+        self, chats: Sequence[tuple[str, Mapping[str, Any]]]
+    ) -> list[dict[str, Any]]:
         """The program's replies for chats, each with its template in JSON.
 
-        Raises ChatTemplateError if one of the chats is not JSON, and DataError if one ended the program.
+        Raises ChatTemplateError if one of the chats is not JSON, and DataError if one
+        ended the program.
         """
         with self._lock:
             new = [
@@ -273,11 +318,18 @@ class _Renderer:
                 for template in dict.fromkeys(template for template, _ in chats)
                 if template not in self._numbers
             ]
-            numbers = self._numbers | {template: len(self._numbers) + at for at, template in enumerate(new)}
+            numbers = self._numbers | {
+                template: len(self._numbers) + at for at, template in enumerate(new)
+            }
             try:
-                request = json.dumps([(numbers[template], chat) for template, chat in chats], default=_plain)
+                request = json.dumps(
+                    [(numbers[template], chat) for template, chat in chats],
+                    default=_plain,
+                )
             except (TypeError, ValueError, RecursionError) as error:
-                raise ChatTemplateError(f"the chat can't be written as JSON: {error}") from error
+                raise ChatTemplateError(
+                    f"the chat can't be written as JSON: {error}"
+                ) from error
             self._numbers = numbers
             try:
                 replies = self._replies([*new, request])
@@ -307,7 +359,10 @@ class _Renderer:
             limit = f"{_SECONDS:g} seconds of CPU time"
         else:
             limit = f"{_MEMORY >> 20:,} MiB of memory"
-        return DataError(f"The tokenizer's chat template takes more than {limit} for one chat. {_FIX}")
+        return DataError(
+            f"The tokenizer's chat template takes more than {limit} for one chat."
+            f" {_FIX}"
+        )
 
     def close(self) -> None:
         """Ends the program."""

@@ -1,7 +1,7 @@
 """Arrays in files, whose blocks are compared with checksums when they are first read.
 
-A disk or a copy may change a file without an error. Text is tokenized once and read for weeks, so the run
-that reads a damaged block finds it, before its tokens are trained on.
+A disk or a copy may change a file without an error. Text is tokenized once and read for
+weeks, so the run that reads a damaged block finds it, before its tokens are trained on.
 """
 
 import zlib
@@ -14,7 +14,8 @@ from jaxtyping import UInt32
 
 from ..errors import DataError
 
-_BLOCK = 2**16  # bytes: small, since a run reads sequences in random order, and checks whole blocks
+# Bytes: small, since a run reads sequences in random order, and checks whole blocks
+_BLOCK = 2**16
 
 
 def num_blocks(num_bytes: int) -> int:
@@ -31,11 +32,12 @@ def block_checksums(file: BinaryIO) -> list[int]:
 class CheckedArray:
     """A one-dimensional array in a file, memory-mapped.
 
-    Slices are NumPy arrays; `np.asarray` reads everything. Each block is checked once, the first time that an
-    element of it is read.
+    Slices are NumPy arrays; `np.asarray` reads everything. Each block is checked once,
+    the first time that an element of it is read.
 
     Raises:
-        DataError: when a block that is read has another checksum, or an element that is not below `limit`.
+        DataError: when a block that is read has another checksum, or an element that is
+            not below `limit`.
     """
 
     def __init__(
@@ -47,7 +49,8 @@ class CheckedArray:
         count: int,
         limit: int | None = None,
     ):
-        """Opens a file of at least `count` elements, whose first `count` the checksums are of.
+        """Opens a file of at least `count` elements, whose first `count` the checksums
+        are of.
 
         Args:
             path: the file.
@@ -79,15 +82,19 @@ class CheckedArray:
         return np.array(self[:], dtype, copy=copy)
 
     def _check(self, block: int, elements: np.ndarray) -> None:
-        fix = f"Delete the token cache {self._path.parent}, and the next run tokenizes its text again."
+        fix = (
+            f"Delete the token cache {self._path.parent}, and the next run tokenizes"
+            " its text again."
+        )
         if zlib.crc32(elements.data) != int(self._checksums[block]):
             first = block * _BLOCK
             raise DataError(
-                f"{self._path} is damaged: bytes {first:,} to {first + elements.nbytes:,} are not those that "
-                f"were written. {fix}"
+                f"{self._path} is damaged: bytes {first:,} to"
+                f" {first + elements.nbytes:,} are not those that were written. {fix}"
             )
         if self._limit is not None and elements.max() >= self._limit:
             raise DataError(
-                f"{self._path} has the token {elements.max()}, and the vocabulary has {self._limit:,}. {fix}"
+                f"{self._path} has the token {elements.max()}, and the vocabulary has"
+                f" {self._limit:,}. {fix}"
             )
         self._is_checked[block] = True

@@ -13,8 +13,11 @@ import fsspec.core
 
 from ..errors import DataError, without_credentials
 
-# Installed packages differ between machines, tests contain tables of data, pydoc_data is generated.
-_NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "pydoc_data"})
+# Installed packages differ between machines, tests contain tables of data, pydoc_data
+# is generated.
+_NOT_LIBRARY = frozenset(
+    {"site-packages", "dist-packages", "test", "tests", "idle_test", "pydoc_data"}
+)
 
 _WEB = ("http://", "https://")
 _FILE = "file://"
@@ -25,7 +28,8 @@ class SourceFile:
     """A file to read."""
 
     url: str  # for fsspec
-    name: str  # its path below the folder or the fixed part of the glob by which it was found
+    # its path below the folder or the fixed part of the glob by which it was found
+    name: str
     size: int  # stored bytes; 0 if unknown
     version: str  # changes when the contents do
 
@@ -45,33 +49,49 @@ class SourceFile:
 def find_files(paths: Sequence[str], key: str) -> tuple[SourceFile, ...]:
     """The files that paths, globs, folders or URLs match, each once, sorted by name.
 
-    A path that exists on this machine is that file or folder, even with letters of a glob in it. Hidden files
-    and folders are left out of folders and globs. Broken links, pipes and the like are skipped. A DataError
-    for a path without files names the config key of paths.
+    A path that exists on this machine is that file or folder, even with letters of a
+    glob in it. Hidden files and folders are left out of folders and globs. Broken
+    links, pipes and the like are skipped. A DataError for a path without files names
+    the config key of paths.
     """
     found: dict[str, SourceFile] = {}
     for path in paths:
         shown, is_url = without_credentials(path), "://" in path.removeprefix(_FILE)
         try:
-            files = list(_remote_files(path) if is_url else _local_files(path.removeprefix(_FILE)))
-        except Exception as error:  # file systems raise anything, and their errors may show credentials
-            raise DataError(f"Can't look for the files of {shown!r} in {key}: {error}") from (
-                None if is_url else error
+            files = list(
+                _remote_files(path)
+                if is_url
+                else _local_files(path.removeprefix(_FILE))
             )
+        # File systems raise anything, and their errors may show credentials.
+        except Exception as error:
+            raise DataError(
+                f"Can't look for the files of {shown!r} in {key}: {error}"
+            ) from (None if is_url else error)
         if not files:
             raise DataError(
-                f"{shown!r} in {key} matches no file. Give a file that exists, a folder with files, or a "
-                f"glob such as texts/**/*.txt."
+                f"{shown!r} in {key} matches no file. Give a file that exists, a folder"
+                " with files, or a glob such as texts/**/*.txt."
             )
         for file in files:
-            found.setdefault(os.path.realpath(file.local_path) if file.local_path else file.url, file)
+            found.setdefault(
+                os.path.realpath(file.local_path) if file.local_path else file.url, file
+            )
     return tuple(sorted(found.values(), key=lambda file: (file.name, file.url)))
 
 
 def standard_library_files() -> tuple[SourceFile, ...]:
-    """The Python sources of the running interpreter's standard library, without its tests."""
-    sources = (file for file in _local_files(sysconfig.get_path("stdlib")) if file.name.endswith(".py"))
-    chosen = (file for file in sources if not _NOT_LIBRARY.intersection(file.name.split("/")))
+    """The Python sources of the running interpreter's standard library, without its
+    tests.
+    """
+    sources = (
+        file
+        for file in _local_files(sysconfig.get_path("stdlib"))
+        if file.name.endswith(".py")
+    )
+    chosen = (
+        file for file in sources if not _NOT_LIBRARY.intersection(file.name.split("/"))
+    )
     return tuple(sorted(chosen, key=lambda file: file.name))
 
 
@@ -86,12 +106,16 @@ def _local_files(path: str) -> Iterator[SourceFile]:
     for place in places:
         if os.path.isfile(place):
             name, status = place.removeprefix(root).lstrip("/"), os.stat(place)
-            version = f"{status.st_size} bytes, modified {status.st_mtime_ns // 1000} us"
+            version = (
+                f"{status.st_size} bytes, modified {status.st_mtime_ns // 1000} us"
+            )
             yield SourceFile(_FILE + place, name, status.st_size, version)
 
 
 def _below(folder: str) -> Iterator[str]:
-    """All files in a folder that are not hidden; folders that links lead to are visited once."""
+    """All files in a folder that are not hidden; folders that links lead to are visited
+    once.
+    """
     seen = set()
     for here, folders, names in os.walk(folder, followlinks=True):
         folders[:] = sorted(filter(_is_visible, folders))
@@ -120,7 +144,9 @@ def _remote_files(path: str) -> Iterator[SourceFile]:
 
 def _fixed_part(path: str, magic: str) -> str:
     """The folder above the first part of a glob that has letters with a meaning."""
-    first = min((at for at, letter in enumerate(path) if letter in magic), default=len(path))
+    first = min(
+        (at for at, letter in enumerate(path) if letter in magic), default=len(path)
+    )
     return path[:first].rpartition("/")[0]
 
 
@@ -136,5 +162,10 @@ def _describe(filesystem: Any, place: str, root: str) -> SourceFile:
     if place.startswith(_WEB):
         # The query is not part of the file's name and may hold a secret.
         name, _, query = name.partition("?")
-        told += f" {information.get('ETag', '')} {hashlib.sha256(query.encode()).hexdigest()[:8]}"
-    return SourceFile(filesystem.unstrip_protocol(place), name, size, f"{size} bytes, {told}")
+        told += (
+            f" {information.get('ETag', '')}"
+            f" {hashlib.sha256(query.encode()).hexdigest()[:8]}"
+        )
+    return SourceFile(
+        filesystem.unstrip_protocol(place), name, size, f"{size} bytes, {told}"
+    )

@@ -18,11 +18,13 @@ _USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "
 
 @final
 class HuggingFaceTokenizer(Tokenizer):
-    """A fast tokenizer of the `tokenizers` package, which runs in parallel over documents.
+    """A fast tokenizer of the `tokenizers` package, which runs in parallel over
+    documents.
 
-    `begin` is the `bos_token` of its config, whether or not it begins documents, and `end` the `eos_token`.
-    Tokens that were added to its vocabulary beyond the `rows` of a model's embedding, as a text model may
-    have those of images, are refused where a text has one.
+    `begin` is the `bos_token` of its config, whether or not it begins documents, and
+    `end` the `eos_token`. Tokens that were added to its vocabulary beyond the `rows` of
+    a model's embedding, as a text model may have those of images, are refused where a
+    text has one.
     """
 
     def __init__(
@@ -40,34 +42,60 @@ class HuggingFaceTokenizer(Tokenizer):
             self._tokenizer = tokenizers.Tokenizer.from_str(definition)
         except Exception as error:  # which is the class of the package's errors
             raise DataError(
-                f"The tokenizer.json of data.tokenizer = {name!r} can't be read: {error}. Get it again, or "
-                f"use another tokenizer."
+                f"The tokenizer.json of data.tokenizer = {name!r} can't be read:"
+                f" {error}. Get it again, or use another tokenizer."
             ) from error
-        self._tokenizer.no_truncation()  # a tokenizer.json may contain a length to cut or pad to
+        # a tokenizer.json may contain a length to cut or pad to
+        self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
-        texts = {key: one.get("content") if isinstance(one, Mapping) else one for key, one in config.items()}
+        texts = {
+            key: one.get("content") if isinstance(one, Mapping) else one
+            for key, one in config.items()
+        }
         specials = {
-            key: text for key, text in texts.items() if key.endswith("_token") and isinstance(text, str)
+            key: text
+            for key, text in texts.items()
+            if key.endswith("_token") and isinstance(text, str)
         }
         end = specials.get("eos_token")
-        ends = [vocabulary[one] for one in ((end,) if end else _USUAL_ENDS) if one in vocabulary]
+        ends = [
+            vocabulary[one]
+            for one in ((end,) if end else _USUAL_ENDS)
+            if one in vocabulary
+        ]
         if not ends:
             raise DataError(
                 f"data.tokenizer = {name!r} has no end-of-text token: "
-                + (f"its `eos_token` {end!r} is not in the vocabulary." if end else "it has no `eos_token`.")
-                + ' Put a tokenizer_config.json beside it with {"eos_token": "<one of its tokens>"}.'
+                + (
+                    f"its `eos_token` {end!r} is not in the vocabulary."
+                    if end
+                    else "it has no `eos_token`."
+                )
+                + ' Put a tokenizer_config.json beside it with {"eos_token": "<one of'
+                ' its tokens>"}.'
             )
         self.end = ends[0]
         self.begin = vocabulary.get(specials.get("bos_token", ""))
         self._begin = self.begin if config.get("add_bos_token") else None
-        self._template = None if template is None else ChatTemplate(template, specials, chat_date)
-        every, core = {*vocabulary.values()}, self._tokenizer.get_vocab(with_added_tokens=False).values()
-        kept = {token for token in every if rows is None or token < rows} | {*core, self.begin or 0, self.end}
+        self._template = (
+            None if template is None else ChatTemplate(template, specials, chat_date)
+        )
+        every, core = (
+            {*vocabulary.values()},
+            self._tokenizer.get_vocab(with_added_tokens=False).values(),
+        )
+        kept = {token for token in every if rows is None or token < rows} | {
+            *core,
+            self.begin or 0,
+            self.end,
+        }
         self.vocab_size = 1 + max(kept)
         parts = [definition, self._begin, self.end, template, specials]
         parts += filter(None, (chat_date, rows if kept < every else None))
-        self.fingerprint = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+        self.fingerprint = hashlib.sha256(
+            json.dumps(parts, sort_keys=True).encode()
+        ).hexdigest()
 
     def encode(self, text: str) -> Tokens:
         """The tokens of a text, with none added at its ends."""
@@ -75,21 +103,35 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def decode(self, tokens: Tokens) -> str:
         """The text of tokens, special ones left out."""
-        return self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=True)
+        return self._tokenizer.decode(
+            [int(token) for token in tokens], skip_special_tokens=True
+        )
 
     def encode_documents(self, texts: Sequence[str]) -> list[Tokens]:
-        """Each text after the tokenizer's post-processing, with the end token appended if it is missing."""
+        """Each text after the tokenizer's post-processing, with the end token appended
+        if it is missing.
+        """
         found = []
-        for encoding in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=True):
+        for encoding in self._tokenizer.encode_batch_fast(
+            list(texts), add_special_tokens=True
+        ):
             ids = encoding.ids
             if self._begin is not None and ids[:1] != [self._begin]:
                 ids = [self._begin, *ids]
-            found.append(self._array(ids if ids[-1:] == [self.end] else [*ids, self.end]))
+            found.append(
+                self._array(ids if ids[-1:] == [self.end] else [*ids, self.end])
+            )
         return found
 
-    def encode_chats(self, chats: Sequence[RenderedChat]) -> list[tuple[Tokens, Counted | None]]:
-        """The tokens of rendered chats, with none added but an end token to one that is open."""
-        encodings = self._tokenizer.encode_batch([chat.text for chat in chats], add_special_tokens=False)
+    def encode_chats(
+        self, chats: Sequence[RenderedChat]
+    ) -> list[tuple[Tokens, Counted | None]]:
+        """The tokens of rendered chats, with none added but an end token to one that is
+        open.
+        """
+        encodings = self._tokenizer.encode_batch(
+            [chat.text for chat in chats], add_special_tokens=False
+        )
         found = []
         for encoding, chat in zip(encodings, chats, strict=True):
             ids, counted = encoding.ids, _in_answers(chat, encoding.offsets)
@@ -102,10 +144,12 @@ class HuggingFaceTokenizer(Tokenizer):
     def _array(self, tokens: Sequence[int]) -> Tokens:
         if max(tokens, default=0) >= self.vocab_size:
             beyond = sorted({token for token in tokens if token >= self.vocab_size})
-            names = ", ".join(f"{self._tokenizer.id_to_token(token)} ({token})" for token in beyond)
+            names = ", ".join(
+                f"{self._tokenizer.id_to_token(token)} ({token})" for token in beyond
+            )
             raise DataError(
-                f"A text has {names}, and the embedding of the model has no row for it. Leave it out of the "
-                f"text, or use a model that has one."
+                f"A text has {names}, and the embedding of the model has no row for it."
+                " Leave it out of the text, or use a model that has one."
             )
         return np.asarray(tokens, dtype=self.dtype)
 
@@ -114,17 +158,21 @@ class HuggingFaceTokenizer(Tokenizer):
         """The template that came with the tokenizer."""
         if self._template is None:
             raise DataError(
-                f"The tokenizer {self._name} has no chat template, which chats need. Name the tokenizer of a "
-                f"chat model, or put a chat_template.jinja beside its tokenizer.json."
+                f"The tokenizer {self._name} has no chat template, which chats need."
+                " Name the tokenizer of a chat model, or put a chat_template.jinja"
+                " beside its tokenizer.json."
             )
         return self._template
 
 
-def _in_answers(chat: RenderedChat, offsets: Sequence[tuple[int, int]]) -> Counted | None:
+def _in_answers(
+    chat: RenderedChat, offsets: Sequence[tuple[int, int]]
+) -> Counted | None:
     if chat.answers is None:
         return None
     starts, ends = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
     counted = np.zeros(len(starts), dtype=bool)
     for first, stop in chat.answers:
-        counted |= (starts < stop) & (first < ends)  # a token may include a space before the answer
+        # A token may include a space before the answer
+        counted |= (starts < stop) & (first < ends)
     return counted

@@ -1,8 +1,10 @@
-"""Packs documents of any length into sequences of one length; no token is lost or used twice.
+"""Packs documents of any length into sequences of one length; no token is lost or used
+twice.
 
-A document of n tokens has n - 1 positions, each with an input token and the next token as target. Packing
-puts each of them into one sequence. The last token of a document (the end of the text) is a target but never
-an input, so no position is spent between two documents.
+A document of n tokens has n - 1 positions, each with an input token and the next token
+as target. Packing puts each of them into one sequence. The last token of a document
+(the end of the text) is a target but never an input, so no position is spent between
+two documents.
 """
 
 import dataclasses
@@ -49,8 +51,12 @@ class TokenizedDocuments:
         """Documents in memory, all of whose tokens count as targets."""
         lengths = np.array([len(document) for document in documents], dtype=np.int64)
         tokens = np.concatenate(documents) if documents else np.zeros(0, np.uint16)
-        digest = hashlib.sha256(lengths.tobytes() + tokens.astype(np.uint32).tobytes()).hexdigest()
-        return TokenizedDocuments(tokens, None, np.cumsum(lengths) - lengths, lengths, digest)
+        digest = hashlib.sha256(
+            lengths.tobytes() + tokens.astype(np.uint32).tobytes()
+        ).hexdigest()
+        return TokenizedDocuments(
+            tokens, None, np.cumsum(lengths) - lengths, lengths, digest
+        )
 
     def __len__(self) -> int:
         """Number of documents."""
@@ -71,13 +77,17 @@ class TokenizedDocuments:
         firsts: Integer[np.ndarray, " pieces"],
         stops: Integer[np.ndarray, " pieces"],
     ) -> Integer[np.ndarray, " pieces"]:
-        """For pieces of documents, the number of their tokens from `firsts` to before `stops` that count.
+        """For pieces of documents, the number of their tokens from `firsts` to before
+        `stops` that count.
 
-        Cost: reads a byte a token, where not all tokens count, and 8 bytes of memory a token meanwhile.
+        Cost: reads a byte a token, where not all tokens count, and 8 bytes of memory a
+        token meanwhile.
         """
         if self.counted is None:
             return stops - firsts
-        before = np.concatenate([[0], np.cumsum(np.asarray(self.counted), dtype=np.int64)])
+        before = np.concatenate(
+            [[0], np.cumsum(np.asarray(self.counted), dtype=np.int64)]
+        )
         starts = self.starts[documents]
         return before[starts + stops] - before[starts + firsts]
 
@@ -86,21 +96,35 @@ class TokenizedDocuments:
         packed = np.packbits(chosen).tobytes()
         digest = hashlib.sha256(self.fingerprint.encode() + packed).hexdigest()
         starts, lengths = self.starts[chosen], self.lengths[chosen]
-        return dataclasses.replace(self, starts=starts, lengths=lengths, fingerprint=digest)
+        return dataclasses.replace(
+            self, starts=starts, lengths=lengths, fingerprint=digest
+        )
 
-    def tokens(self, document: int, first: int, stop: int) -> Integer[np.ndarray, " tokens"]:
+    def tokens(
+        self, document: int, first: int, stop: int
+    ) -> Integer[np.ndarray, " tokens"]:
         """The tokens of a document from `first` to before `stop`."""
         start = int(self.starts[document])
         return self.all_tokens[start + first : start + stop]
 
-    def weights(self, document: int, first: int, stop: int) -> Float32[np.ndarray, " tokens"] | float:
-        """For each token from `first` to before `stop`, 1 if it counts as a target, else 0."""
+    def weights(
+        self, document: int, first: int, stop: int
+    ) -> Float32[np.ndarray, " tokens"] | float:
+        """For each token from `first` to before `stop`, 1 if it counts as a target,
+        else 0.
+        """
         start = int(self.starts[document])
-        return 1.0 if self.counted is None else self.counted[start + first : start + stop].astype(np.float32)
+        return (
+            1.0
+            if self.counted is None
+            else self.counted[start + first : start + stop].astype(np.float32)
+        )
 
 
 class Piece(NamedTuple):
-    """`count` consecutive positions of a document in a sequence, of which `first` is the first."""
+    """`count` consecutive positions of a document in a sequence, of which `first` is
+    the first.
+    """
 
     document: int
     first: int
@@ -109,7 +133,8 @@ class Piece(NamedTuple):
 
 @final
 class _SplitPacking:
-    """All documents concatenated and cut every `seq_len`; only the last sequence can have padding.
+    """All documents concatenated and cut every `seq_len`; only the last sequence can
+    have padding.
 
     Memory: 8 bytes a document.
     """
@@ -123,7 +148,10 @@ class _SplitPacking:
 
     def __getitem__(self, sequence: int) -> list[Piece]:
         """The pieces of a sequence; cost: a binary search, and its documents."""
-        at, stop = sequence * self._seq_len, min((sequence + 1) * self._seq_len, int(self._ends[-1]))
+        at, stop = (
+            sequence * self._seq_len,
+            min((sequence + 1) * self._seq_len, int(self._ends[-1])),
+        )
         document = int(np.searchsorted(self._ends, at, side="right"))
         found = []
         while at < stop:
@@ -136,10 +164,14 @@ class _SplitPacking:
     def table(self) -> Int64[np.ndarray, "pieces four"]:
         """A row for each piece: its sequence, document, first position and count."""
         begins = np.concatenate([[0], self._ends[:-1]])
-        cuts = np.unique(np.concatenate([begins, np.arange(0, self._ends[-1], self._seq_len)]))
+        cuts = np.unique(
+            np.concatenate([begins, np.arange(0, self._ends[-1], self._seq_len)])
+        )
         documents = np.searchsorted(self._ends, cuts, side="right")
         counts = np.diff(cuts, append=self._ends[-1])
-        return np.stack([cuts // self._seq_len, documents, cuts - begins[documents], counts], axis=1)
+        return np.stack(
+            [cuts // self._seq_len, documents, cuts - begins[documents], counts], axis=1
+        )
 
 
 @final
@@ -158,24 +190,33 @@ class _WholePacking:
 
     def table(self) -> Int64[np.ndarray, "pieces four"]:
         """A row for each piece: its sequence, document, first position and count."""
-        rows = [(number, *piece) for number, pieces in enumerate(self._sequences) for piece in pieces]
+        rows = [
+            (number, *piece)
+            for number, pieces in enumerate(self._sequences)
+            for piece in pieces
+        ]
         return np.array(rows, dtype=np.int64)
 
 
-def _pack_whole(lengths: Int64[np.ndarray, " documents"], seq_len: int) -> list[list[Piece]]:
+def _pack_whole(
+    lengths: Int64[np.ndarray, " documents"], seq_len: int
+) -> list[list[Piece]]:
     """Documents uncut, packed by best fit with the longest first (Johnson, 1974).
 
-    Documents longer than a sequence are cut into whole sequences and a rest. Memory: about 100 bytes a
-    document. Cost: seconds for a million documents, at the start of every run.
+    Documents longer than a sequence are cut into whole sequences and a rest. Memory:
+    about 100 bytes a document. Cost: seconds for a million documents, at the start of
+    every run.
     """
     pieces = [
         Piece(document, first, min(seq_len, int(count) - first))
         for document, count in enumerate(lengths)
         for first in range(0, int(count), seq_len)
     ]
-    pieces.sort(key=lambda piece: -piece.count)  # stable: ties keep the order of documents
+    # Stable: ties keep the order of documents
+    pieces.sort(key=lambda piece: -piece.count)
     sequences: list[list[Piece]] = []
-    by_free: dict[int, list[int]] = defaultdict(list)  # sequences by their free positions
+    # Sequences by their free positions
+    by_free: dict[int, list[int]] = defaultdict(list)
     free_sizes = 0  # bit n is set if a sequence has n free positions
     for piece in pieces:
         fitting = free_sizes >> piece.count
@@ -229,7 +270,9 @@ class PackedDocuments:
         """
         self._documents = documents.select(documents.lengths > 1)
         if not len(self._documents):
-            raise DataError(f"None of the {len(documents)} documents has two tokens or more.")
+            raise DataError(
+                f"None of the {len(documents)} documents has two tokens or more."
+            )
         self.seq_len = seq_len
         self.num_documents = len(self._documents)
         self._separate = separate
@@ -244,7 +287,10 @@ class PackedDocuments:
         self.fingerprint = hashlib.sha256(packed.encode()).hexdigest()
 
     def __repr__(self) -> str:
-        return f"PackedDocuments({len(self)} sequences of {self.seq_len}, {self.fingerprint[:16]})"
+        return (
+            f"PackedDocuments({len(self)} sequences of {self.seq_len},"
+            f" {self.fingerprint[:16]})"
+        )
 
     def __len__(self) -> int:
         """Sequences in an epoch."""
@@ -255,16 +301,22 @@ class PackedDocuments:
         sequences, documents, firsts, counts = self._pieces.table().T
         # The target of a position is the token after it.
         targets = self._documents.targets_in(documents, firsts + 1, firsts + 1 + counts)
-        return np.bincount(sequences, weights=targets, minlength=len(self._pieces)).astype(np.int64)
+        return np.bincount(
+            sequences, weights=targets, minlength=len(self._pieces)
+        ).astype(np.int64)
 
     def __getitem__(self, index: int) -> PackedSequence:
-        """A sequence: int32 `tokens`, `targets`, `documents` and `positions`, float32 `weights`.
+        """A sequence: int32 `tokens`, `targets`, `documents` and `positions`, float32
+        `weights`.
 
-        `documents` numbers the pieces from 1; `positions` counts from 0 in each piece; padding at the end is
-        0 in all fields. Without `separate`, these two fields are left out.
+        `documents` numbers the pieces from 1; `positions` counts from 0 in each piece;
+        padding at the end is 0 in all fields. Without `separate`, these two fields are
+        left out.
         """
         names = ("tokens", "targets", "documents", "positions")
-        found: PackedSequence = {name: np.zeros(self.seq_len, np.int32) for name in names}
+        found: PackedSequence = {
+            name: np.zeros(self.seq_len, np.int32) for name in names
+        }
         found["weights"] = np.zeros(self.seq_len, np.float32)
         at = 0
         sequence = int(index if self._chosen is None else self._chosen[index])
@@ -276,7 +328,9 @@ class PackedDocuments:
             found["targets"][where] = tokens[1:]
             found["documents"][where] = number
             found["positions"][where] = np.arange(piece.count)
-            found["weights"][where] = self._documents.weights(piece.document, piece.first + 1, stop)
+            found["weights"][where] = self._documents.weights(
+                piece.document, piece.first + 1, stop
+            )
             at += piece.count
         if not self._separate:
             del found["documents"], found["positions"]

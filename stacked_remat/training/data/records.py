@@ -19,11 +19,15 @@ from ..extra import optional
 from .files import SourceFile
 
 Message: TypeAlias = dict[str, Any]
-"""One turn of a chat: `role`, `content`, and any other fields that the chat template reads."""
+"""One turn of a chat: `role`, `content`, and any other fields that the chat template
+reads.
+"""
 
 
 TEMPLATE_KEYS = ("tools", "documents", "chat_template_kwargs")
-"""Keys of a record with a chat that the chat template gets as variables, the last one as several."""
+"""Keys of a record with a chat that the chat template gets as variables, the last one
+as several.
+"""
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,9 @@ class Document:
 
 @dataclass(frozen=True)
 class Record:
-    """One text or chat of a file, or why it can't be read, which begins with file and line."""
+    """One text or chat of a file, or why it can't be read, which begins with file and
+    line.
+    """
 
     number: int  # lines or rows before it
     offset: int  # stored bytes of the file that have been read, for progress
@@ -57,17 +63,23 @@ class Record:
 
 
 class _Malformed(Exception):
-    """Why a record has no content: the rest of a sentence that begins with its place."""
+    """Why a record has no content: the rest of a sentence that begins with its
+    place.
+    """
 
 
-_Numbered: TypeAlias = tuple[int, int, Callable[[], Any]]  # a record's number, offset and how to parse it
+# A record's number, offset and how to parse it
+_Numbered: TypeAlias = tuple[int, int, Callable[[], Any]]
 
 
-def read_records(file: SourceFile, how: SourceConfig, start: int = 0) -> Iterator[Record]:
+def read_records(
+    file: SourceFile, how: SourceConfig, start: int = 0
+) -> Iterator[Record]:
     """The records of a file of a source from number `start` on.
 
-    Blank lines are not records. A DataError if the file can't be opened or decompressed, is not Parquet, or
-    lacks both columns. Memory: one line or text file, or 64 rows of Parquet.
+    Blank lines are not records. A DataError if the file can't be opened or
+    decompressed, is not Parquet, or lacks both columns. Memory: one line or text file,
+    or 64 rows of Parquet.
     """
     reader = _READERS[_format_of(file, how)]
     try:
@@ -85,12 +97,19 @@ def read_records(file: SourceFile, how: SourceConfig, start: int = 0) -> Iterato
                 problem = str(error)
             except ValueError as error:
                 problem = f"is not JSON ({error}): write one object a line"
-            yield Record(number, offset, document, problem and f"{place_of(file, number)} {problem}")
+            yield Record(
+                number,
+                offset,
+                document,
+                problem and f"{place_of(file, number)} {problem}",
+            )
     except DataError:
         raise
     except Exception as error:  # file systems and decompressors raise anything
         hidden = file.local_path is None  # the original error may show credentials
-        raise DataError(f"Can't read {file.place}: {error}") from (None if hidden else error)
+        raise DataError(f"Can't read {file.place}: {error}") from (
+            None if hidden else error
+        )
 
 
 def place_of(file: SourceFile, number: int) -> str:
@@ -117,9 +136,14 @@ def _opened(file: SourceFile, *, as_stored: bool = False) -> OpenFile:
     """The file, to be entered; its decompressed bytes unless `as_stored`."""
     name, path = file.name.lower(), file.local_path
     endings = () if as_stored else _COMPRESSED
-    codec = next((_COMPRESSED[ending] for ending in endings if name.endswith(ending)), None)
+    codec = next(
+        (_COMPRESSED[ending] for ending in endings if name.endswith(ending)), None
+    )
     if codec not in fsspec.compression.compr:
-        raise DataError(f"{file.place} is compressed with zstd: pip install zstandard, or decompress it.")
+        raise DataError(
+            f"{file.place} is compressed with zstd: pip install zstandard, or"
+            " decompress it."
+        )
     if path is not None:  # in which fsspec would read `::` as a chain of file systems
         return OpenFile(LocalFileSystem(), path, compression=codec)
     return OpenFile(*fsspec.core.url_to_fs(file.url), compression=codec)
@@ -143,56 +167,88 @@ def _read_jsonl(file: SourceFile, how: SourceConfig, start: int) -> Iterator[_Nu
                 yield number, stored, lambda line=line: _document(json.loads(line), how)
 
 
-def _read_parquet(file: SourceFile, how: SourceConfig, start: int) -> Iterator[_Numbered]:
-    pyarrow, parquet = (optional(name, f"Reading {file.place}") for name in ("pyarrow", "pyarrow.parquet"))
+def _read_parquet(
+    file: SourceFile, how: SourceConfig, start: int
+) -> Iterator[_Numbered]:
+    pyarrow, parquet = (
+        optional(name, f"Reading {file.place}")
+        for name in ("pyarrow", "pyarrow.parquet")
+    )
     with _opened(file, as_stored=True) as stored:
         try:
             table = parquet.ParquetFile(stored)
         except pyarrow.ArrowException as error:
             raise DataError(f"{file.place} is not a Parquet file: {error}") from None
         names = table.schema_arrow.names
-        columns = [name for name in (how.text_key, how.messages_key, *TEMPLATE_KEYS) if name in names]
+        columns = [
+            name
+            for name in (how.text_key, how.messages_key, *TEMPLATE_KEYS)
+            if name in names
+        ]
         unread = tuple(name for name in names if name not in columns)
         if not {how.text_key, how.messages_key}.intersection(columns):
             raise DataError(
-                f"{file.place} has neither a column {how.text_key!r} nor {how.messages_key!r}; it has "
-                f"{', '.join(names)}. Set data.sources.NAME.text_key to the column with "
-                f"the text."
+                f"{file.place} has neither a column {how.text_key!r} nor"
+                f" {how.messages_key!r}; it has {', '.join(names)}. Set"
+                " data.sources.NAME.text_key to the column with the text."
             )
         numbers = itertools.count()
         try:
             for batch in table.iter_batches(batch_size=_ROWS, columns=columns):
                 for row, number in zip(range(batch.num_rows), numbers, strict=False):
                     if number >= start:
-                        own, offset = batch.slice(row, 1), file.size * (number + 1) // table.metadata.num_rows
-                        yield number, offset, lambda own=own: _of_row(own.to_pylist()[0], unread, how)
+                        own, offset = (
+                            batch.slice(row, 1),
+                            file.size * (number + 1) // table.metadata.num_rows,
+                        )
+                        yield (
+                            number,
+                            offset,
+                            lambda own=own: _of_row(own.to_pylist()[0], unread, how),
+                        )
         except pyarrow.ArrowException as error:
-            raise DataError(f"{file.place} is damaged: {error}. Repair it, or leave it out.") from None
+            raise DataError(
+                f"{file.place} is damaged: {error}. Repair it, or leave it out."
+            ) from None
 
 
 _READERS = {"text": _read_text, "jsonl": _read_jsonl, "parquet": _read_parquet}
 
 
-def _of_row(row: dict[str, Any], unread: tuple[str, ...], how: SourceConfig) -> Document:
+def _of_row(
+    row: dict[str, Any], unread: tuple[str, ...], how: SourceConfig
+) -> Document:
     """The document of a row, in whose columns a key that a record lacks is null."""
     nested = (how.messages_key, *TEMPLATE_KEYS)
-    fields = {name: _without_nulls(value) if name in nested else value for name, value in row.items()}
+    fields = {
+        name: _without_nulls(value) if name in nested else value
+        for name, value in row.items()
+    }
     found = _document(fields, how)
     return dataclasses.replace(found, unread=(*found.unread, *unread))
 
 
 def _without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _without_nulls(own) for key, own in value.items() if own is not None}
+        return {
+            key: _without_nulls(own) for key, own in value.items() if own is not None
+        }
     return [_without_nulls(own) for own in value] if isinstance(value, list) else value
 
 
 def _document(fields: Any, how: SourceConfig) -> Document:
     if not isinstance(fields, dict):
-        raise _Malformed(f"holds {type(fields).__name__}, not an object with keys: write one object a line")
+        raise _Malformed(
+            f"holds {type(fields).__name__}, not an object with keys: write one object"
+            " a line"
+        )
     text, messages = fields.get(how.text_key), fields.get(how.messages_key)
     if isinstance(text, str):
-        unread = tuple(key for key, value in fields.items() if key != how.text_key and value is not None)
+        unread = tuple(
+            key
+            for key, value in fields.items()
+            if key != how.text_key and value is not None
+        )
         return Document(text, unread=unread)
     if text is not None:
         raise _Malformed(f"has {type(text).__name__}, not text, in {how.text_key!r}")
@@ -200,10 +256,14 @@ def _document(fields: Any, how: SourceConfig) -> Document:
         if nulls := [key for key in (how.text_key, how.messages_key) if key in fields]:
             raise _Malformed(f"has null in {nulls[0]!r}")
         has = ", ".join(map(repr, fields)) or "no key"
-        raise _Malformed(f"has neither {how.text_key!r} nor {how.messages_key!r}, but {has}")
+        raise _Malformed(
+            f"has neither {how.text_key!r} nor {how.messages_key!r}, but {has}"
+        )
     _check_chat(messages, how.messages_key)
     read = (how.text_key, how.messages_key, *TEMPLATE_KEYS)
-    unread = tuple(key for key, value in fields.items() if key not in read and value is not None)
+    unread = tuple(
+        key for key, value in fields.items() if key not in read and value is not None
+    )
     return Document(messages, _variables(fields), unread)
 
 
@@ -221,17 +281,23 @@ def _check_chat(messages: Any, key: str) -> None:
             for part in content:
                 _check_part(part, f"{no_chat} message {at}")
         elif not isinstance(content, str | dict | None):
-            raise _Malformed(f"{no_chat} message {at} has {type(content).__name__}, not text, as `content`")
+            raise _Malformed(
+                f"{no_chat} message {at} has {type(content).__name__}, not text, as"
+                " `content`"
+            )
 
 
 def _check_part(part: Any, place: str) -> None:
-    """Refuses parts of a message other than texts, such as images, which a text model does not see."""
+    """Refuses parts of a message other than texts, such as images, which a text model
+    does not see.
+    """
     kind = part.get("type", "text") if isinstance(part, dict) else "text"
     text = part.get("text") if isinstance(part, dict) else part
     if not isinstance(text, str) or kind not in ("text", "input_text", "output_text"):
         shown_kind = kind if isinstance(kind, str) else type(part).__name__
         raise _Malformed(
-            f"{place} has a part of the type {shown_kind!r} in its `content`; only texts are read"
+            f"{place} has a part of the type {shown_kind!r} in its `content`; only"
+            " texts are read"
         )
 
 
@@ -242,7 +308,9 @@ def _variables(fields: Mapping[str, Any]) -> dict[str, Any]:
         value = _parsed(fields, key)
         if value is None:
             continue
-        if not isinstance(value, list) or not all(isinstance(own, dict) for own in value):
+        if not isinstance(value, list) or not all(
+            isinstance(own, dict) for own in value
+        ):
             raise _Malformed(f"has no list of objects in {key!r}")
         found[key] = value
     given = _parsed(fields, "chat_template_kwargs")
@@ -251,12 +319,16 @@ def _variables(fields: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(given, dict):
         raise _Malformed("has no object in 'chat_template_kwargs'")
     if taken := [name for name in given if name in RESERVED_VARIABLES or name in found]:
-        raise _Malformed(f"has {taken[0]!r} in 'chat_template_kwargs', which the record itself gives")
+        raise _Malformed(
+            f"has {taken[0]!r} in 'chat_template_kwargs', which the record itself gives"
+        )
     return found | given
 
 
 def _parsed(fields: Mapping[str, Any], key: str) -> Any:
-    """A value that may be a text of JSON, as tables have it whose rows have tools of several shapes."""
+    """A value that may be a text of JSON, as tables have it whose rows have tools of
+    several shapes.
+    """
     value = fields.get(key)
     try:
         return json.loads(value) if isinstance(value, str) else value

@@ -1,8 +1,9 @@
 """A cache of tokenized text: a folder for each version of the files and the tokenizer.
 
-Its arrays are appended to files of raw numbers. `state.json` says how much of them is whole: what a killed
-process wrote beyond that is cut off, and its text tokenized again. When everything is written, so are
-checksums of the files' blocks, which are compared when a block is read.
+Its arrays are appended to files of raw numbers. `state.json` says how much of them is
+whole: what a killed process wrote beyond that is cut off, and its text tokenized again.
+When everything is written, so are checksums of the files' blocks, which are compared
+when a block is read.
 """
 
 import contextlib
@@ -55,20 +56,26 @@ class CacheRequest:
         return self.source.train_on == "answers"
 
     def identity(self) -> dict[str, Any]:
-        """Everything that the tokens depend on; the name of the cache's folder has a hash of it."""
+        """Everything that the tokens depend on; the name of the cache's folder has a
+        hash of it.
+        """
         return {
             "format": _FORMAT,
             "tokenizer": self.tokenizer.fingerprint,
             "read as": {name: getattr(self.source, name) for name in _READ_AS},
             "answers only": self.answers_only,
             "on malformed": self.on_malformed,
-            "files": [{"url": file.place, "version": file.version} for file in self.files],
+            "files": [
+                {"url": file.place, "version": file.version} for file in self.files
+            ],
         }
 
 
 @dataclass(frozen=True)
 class CacheState:
-    """What a cache holds so far, what was left out, and the file and record where its text goes on."""
+    """What a cache holds so far, what was left out, and the file and record where its
+    text goes on.
+    """
 
     next_file: int = 0
     next_record: int = 0
@@ -77,7 +84,9 @@ class CacheState:
     num_empty: int = 0
     num_malformed: int = 0
     problems: Sequence[str] = ()
-    unread: Sequence[str] = ()  # keys of records that nothing reads, in the order in which they came
+    unread: Sequence[
+        str
+    ] = ()  # keys of records that nothing reads, in the order in which they came
     num_open: int = 0  # chats whose last answer the template leaves open
     fingerprint: str = ""
     checksum: int = 0  # of the file of checksums
@@ -86,13 +95,25 @@ class CacheState:
     def layout(self, request: CacheRequest) -> dict[str, tuple[int, Any]]:
         """The files of a cache, with the number and the dtype of their entries."""
         counted = {"counted": (self.num_tokens, bool)} if request.answers_only else {}
-        numbers = {"lengths": (self.num_documents, np.int64), "keys": (self.num_documents, np.uint64)}
-        return {"tokens": (self.num_tokens, request.tokenizer.dtype), **numbers, **counted}
+        numbers = {
+            "lengths": (self.num_documents, np.int64),
+            "keys": (self.num_documents, np.uint64),
+        }
+        return {
+            "tokens": (self.num_tokens, request.tokenizer.dtype),
+            **numbers,
+            **counted,
+        }
 
     def num_blocks(self, request: CacheRequest) -> dict[str, int]:
-        """For each of these files, how many checksums it has in the file of checksums."""
+        """For each of these files, how many checksums it has in the file of
+        checksums.
+        """
         files = self.layout(request).items()
-        return {name: num_blocks(count * np.dtype(dtype).itemsize) for name, (count, dtype) in files}
+        return {
+            name: num_blocks(count * np.dtype(dtype).itemsize)
+            for name, (count, dtype) in files
+        }
 
 
 @dataclass(frozen=True)
@@ -105,12 +126,17 @@ class CachedTokens:
 
 
 def open_token_cache(
-    request: CacheRequest, cache_dir: Path, progress: ConsoleProgress, *, save_tokens: int = 2**24
+    request: CacheRequest,
+    cache_dir: Path,
+    progress: ConsoleProgress,
+    *,
+    save_tokens: int = 2**24,
 ) -> CachedTokens:
     """The tokens of the request's files, from the cache or tokenized now.
 
-    After a kill the next call resumes where the state was last saved, which is after every `save_tokens`,
-    with the same result. One process at a time builds; others wait.
+    After a kill the next call resumes where the state was last saved, which is after
+    every `save_tokens`, with the same result. One process at a time builds; others
+    wait.
     """
     digest = hashlib.sha256(json.dumps(request.identity()).encode()).hexdigest()[:16]
     name = re.sub(r"[^\w-]", "_", request.name)
@@ -118,14 +144,17 @@ def open_token_cache(
     try:
         if not _read_state(folder, request).complete:
             folder.mkdir(parents=True, exist_ok=True)
-            with (folder / _LOCK).open("w") as file:  # until this process ends, at the latest
+            with (folder / _LOCK).open(
+                "w"
+            ) as file:  # until this process ends, at the latest
                 fcntl.flock(file, fcntl.LOCK_EX)
                 _build(request, folder, progress, save_tokens)
         return _open(request, folder)
     except OSError as error:  # errors of reading are DataErrors already
         raise DataError(
-            f"Can't write or read the token cache {folder}: {error.strerror or error}. Set "
-            f"data.cache_dir to a local folder that can be written and has free space."
+            f"Can't write or read the token cache {folder}: {error.strerror or error}."
+            " Set data.cache_dir to a local folder that can be written and has free"
+            " space."
         ) from error
     finally:
         progress.stop()
@@ -147,13 +176,15 @@ def _read_state(folder: Path, request: CacheRequest) -> CacheState:
                 raise ValueError
     except (FileNotFoundError, ValueError, TypeError) as error:
         raise DataError(
-            f"{path} is {'damaged' if path.exists() else 'missing'}. Delete the token cache {folder}, and "
-            f"the next run tokenizes its text again."
+            f"{path} is {'damaged' if path.exists() else 'missing'}. Delete the token"
+            f" cache {folder}, and the next run tokenizes its text again."
         ) from error
     return state
 
 
-def _build(request: CacheRequest, folder: Path, progress: ConsoleProgress, save_tokens: int) -> None:
+def _build(
+    request: CacheRequest, folder: Path, progress: ConsoleProgress, save_tokens: int
+) -> None:
     state = _read_state(folder, request)
     if state.complete:  # another process did
         return
@@ -173,7 +204,9 @@ def _build(request: CacheRequest, folder: Path, progress: ConsoleProgress, save_
     progress.work(what, total + 1, total + 1, f"{state.num_tokens:,} tokens")
 
 
-def _groups(request: CacheRequest, first_file: int, first_record: int) -> Iterator[list[tuple[int, Record]]]:
+def _groups(
+    request: CacheRequest, first_file: int, first_record: int
+) -> Iterator[list[tuple[int, Record]]]:
     """Groups of records, each with the index of its file."""
     group: list[tuple[int, Record]] = []
     letters = 0
@@ -197,7 +230,13 @@ def _num_letters(record: Record) -> int:
 
 
 class _Writer:
-    def __init__(self, request: CacheRequest, folder: Path, state: CacheState, files: contextlib.ExitStack):
+    def __init__(
+        self,
+        request: CacheRequest,
+        folder: Path,
+        state: CacheState,
+        files: contextlib.ExitStack,
+    ):
         self._request, self._folder, self._state = request, folder, state
         self._files = {}
         for name, (count, dtype) in state.layout(request).items():
@@ -211,7 +250,9 @@ class _Writer:
         unread = dict.fromkeys(self._state.unread)
         rendered = self._rendered(group)
         for number, (at, record) in enumerate(group):
-            own, problem = self._texts_of(self._request.files[at], record, rendered.get(number))
+            own, problem = self._texts_of(
+                self._request.files[at], record, rendered.get(number)
+            )
             if problem is not None:
                 problems.append(problem)
             elif not any(map(_plain, own)):
@@ -227,7 +268,10 @@ class _Writer:
             "tokens": (tokens for tokens, _ in documents),
             "lengths": [np.array(lengths, np.int64)],
             "keys": [np.array(keys, np.uint64)],
-            "counted": (np.ones(len(tokens), bool) if own is None else own for tokens, own in documents),
+            "counted": (
+                np.ones(len(tokens), bool) if own is None else own
+                for tokens, own in documents
+            ),
         }
         for name, file in self._files.items():
             file.writelines(array.tobytes() for array in arrays[name])
@@ -242,7 +286,8 @@ class _Writer:
             num_malformed=state.num_malformed + len(problems),
             problems=[*state.problems, *problems][:_PROBLEMS_KEPT],
             unread=[*unread][:_UNREAD_KEPT],
-            num_open=state.num_open + sum(isinstance(text, RenderedChat) and text.is_open for text in texts),
+            num_open=state.num_open
+            + sum(isinstance(text, RenderedChat) and text.is_open for text in texts),
         )
         return self._state
 
@@ -257,7 +302,9 @@ class _Writer:
             path.write_text(json.dumps(dataclasses.asdict(self._state), indent=2))
 
     def _complete(self) -> None:
-        """Writes the checksums of all files, and sets what the last state says of them."""
+        """Writes the checksums of all files, and sets what the last state says of
+        them.
+        """
         digest, checksums = hashlib.sha256(), []
         for file in self._files.values():
             with open(file.name, "rb") as written:
@@ -268,7 +315,10 @@ class _Writer:
         with replaced_whole(self._folder / _CHECKSUMS) as path:
             path.write_bytes(content)
         self._state = dataclasses.replace(
-            self._state, fingerprint=digest.hexdigest(), checksum=zlib.crc32(content), complete=True
+            self._state,
+            fingerprint=digest.hexdigest(),
+            checksum=zlib.crc32(content),
+            complete=True,
         )
 
     def _rendered(
@@ -282,7 +332,9 @@ class _Writer:
         if not chats:
             return {}
         template = self._request.tokenizer.chat_template
-        found = template.render_all([*chats.values()], answers=self._request.answers_only)
+        found = template.render_all(
+            [*chats.values()], answers=self._request.answers_only
+        )
         return dict(zip(chats, found, strict=False))
 
     def _texts_of(
@@ -307,7 +359,9 @@ class _Writer:
         except UnicodeEncodeError:
             problem = f"{place} has half a surrogate pair, which is not valid Unicode"
         if problem is not None and self._request.on_malformed == "error":
-            raise DataError(f"{problem}. Fix it, or skip such records with data.on_malformed: skip.")
+            raise DataError(
+                f"{problem}. Fix it, or skip such records with data.on_malformed: skip."
+            )
         return texts, problem
 
     def _variables(self, document: Document) -> dict[str, Any]:
@@ -321,7 +375,9 @@ class _Writer:
             return
         words = self._request.tokenizer.chat_template.words
         yield from (
-            f"{name}, for the chat template" for name in self._variables(document) if name not in words
+            f"{name}, for the chat template"
+            for name in self._variables(document)
+            if name not in words
         )
         for message in document.content:
             for name, value in message.items():
@@ -333,16 +389,32 @@ def _plain(text: str | RenderedChat) -> str:
     return text if isinstance(text, str) else text.text
 
 
-def _encode(tokenizer: Tokenizer, texts: Sequence[str | RenderedChat]) -> list[tuple[Tokens, Counted | None]]:
-    """The documents of texts and chats, in their order; each kind is tokenized in one call."""
-    plain = iter(tokenizer.encode_documents([text for text in texts if isinstance(text, str)]))
-    chats = iter(tokenizer.encode_chats([text for text in texts if isinstance(text, RenderedChat)]))
-    return [(next(plain), None) if isinstance(text, str) else next(chats) for text in texts]
+def _encode(
+    tokenizer: Tokenizer, texts: Sequence[str | RenderedChat]
+) -> list[tuple[Tokens, Counted | None]]:
+    """The documents of texts and chats, in their order; each kind is tokenized in one
+    call.
+    """
+    plain = iter(
+        tokenizer.encode_documents([text for text in texts if isinstance(text, str)])
+    )
+    chats = iter(
+        tokenizer.encode_chats(
+            [text for text in texts if isinstance(text, RenderedChat)]
+        )
+    )
+    return [
+        (next(plain), None) if isinstance(text, str) else next(chats) for text in texts
+    ]
 
 
 def _key(record: Record) -> int:
     """A hash of a document that depends on nothing but its text or messages."""
-    content = record.content if isinstance(record.content, str) else json.dumps(record.content, default=str)
+    content = (
+        record.content
+        if isinstance(record.content, str)
+        else json.dumps(record.content, default=str)
+    )
     return int.from_bytes(hashlib.sha256(content.encode("utf-8")).digest()[:8], "big")
 
 
@@ -350,9 +422,9 @@ def _open(request: CacheRequest, folder: Path) -> CachedTokens:
     state = _read_state(folder, request)
     if state.num_documents == 0:
         raise DataError(
-            f"The {len(request.files)} files of {request.name} have no text: {state.num_empty} documents "
-            f"are empty and {state.num_malformed} can't be read."
-            + "".join(f" First: {problem}." for problem in state.problems[:1])
+            f"The {len(request.files)} files of {request.name} have no text:"
+            f" {state.num_empty} documents are empty and {state.num_malformed} can't be"
+            " read." + "".join(f" First: {problem}." for problem in state.problems[:1])
         )
     checksums = np.fromfile(folder / _CHECKSUMS, np.uint32)
     blocks, arrays = state.num_blocks(request), {}
@@ -362,6 +434,10 @@ def _open(request: CacheRequest, folder: Path) -> CachedTokens:
         arrays[name] = CheckedArray(folder / name, dtype, own, count=count, limit=limit)
     lengths = np.array(arrays["lengths"])
     documents = TokenizedDocuments(
-        arrays["tokens"], arrays.get("counted"), np.cumsum(lengths) - lengths, lengths, state.fingerprint
+        arrays["tokens"],
+        arrays.get("counted"),
+        np.cumsum(lengths) - lengths,
+        lengths,
+        state.fingerprint,
     )
     return CachedTokens(documents, np.array(arrays["keys"]), state)

@@ -36,7 +36,9 @@ class Tokenizer(abc.ABC):
 
     @abc.abstractmethod
     def encode(self, text: str) -> Tokens:
-        """The tokens of a text, with none added; special tokens written in the text are recognized."""
+        """The tokens of a text, with none added; special tokens written in the text are
+        recognized.
+        """
 
     @abc.abstractmethod
     def decode(self, tokens: Tokens) -> str:
@@ -44,11 +46,16 @@ class Tokenizer(abc.ABC):
 
     @abc.abstractmethod
     def encode_documents(self, texts: Sequence[str]) -> list[Tokens]:
-        """The tokens of whole documents, with the tokenizer's beginning token, if any, and end token."""
+        """The tokens of whole documents, with the tokenizer's beginning token, if any,
+        and end token.
+        """
 
     @abc.abstractmethod
-    def encode_chats(self, chats: Sequence[RenderedChat]) -> list[tuple[Tokens, Counted | None]]:
-        """The tokens of whole chats, and which overlap an answer; None for a chat without `answers`.
+    def encode_chats(
+        self, chats: Sequence[RenderedChat]
+    ) -> list[tuple[Tokens, Counted | None]]:
+        """The tokens of whole chats, and which overlap an answer; None for a chat
+        without `answers`.
 
         The end token ends a chat that `is_open`, and belongs to its last answer.
         """
@@ -66,7 +73,9 @@ class Tokenizer(abc.ABC):
     def _unended(self, tokens: Tokens, text: str) -> Tokens:
         """The tokens without an end token that is not in the text itself."""
         of_text = self.encode(text)
-        added = tokens[-1:] == self.end and not (len(of_text) and of_text[-1] == self.end)
+        added = tokens[-1:] == self.end and not (
+            len(of_text) and of_text[-1] == self.end
+        )
         return tokens[:-1] if added else tokens
 
     @property
@@ -79,7 +88,8 @@ class Tokenizer(abc.ABC):
         """
 
 
-# The ChatML layout, which most chat models use, with tools and their calls as JSON. No special tokens needed.
+# The ChatML layout, which most chat models use, with tools and their calls as JSON. No
+# special tokens needed.
 _BYTE_CHAT = ChatTemplate(
     """{% macro text(content) %}
 {% if content is string %}
@@ -103,7 +113,7 @@ _BYTE_CHAT = ChatTemplate(
 {%- for call in message.tool_calls or [] %}<tool_call>{{ call.get('function', call) | tojson }}</tool_call>
 {%- endfor %}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
-{% endif %}""",
+{% endif %}""",  # noqa: E501
     {},
 )
 
@@ -130,12 +140,21 @@ class ByteTokenizer(Tokenizer):
     def encode_documents(self, texts: Sequence[str]) -> list[Tokens]:
         """One token per byte, between two of token 256."""
         separator = np.array([self.end], dtype=np.uint16)
-        return [np.concatenate([separator, self.encode(text), separator]) for text in texts]
+        return [
+            np.concatenate([separator, self.encode(text), separator]) for text in texts
+        ]
 
-    def encode_chats(self, chats: Sequence[RenderedChat]) -> list[tuple[Tokens, Counted | None]]:
-        """One token per byte, between two of token 256, which belong to no answer unless the chat is open."""
+    def encode_chats(
+        self, chats: Sequence[RenderedChat]
+    ) -> list[tuple[Tokens, Counted | None]]:
+        """One token per byte, between two of token 256, which belong to no answer
+        unless the chat is open.
+        """
         tokens = self.encode_documents([chat.text for chat in chats])
-        return [(own, _in_answers(chat, len(own))) for own, chat in zip(tokens, chats, strict=True)]
+        return [
+            (own, _in_answers(chat, len(own)))
+            for own, chat in zip(tokens, chats, strict=True)
+        ]
 
     @property
     def chat_template(self) -> ChatTemplate:

@@ -1,4 +1,6 @@
-"""Opens the data of a run: a stream of training batches and the batches of held-out documents."""
+"""Opens the data of a run: a stream of training batches and the batches of held-out
+documents.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -43,7 +45,8 @@ def open_training_data(
     progress: ConsoleProgress,
     process: ProcessShare | None = None,
 ) -> TrainingData:
-    """Finds the config's files, tokenizes what is not in the cache yet, and splits, packs and mixes it.
+    """Finds the config's files, tokenizes what is not in the cache yet, and splits,
+    packs and mixes it.
 
     Args:
         config: of the data.
@@ -53,26 +56,33 @@ def open_training_data(
         process: this process's share of every batch; all of it if not given.
 
     Raises:
-        DataError: a path matches no file, a record can't be read, or there is too little text.
+        DataError: a path matches no file, a record can't be read, or there is too
+            little text.
 
-    Cost: each file is tokenized once, into `config.cache_dir`, and read from there; with `packing: whole` a
-    table of all documents is in memory.
+    Cost: each file is tokenized once, into `config.cache_dir`, and read from there;
+    with `packing: whole` a table of all documents is in memory.
     """
     packed: dict[str, tuple[PackedDocuments, ...]] = {}
-    for name, halves in _split(_tokenized(config, tokenizer, progress), config.held_out_fraction).items():
+    for name, halves in _split(
+        _tokenized(config, tokenizer, progress), config.held_out_fraction
+    ).items():
         options = (config.seq_len, config.packing)
         packed[name] = tuple(
-            PackedDocuments(half, *options, separate=config.separate_documents) for half in halves
+            PackedDocuments(half, *options, separate=config.separate_documents)
+            for half in halves
         )
         for half, what in zip(packed[name], ("train on", "hold out"), strict=True):
             if not half.num_counted:
                 raise DataError(
-                    f"data.sources.{name} has text to {what}, but no token of it counts as a "
-                    f"target: with train_on: answers only messages of the role `assistant` do. Check the "
-                    f"roles of its chats, or set train_on: all."
+                    f"data.sources.{name} has text to {what}, but no token of it counts"
+                    " as a target: with train_on: answers only messages of the role"
+                    " `assistant` do. Check the roles of its chats, or set train_on:"
+                    " all."
                 )
         _check_targets(name, packed[name][0], config, progress)
-    training, held_out = ({name: halves[at] for name, halves in packed.items()} for at in (0, 1))
+    training, held_out = (
+        {name: halves[at] for name, halves in packed.items()} for at in (0, 1)
+    )
 
     def batches(*texts: PackedDocuments) -> HeldOutBatches:
         return HeldOutBatches(texts, config.batch_size, process)
@@ -94,27 +104,37 @@ def open_training_data(
 _MOST_LEFT_OUT = 0.5  # share of a source's sequences
 
 
-def _check_targets(name: str, text: PackedDocuments, config: DataConfig, progress: ConsoleProgress) -> None:
-    """Says how many sequences of a source have no target; refuses a source most of whose have none."""
+def _check_targets(
+    name: str, text: PackedDocuments, config: DataConfig, progress: ConsoleProgress
+) -> None:
+    """Says how many sequences of a source have no target; refuses a source most of
+    whose have none.
+    """
     if not text.num_left_out:
         return
     total = len(text) + text.num_left_out
     what = f"{text.num_left_out} of {total} sequences have no target"
     if text.num_left_out > _MOST_LEFT_OUT * total:
         raise DataError(
-            f"data.sources.{name}: {what}, since its prompts are longer than data.seq_len = "
-            f"{config.seq_len}: its answers would be trained on without them. Make seq_len larger, shorten "
-            f"the prompts, or set train_on: all."
+            f"data.sources.{name}: {what}, since its prompts are longer than"
+            f" data.seq_len = {config.seq_len}: its answers would be trained on without"
+            " them. Make seq_len larger, shorten the prompts, or set train_on: all."
         )
     progress.message(f"{name}: {what} and are left out")
 
 
 _Source: TypeAlias = tuple[CachedTokens, CachedTokens | None]
-"""The documents of a source, and those of the files that it names to hold out, if it does."""
+"""The documents of a source, and those of the files that it names to hold out, if it
+does.
+"""
 
 
-def _tokenized(config: DataConfig, tokenizer: Tokenizer, progress: ConsoleProgress) -> dict[str, _Source]:
-    def cached(source: SourceConfig, files: tuple[SourceFile, ...], name: str) -> CachedTokens:
+def _tokenized(
+    config: DataConfig, tokenizer: Tokenizer, progress: ConsoleProgress
+) -> dict[str, _Source]:
+    def cached(
+        source: SourceConfig, files: tuple[SourceFile, ...], name: str
+    ) -> CachedTokens:
         request = CacheRequest(name, files, source, tokenizer, config.on_malformed)
         found = open_token_cache(request, Path(config.cache_dir), progress)
         for remark in _remarks(found.counts):
@@ -138,34 +158,48 @@ def _remarks(counts: CacheState) -> Iterator[str]:
     """What a user has to know of the records of a cache."""
     if counts.num_malformed:
         problems = "; ".join(counts.problems)
-        yield f"{counts.num_malformed} records can't be read and were skipped, such as {problems}"
+        yield (
+            f"{counts.num_malformed} records can't be read and were skipped, such as"
+            f" {problems}"
+        )
     if counts.unread:
         yield f"keys of records that are not read: {', '.join(counts.unread)}"
     if counts.num_open:
         yield (
-            f"the chat template writes nothing after an answer: the next turn's first token is trained on as "
-            f"its end, and the tokenizer's end token ends {counts.num_open} chats"
+            "the chat template writes nothing after an answer: the next turn's first"
+            " token is trained on as its end, and the tokenizer's end token ends"
+            f" {counts.num_open} chats"
         )
 
 
 def _split(
     sources: dict[str, _Source], fraction: float
 ) -> dict[str, tuple[TokenizedDocuments, TokenizedDocuments]]:
-    """The documents of each source to train on, and those to hold out; no text is in both, of any sources."""
+    """The documents of each source to train on, and those to hold out; no text is in
+    both, of any sources.
+    """
     lowest = np.uint64(fraction * 2**64)
     held = np.concatenate(
-        [own.keys[own.keys < lowest] if named is None else named.keys for own, named in sources.values()]
+        [
+            own.keys[own.keys < lowest] if named is None else named.keys
+            for own, named in sources.values()
+        ]
     )
     found = {}
     for name, (own, named) in sources.items():
         is_held = np.isin(own.keys, held)
-        apart = own.documents.select(own.keys < lowest) if named is None else named.documents
+        apart = (
+            own.documents.select(own.keys < lowest)
+            if named is None
+            else named.documents
+        )
         if is_held.all() or not len(apart):
             raise DataError(
-                f"data.sources.{name} has {len(own.keys)} documents: {(~is_held).sum()} to train on and "
-                f"{len(apart)} held out, by its own or another source's held_out or by "
-                f"data.held_out_fraction = {fraction}. Both need at least one: change the fraction, or name "
-                f"files to hold out under data.sources.{name}.held_out."
+                f"data.sources.{name} has {len(own.keys)} documents: {(~is_held).sum()}"
+                f" to train on and {len(apart)} held out, by its own or another"
+                f" source's held_out or by data.held_out_fraction = {fraction}. Both"
+                " need at least one: change the fraction, or name files to hold out"
+                f" under data.sources.{name}.held_out."
             )
         found[name] = own.documents.select(~is_held), apart
     return found
@@ -173,10 +207,15 @@ def _split(
 
 def _summary(training: list[PackedDocuments], held_out: list[PackedDocuments]) -> str:
     def count(halves: list[PackedDocuments]) -> tuple[int, int]:
-        return sum(half.num_counted for half in halves), sum(half.num_documents for half in halves)
+        return sum(half.num_counted for half in halves), sum(
+            half.num_documents for half in halves
+        )
 
-    (tokens, documents), (held_tokens, held_documents) = count(training), count(held_out)
+    (tokens, documents), (held_tokens, held_documents) = (
+        count(training),
+        count(held_out),
+    )
     return (
-        f"{tokens:,} tokens in {documents:,} documents to train on, {held_tokens:,} in {held_documents:,} "
-        f"held out"
+        f"{tokens:,} tokens in {documents:,} documents to train on, {held_tokens:,} in"
+        f" {held_documents:,} held out"
     )

@@ -4,7 +4,12 @@ from typing import Any, cast
 
 import pytest
 
-from stacked_remat.training import ByteTokenizer, ChatTemplate, ChatTemplateError, DataError
+from stacked_remat.training import (
+    ByteTokenizer,
+    ChatTemplate,
+    ChatTemplateError,
+    DataError,
+)
 from stacked_remat.training.data import chat_template
 
 CHAT = [
@@ -28,14 +33,21 @@ def answers(chat):
 
 
 def test_a_template_sees_messages_special_tokens_and_the_prompt():
-    source = "{{ bos_token }}{% for m in messages %}{{ m.role }}:{{ m.content | trim }}{% endfor %}"
-    template = ChatTemplate(source + "{% if add_generation_prompt %}>{% endif %}", {"bos_token": "<s>"})
+    source = (
+        "{{ bos_token }}{% for m in messages %}{{ m.role }}:{{ m.content | trim }}{%"
+        " endfor %}"
+    )
+    template = ChatTemplate(
+        source + "{% if add_generation_prompt %}>{% endif %}", {"bos_token": "<s>"}
+    )
     assert template.render(CHAT[:2]) == "<s>user:one?assistant:two."
     assert template.render(CHAT[:1], add_generation_prompt=True) == "<s>user:one?>"
 
 
 def test_templates_are_rendered_with_the_usual_settings():
-    """Blocks leave no newline and no indentation, loops can be left, JSON is not escaped."""
+    """Blocks leave no newline and no indentation, loops can be left, JSON is not
+    escaped.
+    """
     source = """{% for m in messages %}
   {% if loop.index == 2 %}
 {% break %}{% endif %}
@@ -43,13 +55,20 @@ def test_templates_are_rendered_with_the_usual_settings():
 {% endfor %}"""
     assert ChatTemplate(source, {}).render([{"é": "<b>"}, {}]) == '{"é": "<b>"}\n'
     assert ChatTemplate("{{ strftime_now is defined }}", {}).render(CHAT) == "False"
-    assert ChatTemplate("{{ tools is none and documents is none }}", {}).render(CHAT) == "True"
+    assert (
+        ChatTemplate("{{ tools is none and documents is none }}", {}).render(CHAT)
+        == "True"
+    )
 
 
 def test_a_template_that_writes_todays_date_takes_it_from_the_config():
     source = "{{ strftime_now('%d %B %Y, %H:%M') }}{{ messages[0].content }}"
-    assert ChatTemplate(source, {}, "2025-06-30").render(CHAT) == "30 June 2025, 00:00one?"
-    with pytest.raises(DataError, match=r"writes today's date \(strftime_now\).*data.chat_date"):
+    assert (
+        ChatTemplate(source, {}, "2025-06-30").render(CHAT) == "30 June 2025, 00:00one?"
+    )
+    with pytest.raises(
+        DataError, match=r"writes today's date \(strftime_now\).*data.chat_date"
+    ):
         ChatTemplate(source, {}).render(CHAT)
 
 
@@ -59,7 +78,9 @@ def test_answers_are_what_the_template_marks():
     assert answers(chat) == ["two.</a>", "four.</a>"]
     assert ChatTemplate(MARKED, {}).render(CHAT) == chat.text
     with pytest.raises(ChatTemplateError, match="which are no characters of a text"):
-        ChatTemplate(MARKED, {}).render_with_answers([{"role": "user", "content": "\ufdd0"}])
+        ChatTemplate(MARKED, {}).render_with_answers(
+            [{"role": "user", "content": "\ufdd0"}]
+        )
 
 
 def test_without_marks_answers_follow_the_generation_prompt():
@@ -68,53 +89,78 @@ def test_without_marks_answers_follow_the_generation_prompt():
     assert answers(chat) == ["two.<|im_end|>\n", "four.<|im_end|>\n"]
 
 
-def test_an_answer_that_is_written_otherwise_where_others_follow_has_a_text_of_its_own():
+def test_an_answer_that_is_written_otherwise_before_others_has_a_text_of_its_own():
     source = """{%- for m in messages %}{{ '<' + m.role + '>' }}
     {%- if m.role == 'assistant' and loop.last %}<think>{% endif %}
-    {{- m.content }}{% endfor %}{% if add_generation_prompt %}<assistant><think>{% endif %}"""
+    {{- m.content }}{% endfor %}{% if add_generation_prompt %}<assistant><think>{% endif %}"""  # noqa: E501
     first, second = reversed(ChatTemplate(source, {}).render_with_answers(CHAT))
-    assert first.text == "<user>one?<assistant><think>two." and answers(first) == ["two."]
+    assert first.text == "<user>one?<assistant><think>two." and answers(first) == [
+        "two."
+    ]
     assert second.text == "<user>one?<assistant>two.<user>three?<assistant><think>four."
     assert answers(second) == ["four."]
-    asked = ChatTemplate(source, {}).render_with_answers(CHAT[:3])  # a chat that ends with a question
+    # A chat that ends with a question
+    asked = ChatTemplate(source, {}).render_with_answers(CHAT[:3])
     assert [chat.text for chat in asked] == [first.text]
     assert ChatTemplate(source, {}).render_with_answers(CHAT[:1])[0].answers == ()
 
 
-FORWARD = "{% if add_generation_prompt %}>{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}"
+FORWARD = (
+    "{% if add_generation_prompt %}>{% endif %}{% for m in messages %}{{ m.content }}{%"
+    " endfor %}"
+)
 ENDLESS = (
-    "{% for _ in range(90000) %}{% for _ in range(90000) %}{{ messages[0].content }}{% endfor %}{% endfor %}"
+    "{% for _ in range(90000) %}{% for _ in range(90000) %}{{ messages[0].content }}{%"
+    " endfor %}{% endfor %}"
 )
 
 
 @pytest.mark.parametrize(
     ("source", "error", "message"),
     [
-        ("{{ raise_exception('roles must alternate') }}", ChatTemplateError, "roles must alternate"),
+        (
+            "{{ raise_exception('roles must alternate') }}",
+            ChatTemplateError,
+            "roles must alternate",
+        ),
         ("{{ messages[9].content.x }}", ChatTemplateError, "no element 9"),
         ("{{ ''.__class__.__mro__ }}", ChatTemplateError, "unsafe"),
         ("{{ messages.append(1) }}", ChatTemplateError, "unsafe"),
-        (FORWARD, ChatTemplateError, r"the answer of message 3 does not follow.*generation"),
+        (
+            FORWARD,
+            ChatTemplateError,
+            r"the answer of message 3 does not follow.*generation",
+        ),
         (ENDLESS, DataError, r"writes more than 1,000 characters for one chat\. Fix"),
         ("a\n{% for %}", DataError, r"chat template is not valid Jinja, line 2"),
     ],
 )
-def test_errors_of_templates_and_forbidden_access_are_raised(source, error, message, monkeypatch):
+def test_errors_of_templates_and_forbidden_access_are_raised(
+    source, error, message, monkeypatch
+):
     monkeypatch.setattr(chat_template, "_LONGEST", 1000)
     with pytest.raises(error, match=message):
         ChatTemplate(source, {}).render_with_answers(CHAT)
 
 
-def test_a_template_has_limits_of_memory_and_time_and_the_next_chat_is_rendered(monkeypatch):
+def test_a_template_has_limits_of_memory_and_time_and_the_next_chat_is_rendered(
+    monkeypatch,
+):
     monkeypatch.setattr(chat_template, "_SECONDS", 0.3)
     template = ByteTokenizer().chat_template
     for limit, source in {
-        "MiB of memory": "{{ (messages[0].content * 99) | center(messages | length * 900000000) }}",
+        "MiB of memory": (
+            "{{ (messages[0].content * 99) | center(messages | length * 900000000) }}"
+        ),
         "MiB of memory for": "{{ '%0*d' % (999999999, 1) }}",
-        "512 MiB of memory|seconds": "{% set n = namespace(x='ab') %}{% for _ in range(60) %}"
-        "{% set n.x = n.x ~ n.x %}{% endfor %}",
-        "0.3 seconds of CPU time": "{% for _ in range(9999) %}{% for _ in range(99999) %}{% endfor %}"
-        "{% endfor %}",
+        "512 MiB of memory|seconds": (
+            "{% set n = namespace(x='ab') %}{% for _ in range(60) %}"
+            "{% set n.x = n.x ~ n.x %}{% endfor %}"
+        ),
+        "0.3 seconds of CPU time": (
+            "{% for _ in range(9999) %}{% for _ in range(99999) %}{% endfor %}"
+            "{% endfor %}"
+        ),
         "0.3 seconds": "{{ 7 ** 99999999 }}",  # while it compiles
         "seconds of CPU time": "{{ range(9) | slice(99999999) | list | length }}",
     }.items():
@@ -125,12 +171,19 @@ def test_a_template_has_limits_of_memory_and_time_and_the_next_chat_is_rendered(
 
 def test_of_many_chats_the_one_that_takes_too_much_is_found(monkeypatch):
     monkeypatch.setattr(chat_template, "_SECONDS", 0.3)
-    source = "{% if messages[0].content == 'x' %}{{ 'x' * 2000000000 }}{% endif %}{{ messages[0].content }}"
+    source = (
+        "{% if messages[0].content == 'x' %}{{ 'x' * 2000000000 }}{% endif %}{{"
+        " messages[0].content }}"
+    )
     chats = [([{"role": "user", "content": letter}], {}) for letter in "abxc"]
-    first, second, third = cast(list[Any], ChatTemplate(source, {}).render_all(chats, answers=False))
+    first, second, third = cast(
+        list[Any], ChatTemplate(source, {}).render_all(chats, answers=False)
+    )
     assert [first[0].text, second[0].text] == ["a", "b"] and "memory" in str(third)
     refused = [([{"role": "user", "content": b"bytes"}], {}), (CHAT, {})]
-    first, second = cast(list[Any], ByteTokenizer().chat_template.render_all(refused, answers=True))
+    first, second = cast(
+        list[Any], ByteTokenizer().chat_template.render_all(refused, answers=True)
+    )
     assert isinstance(first, ChatTemplateError) and "bytes is no text" in str(first)
     assert answers(second[0]) == ["two.<|im_end|>\n", "four.<|im_end|>\n"]
 
@@ -150,7 +203,10 @@ def test_a_chat_that_is_interrupted_leaves_no_reply_for_the_next_one(monkeypatch
 
 
 CALL = {"role": "assistant", "content": None, "tool_calls": [{"a": None}]}
-PARTS = {"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "text", "text": "y"}]}
+PARTS = {
+    "role": "user",
+    "content": [{"type": "text", "text": "x"}, {"type": "text", "text": "y"}],
+}
 NULL = "{% set n = messages[0].tool_calls[0].a %}"
 
 
@@ -158,15 +214,40 @@ NULL = "{% set n = messages[0].tool_calls[0].a %}"
     ("source", "expected"),
     [
         ("[{{ messages[0].content }}{{ messages[0].content | trim }}]", "[]"),
-        ("{{ messages[0].content is defined }} {{ 'content' in messages[0] }}", "False False"),
-        ("{{ messages[0]['content'] is none }} {{ messages[0].content is not none }}", "True False"),
-        ("{{ messages[0].name is none }} {{ messages[1].content is none }}", "False False"),
-        ("{{ messages[0] | tojson }}", '{"role": "assistant", "tool_calls": [{"a": null}]}'),
-        (NULL + "{{ n is none }} {{ n == none }} {{ n in [none] }} {{ n or 'no' }}", "True True True no"),
-        (NULL + "{{ n is string or n is mapping or n is iterable or n is undefined }}", "False"),
+        (
+            "{{ messages[0].content is defined }} {{ 'content' in messages[0] }}",
+            "False False",
+        ),
+        (
+            (
+                "{{ messages[0]['content'] is none }} {{ messages[0].content is not"
+                " none }}"
+            ),
+            "True False",
+        ),
+        (
+            "{{ messages[0].name is none }} {{ messages[1].content is none }}",
+            "False False",
+        ),
+        (
+            "{{ messages[0] | tojson }}",
+            '{"role": "assistant", "tool_calls": [{"a": null}]}',
+        ),
+        (
+            NULL + "{{ n is none }} {{ n == none }} {{ n in [none] }} {{ n or 'no' }}",
+            "True True True no",
+        ),
+        (
+            NULL
+            + "{{ n is string or n is mapping or n is iterable or n is undefined }}",
+            "False",
+        ),
         ("{% for p in messages[1].content %}{{ p['text'] }}{% endfor %}", "xy"),
         ("{{ messages[1].content | map(attribute='text') | join }}", "xy"),
-        ("{{ messages[1].content is string or messages[1].content is mapping }}", "False"),
+        (
+            "{{ messages[1].content is string or messages[1].content is mapping }}",
+            "False",
+        ),
         ("{{ 'a' + messages[0].content }}", None),
         ("{{ messages[0].get('name') }}", None),
         (NULL + "{{ n }}", None),
@@ -180,12 +261,16 @@ NULL = "{% set n = messages[0].tool_calls[0].a %}"
         ("{{ messages[0].tool_calls[0] }}", None),
     ],
 )
-def test_nulls_lists_and_objects_of_messages_are_read_and_not_written_as_python_would(source, expected):
+def test_nulls_lists_and_objects_of_messages_are_read_and_not_written_as_python_would(
+    source, expected
+):
     template = ChatTemplate(source, {})
     if expected is not None:
         assert template.render([CALL, PARTS]) == expected
     else:
-        with pytest.raises(ChatTemplateError, match=r"where it expects text|is null|no attribute"):
+        with pytest.raises(
+            ChatTemplateError, match=r"where it expects text|is null|no attribute"
+        ):
             template.render([CALL, PARTS])
 
 
@@ -196,44 +281,77 @@ def test_the_byte_template_writes_tools_calls_their_answers_and_parts():
         "content": None,
         "tool_calls": [{"function": {"name": "f", "arguments": {"a": None}}}],
     }
-    chat = [PARTS, call, {"role": "tool", "content": {"t": 4}}, {"role": "assistant", "content": "four"}]
-    (rendered,) = ByteTokenizer().chat_template.render_with_answers(chat, {"tools": tools})
-    assert rendered.text == (
-        '<|im_start|>tools\n[{"type": "function", "function": {"name": "f", "parameters": {}}}]<|im_end|>\n'
+    chat = [
+        PARTS,
+        call,
+        {"role": "tool", "content": {"t": 4}},
+        {"role": "assistant", "content": "four"},
+    ]
+    (rendered,) = ByteTokenizer().chat_template.render_with_answers(
+        chat, {"tools": tools}
+    )
+    assert (
+        rendered.text
+        == '<|im_start|>tools\n[{"type": "function", "function": {"name": "f",'
+        ' "parameters": {}}}]<|im_end|>\n'
         "<|im_start|>user\nxy<|im_end|>\n"
-        '<|im_start|>assistant\n<tool_call>{"name": "f", "arguments": {"a": null}}</tool_call><|im_end|>\n'
-        '<|im_start|>tool\n{"t": 4}<|im_end|>\n<|im_start|>assistant\nfour<|im_end|>\n'
+        '<|im_start|>assistant\n<tool_call>{"name": "f", "arguments": {"a": null}}'
+        "</tool_call><|im_end|>\n"
+        '<|im_start|>tool\n{"t": 4}<|im_end|>\n'
+        "<|im_start|>assistant\nfour<|im_end|>\n"
     )
     assert [text[:11] for text in answers(rendered)] == ["<tool_call>", "four<|im_en"]
     with pytest.raises(ChatTemplateError, match="a part that is no text"):
-        ByteTokenizer().chat_template.render([{"role": "user", "content": [{"type": "image", "url": "x"}]}])
+        ByteTokenizer().chat_template.render(
+            [{"role": "user", "content": [{"type": "image", "url": "x"}]}]
+        )
 
 
-OPEN = "{% for m in messages %}[{{ m.role }}]\n{{ m.content }}{{ '\n' if not loop.last }}{% endfor %}"
+OPEN = (
+    "{% for m in messages %}[{{ m.role }}]\n{{ m.content }}{{ '\n' if not loop.last"
+    " }}{% endfor %}"
+)
 
 
-@pytest.mark.parametrize("marks", [("", ""), ("{% generation %}", "{% endgeneration %}")])
+@pytest.mark.parametrize(
+    "marks", [("", ""), ("{% generation %}", "{% endgeneration %}")]
+)
 def test_the_next_turn_ends_an_answer_after_which_the_template_writes_nothing(marks):
     source = OPEN.replace("{{ m.content }}", "{{ m.content }}".join(marks))
-    template = ChatTemplate(source + "{% if add_generation_prompt %}{{ '\n[assistant]\n' }}{% endif %}", {})
+    template = ChatTemplate(
+        source + "{% if add_generation_prompt %}{{ '\n[assistant]\n' }}{% endif %}", {}
+    )
     if marks[0]:  # all contents are marked
-        assert answers(template.render_with_answers(CHAT)[0]) == ["one?\n[", "two.\n[", "three?\n[", "four."]
+        assert answers(template.render_with_answers(CHAT)[0]) == [
+            "one?\n[",
+            "two.\n[",
+            "three?\n[",
+            "four.",
+        ]
         return
     chat, *others = template.render_with_answers(CHAT)
     assert not others and answers(chat) == ["two.\n[", "four."] and chat.is_open
     (asked,) = template.render_with_answers(CHAT[:3])
     assert answers(asked) == ["two.\n["] and not asked.is_open
-    assert template.render_whole(CHAT).is_open and not template.render_whole(CHAT[:3]).is_open
+    assert (
+        template.render_whole(CHAT).is_open
+        and not template.render_whole(CHAT[:3]).is_open
+    )
     (closed,) = ByteTokenizer().chat_template.render_with_answers(CHAT)
-    assert not closed.is_open and not ByteTokenizer().chat_template.render_whole(CHAT).is_open
+    assert (
+        not closed.is_open
+        and not ByteTokenizer().chat_template.render_whole(CHAT).is_open
+    )
 
 
 def test_variables_reach_the_template_in_answers_too():
     source = """{% for m in messages %}<{{ m.role }}>
     {%- if m.role == 'assistant' and loop.last %}<think></think>{% endif %}{{ m.content }};{% endfor %}
-    {%- if add_generation_prompt %}<assistant>{% if think is false %}<think></think>{% endif %}{% endif %}"""
+    {%- if add_generation_prompt %}<assistant>{% if think is false %}<think></think>{% endif %}{% endif %}"""  # noqa: E501
     (plain,) = ChatTemplate(source, {}).render_with_answers(CHAT[:2])
-    (without,) = ChatTemplate(source, {}).render_with_answers(CHAT[:2], {"think": False})
+    (without,) = ChatTemplate(source, {}).render_with_answers(
+        CHAT[:2], {"think": False}
+    )
     assert plain.text == without.text == "<user>one?;<assistant><think></think>two.;"
     assert (answers(plain), answers(without)) == (["<think></think>two.;"], ["two.;"])
 
@@ -241,7 +359,12 @@ def test_variables_reach_the_template_in_answers_too():
 def test_of_several_templates_tool_use_is_for_chats_with_tools():
     named = {"default": "d", "tool_use": "t {{ tools[0].name }}", "rag": "r"}
     template = ChatTemplate(named, {})
-    assert template.render(CHAT) == template.render(CHAT, variables={"tools": None}) == "d"
+    assert (
+        template.render(CHAT) == template.render(CHAT, variables={"tools": None}) == "d"
+    )
     assert template.render(CHAT, variables={"tools": [{"name": "f"}]}) == "t f"
-    with pytest.raises(DataError, match="templates named rag, and none is named `default`. Write the one"):
+    with pytest.raises(
+        DataError,
+        match="templates named rag, and none is named `default`. Write the one",
+    ):
         ChatTemplate({"rag": "r"}, {}).render(CHAT)

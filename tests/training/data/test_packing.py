@@ -9,13 +9,20 @@ from hypothesis import given, settings, strategies as st
 from stacked_remat.training import DataError, PackedDocuments, TokenizedDocuments
 
 PACKINGS = ("split", "whole")
-LENGTHS = st.lists(st.integers(1, 14), min_size=1, max_size=30).filter(lambda found: max(found) > 1)
+LENGTHS = st.lists(st.integers(1, 14), min_size=1, max_size=30).filter(
+    lambda found: max(found) > 1
+)
 
 
 def numbered(lengths):
-    """Documents whose tokens tell which they are: 100 times the document's number, and the place."""
+    """Documents whose tokens tell which they are: 100 times the document's number, and
+    the place.
+    """
     return TokenizedDocuments.of(
-        [100 * number + np.arange(length, dtype=np.uint16) for number, length in enumerate(lengths)]
+        [
+            100 * number + np.arange(length, dtype=np.uint16)
+            for number, length in enumerate(lengths)
+        ]
     )
 
 
@@ -57,24 +64,30 @@ def test_documents_and_positions_separate_pieces(packing, lengths, seq_len):
     for sequence in sequences(PackedDocuments(numbered(lengths), seq_len, packing)):
         assert all(field.shape == (seq_len,) for field in sequence.values())
         counts = sequence["weights"] > 0
-        assert (np.diff(counts.astype(int)) <= 0).all() and counts[0]  # padding is at the end
+        # Padding is at the end
+        assert (np.diff(counts.astype(int)) <= 0).all() and counts[0]
         for field in sequence.values():
             assert not field[~counts].any()
         pieces = collections.defaultdict(list)
         for token, piece, position in zip(
-            *(sequence[name][counts] for name in ("tokens", "documents", "positions")), strict=True
+            *(sequence[name][counts] for name in ("tokens", "documents", "positions")),
+            strict=True,
         ):
             pieces[int(piece)].append((int(token), int(position)))
         assert list(pieces) == list(range(1, len(pieces) + 1))
         for piece in pieces.values():
             assert [position for _, position in piece] == list(range(len(piece)))
             first = piece[0][0]
-            assert [token for token, _ in piece] == list(range(first, first + len(piece)))
+            assert [token for token, _ in piece] == list(
+                range(first, first + len(piece))
+            )
 
 
 @settings(max_examples=25)
 @given(lengths=LENGTHS, seq_len=st.integers(1, 9))
-def test_whole_cuts_no_document_that_fits_and_no_two_sequences_are_half_empty(lengths, seq_len):
+def test_whole_cuts_no_document_that_fits_and_no_two_sequences_are_half_empty(
+    lengths, seq_len
+):
     packed = PackedDocuments(numbered(lengths), seq_len, "whole")
     pieces = collections.Counter()
     filled = []
@@ -84,14 +97,20 @@ def test_whole_cuts_no_document_that_fits_and_no_two_sequences_are_half_empty(le
         pieces.update({int(token) // 100 for token in sequence["tokens"][counts]})
     for number, length in enumerate(lengths):
         assert pieces[number] == -(-(length - 1) // seq_len)
-    # best fit opens a sequence only for what fits in no other, so any two together overflow one
-    assert all(a + b > seq_len for a, b in zip(sorted(filled), sorted(filled)[1:], strict=False))
+    # best fit opens a sequence only for what fits in no other, so any two together
+    # overflow one
+    assert all(
+        a + b > seq_len
+        for a, b in zip(sorted(filled), sorted(filled)[1:], strict=False)
+    )
 
 
 def test_tokens_that_do_not_count_have_weight_zero():
     tokens = np.arange(8, dtype=np.uint16)
     counted = np.array([0, 0, 1, 1, 0, 0, 1, 0], dtype=bool)
-    documents = TokenizedDocuments(tokens, counted, np.array([0, 5]), np.array([5, 3]), "x")
+    documents = TokenizedDocuments(
+        tokens, counted, np.array([0, 5]), np.array([5, 3]), "x"
+    )
     (sequence,) = sequences(PackedDocuments(documents, 8, "split"))
     assert sequence["targets"].tolist() == [1, 2, 3, 4, 6, 7, 0, 0]
     assert sequence["weights"].tolist() == [0, 1, 1, 0, 1, 0, 0, 0]
@@ -111,12 +130,16 @@ def test_the_fingerprint_changes_with_tokens_length_and_packing():
         PackedDocuments(numbered([4, 5]).select(np.array([True, False])), 4, "split"),
     ]
     assert len({one.fingerprint for one in made}) == len(made)
-    assert made[0].fingerprint == PackedDocuments(numbered([4, 5]), 4, "split").fingerprint
+    assert (
+        made[0].fingerprint == PackedDocuments(numbered([4, 5]), 4, "split").fingerprint
+    )
 
 
 def test_fields_of_boundaries_can_be_left_out():
     apart = sequences(PackedDocuments(numbered([4, 9, 2, 7]), 5, "split"))
-    joined = sequences(PackedDocuments(numbered([4, 9, 2, 7]), 5, "split", separate=False))
+    joined = sequences(
+        PackedDocuments(numbered([4, 9, 2, 7]), 5, "split", separate=False)
+    )
     for one, other in zip(apart, joined, strict=True):
         assert set(one) - set(other) == {"documents", "positions"}
         assert all((one[name] == other[name]).all() for name in other)
@@ -130,10 +153,15 @@ def test_sequences_without_a_target_are_left_out_and_no_target_is_lost(packing):
     tokens, counted = np.arange(lengths.sum()), random.random(lengths.sum()) < 0.05
     documents = TokenizedDocuments(tokens, counted, starts, lengths, "")
     packed = PackedDocuments(documents, 8, packing)
-    everything = PackedDocuments(TokenizedDocuments(tokens, None, starts, lengths, ""), 8, packing)
+    everything = PackedDocuments(
+        TokenizedDocuments(tokens, None, starts, lengths, ""), 8, packing
+    )
     found = [packed[at] for at in range(len(packed))]
     assert all(one["weights"].any() for one in found)
     targets = np.concatenate([one["targets"][one["weights"] > 0] for one in found])
     assert sorted(targets) == sorted(np.setdiff1d(tokens[counted], starts))
     assert packed.num_counted == len(targets)
-    assert packed.num_left_out == len(everything) - len(packed) > 10 and everything.num_left_out == 0
+    assert (
+        packed.num_left_out == len(everything) - len(packed) > 10
+        and everything.num_left_out == 0
+    )

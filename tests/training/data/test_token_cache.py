@@ -24,7 +24,16 @@ from .word_tokenizer import word_tokenizer
 CHAT = [{"role": "user", "content": "odd?"}, {"role": "assistant", "content": "even"}]
 
 
-def build(folder, cache, progress=None, *, save_tokens=2**24, tokenizer=None, train_on="all", **changes):
+def build(
+    folder,
+    cache,
+    progress=None,
+    *,
+    save_tokens=2**24,
+    tokenizer=None,
+    train_on="all",
+    **changes,
+):
     tokenizer = ByteTokenizer() if tokenizer is None else tokenizer
     progress = Silent() if progress is None else progress
     files = find_files([str(folder)], "key")
@@ -36,7 +45,10 @@ def build(folder, cache, progress=None, *, save_tokens=2**24, tokenizer=None, tr
 def texts(cached, tokenizer=None):
     documents = cached.documents
     decode = (ByteTokenizer() if tokenizer is None else tokenizer).decode
-    return [decode(documents.tokens(at, 0, int(documents.lengths[at]))) for at in range(len(documents))]
+    return [
+        decode(documents.tokens(at, 0, int(documents.lengths[at])))
+        for at in range(len(documents))
+    ]
 
 
 @pytest.fixture
@@ -45,19 +57,30 @@ def folder(tmp_path):
     folder = tmp_path / "texts"
     folder.mkdir()
     for name in "ab":
-        lines = [json.dumps({"text": f"{name} {number} " + "x" * (number % 17)}) for number in range(600)]
+        lines = [
+            json.dumps({"text": f"{name} {number} " + "x" * (number % 17)})
+            for number in range(600)
+        ]
         (folder / f"{name}.jsonl").write_text("\n".join(lines))
     (folder / "c.txt").write_text("c")
     return folder
 
 
 def expected():
-    return [f"{name} {number} " + "x" * (number % 17) for name in "ab" for number in range(600)] + ["c"]
+    return [
+        f"{name} {number} " + "x" * (number % 17)
+        for name in "ab"
+        for number in range(600)
+    ] + ["c"]
 
 
 def written(cache):
     """The files of a cache and when they were written."""
-    return {path: path.stat().st_mtime_ns for path in cache.rglob("*") if not path.name.startswith(".")}
+    return {
+        path: path.stat().st_mtime_ns
+        for path in cache.rglob("*")
+        if not path.name.startswith(".")
+    }
 
 
 def test_the_second_time_nothing_is_tokenized(folder, tmp_path):
@@ -66,10 +89,19 @@ def test_the_second_time_nothing_is_tokenized(folder, tmp_path):
     before = written(tmp_path / "cache")
     opened = build(folder, tmp_path / "cache", second)
     assert first.works and not second.works and written(tmp_path / "cache") == before
-    assert texts(opened) == expected() and opened.documents.fingerprint == built.documents.fingerprint
-    assert opened.counts.num_documents == 1201 and opened.counts.num_tokens == sum(built.documents.lengths)
+    assert (
+        texts(opened) == expected()
+        and opened.documents.fingerprint == built.documents.fingerprint
+    )
+    assert opened.counts.num_documents == 1201 and opened.counts.num_tokens == sum(
+        built.documents.lengths
+    )
     what, done, total, status = zip(*first.works, strict=True)
-    assert set(what) == {"tokenizing te/xts"} and len(set(total)) == 1 and status[-1].endswith(" tokens")
+    assert (
+        set(what) == {"tokenizing te/xts"}
+        and len(set(total)) == 1
+        and status[-1].endswith(" tokens")
+    )
     assert sorted(done) == list(done) and done[0] < done[-1] == total[0]
     assert total[0] == 1 + sum(path.stat().st_size for path in folder.iterdir())
 
@@ -82,12 +114,16 @@ def test_a_change_of_files_tokenizer_or_reading_builds_anew(folder, tmp_path):
         return HuggingFaceTokenizer("words", word_tokenizer().to_str(), {}, None)
 
     build(folder, tmp_path / "cache")
-    assert texts(build(folder, tmp_path / "cache", tokenizer=words()), words()) == expected()
+    assert (
+        texts(build(folder, tmp_path / "cache", tokenizer=words()), words())
+        == expected()
+    )
     build(folder, tmp_path / "cache", on_malformed="skip")
     build(folder, tmp_path / "cache", train_on="answers")
     assert caches() == 4
     (folder / "c.txt").write_text("d")
-    os.utime(folder / "c.txt", ns=(0, 0))  # the same size, and however coarse the clock, another time
+    # The same size, and however coarse the clock, another time
+    os.utime(folder / "c.txt", ns=(0, 0))
     assert texts(build(folder, tmp_path / "cache"))[-1] == "d"
     (folder / "d.txt").write_text("new")
     assert texts(build(folder, tmp_path / "cache"))[-2:] == ["d", "new"]
@@ -95,7 +131,9 @@ def test_a_change_of_files_tokenizer_or_reading_builds_anew(folder, tmp_path):
 
 
 def test_a_killed_build_resumes_with_the_same_result(folder, tmp_path, monkeypatch):
-    """The writer stops as a kill leaves it: with more in the files than the state says."""
+    """The writer stops as a kill leaves it: with more in the files than the state
+    says.
+    """
     saved = []
 
     def save(writer, **options):
@@ -118,7 +156,9 @@ def test_a_killed_build_resumes_with_the_same_result(folder, tmp_path, monkeypat
     progress = Silent()
     resumed = build(folder, tmp_path / "cache", progress, **options)
     assert progress.works[0][1] > 8000 and texts(resumed) == expected()
-    for one, other in zip(*(sorted(written(tmp_path / name)) for name in ("cache", "whole")), strict=True):
+    for one, other in zip(
+        *(sorted(written(tmp_path / name)) for name in ("cache", "whole")), strict=True
+    ):
         assert one.is_dir() or one.read_bytes() == other.read_bytes()
 
 
@@ -127,7 +167,9 @@ def test_one_process_builds_and_others_wait(folder, tmp_path):
     build(folder, cache)
     (state,) = cache.glob("*/state.json")
     state.rename(tmp_path / "state.json")  # as if the other were not done
-    waiting = threading.Thread(target=lambda: found.append(build(folder, cache, progress)))
+    waiting = threading.Thread(
+        target=lambda: found.append(build(folder, cache, progress))
+    )
     with (state.parent / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         waiting.start()
@@ -145,23 +187,39 @@ def lines_in(folder, *lines):
 
 
 def test_a_malformed_record_is_an_error_or_is_counted(tmp_path):
-    lines = ['{"text": "good"}', "{", '{"text": ""}', '{"text": "half \\ud800"}', '{"text": "fine"}']
+    lines = [
+        '{"text": "good"}',
+        "{",
+        '{"text": ""}',
+        '{"text": "half \\ud800"}',
+        '{"text": "fine"}',
+    ]
     folder = lines_in(tmp_path / "texts", *lines)
-    with pytest.raises(DataError, match=r"texts/a.jsonl:2 is not JSON .* data.on_malformed: skip"):
+    with pytest.raises(
+        DataError, match=r"texts/a.jsonl:2 is not JSON .* data.on_malformed: skip"
+    ):
         build(folder, tmp_path / "cache")
     cached = build(folder, tmp_path / "cache", on_malformed="skip")
     assert texts(cached) == ["good", "fine"]
     assert (cached.counts.num_malformed, cached.counts.num_empty) == (2, 1)
     problems = cached.counts.problems
-    assert [problem.split(" ")[0].rpartition("/")[2] for problem in problems] == ["a.jsonl:2", "a.jsonl:4"]
+    assert [problem.split(" ")[0].rpartition("/")[2] for problem in problems] == [
+        "a.jsonl:2",
+        "a.jsonl:4",
+    ]
     assert "surrogate" in problems[1]
     folder = lines_in(tmp_path / "none", '{"text": ""}', "{")
-    with pytest.raises(DataError, match=r"have no text: 1 documents are empty and 1 can't .* First: .*:2"):
+    with pytest.raises(
+        DataError,
+        match=r"have no text: 1 documents are empty and 1 can't .* First: .*:2",
+    ):
         build(folder, tmp_path / "cache", on_malformed="skip")
 
 
 def test_chats_go_through_the_template_and_only_answers_count_if_asked(tmp_path):
-    folder = lines_in(tmp_path / "chats", '{"text": "plain"}', json.dumps({"messages": CHAT}))
+    folder = lines_in(
+        tmp_path / "chats", '{"text": "plain"}', json.dumps({"messages": CHAT})
+    )
     whole = build(folder, tmp_path / "cache")
     chat = "<|im_start|>user\nodd?<|im_end|>\n<|im_start|>assistant\neven<|im_end|>\n"
     assert texts(whole) == ["plain", chat] and whole.documents.weights(1, 0, 3) == 1.0
@@ -173,7 +231,9 @@ def test_chats_go_through_the_template_and_only_answers_count_if_asked(tmp_path)
     assert documents.num_counted == len("plain") + 1 + len("even<|im_end|>\n")
     refusing = "{{ raise_exception('system first') }}"
     tokenizer = HuggingFaceTokenizer("words", word_tokenizer().to_str(), {}, refusing)
-    with pytest.raises(DataError, match=r"a.jsonl:2 does not fit the chat template: system first"):
+    with pytest.raises(
+        DataError, match=r"a.jsonl:2 does not fit the chat template: system first"
+    ):
         build(folder, tmp_path / "cache", tokenizer=tokenizer)
 
 
@@ -184,25 +244,41 @@ def test_files_of_a_cache_that_are_cut_or_missing_are_named(folder, tmp_path):
     for name in ("tokens", "lengths", "counted", "keys", "state.json"):
         whole = (root / name).read_bytes()
         for damaged in (whole[: len(whole) // 2], b"", None):
-            (root / name).unlink() if damaged is None else (root / name).write_bytes(damaged)
+            (
+                (root / name).unlink()
+                if damaged is None
+                else (root / name).write_bytes(damaged)
+            )
             if (name, damaged) == ("state.json", None):
                 continue  # as if it was killed before the first save
-            with pytest.raises(DataError, match=rf"{root / name} is .*Delete the token cache {root}, and"):
+            with pytest.raises(
+                DataError,
+                match=rf"{root / name} is .*Delete the token cache {root}, and",
+            ):
                 build(folder, cache, train_on="answers")
         (root / name).write_bytes(whole)
     assert texts(build(folder, cache, train_on="answers")) == expected()
 
 
 @pytest.mark.parametrize("name", ["tokens", "lengths", "counted", "keys", "checksums"])
-def test_a_changed_bit_is_found_when_its_block_is_read(folder, tmp_path, monkeypatch, name):
+def test_a_changed_bit_is_found_when_its_block_is_read(
+    folder, tmp_path, monkeypatch, name
+):
     monkeypatch.setattr(checked_array, "_BLOCK", 64)
     whole = build(folder, tmp_path / "cache", train_on="answers").documents
     (root,) = (tmp_path / "cache").iterdir()
     content = bytearray((root / name).read_bytes())
     content[-3] ^= 4
     (root / name).write_bytes(content)
-    problem = "is damaged" if name == "checksums" else r"is damaged: bytes [\d,]+ to [\d,]+ are not those"
-    with pytest.raises(DataError, match=rf"{root / name} {problem}.*Delete the token cache {root}, and the"):
+    problem = (
+        "is damaged"
+        if name == "checksums"
+        else r"is damaged: bytes [\d,]+ to [\d,]+ are not those"
+    )
+    with pytest.raises(
+        DataError,
+        match=rf"{root / name} {problem}.*Delete the token cache {root}, and the",
+    ):
         opened = build(folder, tmp_path / "cache", train_on="answers").documents
         # What was read before is right: the damage is in the last block.
         assert opened.tokens(0, 0, 9).tolist() == whole.tokens(0, 0, 9).tolist()
@@ -214,15 +290,25 @@ def test_a_changed_bit_is_found_when_its_block_is_read(folder, tmp_path, monkeyp
     assert texts(build(folder, tmp_path / "cache", train_on="answers")) == expected()
 
 
-def test_a_token_outside_of_the_vocabulary_names_the_file(folder, tmp_path, monkeypatch):
+def test_a_token_outside_of_the_vocabulary_names_the_file(
+    folder, tmp_path, monkeypatch
+):
     """It has the right checksum if what wrote it was wrong."""
     with monkeypatch.context() as patch:
         encode = ByteTokenizer.encode
-        patch.setattr(ByteTokenizer, "encode", lambda self, text: encode(self, text) + np.uint16(200))
+        patch.setattr(
+            ByteTokenizer,
+            "encode",
+            lambda self, text: encode(self, text) + np.uint16(200),
+        )
         cached = build(folder, tmp_path / "cache").documents
     (root,) = (tmp_path / "cache").iterdir()
     with pytest.raises(
-        DataError, match=rf"{root / 'tokens'} has the token 3\d\d, and the vocabulary has 257. Delete"
+        DataError,
+        match=(
+            rf"{root / 'tokens'} has the token 3\d\d, and the vocabulary has 257."
+            r" Delete"
+        ),
     ):
         cached.tokens(0, 0, 3)
 
@@ -235,24 +321,47 @@ def test_a_block_is_checked_once(tmp_path, monkeypatch):
         checksums = checked_array.block_checksums(file)
     array = CheckedArray(tmp_path / "numbers", np.uint16, checksums, count=13)
     checked, check = [], array._check
-    monkeypatch.setattr(array, "_check", lambda block, own: (checked.append(block), check(block, own)))
-    for first, stop, blocks in ((5, 7, [1]), (4, 8, []), (3, 4, [0]), (6, 6, []), (7, 13, [2, 3])):
-        assert array[first:stop].tolist() == list(range(first, stop)) and checked == blocks
+    monkeypatch.setattr(
+        array, "_check", lambda block, own: (checked.append(block), check(block, own))
+    )
+    for first, stop, blocks in (
+        (5, 7, [1]),
+        (4, 8, []),
+        (3, 4, [0]),
+        (6, 6, []),
+        (7, 13, [2, 3]),
+    ):
+        assert (
+            array[first:stop].tolist() == list(range(first, stop)) and checked == blocks
+        )
         checked.clear()
-    assert np.asarray(array).tolist() == numbers.tolist() and len(array) == 13 and not checked
+    assert (
+        np.asarray(array).tolist() == numbers.tolist()
+        and len(array) == 13
+        and not checked
+    )
 
 
-@pytest.mark.parametrize(("number", "fails"), [(errno.EROFS, "mkdir"), (errno.ENOSPC, "open")])
-def test_a_full_or_read_only_disk_is_named(folder, tmp_path, monkeypatch, number, fails):
+@pytest.mark.parametrize(
+    ("number", "fails"), [(errno.EROFS, "mkdir"), (errno.ENOSPC, "open")]
+)
+def test_a_full_or_read_only_disk_is_named(
+    folder, tmp_path, monkeypatch, number, fails
+):
     def fail(path, *_, **__):
         raise OSError(number, os.strerror(number), str(path))
 
     monkeypatch.setattr(Path, fails, fail)
-    reason = rf"Can't write or read the token cache .*cache/te_xts-[^/]*: {os.strerror(number)}. .*free space"
+    reason = (
+        r"Can't write or read the token cache .*cache/te_xts-[^/]*:"
+        rf" {os.strerror(number)}. .*free space"
+    )
     with pytest.raises(DataError, match=reason):
         build(folder, tmp_path / "cache")
     monkeypatch.undo()
     shutil.rmtree(tmp_path / "cache", ignore_errors=True)
     (tmp_path / "cache").write_text("a file in the way")
-    with pytest.raises(DataError, match=r"Can't write or read the token cache .* Set data.cache_dir"):
+    with pytest.raises(
+        DataError, match=r"Can't write or read the token cache .* Set data.cache_dir"
+    ):
         build(folder, tmp_path / "cache")

@@ -24,7 +24,9 @@ def test_bytes_are_their_own_tokens():
 def test_a_document_begins_and_ends_with_the_separator():
     one, two = TOKENIZER.encode_documents(["AB", ""])
     assert one.tolist() == [256, 65, 66, 256] and two.tolist() == [256, 256]
-    assert one.dtype == np.uint16 and TOKENIZER.decode(np.append(one, 0xFF)) == "AB\ufffd"
+    assert (
+        one.dtype == np.uint16 and TOKENIZER.decode(np.append(one, 0xFF)) == "AB\ufffd"
+    )
 
 
 def test_the_bytes_of_answers_are_counted():

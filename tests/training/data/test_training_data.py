@@ -20,21 +20,38 @@ from .word_tokenizer import save
 TOKENIZER = ByteTokenizer()
 
 
-def open_data(tmp_path, tokenizer=TOKENIZER, *, seed=0, progress=None, process=None, **config):
-    config = {"seq_len": 32, "batch_size": 4, "cache_dir": str(tmp_path / "cache"), **config}
+def open_data(
+    tmp_path, tokenizer=TOKENIZER, *, seed=0, progress=None, process=None, **config
+):
+    config = {
+        "seq_len": 32,
+        "batch_size": 4,
+        "cache_dir": str(tmp_path / "cache"),
+        **config,
+    }
     progress = Silent() if progress is None else progress
-    return open_training_data(DataConfig(**config), tokenizer, seed=seed, progress=progress, process=process)
+    return open_training_data(
+        DataConfig(**config), tokenizer, seed=seed, progress=progress, process=process
+    )
 
 
 def text_of(batches):
-    """The documents that batches are made of, put together from the pieces of `whole` packing."""
+    """The documents that batches are made of, put together from the pieces of `whole`
+    packing.
+    """
     found = []
     for batch in batches:
-        arrays = [np.asarray(x.array) for x in (batch.tokens, batch.targets, batch.documents)]
+        arrays = [
+            np.asarray(x.array) for x in (batch.tokens, batch.targets, batch.documents)
+        ]
         for tokens, targets, documents in zip(*arrays, strict=True):
             for piece in range(1, documents.max() + 1):
                 found.append(
-                    TOKENIZER.decode(np.append(tokens[documents == piece], targets[documents == piece][-1]))
+                    TOKENIZER.decode(
+                        np.append(
+                            tokens[documents == piece], targets[documents == piece][-1]
+                        )
+                    )
                 )
     return sorted(found)
 
@@ -58,11 +75,15 @@ def folder(tmp_path):
 
 def test_every_document_is_trained_on_or_held_out(folder, tmp_path):
     source = {"all": SourceConfig((str(folder),))}
-    data = open_data(tmp_path, sources=source, held_out_fraction=0.3, packing="whole", batch_size=1)
+    data = open_data(
+        tmp_path, sources=source, held_out_fraction=0.3, packing="whole", batch_size=1
+    )
     held_out = held_out_text(data.held_out)
     assert 4 <= len(held_out) <= 20
     sequences = -(-(40 - len(held_out)) // 4)  # four of 7 or 8 places fit in 32
-    assert sorted(held_out + training_text(data, sequences)) == sorted(f"text {n}" for n in range(40))
+    assert sorted(held_out + training_text(data, sequences)) == sorted(
+        f"text {n}" for n in range(40)
+    )
     assert f"in {len(held_out)} held out" in data.summary
     fewer = open_data(tmp_path, sources=source, held_out_fraction=0.1, packing="whole")
     assert set(held_out_text(fewer.held_out)) < set(held_out)
@@ -71,7 +92,9 @@ def test_every_document_is_trained_on_or_held_out(folder, tmp_path):
 def test_the_split_is_by_content_and_survives_other_files(folder, tmp_path):
     def held_out():
         source = {"all": SourceConfig((str(folder),))}
-        data = open_data(tmp_path, sources=source, held_out_fraction=0.3, packing="whole")
+        data = open_data(
+            tmp_path, sources=source, held_out_fraction=0.3, packing="whole"
+        )
         return set(held_out_text(data.held_out))
 
     before = held_out()
@@ -84,24 +107,43 @@ def test_the_split_is_by_content_and_survives_other_files(folder, tmp_path):
 def test_named_held_out_files_replace_the_fraction(folder, tmp_path):
     (tmp_path / "exam.jsonl").write_text('{"body": "exam"}')
     (tmp_path / "book.jsonl").write_text('{"body": "one"}\n{"body": "two"}')
-    own = SourceConfig((str(tmp_path / "book.jsonl"),), (str(tmp_path / "exam.jsonl"),), text_key="body")
+    own = SourceConfig(
+        (str(tmp_path / "book.jsonl"),),
+        (str(tmp_path / "exam.jsonl"),),
+        text_key="body",
+    )
     data = open_data(
-        tmp_path, sources={"own": own, "all": SourceConfig((str(folder),))}, packing="whole", batch_size=1
+        tmp_path,
+        sources={"own": own, "all": SourceConfig((str(folder),))},
+        packing="whole",
+        batch_size=1,
     )
     assert held_out_text(data.held_out_by_source["own"]) == ["exam"]
-    assert len(held_out_text(data.held_out)) == 1 + len(held_out_text(data.held_out_by_source["all"]))
+    assert len(held_out_text(data.held_out)) == 1 + len(
+        held_out_text(data.held_out_by_source["all"])
+    )
     alone = open_data(tmp_path, sources={"own": own}, packing="whole", batch_size=1)
     assert training_text(alone, 1) == ["one", "two"]
 
 
 def test_skipped_records_are_reported_with_examples(tmp_path):
-    (tmp_path / "a.jsonl").write_text("\n".join([f'{{"text": "line {n}"}}' for n in range(40)] + ["{"] * 7))
+    (tmp_path / "a.jsonl").write_text(
+        "\n".join([f'{{"text": "line {n}"}}' for n in range(40)] + ["{"] * 7)
+    )
     progress = Silent()
     source = {"one": SourceConfig((str(tmp_path / "a.jsonl"),))}
     for _ in range(2):  # also when it comes from the cache
-        open_data(tmp_path, sources=source, held_out_fraction=0.2, on_malformed="skip", progress=progress)
+        open_data(
+            tmp_path,
+            sources=source,
+            held_out_fraction=0.2,
+            on_malformed="skip",
+            progress=progress,
+        )
     assert len(progress.messages) == 2
-    assert progress.messages[1].startswith("one: 7 records can't be read and were skipped, such as /")
+    assert progress.messages[1].startswith(
+        "one: 7 records can't be read and were skipped, such as /"
+    )
     assert progress.messages[1].count("a.jsonl:") == 5
     with pytest.raises(DataError, match=r"a.jsonl:41 is not JSON"):
         open_data(tmp_path, sources=source, held_out_fraction=0.2)
@@ -111,14 +153,23 @@ def test_skipped_records_are_reported_with_examples(tmp_path):
 def test_too_few_documents_to_split_are_refused(tmp_path, number):
     (tmp_path / "only.txt").write_text("one file" * number)
     source = {"one": SourceConfig((str(tmp_path / "only.txt"),))}
-    message = r"data.sources.one has 1 documents: . to train on and . held out" if number else "have no text"
+    message = (
+        r"data.sources.one has 1 documents: . to train on and . held out"
+        if number
+        else "have no text"
+    )
     with pytest.raises(DataError, match=message):
         open_data(tmp_path, sources=source)
 
 
 def chats(path, role):
     lines = [
-        {"messages": [{"role": "user", "content": "who?"}, {"role": role, "content": f"me {n}"}]}
+        {
+            "messages": [
+                {"role": "user", "content": "who?"},
+                {"role": role, "content": f"me {n}"},
+            ]
+        }
         for n in range(40)
     ]
     path.write_text("\n".join(map(json.dumps, lines)))
@@ -127,17 +178,29 @@ def chats(path, role):
 
 def test_a_source_without_targets_is_refused(tmp_path):
     tokenizer = load_tokenizer(str(save(tmp_path / "words")))
-    with pytest.raises(DataError, match=r"data\.sources\.chats .* no token of it counts .* `assistant` do"):
-        open_data(tmp_path, tokenizer, sources=chats(tmp_path / "gpt.jsonl", "gpt"), held_out_fraction=0.3)
+    with pytest.raises(
+        DataError,
+        match=r"data\.sources\.chats .* no token of it counts .* `assistant` do",
+    ):
+        open_data(
+            tmp_path,
+            tokenizer,
+            sources=chats(tmp_path / "gpt.jsonl", "gpt"),
+            held_out_fraction=0.3,
+        )
 
 
 def test_a_text_that_any_source_holds_out_is_trained_on_by_none(folder, tmp_path):
     """Whatever the file, its name and its format."""
     (tmp_path / "exam.jsonl").write_text('{"text": "text 0"}\n{"text": "text 3"}')
-    texts = "\n".join(json.dumps({"text": f"text {number}"}) for number in range(0, 40, 2))
+    texts = "\n".join(
+        json.dumps({"text": f"text {number}"}) for number in range(0, 40, 2)
+    )
     (tmp_path / "even.jsonl").write_text(texts)
     sources = {
-        "named": SourceConfig((str(folder / "part0"),), held_out=(str(tmp_path / "exam.jsonl"),)),
+        "named": SourceConfig(
+            (str(folder / "part0"),), held_out=(str(tmp_path / "exam.jsonl"),)
+        ),
         "fraction": SourceConfig((str(folder),)),
         "lines": SourceConfig((str(tmp_path / "even.jsonl"),)),
     }
@@ -151,47 +214,97 @@ def test_keys_that_nothing_reads_and_open_answers_are_said_once(tmp_path):
     progress = Silent()
     template = "{% for m in messages %}<turn>{{ m.content }}{% endfor %}"
     tokenizer = load_tokenizer(str(save(tmp_path / "words", template=template)))
-    chat = [{"role": "user", "content": "odd"}, {"role": "assistant", "content": "even", "thoughts": "hm"}]
+    chat = [
+        {"role": "user", "content": "odd"},
+        {"role": "assistant", "content": "even", "thoughts": "hm"},
+    ]
     record = {"messages": chat, "tools": [{"name": "f"}], "id": 1, "documents": None}
-    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps(record | {"id": n}) for n in range(40)))
-    source = {"a": SourceConfig((str(tmp_path / "a.jsonl"),), held_out=(str(tmp_path / "b.txt"),))}
-    (tmp_path / "b.txt").write_text("never odd")
-    data = open_data(tmp_path, tokenizer, sources=source, progress=progress, packing="whole", batch_size=1)
-    unread = (
-        "a: keys of records that are not read: id, tools, for the chat template, role of messages, thoughts"
+    (tmp_path / "a.jsonl").write_text(
+        "\n".join(json.dumps(record | {"id": n}) for n in range(40))
     )
-    assert progress.messages[0].startswith(unread) and "end token ends 40 chats" in progress.messages[1]
+    source = {
+        "a": SourceConfig(
+            (str(tmp_path / "a.jsonl"),), held_out=(str(tmp_path / "b.txt"),)
+        )
+    }
+    (tmp_path / "b.txt").write_text("never odd")
+    data = open_data(
+        tmp_path,
+        tokenizer,
+        sources=source,
+        progress=progress,
+        packing="whole",
+        batch_size=1,
+    )
+    unread = (
+        "a: keys of records that are not read: id, tools, for the chat template, role"
+        " of messages, thoughts"
+    )
+    assert (
+        progress.messages[0].startswith(unread)
+        and "end token ends 40 chats" in progress.messages[1]
+    )
     batch = data.training.next()
     last = int(np.asarray(batch.documents.array[0] == 1).sum()) - 1
-    assert batch.targets.array[0][last] == tokenizer.end and batch.weights.array[0][last] == 1
+    assert (
+        batch.targets.array[0][last] == tokenizer.end
+        and batch.weights.array[0][last] == 1
+    )
 
 
 def test_a_limit_of_the_chat_template_names_the_record(tmp_path):
-    template = "{% if messages[0].content == 'me 3' %}{{ 'x' * 3000000000 }}{% endif %}{{ messages[0].role }}"
+    template = (
+        "{% if messages[0].content == 'me 3' %}{{ 'x' * 3000000000 }}{% endif %}{{"
+        " messages[0].role }}"
+    )
     tokenizer = load_tokenizer(str(save(tmp_path / "words", template=template)))
-    chat = [json.dumps({"messages": [{"role": "user", "content": f"me {n}"}]}) for n in range(40)]
+    chat = [
+        json.dumps({"messages": [{"role": "user", "content": f"me {n}"}]})
+        for n in range(40)
+    ]
     (tmp_path / "a.jsonl").write_text("\n".join(chat))
-    with pytest.raises(DataError, match=r"a\.jsonl:4: .*chat template takes more than 512 MiB of memory"):
+    with pytest.raises(
+        DataError,
+        match=r"a\.jsonl:4: .*chat template takes more than 512 MiB of memory",
+    ):
         sources = {"a": SourceConfig((str(tmp_path / "a.jsonl"),))}
         open_data(tmp_path, tokenizer, sources=sources, on_malformed="skip")
 
 
 @pytest.mark.parametrize("prompt", [10, 60, 300])
 def test_a_source_most_of_whose_sequences_have_no_target_is_refused(tmp_path, prompt):
-    chat = [{"role": "user", "content": "q" * prompt}, {"role": "assistant", "content": "answer"}]
-    chats = [json.dumps({"messages": [*chat, {"role": "user", "content": str(n)}]}) for n in range(20)]
+    chat = [
+        {"role": "user", "content": "q" * prompt},
+        {"role": "assistant", "content": "answer"},
+    ]
+    chats = [
+        json.dumps({"messages": [*chat, {"role": "user", "content": str(n)}]})
+        for n in range(20)
+    ]
     (tmp_path / "a.jsonl").write_text("\n".join(chats))
     (tmp_path / "b.txt").write_text("held out")
-    own = SourceConfig((str(tmp_path / "a.jsonl"),), (str(tmp_path / "b.txt"),), train_on="answers")
+    own = SourceConfig(
+        (str(tmp_path / "a.jsonl"),), (str(tmp_path / "b.txt"),), train_on="answers"
+    )
     progress = Silent()
-    options = {"sources": {"chats": own}, "packing": "whole", "seq_len": 100, "progress": progress}
+    options = {
+        "sources": {"chats": own},
+        "packing": "whole",
+        "seq_len": 100,
+        "progress": progress,
+    }
     if prompt == 300:
         with pytest.raises(
-            DataError, match=r"sources\.chats: 60 of 80 sequences have no target.*seq_len = 100"
+            DataError,
+            match=r"sources\.chats: 60 of 80 sequences have no target.*seq_len = 100",
         ):
             open_data(tmp_path, **options)
         return
     data = open_data(tmp_path, **options)
-    assert [data.training.next().weights.array.any(axis=1).all() for _ in range(9)] == [True] * 9
+    assert [data.training.next().weights.array.any(axis=1).all() for _ in range(9)] == [
+        True
+    ] * 9
     left_out = {10: "2 of 22", 60: "20 of 40"}[prompt]
-    assert progress.messages == [f"chats: {left_out} sequences have no target and are left out"]
+    assert progress.messages == [
+        f"chats: {left_out} sequences have no target and are left out"
+    ]

@@ -17,6 +17,18 @@ SMALL = range(24)
 LARGE = range(1000, 1012)
 FOUND = [
     Spec(
+        seed=90,
+        entry="bare",
+        layers=2,
+        parts=("tiled_inside", "buffer"),
+        policy="recompute",
+        transforms=("jacrev",),
+        reference="scan",
+        unroll=True,
+        outputs="none",
+        differentiated=("weights", "own"),
+    ),
+    Spec(
         seed=6,
         entry="streamed",
         layers=3,

@@ -255,10 +255,14 @@ def _other_type(spec: Spec, found: Any, expected: Any) -> str:
         and is_scan
         and not spec.named
         and spec.run != "eager"
-        and found.weak_type != expected.weak_type
+        and _is_weak(found) != _is_weak(expected)
     ):
-        return f"weak_type {found.weak_type}, not {expected.weak_type}"
+        return f"weak_type {_is_weak(found)}, not {_is_weak(expected)}"
     return ""
+
+
+def _is_weak(leaf: Any) -> bool:
+    return getattr(leaf, "weak_type", False)  # keys have none
 
 
 def _numbers(leaf: Any) -> np.ndarray:

@@ -250,7 +250,7 @@ class SweepSpec:
             with known_branches(pattern.before[-1].tolist()):
                 return lax.switch(at[0], layers, carry, at[1])
 
-        # In the known part of a scan that jax.checkpoint differentiates, JAX (0.10.2 and
+        # In the known part of a scan that jax.checkpoint differentiates, JAX (0.10.2,
         # 0.12) can't unroll steps with primitives of hijax, such as tiles.
         unroll = 1 if any(kind.jaxpr.is_high for kind in self.kinds) else self.unroll
         # JAX takes a symbolic length from an array alone.

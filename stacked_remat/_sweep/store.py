@@ -153,9 +153,9 @@ def _entry_of(axis: int) -> Callable[[Array, Array], Array]:
     """`slice_of`, of which `jax.vmap` makes a gather otherwise; host memory and some
     shardings have none.
     """
-    entry = jax.custom_batching.custom_vmap(functools.partial(slice_of, axis=axis))
+    mapped = jax.custom_batching.custom_vmap(functools.partial(slice_of, axis=axis))
 
-    @entry.def_vmap
+    @mapped.def_vmap
     def _(
         _: int, is_mapped: list[bool], stack: Array, index: Array
     ) -> tuple[Array, bool]:
@@ -165,6 +165,15 @@ def _entry_of(axis: int) -> Callable[[Array, Array], Array]:
                 stack, index
             ), True
         return _entry_of(axis + 1)(stack, index), True
+
+    # JAX's derivative of a `custom_vmap` has a gather where the tangents alone are
+    # mapped. The tangents are read as the stack is.
+    entry = jax.custom_jvp(mapped)
+
+    @entry.defjvp
+    def _(primals: Any, tangents: Any) -> tuple[Array, Array]:
+        (stack, index), (tangent, _) = primals, tangents
+        return entry(stack, index), entry(tangent, index)
 
     return entry
 

@@ -417,7 +417,8 @@ def state(program: Program, inputs: dict[str, Any]) -> Any:
     blocks, rest = layers_of(plain, inputs["weights"])
 
     def make() -> sr.Stacked:
-        index = StateIndex(jnp.zeros(spec.layers, inputs["x"].dtype))
+        # Not zeros, whose type differs inside jax.shard_map.
+        index = StateIndex(states_of(program, inputs))
         return sr.Stacked(
             StateBlock(blocks.stacked, index), blocks.Layers, blocks.remat
         )

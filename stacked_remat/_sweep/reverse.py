@@ -250,8 +250,9 @@ def _visit_scheduled(
     fetched = layers.fetch(state, first)
     if fetched:
         # Without the barrier XLA reads the first layer before the forward sweep, and
-        # holds it meanwhile.
-        first, cotangent = lax.optimization_barrier((jnp.int32(first), cotangent))
+        # holds it meanwhile. JAX's own would make the number vary over the devices of a
+        # `jax.shard_map` as the cotangent does, and so the layer.
+        first, cotangent = barrier_on(("cuda", "tpu"), (jnp.int32(first), cotangent))
         fetched = layers.fetch(state, first)
 
     def run(r: Index, loop: _Loop) -> _Loop:

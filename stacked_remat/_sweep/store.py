@@ -249,18 +249,12 @@ def apart_from_transfers(compute: Callable[[], Any]) -> PyTree:
     not know to run once.
 
     XLA for GPUs reorders what is computed beside transfers, and then holds more of it
-    at a time.
+    at a time. On other platforms XLA sees that the loop runs once, and removes it.
     """
-
-    def in_a_loop() -> PyTree:
-        zeros = jax.tree.map(
-            lambda type_: jnp.zeros(type_.shape, type_.dtype), jax.eval_shape(compute)
-        )
-        once = lax.optimization_barrier(jnp.int32(1))
-        with known_trips(1):
-            return lax.fori_loop(0, once, lambda *_: compute(), zeros)
-
-    return lax.platform_dependent(cuda=in_a_loop, default=compute)
+    zeros = jax.tree.map(zeros_of, jax.eval_shape(compute))
+    once = barrier_on(("cuda",), jnp.int32(1))
+    with known_trips(1):
+        return lax.fori_loop(0, once, lambda *_: compute(), zeros)
 
 
 def at_least_one(stack: Array) -> Array:

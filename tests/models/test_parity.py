@@ -109,6 +109,22 @@ def hf_logits(model):
         return model(torch.tensor(TOKENS)).logits.numpy()
 
 
+def rounded_otherwise(model):
+    """Copies of a model whose weights are changed by up to half of float32's epsilon.
+
+    A random model of many narrow layers may change rounding errors into larger ones;
+    how far these copies are from the model says how far a right result may be.
+    """
+    for seed in range(3):
+        copied = copy.deepcopy(model)
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            for parameter in copied.parameters():
+                noise = torch.rand_like(parameter) - 0.5
+                parameter.mul_(1 + noise * torch.finfo(torch.float32).eps)
+        yield copied
+
+
 def close(found, expected, tolerance=1e-5):
     np.testing.assert_allclose(
         found, expected, atol=tolerance * np.abs(expected).max(), rtol=0
@@ -142,8 +158,12 @@ def test_every_field_that_transformers_writes_is_known(family):
 def test_logits(case):
     reference, decoder, _ = case
     expected = hf_logits(reference)
-    assert np.abs(expected).max() > 1
-    close(logits(decoder), expected)
+    largest = np.abs(expected).max()
+    assert largest > 1
+    error = np.abs(logits(decoder) - expected).max()
+    if error > 1e-5 * largest:
+        others = map(hf_logits, rounded_otherwise(reference))
+        assert error <= 2 * max(np.abs(other - expected).max() for other in others)
 
 
 def test_the_round_trip_is_exact(case, tmp_path):
@@ -164,15 +184,33 @@ def test_the_round_trip_is_exact(case, tmp_path):
     for name, tensor in reference.state_dict().items():
         assert torch.equal(tensor, tensors[name])
     own, theirs = (one.config.to_dict() for one in (again, reference))
-    kept = (
-        "rope_parameters",
-        "layer_types",
-        "attention_bias",
-        "head_dim",
-        "rms_norm_eps",
-    )
-    assert all(own.get(name) == theirs[name] for name in kept if name in theirs)
+    names = "rope_parameters layer_types attention_bias head_dim rms_norm_eps".split()
+    kept = [name for name in names if name in theirs]
+    assert {name: _whole(own.get(name)) for name in kept} == {
+        name: _whole(theirs[name]) for name in kept
+    }
     close(hf_logits(again), hf_logits(reference), 1e-6)
+
+
+def _whole(value):
+    """A value of a config, with the defaults of YaRN that may be left out."""
+    is_yarn = isinstance(value, dict) and value.get("rope_type") == "yarn"
+    return {"beta_fast": 32.0, "beta_slow": 1.0} | value if is_yarn else value
+
+
+def expected_gradients(model, folder):
+    """The loss of a model of transformers, and its gradients as leaves of ours."""
+    copied = copy.deepcopy(model)
+    copied.config.output_router_logits = False  # the loss of tokens alone
+    loss = copied(torch.tensor(TOKENS), labels=torch.tensor(TOKENS)).loss
+    loss.backward()
+    with torch.no_grad():
+        for parameter in copied.parameters():
+            parameter.copy_(parameter.grad)
+        for name, buffer in copied.named_buffers():
+            if "e_score_correction" in name:
+                buffer.zero_()
+    return loss.item(), jax.tree.leaves(decoder_from(copied, folder))
 
 
 def test_loss_and_gradients(case, tmp_path):
@@ -186,23 +224,20 @@ def test_loss_and_gradients(case, tmp_path):
         eqx.filter_value_and_grad(lambda m: next_token_loss(m, batch)[1]["loss"])
     )
     loss, gradient = loss_of(decoder)
-    copied = copy.deepcopy(reference)
-    copied.config.output_router_logits = False  # the loss of tokens alone
-    expected_loss = copied(torch.tensor(TOKENS), labels=torch.tensor(TOKENS)).loss
-    expected_loss.backward()
-    np.testing.assert_allclose(loss, expected_loss.item(), rtol=1e-5)
-    with torch.no_grad():
-        for parameter in copied.parameters():
-            parameter.copy_(parameter.grad)
-        for name, buffer in copied.named_buffers():
-            if "e_score_correction" in name:
-                buffer.zero_()
-    expected = jax.tree.leaves(decoder_from(copied, tmp_path / "gradients"))
+    expected_loss, expected = expected_gradients(reference, tmp_path / "gradients")
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
     whole = np.sqrt(sum(np.square(leaf).sum() for leaf in expected))
-    for ours, theirs in zip(jax.tree.leaves(gradient), expected, strict=True):
-        assert jnp.linalg.norm(ours - theirs) <= min(
-            1e-5 * whole, 3e-5 * np.linalg.norm(theirs)
-        )
+    pairs = list(zip(jax.tree.leaves(gradient), expected, strict=True))
+    errors = [np.linalg.norm(ours - theirs) for ours, theirs in pairs]
+    allowed = [min(1e-5 * whole, 3e-5 * np.linalg.norm(leaf)) for leaf in expected]
+    if all(np.asarray(errors) <= allowed):
+        return
+    for number, other in enumerate(rounded_otherwise(reference)):
+        _, leaves = expected_gradients(other, tmp_path / f"rounded {number}")
+        for place, leaf in enumerate(leaves):
+            change = 2 * np.linalg.norm(leaf - expected[place])
+            allowed[place] = max(allowed[place], change)
+    assert all(np.asarray(errors) <= allowed)
 
 
 def test_the_training_loss_with_the_auxiliary_one(case):

@@ -15,7 +15,6 @@ from typing import Any
 
 import haliax.partitioning
 import jax
-import jax._src.ad_checkpoint
 import jax._src.ad_util
 import jax._src.clusters
 import jax._src.config
@@ -337,34 +336,12 @@ def _zeros(aval: Any) -> Any:
 
 
 jax._src.ad_util.aval_zeros_likers[jax.core.ShapedArray] = _zeros
-_insert_rounding: Any = jax._src.ad_checkpoint._insert_reduce_precision
-
-
-def _round_real_numbers(jaxpr: Any, count: int) -> Any:
-    """What a `jax.checkpoint` keeps stays as it is if some is complex: JAX's rounding
-    refuses that.
-    """
-    kept = (
-        getattr(out.aval, "dtype", bool)
-        for out in jaxpr.outvars[len(jaxpr.outvars) - count :]
-    )
-    is_complex = any(jnp.issubdtype(dtype, jnp.complexfloating) for dtype in kept)
-    return jaxpr if is_complex else _insert_rounding(jaxpr, count)
-
-
-jax._src.ad_checkpoint._insert_reduce_precision = _round_real_numbers
-if jax.__version_info__ < (
-    0,
-    12,
-):  # it can't lower what its scans make of hijax in `jax.checkpoint`
+# JAX 0.10 can't lower what its scans make of hijax in `jax.checkpoint`.
+if jax.__version_info__ < (0, 12):
     _closed_call: Any = jax._src.core.closed_call_p
     _closed_call.to_lojax = lambda *args, call_jaxpr, **_: jax.extend.core.jaxpr_as_fun(
         call_jaxpr
     )(*args)
-# `checkpoint_name` is the identity, and JAX cannot transpose it.
-ad.primitive_transposes[jax._src.ad_checkpoint.name_p] = lambda cotangent, _, **__: [
-    cotangent
-]
 # Haliax's products call it, and JAX 0.11 has none. A symbolic dimension of `jax.export`
 # is no int.
 jax.core.is_constant_dim = lambda dimension: isinstance(dimension, int)  # pyright: ignore[reportAttributeAccessIssue]

@@ -73,18 +73,18 @@ class Kept:
         offloaded = (carry_name, *self.offloaded) if carry_name else self.offloaded
         if not callable(self.internals):
             return _named_policy(self._saved, offloaded)
-        if getattr(jax.config, "jax_remat3", False) and not _goes_by_names(
-            self.internals
-        ):
+        if _goes_by_names(self.internals):
+            internals = self.internals
+        elif getattr(jax.config, "jax_remat3", False):
             raise ValueError(
                 "JAX_REMAT3=1 keeps values by name alone and does not support"
                 f" {as_written(self.internals)}. Name the values inside the block with"
                 ' checkpoint_name(value, "name") and save ["name"], or unset'
                 " JAX_REMAT3."
             )
-        return (
-            _joined_policy(self.internals, offloaded) if offloaded else self.internals
-        )
+        else:
+            internals = _OfRealValues(self.internals)
+        return _joined_policy(internals, offloaded) if offloaded else internals
 
     def checkpoint(self, layer: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a layer of a rolled loop; with the barriers of `jax.checkpoint` where
@@ -148,6 +148,24 @@ def _named_policy(saved: tuple[str, ...], offloaded: tuple[str, ...]) -> JaxPoli
         offload_src="device",
         offload_dst="pinned_host",
     )
+
+
+@dataclass(frozen=True)
+class _OfRealValues:
+    """A policy of JAX, but for complex values, which are computed again.
+
+    JAX rounds what `jax.checkpoint` keeps, by an operation that takes real numbers
+    alone (0.10.2 and 0.12: `reduce_precision does not accept dtype complex64`).
+    """
+
+    policy: JaxPolicy
+
+    def __call__(self, primitive: Any, *operands: Any, **params: Any) -> Any:
+        outputs, _ = primitive.abstract_eval(*operands, **params)
+        for output in outputs if primitive.multiple_results else [outputs]:
+            if jnp.issubdtype(getattr(output, "dtype", bool), jnp.complexfloating):
+                return False
+        return self.policy(primitive, *operands, **params)
 
 
 @functools.cache

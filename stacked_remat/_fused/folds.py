@@ -5,8 +5,8 @@ reverse sweep over a stack, and results of that sweep, the updated layers, that 
 cotangents. `update.py` gets them in three steps:
 
 1. While the loss is traced, a `FollowedStack` is in the place of each trained stack.
-   Its `fold` and `scan` run no layer: each binds one `FollowedFold`, a primitive whose
-   operands are the arrays of the stack and of the arguments.
+   Its `fold` and `scan` add one equation to the trace: a `FollowedFold`, a primitive
+   whose operands are the arrays of the stack and of the arguments.
 2. `followed` edits the traced jaxpr. It inlines the `jax.jit` calls around each fold,
    checks that the fold happens once and that nothing else reads the weights, and puts a
    *follower* into the equation.
@@ -28,29 +28,26 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax.interpreters import ad
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from .._activity import CALLS, name_of, programs_in
+from .._activity import CALLS, is_in, name_of, programs_in
 from .._block_foldable import BlockFoldable
 from .._compat import HiPrim, without_constants
 from .._static import PyTree, Static
 
 
 class FollowedFold(HiPrim):
-    """A fold as a primitive: `(stack, init, args, kwargs) -> result`, arrays only.
+    """A fold as a primitive: `(stack, init, args, kwargs) -> result`, arrays only."""
 
-    Attributes:
-        name: the path of the stack in the model, for errors.
-        call: `(suffix, stack, init, args, kwargs)` calls the stack's `fold` or `scan`,
-            or with the suffix `"_vjp"` the method that returns its reverse sweep too.
-        static: what of `(stack, init, args, kwargs)` is no array.
-        follower: None while the loss is traced. Then an object with two methods:
-            `begin(sweep_back, nonzero)` gets the reverse sweep and a tree of booleans
-            like `(init, args, kwargs)`, which says what has a cotangent;
-            `follower(cotangent)` runs the sweep and returns its `SweepResult`.
-    """
-
+    # The path of the stack in the model, for errors.
     name: str
+    # `(suffix, stack, init, args, kwargs)` calls the stack's `fold` or `scan`; with the
+    # suffix "_vjp" the method that also returns its reverse sweep.
     call: Callable
+    # What of `(stack, init, args, kwargs)` is no array.
     static: Static
+    # None while the loss is traced; then an object with two methods.
+    # `begin(sweep_back, nonzero)` gets the reverse sweep, and a tree of booleans like
+    # `(init, args, kwargs)` that says what has a cotangent. `follower(cotangent)` runs
+    # the sweep and returns its `SweepResult`.
     follower: Any
 
     def __init__(self, in_types: PyTree, out_types: PyTree, **params: Any) -> None:
@@ -136,6 +133,7 @@ class FollowedStack(eqx.Module):
         args: tuple[PyTree, ...],
         kwargs: dict[str, PyTree],
     ) -> PyTree:
+        # These are the loop's own; all other keyword arguments are operands.
         options = {}
         for name in ("remat", "unroll", "reverse"):
             if name in kwargs:
@@ -171,11 +169,14 @@ class FollowedStack(eqx.Module):
         return eqx.combine(primitive(*arrays), result_static)
 
     def __getattr__(self, name: str) -> Any:
+        # What a loss may read without reading a weight.
         if name in ("Block", "Layers", "remat"):
             return getattr(self._stack, name)
+        # Python and JAX ask objects for special methods, which is no use of weights.
         raise AttributeError(name if name.startswith("__") else self._lacks(repr(name)))
 
-    def __getitem__(self, index: object) -> NoReturn:  # iteration calls it too
+    # Iteration calls it too.
+    def __getitem__(self, index: object) -> NoReturn:
         raise TypeError(self._lacks("single layers"))
 
     def _lacks(self, what: str) -> str:
@@ -205,10 +206,11 @@ def followed(
     jaxpr, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
     aliases: dict[Var, Any] = {}
     equations = list(_inlined(jaxpr, aliases))
-    outputs = [_resolve(var, aliases) for var in jaxpr.outvars]
+    outputs = _resolved(jaxpr.outvars, aliases)
     for name, weights, follower in folds:
         position = _only_use(equations, weights, name)
         traced = equations[position].params["_prim"]
+        # A new primitive: those of a jaxpr are shared with JAX's caches.
         params = {**traced.params, "follower": follower}
         fold = FollowedFold(traced.in_avals, traced.out_aval, **params)
         equations[position] = equations[position].replace(params={"_prim": fold})
@@ -221,8 +223,9 @@ def _only_use(equations: Sequence[JaxprEqn], weights: Sequence[Var], name: str) 
     weights, and folds inside of loops and transformations.
     """
     positions = []
+    variables = set(weights)
     for position, eqn in enumerate(equations):
-        read = [var for var in eqn.invars if isinstance(var, Var) and var in weights]
+        read = [var for var in eqn.invars if is_in(var, variables)]
         if not read:
             continue
         if not _is_fold(eqn) and any(map(_holds_fold, programs_in(eqn))):
@@ -256,7 +259,7 @@ def _inlined(jaxpr: Jaxpr, aliases: dict[Var, Any]) -> Iterator[JaxprEqn]:
     as its fold would then be one of two, so each variable has one definition.
     """
     for eqn in jaxpr.eqns:
-        eqn = eqn.replace(invars=[_resolve(var, aliases) for var in eqn.invars])
+        eqn = eqn.replace(invars=_resolved(eqn.invars, aliases))
         is_call = eqn.primitive.name in CALLS
         if not is_call or not any(map(_holds_fold, programs_in(eqn))):
             yield eqn
@@ -270,11 +273,14 @@ def _inlined(jaxpr: Jaxpr, aliases: dict[Var, Any]) -> Iterator[JaxprEqn]:
         aliases.update(zip(eqn.outvars, inner.outvars, strict=True))
 
 
-def _resolve(var: Any, aliases: dict[Var, Any]) -> Any:
-    """What a variable stands for, through calls within calls."""
-    while isinstance(var, Var) and var in aliases:
-        var = aliases[var]
-    return var
+def _resolved(atoms: Iterable[Any], aliases: dict[Var, Any]) -> list[Any]:
+    """What variables stand for, through calls within calls."""
+    resolved = []
+    for atom in atoms:
+        while isinstance(atom, Var) and atom in aliases:
+            atom = aliases[atom]
+        resolved.append(atom)
+    return resolved
 
 
 def _is_fold(eqn: JaxprEqn) -> bool:

@@ -93,6 +93,7 @@ class Trained:
         names = {}
         for i, trained_node in enumerate(structure.flatten_up_to(trained)):
             path, node = paths_and_nodes[i]
+            # A stack without trained arrays is like any other part of the model.
             if isinstance(node, StackedKinds) and jax.tree.leaves(trained_node):
                 names[i] = f"model{jtu.keystr(path)}"
         result = Trained(model, trained, structure, names)
@@ -107,6 +108,7 @@ class Trained:
                 " jax.value_and_grad and optimizer.update."
             )
         for path, leaf in jtu.tree_leaves_with_path(self.trained):
+            # Shapes instead of arrays are taken, for a model that is only sized.
             if not eqx.is_inexact_array(leaf) and not isinstance(
                 leaf, jax.ShapeDtypeStruct
             ):
@@ -114,6 +116,8 @@ class Trained:
                     f"model{jtu.keystr(path)} can't be trained: {leaf!r} is not a"
                     " floating-point array. Leave it out of trainable."
                 )
+        # An array without the layers' axis would be updated at each layer, and each
+        # update would change the layers that the sweep has still to replay.
         nodes = self.nodes(self.trained)
         for i, name in self.names.items():
             for path, leaf in jtu.tree_leaves_with_path(
@@ -133,9 +137,10 @@ class Trained:
 
     def with_nodes(self, tree: PyTree, nodes: dict[int, PyTree]) -> PyTree:
         """A tree like the model, with others in the place of these nodes."""
-        return self.structure.unflatten(
-            [nodes.get(i, node) for i, node in enumerate(self.nodes(tree))]
-        )
+        all_nodes = self.nodes(tree)
+        for i, node in nodes.items():
+            all_nodes[i] = node
+        return self.structure.unflatten(all_nodes)
 
     @functools.cached_property
     def layers(self) -> list[TrainedLayers]:
@@ -155,17 +160,18 @@ class Trained:
     def rest(self) -> PyTree:
         """What is trained outside of stacks, with None for their arrays."""
         nodes = self.nodes(self.trained)
-        empty = {i: eqx.filter(nodes[i], False) for i in self.names}
-        return self.with_nodes(self.trained, empty)
+        for i in self.names:
+            nodes[i] = eqx.filter(nodes[i], False)
+        return self.structure.unflatten(nodes)
 
     def only_layer(self, layers: TrainedLayers, layer: PyTree) -> PyTree:
         """The model with one layer's trained arrays in its stack's place, and None for
         all other arrays.
         """
-        none = eqx.filter(self.model, False)
-        stacks = self.nodes(none)[layers.node]
-        stacks = _with_block(stacks, layers.kind, masked(layer, layers.mask))
-        return self.with_nodes(none, {layers.node: stacks})
+        nodes = self.nodes(eqx.filter(self.model, False))
+        block = masked(layer, layers.mask)
+        nodes[layers.node] = _with_block(nodes[layers.node], layers.kind, block)
+        return self.structure.unflatten(nodes)
 
     def check_optimizer(self, optimizer: Any, dtype: DTypeLike | None) -> None:
         """Refuse an optimizer that needs the gradients of several parts of the model at
@@ -189,9 +195,11 @@ class Trained:
         Two layers are a tuple of two types in the place of each array.
         """
         nodes = self.nodes(self.rest)
+        # By node, since the arrays of stacks are among those of the rest in the tree.
         owners = [[(-1, "", 0)] * len(jax.tree.leaves(node)) for node in nodes]
         for layers in self.layers:
-            node, kind = layers.node, layers.kind
+            node = layers.node
+            kind = layers.kind
             block = masked(layer_types(layers.stack), layers.mask)
             if count > 1:
                 block = jax.tree.map(lambda leaf: (leaf,) * count, block)
@@ -266,6 +274,8 @@ def coupling(
     inactive = [False] * len(jax.tree.leaves(state))
     paths = [jtu.keystr(path) for path, _ in jtu.tree_leaves_with_path(params)]
     for part in sorted(set(owners)):
+        # Its weights count as its gradients do: of other layers the optimizer, which is
+        # called for one layer at a time, gets neither.
         in_part = [owner == part for owner in owners]
         inputs = [*constants, *in_part, *in_part]
         # The state is the carry of a loop over training steps.
@@ -290,6 +300,7 @@ def _coupled(updated: str, read: str, paths: Sequence[str]) -> str:
 
 
 def _check_types(before: PyTree, after: PyTree) -> None:
+    # As far as both go; a structure that changes mostly shows as another path.
     pairs = zip(
         jtu.tree_leaves_with_path(before),
         jtu.tree_leaves_with_path(after),

@@ -180,6 +180,7 @@ class FusedUpdate:
         stack = layers.stack
         on_host = has_host_arrays(masked(stack.stacked, layers.mask))
 
+        # As `streaming` places weights: matrices on the host, vectors on the device.
         def placed(leaf: Any) -> Any:
             moves = on_host and moves_to_host(leaf.shape, leaf.dtype)
             return to_host(leaf) if moves else leaf
@@ -202,6 +203,7 @@ class FusedUpdate:
     ) -> FusedResult:
         """One step: `(model, state, *args, **kwargs)` to a `FusedResult`."""
         trained = Trained.of(model, self.trainable)
+        # A state of another model would fail late, within a loop over layers.
         leaves, structure = jax.tree.flatten(state)
         like = jax.eval_shape(lambda: self._first_state(trained))
         shapes = [leaf.shape for leaf in jax.tree.leaves(like)]
@@ -228,10 +230,12 @@ class FusedUpdate:
         limit = self.max_grad_norm
         if limit is None:
             return gradients
-        return [
-            jnp.where(norm < limit, leaf, leaf / norm.astype(leaf.dtype) * limit)
-            for leaf in gradients
-        ]
+        # The expression of optax.clip_by_global_norm, for the same rounding.
+        scaled = []
+        for leaf in gradients:
+            clipped = leaf / norm.astype(leaf.dtype) * limit
+            scaled.append(jnp.where(norm < limit, leaf, clipped))
+        return scaled
 
     def _cast(self, gradients: list[PyTree]) -> list[PyTree]:
         dtype = self.gradient_dtype
@@ -329,7 +333,8 @@ class _Layers:
         self, norm: Any, updates: bool, visit: LayerVisit, squares: Any
     ) -> LayerResult:
         """The visitor of one layer; its state is the sum of squares so far."""
-        fused, trained = self.fused, self.trained
+        fused = self.fused
+        trained = self.trained
         kind = visit.kind or ""
         cotangents = visit.vjp()
         result = LayerResult(cotangents.carry)
@@ -340,6 +345,7 @@ class _Layers:
                 args=masked(cotangents.args, _mask_of_kind(args_mask, kind)),
                 kwargs=masked(cotangents.kwargs, _mask_of_kind(kwargs_mask, kind)),
             )
+        # No layer of this kind is trained; the cotangents go on to earlier layers.
         if kind not in self.layers:
             return result
         layers = self.layers[kind]
@@ -349,8 +355,8 @@ class _Layers:
         result = result._replace(state=squares + _sum_of_squares(gradients))
         if not updates:
             return result
-        # The sweep slices states as lists of leaves; their structure is that of one
-        # layer's state.
+        # The sweep slices the leaves of all layers' states; their structure is that of
+        # one layer's state.
         structure = jax.tree.structure(fused._layer_state(trained, layers))
         state = jax.tree.unflatten(structure, visit.layer_state)
         params = trained.only_layer(layers, visit.layer)
@@ -399,20 +405,25 @@ def _step(
     # A fold is differentiated only if something of it is, so the weights are among the
     # arguments. Their own gradients are zeros, which XLA removes as unused.
     differentiate = jax.value_and_grad(evaluate, (0, 1), has_aux=True)
+    # The followers run within this call: in the forward pass and in the reverse pass.
     returned, (rest_gradients, _) = differentiate(*inputs)
     gradients = fused._cast(jax.tree.leaves(rest_gradients))
     for fold in folds.values():
         if fold.squares is None:
             # The gradient is zero, and the optimizer may still change the weights.
             fold(None)
-    squares = (fold.squares for fold in folds.values())
-    norm = jnp.sqrt(sum(squares, _sum_of_squares(gradients)))
+    # The norm is that of the gradients as the optimizer gets them: after the cast.
+    squares = _sum_of_squares(gradients)
+    for fold in folds.values():
+        squares = squares + fold.squares
+    norm = jnp.sqrt(squares)
     if fused.max_grad_norm is not None:
         for fold in folds.values():
             fold.sweep(norm, updates=True)
     gradients = fused._scaled(gradients, norm)
     rest, rest_state = fused._updated(gradients, state.rest, trained.rest)
-    stacks, states = {}, []
+    stacks = {}
+    states = []
     for i, fold in folds.items():
         stacks[i] = fold.stacks
         states += fold.states.values()
@@ -459,6 +470,7 @@ def _followed_loss(
         )
 
     closed, output_types, output_static = eqx.filter_make_jaxpr(loss)(*inputs)
+    # Which variables of the jaxpr are a stack's weights.
     input_structure = jax.tree.structure(inputs)
     _, variables = jax.tree.unflatten(input_structure, closed.jaxpr.invars)
     variables = map(jax.tree.leaves, variables)

@@ -20,7 +20,6 @@ each layer) only chooses which cut to compile in the third family.
 """
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -158,6 +157,7 @@ class Search:
             return first
         # Later candidates have more FLOPs, but a member of their families may have
         # fewer than the first that fits: they leave more memory for first layers.
+        # (The generator goes on where the loop above left it.)
         for base in (policy, *in_order):
             for of_count, low in self._families(resolve_policy(base), self.layers):
                 self._try_counts(of_count, low, self.layers)
@@ -222,6 +222,8 @@ class Search:
             dataclasses.replace(base, save_block_internals=False),
             kept,
         )
+        # Two layers or fewer have nothing to measure. A policy that can't be traced is
+        # found here, before others are compiled for nothing.
         if slots == layers or _NEVER in map(self._cost, policies):
             return None
         totals = []
@@ -232,6 +234,7 @@ class Search:
         if len(totals) < len(policies):
             return None
         of_all_carries, of_slots, of_internals = totals
+        # A difference that XLA's other temporaries hide may be negative; 0 then.
         carry = max(0, of_all_carries - of_slots) / (layers - slots)
         segment = math.ceil(layers / slots)
         internals = max(0, of_internals - of_slots) / (segment - 1)
@@ -325,11 +328,7 @@ def compare(
     Cost: one compilation a candidate.
     """
     _check_policies(candidates)
-
-    def traced(policy: ScanCheckpointSpec) -> TracedCall:
-        call = _program(fn_of_policy, policy), args, kwargs
-        return trace_call(call, target, donate)
-
+    traced = _tracer(fn_of_policy, args, kwargs, target, donate)
     return _compared(map(Search(traced).trial, candidates))
 
 
@@ -404,19 +403,20 @@ def plan(
     _check_streamed(streamed, args)
 
     def search(arguments: Sequence[PyTree], is_streamed: bool) -> Search:
-        def traced(policy: ScanCheckpointSpec) -> TracedCall:
-            call = _program(fn_of_policy, policy), arguments, kwargs
-            return trace_call(call, target, donate)
-
+        traced = _tracer(fn_of_policy, arguments, kwargs, target, donate)
         return Search(traced, most, most_on_host, cache, show, is_streamed, layers)
 
+    # Streamed weights cost transfers, so they are tried only where nothing fits with
+    # weights on the device.
     searches = [search(args, False)]
     chosen = searches[0].least(candidates)
     if chosen is None and streamed is not None:
         searches.append(search(streamed, True))
         chosen = searches[1].least(candidates)
-    trials = (each.compiled.values() for each in searches)
-    tried = _compared(itertools.chain.from_iterable(trials))
+    trials: list[Trial] = []
+    for each in searches:
+        trials += each.compiled.values()
+    tried = _compared(trials)
     if chosen is None:
         raise BudgetError(_nothing_fits(tried, most, most_on_host))
     assert chosen.report is not None
@@ -431,6 +431,22 @@ def _check_streamed(streamed: Any, args: Sequence[PyTree]) -> None:
             f"streamed is the {len(args)} arguments in order, with weights on the host,"
             f" as in (streaming.to_host(model), x); got {type(streamed).__name__}."
         )
+
+
+def _tracer(
+    fn_of_policy: Callable[[ScanCheckpointSpec], Callable[..., Any]],
+    args: Sequence[PyTree],
+    kwargs: dict[str, PyTree],
+    target: str | Target,
+    donate: str | Sequence[str],
+) -> Callable[[ScanCheckpointSpec], TracedCall]:
+    """What a `Search` traces the program under a policy with."""
+
+    def traced(policy: ScanCheckpointSpec) -> TracedCall:
+        call = _program(fn_of_policy, policy), args, kwargs
+        return trace_call(call, target, donate)
+
+    return traced
 
 
 def _program(
@@ -452,6 +468,7 @@ def _program(
 
 def _check_policies(candidates: Any) -> None:
     """Refuse none, and a policy in place of several."""
+    # A policy's name, such as "nested", is a sequence too: of letters.
     if not isinstance(candidates, list | tuple):
         raise TypeError(
             f"candidates is a list of policies; got {candidates!r}. For one write"

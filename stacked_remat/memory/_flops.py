@@ -93,8 +93,8 @@ class Flops:
     @property
     def reasons(self) -> tuple[str, ...]:
         """Why the figures are not exact, as lines of a table."""
-        at_least = [f"FLOP at least: {reason}" for reason in self.too_low]
-        at_most = [f"FLOP at most: {reason}" for reason in self.too_high]
+        at_least = map("FLOP at least: {}".format, self.too_low)
+        at_most = map("FLOP at most: {}".format, self.too_high)
         return (*at_least, *at_most)
 
 
@@ -162,18 +162,22 @@ class _Counter:
         """The cost of one equation; `active` is of its operands, and `used` has the
         variables that anything reads.
         """
-        name, params = eqn.primitive.name, eqn.params
+        name = eqn.primitive.name
+        params = eqn.params
         scopes = str(eqn.source_info.name_stack)
+        # Names within a called jaxpr start anew, so what a scope around the call says
+        # of kernels is handed down.
         products = products_in(scopes) or products
         if name == "scan":
-            inside = _active_in_loop(params["jaxpr"], active, *_scan_parts(eqn))
-            return self.run(params["jaxpr"], inside, products) * params["length"]
+            body = params["jaxpr"]
+            inside = _active_in_loop(body, active, *_scan_parts(eqn))
+            return self.run(body, inside, products) * params["length"]
         if name == "while":
             return self._while(eqn, scopes, active, products)
         if name == "cond":
-            costs = [
-                self.run(branch, active[1:], products) for branch in params["branches"]
-            ]
+            costs = []
+            for branch in params["branches"]:  # whose operands come after the index
+                costs.append(self.run(branch, active[1:], products))
             return _of_branches(eqn, scopes, costs)
         if name == "shard_map":
             # The body is what each device runs, and costs are sums over devices. Over
@@ -213,6 +217,7 @@ class _Counter:
         """A Pallas kernel: what a named scope says, or its body times the steps of its
         grid.
         """
+        # Where a kernel skips blocks, as for causal attention, the grid says too much.
         if products is not None:
             return Flops(matmul=products)
         if "grid_mapping" not in eqn.params:
@@ -226,6 +231,7 @@ class _Counter:
 
     def _leaf(self, eqn: Any, products: int | None) -> Flops:
         """The cost of an equation that calls nothing with its own operands."""
+        # JAX binds cuDNN's attention as `dot_product_attention_fwd_wrapper`.
         name = eqn.primitive.name.removesuffix("_wrapper")
         if name == "device_put":
             return _transfers(eqn)
@@ -244,8 +250,11 @@ class _Counter:
     def _while(
         self, eqn: Any, scopes: str, active: tuple[bool, ...], products: int | None
     ) -> Flops:
-        params, num_carry = eqn.params, len(eqn.outvars)
-        body, operands = params["body_jaxpr"], active[params["cond_nconsts"] :]
+        params = eqn.params
+        num_carry = len(eqn.outvars)
+        body = params["body_jaxpr"]
+        # Operands are the condition's constants, the body's, and the carry.
+        operands = active[params["cond_nconsts"] :]
         inside = _active_in_loop(body, operands, len(operands) - num_carry, num_carry)
         cost = self.run(body, inside, products)
         condition = self.run(params["cond_jaxpr"], (), products)
@@ -269,7 +278,9 @@ def _active_in_loop(
     The carry may become active on a later trip than the first.
     """
     end = num_consts + num_carry
-    consts, carry, xs = active[:num_consts], active[num_consts:end], active[end:]
+    consts = active[:num_consts]
+    carry = active[num_consts:end]
+    xs = active[end:]
     carry = active_carry([(_without_dead_code(body), consts, xs)], carry)
     return (*consts, *carry, *xs)
 
@@ -290,7 +301,8 @@ def _of_branches(eqn: Any, scopes: str, costs: Sequence[Flops]) -> Flops:
     platform or a constant decides; a named scope says how often each is taken; or
     nothing, and then the most expensive branch counts, separately for each figure.
     """
-    shares, index = branches_in(scopes), eqn.invars[0]
+    shares = branches_in(scopes)
+    index = eqn.invars[0]
     # `lax.platform_dependent`: platforms of each branch, None for the default.
     for cost, platforms in zip(
         costs, eqn.params.get("branches_platforms") or (), strict=False
@@ -298,12 +310,14 @@ def _of_branches(eqn: Any, scopes: str, costs: Sequence[Flops]) -> Flops:
         if platforms is None or platform() in platforms:
             return cost
     if isinstance(index, Literal):
-        return costs[min(max(int(index.val), 0), len(costs) - 1)]
+        # JAX clamps the index of a conditional.
+        taken = max(int(index.val), 0)
+        return costs[min(taken, len(costs) - 1)]
     if len(shares) == len(costs):
         return sum(map(operator.mul, costs, shares), Flops())
     counts = [cost.counts for cost in costs]
     most = Flops(*map(max, zip(*counts, strict=True)))
-    if any(count != most.counts for count in counts):
+    if len(set(counts)) > 1:
         reason = (
             f"a conditional that depends on data{_where(eqn)} counts its most expensive"
             " branch"
@@ -375,12 +389,14 @@ def _dot_general(eqn: Any) -> int:
     """Each entry of the result is a sum over the contracted axes."""
     (contracted, _), _ = eqn.params["dimension_numbers"]
     shape = eqn.invars[0].aval.shape
-    return 2 * _size(eqn.outvars[0]) * math.prod(shape[axis] for axis in contracted)
+    terms = math.prod(shape[axis] for axis in contracted)
+    return 2 * _size(eqn.outvars[0]) * terms
 
 
 def _conv(eqn: Any) -> int:
     """Each entry of the result is a sum over the kernel of one output feature."""
     kernel = eqn.invars[1].aval
+    # The first of `rhs_spec` is the dimension of output features.
     features = kernel.shape[eqn.params["dimension_numbers"].rhs_spec[0]]
     return 2 * _size(eqn.outvars[0]) * kernel.size // max(features, 1)
 
@@ -410,7 +426,11 @@ def _attention(eqn: Any) -> int:
     keys = eqn.invars[1].aval.shape[1]
     mask, window = eqn.params.get("mask_type"), eqn.params.get("sliding_window_length")
     is_causal = "CAUSAL" in str(getattr(mask, "name", mask)).upper()
-    pairs = min(queries * keys // (2 if is_causal else 1), queries * (window or keys))
+    pairs = queries * keys
+    if is_causal:
+        pairs //= 2
+    if window:
+        pairs = min(pairs, queries * window)
     products = 5 if "bwd" in eqn.primitive.name else 2
     return products * 2 * batch * heads * head_size * pairs
 

@@ -119,10 +119,12 @@ def largest_buffers(program: str) -> tuple[Buffer, ...]:
                 # device's has no number.
                 if "S(" not in layout:
                     buffers.append(Buffer(size, shape, *origin))
+    # Instructions of one line and shape, such as copies, are listed once.
     distinct: dict[tuple[str, str], Buffer] = {}
     for buffer in sorted(buffers, reverse=True):
         distinct.setdefault((buffer.shape, buffer.source), buffer)
     largest = [*distinct.values()][:5]
+    # One below a hundredth of the largest explains nothing.
     return tuple(buffer for buffer in largest if 100 * buffer.size >= largest[0].size)
 
 
@@ -170,6 +172,7 @@ def sent_bytes(program: str, devices: int) -> int:
         if kind.endswith(("-done", "-update")):
             return 0.0  # counted where it started
         of_called = [*map(sent, called)]
+        # Which branch is taken is not known; the most that one sends is counted.
         if kind == "conditional":
             return max(of_called)
         total = sum(of_called)
@@ -185,7 +188,8 @@ def _computations(text: str) -> tuple[dict[str, list[_Instruction]], str]:
     name of the first computation.
     """
     computations: dict[str, list[_Instruction]] = {}
-    entry, body = "", []
+    entry = ""
+    body = []
     for line in text.splitlines():
         if start := _COMPUTATION.match(line):
             is_entry, name = start.groups()
@@ -201,9 +205,11 @@ def _computations(text: str) -> tuple[dict[str, list[_Instruction]], str]:
 def _arrays(types: str) -> list[_Array]:
     arrays = []
     for shape, bits, sizes, layout in _ARRAY.findall(types):
-        # pred has no number of bits, and takes a byte; int4 takes half of one.
-        size = int(bits or 8) * math.prod(map(int, filter(None, sizes.split(","))))
-        arrays.append(_Array(math.ceil(size / 8), shape, layout))
+        # A scalar has no sizes; pred has no number of bits, and takes a byte; four bits
+        # take half of one.
+        entries = math.prod(map(int, filter(None, sizes.split(","))))
+        size = math.ceil(entries * int(bits or 8) / 8)
+        arrays.append(_Array(size, shape, layout))
     return arrays
 
 

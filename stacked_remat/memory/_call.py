@@ -176,6 +176,7 @@ def trace_call(
             " plan and compare take what makes it of a policy: lambda remat: lambda"
             " blocks, x: train_step(blocks, x, remat=remat)."
         )
+    # As `jax.jit` and `eqx.filter_jit` return. Their own donation would be lost.
     if hasattr(fn, "lower") and hasattr(fn, "__wrapped__"):
         raise TypeError(
             "report compiles the function that it is given; got one in a jit. Give it"
@@ -188,7 +189,8 @@ def trace_call(
         _placed(target, mesh, call),
         lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct),
     )
-    # By the arguments as given: devices that are not attached may know no host memory.
+    # Asked of the arguments as given, since devices that are not attached may know no
+    # host memory.
     is_made = jax.tree.map(
         lambda leaf: not target.sizes_host_arguments and bool(_host_memory(leaf)), call
     )
@@ -199,6 +201,7 @@ def trace_call(
     def run(donated: PyTree, kept: PyTree) -> PyTree:
         made = jax.tree.unflatten(structure, _made(host_shapes))
         fn, args, kwargs = eqx.combine(donated, kept, made, static)
+        # What is returned beside arrays is static, and no result of the program.
         return eqx.filter(fn(*args, **kwargs), eqx.is_array)
 
     in_use: Any = contextlib.nullcontext()
@@ -236,6 +239,7 @@ def _mesh_of(target: Target, call: Call) -> Mesh:
     Without axes for one device: a `NamedSharding` is the only kind from which JAX takes
     the memory of a shape, and it needs a mesh.
     """
+    # By shape: a mesh and the abstract mesh of the same axes are one.
     meshes = {}
     for leaf in jax.tree.leaves(call):
         sharding = getattr(leaf, "sharding", None)
@@ -250,11 +254,13 @@ def _mesh_of(target: Target, call: Call) -> Mesh:
             f"arguments lie on different meshes: {sorted(meshes)}; put all of them on"
             " one mesh"
         )
+    # The same axes over the target's devices. An abstract mesh has no devices at all.
     for mesh in meshes.values():
         devices = target.devices(mesh.size)
         if isinstance(mesh, Mesh) and {*mesh.devices.flat} == {*devices}:
             return mesh
-        grid = np.asarray(devices, dtype=object).reshape([*mesh.shape.values()])
+        grid = np.asarray(devices, dtype=object)
+        grid = grid.reshape([*mesh.shape.values()])
         return Mesh(grid, mesh.axis_names, axis_types=mesh.axis_types)
     return Mesh(np.asarray(target.devices()[0], dtype=object), ())
 
@@ -281,6 +287,7 @@ def _placed(target: Target, mesh: Mesh, call: Call) -> PyTree:
             leaf.shape,
             leaf.dtype,
             sharding=NamedSharding(mesh, spec, memory_kind=kind),
+            # A Python scalar's type gives way to others, which makes another program.
             weak_type=bool(getattr(leaf, "weak_type", False)),
         )
 
@@ -305,7 +312,8 @@ def _donated_of(call: Call, donate: str | Sequence[str]) -> PyTree:
     names = {donate} if isinstance(donate, str) else {*donate}
     # Arguments beyond the last parameter are the last one's: it is `*args`.
     parameters = [*inspect.signature(fn).parameters]
-    by_position = (parameters + parameters[-1:] * len(args))[: len(args)]
+    by_position = parameters + parameters[-1:] * len(args)
+    by_position = by_position[: len(args)]
     if missing := sorted(names - {*kwargs, *by_position}):
         raise ValueError(
             f"donate={missing[0]!r} is not an argument of this call: expected 'all' or"
@@ -330,7 +338,7 @@ def _compiled(lowered: Any, target: Target, devices: int) -> dict[str, Any]:
     if isinstance(compiled, jax.errors.JaxRuntimeError):
         message = f"compiling for {target.name!r}: {compiled}"
         if largest := largest_buffers(text):
-            listed = "".join(f"\n  {buffer}" for buffer in largest)
+            listed = "".join(map("\n  {}".format, largest))
             message += f"\nThe largest buffers beside the arguments:{listed}"
         raise DoesNotFit(message) from compiled
     seconds = time.perf_counter() - start
@@ -372,6 +380,8 @@ def _key(lowered: Any, target: Target, devices: int) -> str:
         os.environ.get("LIBTPU_INIT_ARGS", ""),
         *sorted(versions),
         inspect.getsource(_compiled_text),
+        # Without lines of source: after an edit that moves lines alone, what is read
+        # from the folder still names the old ones.
         lowered.as_text(),
     )
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()

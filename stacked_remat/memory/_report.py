@@ -1,9 +1,9 @@
-"""Reports: what a call of a program needs, of memory, FLOPs, transfers and least time;
-and reports under several policies compared.
+"""What a call of a program needs: memory, FLOPs, transfers, least time; and policies
+compared.
 
 Plain records and how they print. `_call.py` makes a `MemoryReport` of each compiled
 program; `_plan.py` puts one for each policy into a `Trial`, and these into a
-`Comparison`. Printing is done by `_table.py`.
+`Comparison`. `_table.py` lays out what is printed.
 """
 
 import dataclasses
@@ -62,6 +62,7 @@ class TimeBound:
         """
         if target.flops is None or target.link is None:
             return None
+        # The link works in both directions at once.
         moved = max(flops.bytes_from_host, flops.bytes_to_host)
         return TimeBound(
             flops.matmul / devices / target.flops, moved / devices / target.link
@@ -124,6 +125,7 @@ class MemoryReport:
             where = f"{self.devices} x {self.target}, per device"
         rows = [("", "device", "host")]
         for name in ("arguments", "outputs", "aliased", "temporaries", "total"):
+            # So that the column adds up to the total.
             sign = -1 if name == "aliased" else 1
             on_device = readable_bytes(sign * getattr(self, name))
             on_host = readable_bytes(sign * getattr(self.host, name))
@@ -147,7 +149,7 @@ class MemoryReport:
                 "the largest buffers beside the arguments, not all of them alive at"
                 " once:"
             )
-        notes += [f"  {buffer}" for buffer in self.largest]
+        notes += map("  {}".format, self.largest)
         return notes
 
     def _transfers(self) -> str:
@@ -188,6 +190,7 @@ class Trial:
         """What tables call it: `'nested'`, or its settings, as `nested=True,
         save_carries='offload'`.
         """
+        # Settings without the class around them; without any, the class is the name.
         name = repr(self.policy)
         if isinstance(self.policy, ScanCheckpointPolicy):
             name = name.removeprefix("ScanCheckpointPolicy(").removesuffix(")") or name
@@ -217,10 +220,12 @@ class Comparison:
             for report in reports
         )
         cells = [_cells(trial.report, size, fewest) for trial in self.trials]
-        headings = [name for name in _COLUMNS if any(name in row for row in cells)]
+        filled = set().union(*cells)
+        headings = [name for name in _COLUMNS if name in filled]
         rows = [["policy", *headings]]
         for trial, row in zip(self.trials, cells, strict=True):
-            rows.append([trial.name, *(row.get(heading, "") for heading in headings)])
+            figures = [row.get(heading, "") for heading in headings]
+            rows.append([trial.name, *figures])
         title = f"{self.title}; sizes in {unit}"
         return as_table(title, rows, self._notes(reports, headings, fewest))
 
@@ -237,11 +242,13 @@ class Comparison:
         reasons = set()
         for report in reports:
             reasons.update(report.flops.reasons)
-        notes += [f"?: {reason}" for reason in sorted(reasons)]
+        notes += map("?: {}".format, sorted(reasons))
         notes += filter(None, map(_COLUMNS.__getitem__, headings))
         for trial in self.trials:
             if trial.failure:
-                notes.append(f"{trial.name}: {str(trial.failure).splitlines()[0]}")
+                # The compiler's message goes on for pages.
+                first_line = str(trial.failure).splitlines()[0]
+                notes.append(f"{trial.name}: {first_line}")
         return [*notes, *self.notes]
 
 

@@ -23,7 +23,8 @@ def as_table(title: str, rows: Sequence[Sequence[str]], notes: Iterable[str]) ->
     lines = _wrapped(title)
     for number, (row_name, *figures) in enumerate(rows):
         name, *more_name = textwrap.wrap(row_name, widths[0]) or [""]
-        cells = [name.ljust(widths[0]), *map(str.rjust, figures, widths[1:])]
+        cells = [name.ljust(widths[0])]
+        cells += map(str.rjust, figures, widths[1:])
         lines.append("  ".join(cells).rstrip())
         lines += more_name
         if number == 0:

@@ -104,12 +104,14 @@ def remat_scan(
 
     def decorated(f: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(f)
-        # Refuses axes that contradict each other, and bound methods.
+        # Flax's own scan is built for its checks alone: it refuses axes that contradict
+        # each other, and bound methods.
         nnx_scan(f, in_axes=in_axes, out_axes=out_axes, graph=True, graph_updates=True)
 
         @functools.wraps(f)
         def scanned(*args: PyTree, **kwargs: PyTree) -> PyTree:
             names, values = _positional(signature, args, kwargs, in_axes)
+            # Within, results are always a tuple, as `_Axes.of_results` is.
             run = f if isinstance(out_axes, tuple) else lambda *args: (f(*args),)
             with nnx.update_context(TAG):
                 results = _run(run, names, values, axes, length, options)
@@ -225,8 +227,11 @@ def _run(
         )
     layers = str(axes.metadata.get(nnx.PARTITION_NAME) or "layers")
     traced = _Traced()
-    step = _step(f, names, [*given], jax.tree.structure(tree), axes, traced)
-    carry, stacked = scan(step, Axis(layers, length), **options)(carry, **marked)
+    structure = jax.tree.structure(tree)
+    step = _step(f, names, [*given], structure, axes, traced)
+    scanned = scan(step, Axis(layers, length), **options)
+    # From here the carry is the last one; outputs have the layers in front.
+    carry, stacked = scanned(carry, **marked)
     leaves = []
     for name, axis in traced.leaves:
         if axis is nnx.Carry:
@@ -277,7 +282,8 @@ def _step(
         layer, results = outputs
         traced.structure = jax.tree.structure(outputs)
         traced.leaves = []
-        carry, changed = {}, {}
+        carry = {}
+        changed = {}
         for name, leaf, axis in named_leaves([*names, "the output"], (*layer, results)):
             traced.leaves.append((name, axis))
             if axis is nnx.Carry:
@@ -328,7 +334,9 @@ def _check_references(before: PyTree, after: PyTree) -> None:
         leaves = jtu.tree_leaves_with_path(tree, is_leaf=is_node)
         return {jtu.keystr(path): id(leaf) for path, leaf in leaves if is_node(leaf)}
 
-    for path, _ in sorted(nodes(before).items() ^ nodes(after).items()):
+    # Paths whose object is another, or that only one of both has.
+    differences = nodes(before).items() ^ nodes(after).items()
+    for path, _ in sorted(differences):
         raise ValueError(
             f"Carry references must be the same between iterations: carry{path} is"
             " another object than went in. Change the values of its variables instead."

@@ -97,6 +97,7 @@ def named_leaves(
             axes = part.metadata
             if not isinstance(axes, tuple):
                 axes = (axes,)
+            # An array is the one state of its part, at the path of the part.
             for state, axis in zip(part.states, axes, strict=True):
                 for below, leaf in jtu.tree_leaves_with_path(state):
                     yield name + jtu.keystr((*path, *below)), leaf, axis

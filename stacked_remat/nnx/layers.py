@@ -60,7 +60,9 @@ def stack(layers: Sequence[nnx.Module], axis_name: str = "layers") -> Any:
                 " with the attributes of one. Use stacked_remat.nnx.pattern(layers) for"
                 " layers of several kinds."
             )
-    states = jax.tree.map(lambda *leaves: jnp.stack(leaves), *map(nnx.state, layers))
+    # The graph of the first stands for all; their variables are stacked leaf by leaf.
+    states = map(nnx.state, layers)
+    states = jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
     states = nnx.spmd.add_axis(states, 0, {nnx.PARTITION_NAME: axis_name})
     return nnx.merge(nnx.graphdef(layers[0]), states)
 
@@ -153,6 +155,7 @@ def _variables(state: PyTree) -> dict[str, Any]:
 
 def _check_apart(layers: Sequence[nnx.Module]) -> None:
     """Refuse layers that share a variable, of which each would train its own copy."""
+    # The layer that has a variable, by the variable's identity.
     owners: dict[int, int] = {}
     for number, layer in enumerate(layers):
         for path, variable in nnx.iter_graph(layer):
@@ -191,6 +194,8 @@ def _difference(one: nnx.Module, other: nnx.Module) -> str | None:
         value, other_value = first.get(path), second.get(path)
         if not _is_equal(value, other_value):
             return f"{path}: {value!r} and {other_value!r}"
+    # What has no value to show: which variables are shared within a layer, and objects
+    # that are compared by identity.
     if nnx.graphdef(one) != nnx.graphdef(other):
         return (
             "their structure: variables that one of them shares, or an attribute that"

@@ -340,10 +340,11 @@ class _Layers:
         result = LayerResult(cotangents.carry)
         if norm is None:
             # In a second sweep the arguments' cotangents are known, and left out.
-            args_mask, kwargs_mask = self.wanted[1:]
+            _, *masks = _of_kind(self.wanted, kind)
+            args_mask, kwargs_mask = map(leaves_or_none, masks)
             result = result._replace(
-                args=masked(cotangents.args, _mask_of_kind(args_mask, kind)),
-                kwargs=masked(cotangents.kwargs, _mask_of_kind(kwargs_mask, kind)),
+                args=masked(cotangents.args, args_mask),
+                kwargs=masked(cotangents.kwargs, kwargs_mask),
             )
         # No layer of this kind is trained; the cotangents go on to earlier layers.
         if kind not in self.layers:
@@ -363,10 +364,6 @@ class _Layers:
         params, state = fused._updated(fused._scaled(gradients, norm), state, params)
         layer = trained.nodes(params)[layers.node]._stacks[kind].stacked
         return result._replace(layer=layer, layer_state=jax.tree.leaves(state))
-
-
-def _mask_of_kind(mask: PyTree, kind: str) -> list[bool]:
-    return leaves_or_none(_of_kind(mask, kind))
 
 
 def _of_kind(tree: PyTree, kind: str) -> PyTree:

@@ -414,8 +414,8 @@ def plan(
         searches.append(search(streamed, True))
         chosen = searches[1].least(candidates)
     trials: list[Trial] = []
-    for each in searches:
-        trials += each.compiled.values()
+    for finished in searches:
+        trials += finished.compiled.values()
     tried = _compared(trials)
     if chosen is None:
         raise BudgetError(_nothing_fits(tried, most, most_on_host))

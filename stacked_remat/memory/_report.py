@@ -280,6 +280,7 @@ def _cells(report: MemoryReport | None, unit: int, fewest: int) -> dict[str, str
         "moved": report.flops.moved,
         "sent": report.sent,
     }
+    # A zero is left out, but not one of temporaries: policies change these.
     cells = {}
     for name, size in sizes.items():
         if size or name == "temp.":

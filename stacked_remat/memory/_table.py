@@ -58,6 +58,7 @@ def common_unit(counts: Iterable[int]) -> tuple[int, str]:
     """The unit in which the largest of some numbers of bytes is readable, in bytes, and
     its name.
     """
+    # 1024**power is the largest unit that is not above the largest number.
     power = max(max(counts, default=0).bit_length() - 1, 0) // 10
     power = min(power, len(_BINARY_UNITS) - 1)
     return 1024**power, _BINARY_UNITS[power]

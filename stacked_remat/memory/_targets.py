@@ -72,15 +72,15 @@ class LocalTarget(Target):
     name: str = "local"
 
     def devices(self, count: int = 1) -> tuple[Any, ...]:
-        found = tuple(jax.devices())
-        if count > len(found):
+        devices = tuple(jax.devices())
+        if count > len(devices):
             raise TargetError(
-                f"target 'local' has {len(found)} device(s), {count} were asked for."
+                f"target 'local' has {len(devices)} device(s), {count} were asked for."
                 " Name another target, or set"
                 f" XLA_FLAGS=--xla_force_host_platform_device_count={count} for virtual"
                 " CPU devices."
             )
-        return found[:count]
+        return devices[:count]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -112,6 +112,7 @@ class CudaTarget(Target):
     sizes_host_arguments: ClassVar[bool] = False
 
     def devices(self, count: int = 1) -> tuple[Any, ...]:
+        # The newer plugin, if both are installed.
         version = next(
             (v for v in (13, 12) if importlib.util.find_spec(f"jax_cuda{v}_plugin")),
             None,
@@ -123,7 +124,7 @@ class CudaTarget(Target):
             )
         options = {"target_config": self.target_config(), "topology": f"1x1x{count}"}
         try:
-            found = _topology(self.name, "cuda", **options)
+            topology = _topology(self.name, "cuda", **options)
         except NotImplementedError:
             # JAX skipped the plugin because it found no driver; the compiler needs
             # none. The backends are initialised first, or JAX would treat the GPU as
@@ -131,8 +132,8 @@ class CudaTarget(Target):
             jax.devices()
             os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
             importlib.import_module(f"jax_plugins.xla_cuda{version}").initialize()
-            found = _topology(self.name, "cuda", **options)
-        return tuple(found.devices)
+            topology = _topology(self.name, "cuda", **options)
+        return tuple(topology.devices)
 
     def target_config(self) -> str:
         """The device as the text proto that XLA takes for a compile-only GPU."""

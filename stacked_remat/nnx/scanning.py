@@ -207,11 +207,11 @@ def _run(
 ) -> PyTree:
     """Scan `f` over the layers, return its results and update the caller's modules."""
     tree = split(args, axes.of_args, "args")
-    given: dict[str, PyTree] = {}
+    inputs: dict[str, PyTree] = {}
     carry: dict[str, PyTree] = {}
     marked: dict[str, PyTree] = {}
     for name, leaf, axis in named_leaves(names, tree):
-        given[name] = leaf
+        inputs[name] = leaf
         if axis is nnx.Carry:
             carry[name] = leaf
         elif axis is None:
@@ -228,7 +228,7 @@ def _run(
     layers = str(axes.metadata.get(nnx.PARTITION_NAME) or "layers")
     traced = _Traced()
     structure = jax.tree.structure(tree)
-    step = _step(f, names, [*given], structure, axes, traced)
+    step = _step(f, names, [*inputs], structure, axes, traced)
     scanned = scan(step, Axis(layers, length), **options)
     # From here the carry is the last one; outputs have the layers in front.
     carry, stacked = scanned(carry, **marked)
@@ -238,8 +238,8 @@ def _run(
             leaves.append(carry[name])
         elif name in stacked:
             leaves.append(jnp.moveaxis(stacked[name], 0, axis))
-        elif name in given:
-            leaves.append(given[name])  # as no layer changes it
+        elif name in inputs:
+            leaves.append(inputs[name])  # as no layer changes it
         else:
             raise ValueError(
                 f"The function adds {name}, and what a layer writes under axis None is"

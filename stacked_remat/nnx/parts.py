@@ -119,6 +119,7 @@ def change_metadata(
         axes = part.metadata
         if not isinstance(axes, tuple):
             return part
+        # Only where the layers are an axis of the array has a layer's array one less.
         states = []
         for state, axis in zip(part.states, axes, strict=True):
             if isinstance(axis, int):

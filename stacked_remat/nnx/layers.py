@@ -182,21 +182,23 @@ def _check_modules(layers: Sequence[nnx.Module]) -> None:
             )
 
 
-def _difference(one: nnx.Module, other: nnx.Module) -> str | None:
+def _difference(first: nnx.Module, second: nnx.Module) -> str | None:
     """The first attribute or variable in which two layers differ, with both values;
     None if they stack.
     """
-    if type(one) is not type(other):
-        return f"their class: {type(one).__name__} and {type(other).__name__}"
-    first, second = _parts(one), _parts(other)
-    for path in first | second:
+    if type(first) is not type(second):
+        return f"their class: {type(first).__name__} and {type(second).__name__}"
+    parts = _parts(first)
+    second_parts = _parts(second)
+    for path in parts | second_parts:
         # An attribute that is None has no path, so one that is missing is None.
-        value, other_value = first.get(path), second.get(path)
-        if not _is_equal(value, other_value):
-            return f"{path}: {value!r} and {other_value!r}"
+        value = parts.get(path)
+        second_value = second_parts.get(path)
+        if not _is_equal(value, second_value):
+            return f"{path}: {value!r} and {second_value!r}"
     # What has no value to show: which variables are shared within a layer, and objects
     # that are compared by identity.
-    if nnx.graphdef(one) != nnx.graphdef(other):
+    if nnx.graphdef(first) != nnx.graphdef(second):
         return (
             "their structure: variables that one of them shares, or an attribute that"
             " is no value"
@@ -204,9 +206,9 @@ def _difference(one: nnx.Module, other: nnx.Module) -> str | None:
     return None
 
 
-def _is_equal(one: Any, other: Any) -> bool:
+def _is_equal(first: Any, second: Any) -> bool:
     # True == 1, and a layer may compute another thing with it.
-    return type(one) is type(other) and bool(one == other)
+    return type(first) is type(second) and bool(first == second)
 
 
 def _parts(layer: nnx.Module) -> dict[str, Any]:

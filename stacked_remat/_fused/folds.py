@@ -1,5 +1,20 @@
-"""The folds that a loss function makes of stacks that are updated, followed in its
-reverse pass.
+"""The fold of a stack as one equation of the traced loss, with a reverse pass of ours.
+
+A fused update needs two things that `jax.grad` of a loss does not give: control of the
+reverse sweep over a stack, and results of that sweep, the updated layers, that are no
+cotangents. `update.py` gets them in three steps:
+
+1. While the loss is traced, a `FollowedStack` is in the place of each trained stack.
+   Its `fold` and `scan` add one equation to the trace: a `FollowedFold`, a primitive
+   whose operands are the arrays of the stack and of the arguments.
+2. `followed` edits the traced jaxpr. It inlines the `jax.jit` calls around each fold,
+   checks that the fold happens once and that nothing else reads the weights, and puts a
+   *follower* into the equation.
+3. `jax.value_and_grad` of the edited program differentiates everything around the
+   folds. At a fold it calls `FollowedFold.vjp_fwd`, which runs the stack's `fold_vjp`
+   or `scan_vjp`, and then `vjp_bwd`, which gives the result's cotangent to the
+   follower. The follower (`update.py`) sweeps back over the layers, updates them,
+   keeps the new ones to itself, and returns the cotangents of the arguments.
 """
 
 import functools
@@ -13,48 +28,58 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax.interpreters import ad
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from .._activity import CALLS, name_of, programs_in
+from .._activity import CALLS, is_in, name_of, programs_in
 from .._block_foldable import BlockFoldable
 from .._compat import HiPrim, without_constants
 from .._static import PyTree, Static
 
 
 class FollowedFold(HiPrim):
-    """A fold, `(stack, init, args, kwargs) -> result`, of the arrays in these.
+    """A fold as a primitive: `(stack, init, args, kwargs) -> result`, arrays only."""
 
-    Its reverse pass is that of a follower, which there is none of while the loss is
-    traced: it begins with what sweeps back and which arrays of `(init, args, kwargs)`
-    have cotangents, and is called with the cotangent of the result. There are none of
-    the stack.
-    """
-
+    # The path of the stack in the model, for errors.
     name: str
+    # `(suffix, stack, init, args, kwargs)` calls the stack's `fold` or `scan`; with the
+    # suffix "_vjp" the method that also returns its reverse sweep.
     call: Callable
+    # What of `(stack, init, args, kwargs)` is no array.
     static: Static
+    # None while the loss is traced; then an object with two methods.
+    # `begin(sweep_back, nonzero)` gets the reverse sweep, and a tree of booleans like
+    # `(init, args, kwargs)` that says what has a cotangent. `follower(cotangent)` runs
+    # the sweep and returns its `SweepResult`.
     follower: Any
 
     def __init__(self, in_types: PyTree, out_types: PyTree, **params: Any) -> None:
-        self.in_avals, self.out_aval, self.params = in_types, out_types, params
+        self.in_avals = in_types
+        self.out_aval = out_types
+        self.params = params
         super().__init__()
 
     def expand(self, *arrays: PyTree) -> PyTree:
-        return eqx.filter(
-            self.call("", *eqx.combine(arrays, self.static.value)), eqx.is_array
-        )
+        operands = eqx.combine(arrays, self.static.value)
+        return eqx.filter(self.call("", *operands), eqx.is_array)
 
     def vjp_fwd(self, nonzero: PyTree, *arrays: PyTree) -> tuple[PyTree, None]:
+        # Without a follower the loss itself is being differentiated as it is traced.
         if self.follower is None:
             raise _refusal(self.name, "a derivative that the loss takes")
-        stack, *given = eqx.combine(arrays, self.static.value)
-        y, sweep_back = self.call("_vjp", stack, *given)
+        operands = eqx.combine(arrays, self.static.value)
+        result, sweep_back = self.call("_vjp", *operands)
         self.follower.begin(sweep_back, nonzero[1:])
-        return eqx.filter(y, eqx.is_array), None
+        # No residuals: the follower holds the sweep, and with it what the policy keeps.
+        return eqx.filter(result, eqx.is_array), None
 
-    def vjp_bwd(self, residuals: None, cotangents: PyTree, *sums: PyTree) -> None:
-        leaves = map(ad.instantiate_zeros, self.out_tree.flatten_up_to(cotangents))
-        result = self.follower(self.out_tree.unflatten(leaves))
-        found = leaves_or_none((result.carry, result.args, result.kwargs))
-        for total, cotangent in zip(leaves_or_none(sums[1:]), found, strict=True):
+    def vjp_bwd(
+        self, residuals: None, cotangents: PyTree, *accumulators: PyTree
+    ) -> None:
+        leaves = self.out_tree.flatten_up_to(cotangents)
+        leaves = map(ad.instantiate_zeros, leaves)
+        swept = self.follower(self.out_tree.unflatten(leaves))
+        # The stack, the first operand, gets no cotangent: its layers are updated.
+        totals = leaves_or_none(accumulators[1:])
+        cotangents_in = leaves_or_none((swept.carry, swept.args, swept.kwargs))
+        for total, cotangent in zip(totals, cotangents_in, strict=True):
             if total is not None and cotangent is not None:
                 total.accum(cotangent)
 
@@ -66,7 +91,10 @@ class FollowedFold(HiPrim):
 
 
 def leaves_or_none(tree: PyTree) -> list[PyTree]:
-    """The leaves of a tree, None being one."""
+    """The leaves of a tree, where None counts as a leaf.
+
+    Lists of two trees of one structure then match entry by entry.
+    """
     return jax.tree.leaves(tree, is_leaf=lambda node: node is None)
 
 
@@ -79,11 +107,14 @@ def _refusal(name: str, what: str) -> TypeError:
 
 
 class FollowedStack(eqx.Module):
-    """What a loss function is given in the place of a stack: it can be folded and
-    scanned, no more.
+    """What a loss function is given in place of a stack: it has `fold` and `scan`,
+    which bind a `FollowedFold`, and refuses whatever else would read the weights.
     """
 
+    # The layers, with tracers as trained arrays.
     _stack: BlockFoldable
+    # The path in the model, as `model.blocks`. Static, so that a jitted function is
+    # traced anew for each stack, and `_inlined` meets no jaxpr twice.
     _name: str = eqx.field(static=True)
 
     def __len__(self) -> int:
@@ -102,11 +133,11 @@ class FollowedStack(eqx.Module):
         args: tuple[PyTree, ...],
         kwargs: dict[str, PyTree],
     ) -> PyTree:
-        options = {
-            name: kwargs.pop(name)
-            for name in ("remat", "unroll", "reverse")
-            if name in kwargs
-        }
+        # These are the loop's own; all other keyword arguments are operands.
+        options = {}
+        for name in ("remat", "unroll", "reverse"):
+            if name in kwargs:
+                options[name] = kwargs.pop(name)
 
         def call(
             suffix: str,
@@ -115,34 +146,37 @@ class FollowedStack(eqx.Module):
             args: tuple[PyTree, ...],
             kwargs: dict[str, PyTree],
         ) -> PyTree:
-            return getattr(stack, verb + suffix)(init, *args, **options, **kwargs)
+            method = getattr(stack, verb + suffix)
+            return method(init, *args, **options, **kwargs)
 
-        arrays, static = eqx.partition((self._stack, init, args, kwargs), eqx.is_array)
-        traced = eqx.filter_make_jaxpr(functools.partial(call, ""))
-        closed, types, rest = traced(self._stack, init, args, kwargs)
+        operands = (self._stack, init, args, kwargs)
+        arrays, static = eqx.partition(operands, eqx.is_array)
+        # Traced here for the types of the result alone; the jaxpr is dropped.
+        trace = eqx.filter_make_jaxpr(functools.partial(call, ""))
+        closed, result_types, result_static = trace(*operands)
+        # A tracer among the constants is an array of the loss that a function closes
+        # over. It is no operand of the primitive, so it would get no gradient.
         if any(isinstance(constant, Tracer) for constant in closed.consts):
             raise ValueError(
                 "In the loss of a fused update, a function passed to"
                 f" {self._name}.{verb} uses arrays of the loss that are not among its"
                 " arguments. Pass these arrays as arguments of their own."
             )
-        params = {
-            "name": self._name,
-            "call": call,
-            "static": Static(static),
-            "follower": None,
-        }
-        return eqx.combine(
-            FollowedFold(*jax.tree.map(jax.typeof, (arrays, types)), **params)(*arrays),
-            rest,
+        types = jax.tree.map(jax.typeof, (arrays, result_types))
+        primitive = FollowedFold(
+            *types, name=self._name, call=call, static=Static(static), follower=None
         )
+        return eqx.combine(primitive(*arrays), result_static)
 
     def __getattr__(self, name: str) -> Any:
+        # What a loss may read without reading a weight.
         if name in ("Block", "Layers", "remat"):
             return getattr(self._stack, name)
+        # Python and JAX ask objects for special methods, which is no use of weights.
         raise AttributeError(name if name.startswith("__") else self._lacks(repr(name)))
 
-    def __getitem__(self, index: object) -> NoReturn:  # iteration calls it too
+    # Iteration calls it too.
+    def __getitem__(self, index: object) -> NoReturn:
         raise TypeError(self._lacks("single layers"))
 
     def _lacks(self, what: str) -> str:
@@ -156,35 +190,48 @@ class FollowedStack(eqx.Module):
 def followed(
     closed: ClosedJaxpr, folds: Iterable[tuple[str, Sequence[Var], Any]]
 ) -> Callable[..., list[PyTree]]:
-    """A loss as a function of its inputs; stacks have a name, weights, and a follower
-    in the reverse pass.
+    """The traced loss as a function of its flat inputs, with a follower in each fold.
+
+    Args:
+        closed: the loss, traced with `FollowedStack`s.
+        folds: for each stack its name, the variables of its trained weights, and the
+            follower.
+
+    Raises:
+        ValueError, TypeError: a stack is not folded exactly once, where it can be
+            followed, or something else reads its weights; names the stack.
     """
     jaxpr, constants = without_constants(closed)
+    # What the loss computes of weights and doesn't use is no use of them.
     jaxpr, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
-    same: dict[Var, Any] = {}
-    equations = [*_inlined(jaxpr, same)]
-    outputs = [_resolve(var, same) for var in jaxpr.outvars]
+    aliases: dict[Var, Any] = {}
+    equations = list(_inlined(jaxpr, aliases))
+    outputs = _resolved(jaxpr.outvars, aliases)
     for name, weights, follower in folds:
-        at = _only_use(equations, weights, name)
-        fold = equations[at].params["_prim"]
-        fold = FollowedFold(
-            fold.in_avals, fold.out_aval, **{**fold.params, "follower": follower}
-        )
-        equations[at] = equations[at].replace(params={"_prim": fold})
-    return functools.partial(
-        eval_jaxpr, jaxpr.replace(eqns=equations, outvars=outputs), (), *constants
-    )
+        position = _only_use(equations, weights, name)
+        traced = equations[position].params["_prim"]
+        # A new primitive: those of a jaxpr are shared with JAX's caches.
+        params = {**traced.params, "follower": follower}
+        fold = FollowedFold(traced.in_avals, traced.out_aval, **params)
+        equations[position] = equations[position].replace(params={"_prim": fold})
+    edited = jaxpr.replace(eqns=equations, outvars=outputs)
+    return functools.partial(eval_jaxpr, edited, (), *constants)
 
 
 def _only_use(equations: Sequence[JaxprEqn], weights: Sequence[Var], name: str) -> int:
-    """Which equation is the one fold of a stack, and alone reads its weights."""
-    found = []
-    for at, eqn in enumerate(equations):
-        read = [var for var in eqn.invars if isinstance(var, Var) and var in weights]
+    """The position of the one equation that folds a stack; refuses other readers of its
+    weights, and folds inside of loops and transformations.
+    """
+    positions = []
+    variables = set(weights)
+    for position, eqn in enumerate(equations):
+        read = [var for var in eqn.invars if is_in(var, variables)]
         if not read:
             continue
         if not _is_fold(eqn) and any(map(_holds_fold, programs_in(eqn))):
             raise _refusal(name, f"`{name_of(eqn)}`")
+        # The stack is the first operand, so a fold of it reads all the weights, in
+        # order and once. A stack that the loss has changed has other variables.
         if not _is_fold(eqn) or read != [*weights]:
             how = "changes" if _is_fold(eqn) else f"uses (in `{name_of(eqn)}`)"
             raise ValueError(
@@ -192,44 +239,48 @@ def _only_use(equations: Sequence[JaxprEqn], weights: Sequence[Var], name: str) 
                 " update gives them to the fold alone: cast or change them in the"
                 " block's own call."
             )
-        found.append(at)
-    if len(found) != 1:
+        positions.append(position)
+    if len(positions) != 1:
         raise ValueError(
-            f"The loss folds {name} {len(found)} times. A fused update needs one call"
-            " of fold or scan: freeze the stack (trainable), or compute its gradient"
-            " with jax.grad."
+            f"The loss folds {name} {len(positions)} times. A fused update needs one"
+            " call of fold or scan: freeze the stack (trainable), or compute its"
+            " gradient with jax.grad."
         )
-    return found[0]
+    return positions[0]
 
 
-def _inlined(jaxpr: Jaxpr, same: dict[Var, Any]) -> Iterator[JaxprEqn]:
-    """The equations of `jaxpr`, with those of the calls that hold a fold in their
-    place.
+def _inlined(jaxpr: Jaxpr, aliases: dict[Var, Any]) -> Iterator[JaxprEqn]:
+    """The equations of `jaxpr`; a call (`jax.jit`) that holds a fold is replaced by the
+    equations of what it calls.
 
-    Puts into `same` for variables what they stand for.
+    JAX differentiates the inside of a call in a trace of its own, out of which a
+    follower could hand no updated layer. Variables are not renamed: `aliases` is filled
+    with what inputs and outputs of inlined calls stand for. No call is inlined twice,
+    as its fold would then be one of two, so each variable has one definition.
     """
     for eqn in jaxpr.eqns:
-        eqn = eqn.replace(invars=[_resolve(var, same) for var in eqn.invars])
-        if eqn.primitive.name not in CALLS or not any(
-            map(_holds_fold, programs_in(eqn))
-        ):
+        eqn = eqn.replace(invars=_resolved(eqn.invars, aliases))
+        is_call = eqn.primitive.name in CALLS
+        if not is_call or not any(map(_holds_fold, programs_in(eqn))):
             yield eqn
             continue
-        (inner,), constants = (
-            programs_in(eqn),
-            getattr(eqn.params["jaxpr"], "consts", ()),
-        )
-        pairs = zip(inner.constvars, constants, strict=True)
-        same |= {var: Literal(value, var.aval) for var, value in pairs}
-        same |= zip(inner.invars, eqn.invars, strict=True)
-        yield from _inlined(inner, same)
-        same |= zip(eqn.outvars, inner.outvars, strict=True)
+        (inner,) = programs_in(eqn)
+        constants = getattr(eqn.params["jaxpr"], "consts", ())
+        for var, value in zip(inner.constvars, constants, strict=True):
+            aliases[var] = Literal(value, var.aval)
+        aliases.update(zip(inner.invars, eqn.invars, strict=True))
+        yield from _inlined(inner, aliases)
+        aliases.update(zip(eqn.outvars, inner.outvars, strict=True))
 
 
-def _resolve(var: Any, same: dict[Var, Any]) -> Any:
-    while isinstance(var, Var) and var in same:
-        var = same[var]
-    return var
+def _resolved(atoms: Iterable[Any], aliases: dict[Var, Any]) -> list[Any]:
+    """What variables stand for, through calls within calls."""
+    resolved = []
+    for atom in atoms:
+        while isinstance(atom, Var) and atom in aliases:
+            atom = aliases[atom]
+        resolved.append(atom)
+    return resolved
 
 
 def _is_fold(eqn: JaxprEqn) -> bool:
@@ -237,6 +288,8 @@ def _is_fold(eqn: JaxprEqn) -> bool:
 
 
 def _holds_fold(jaxpr: Jaxpr) -> bool:
-    return any(
-        _is_fold(eqn) or any(map(_holds_fold, programs_in(eqn))) for eqn in jaxpr.eqns
-    )
+    """Whether there is a fold in `jaxpr`, at any depth."""
+    for eqn in jaxpr.eqns:
+        if _is_fold(eqn) or any(map(_holds_fold, programs_in(eqn))):
+            return True
+    return False

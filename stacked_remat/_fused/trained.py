@@ -1,5 +1,18 @@
-"""Which arrays of a model a fused update trains, and the trees in which an optimizer is
-given them.
+"""Which arrays of a model a fused update trains, and the trees in which the optimizer
+is given them.
+
+`update.py` makes a `Trained` from the model and the user's filter spec, at each `init`
+and each step. It says where the trained stacks are, and builds the trees for calls of
+the optimizer. These are always shaped like the whole model, with None for what takes no
+part, since Optax's masks and labels go by paths in the model:
+
+- `only_layer`: one layer's arrays, without the layers' axis, in the stack's place. The
+  optimizer is called with this for each layer.
+- `rest`: all that is trained outside of stacks. The optimizer is called with this once.
+
+One call for each layer gives the same updates as one call for all only if no update
+depends on two layers' gradients. `coupling` proves that before anything is trained: it
+traces the optimizer and follows which outputs can depend on which gradients.
 """
 
 import dataclasses
@@ -24,45 +37,51 @@ from .folds import leaves_or_none
 
 
 def masked(tree: PyTree, mask: Iterable[bool]) -> PyTree:
-    """A tree with None in the place of the leaves, None being one, that the mask leaves
-    out.
+    """A tree with None for the leaves that the mask leaves out.
+
+    The mask has an entry for each leaf, None being one.
     """
     leaves, structure = jax.tree.flatten(tree, is_leaf=lambda node: node is None)
-    kept = [leaf if is_ else None for leaf, is_ in zip(leaves, mask, strict=True)]
+    pairs = zip(leaves, mask, strict=True)
+    kept = [leaf if is_kept else None for leaf, is_kept in pairs]
     return jax.tree.unflatten(structure, kept)
 
 
-def _with_block(node: StackedKinds, kind: str, block: PyTree) -> PyTree:
-    """Stacks with another block of a kind."""
-    return node._with_blocks(
-        node._per_kind(lambda name, stack: block if name == kind else stack.stacked)
-    )
+def _with_block(stacks: StackedKinds, kind: str, block: PyTree) -> PyTree:
+    """Stacks with another block (whose arrays may be of one layer) for one kind."""
+
+    def block_of(name: str, stack: Stacked) -> PyTree:
+        return block if name == kind else stack.stacked
+
+    return stacks._with_blocks(stacks._per_kind(block_of))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TrainedLayers:
-    """Layers of one kind; `mask` says which leaves of a layer are trained, None being a
-    leaf.
-    """
+    """The layers of one kind in one stack; some of their arrays are trained."""
 
+    # Index of their stack in `Trained.nodes`.
     node: int
+    # Name of the kind in a `StackedPattern`; "" in a `Stacked`.
     kind: str
+    # The layers, with what is not trained.
     stack: Stacked
+    # For each leaf of a layer, None being a leaf: whether it is trained.
     mask: list[bool]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Trained:
-    """A model, and `trained`, the same with None in the place of arrays that are not
-    trained.
-
-    Nodes are the model's leaves, stacks being leaves; `names` has those that are stacks
-    with trained arrays.
+    """A model and what of it is trained. Its *nodes* are its leaves, where a whole
+    `Stacked` or `StackedPattern` is one leaf.
     """
 
     model: PyTree
+    # The model with None for arrays that are not trained.
     trained: PyTree
+    # The tree structure whose leaves are the nodes.
     structure: Any
+    # By index of node, the path of each stack with trained arrays, as `model.blocks`.
     names: dict[int, str]
 
     @staticmethod
@@ -71,15 +90,15 @@ class Trained:
             model, is_leaf=lambda node: isinstance(node, StackedKinds)
         )
         trained = eqx.filter(model, trainable)
-        own = structure.flatten_up_to(trained)
-        names = {
-            i: f"model{jtu.keystr(path)}"
-            for i, (path, node) in enumerate(paths_and_nodes)
-            if isinstance(node, StackedKinds) and jax.tree.leaves(own[i])
-        }
-        found = Trained(model, trained, structure, names)
-        found._check()
-        return found
+        names = {}
+        for i, trained_node in enumerate(structure.flatten_up_to(trained)):
+            path, node = paths_and_nodes[i]
+            # A stack without trained arrays is like any other part of the model.
+            if isinstance(node, StackedKinds) and jax.tree.leaves(trained_node):
+                names[i] = f"model{jtu.keystr(path)}"
+        result = Trained(model, trained, structure, names)
+        result._check()
+        return result
 
     def _check(self) -> None:
         if not self.names:
@@ -89,6 +108,7 @@ class Trained:
                 " jax.value_and_grad and optimizer.update."
             )
         for path, leaf in jtu.tree_leaves_with_path(self.trained):
+            # Shapes instead of arrays are taken, for a model that is only sized.
             if not eqx.is_inexact_array(leaf) and not isinstance(
                 leaf, jax.ShapeDtypeStruct
             ):
@@ -96,6 +116,8 @@ class Trained:
                     f"model{jtu.keystr(path)} can't be trained: {leaf!r} is not a"
                     " floating-point array. Leave it out of trainable."
                 )
+        # An array without the layers' axis would be updated at each layer, and each
+        # update would change the layers that the sweep has still to replay.
         nodes = self.nodes(self.trained)
         for i, name in self.names.items():
             for path, leaf in jtu.tree_leaves_with_path(
@@ -115,87 +137,97 @@ class Trained:
 
     def with_nodes(self, tree: PyTree, nodes: dict[int, PyTree]) -> PyTree:
         """A tree like the model, with others in the place of these nodes."""
-        return self.structure.unflatten(
-            [nodes.get(i, node) for i, node in enumerate(self.nodes(tree))]
-        )
+        all_nodes = self.nodes(tree)
+        for i, node in nodes.items():
+            all_nodes[i] = node
+        return self.structure.unflatten(all_nodes)
 
     @functools.cached_property
     def layers(self) -> list[TrainedLayers]:
-        stacks, trained, found = self.nodes(self.model), self.nodes(self.trained), []
+        """The trained layers: by stack, and within a stack by kind."""
+        stacks = self.nodes(self.model)
+        trained = self.nodes(self.trained)
+        layers = []
         for i in self.names:
-            for kind, own in trained[i]._stacks.items():
-                mask = [leaf is not None for leaf in leaves_or_none(own)]
+            for kind, trained_stack in trained[i]._stacks.items():
+                mask = [leaf is not None for leaf in leaves_or_none(trained_stack)]
                 if any(mask):
-                    found.append(TrainedLayers(i, kind, stacks[i]._stacks[kind], mask))
-        return found
+                    stack = stacks[i]._stacks[kind]
+                    layers.append(TrainedLayers(i, kind, stack, mask))
+        return layers
 
     @property
     def rest(self) -> PyTree:
-        """What is trained of the model, with None in the place of the arrays of
-        stacks.
-        """
+        """What is trained outside of stacks, with None for their arrays."""
         nodes = self.nodes(self.trained)
-        return self.with_nodes(
-            self.trained, {i: eqx.filter(nodes[i], False) for i in self.names}
-        )
+        for i in self.names:
+            nodes[i] = eqx.filter(nodes[i], False)
+        return self.structure.unflatten(nodes)
 
-    def only_layer(self, own: TrainedLayers, layer: PyTree) -> PyTree:
-        """The model with a layer's trained arrays in its stack's place, and None in the
-        place of others.
+    def only_layer(self, layers: TrainedLayers, layer: PyTree) -> PyTree:
+        """The model with one layer's trained arrays in its stack's place, and None for
+        all other arrays.
         """
-        none = eqx.filter(self.model, False)
-        node = _with_block(
-            self.nodes(none)[own.node], own.kind, masked(layer, own.mask)
-        )
-        return self.with_nodes(none, {own.node: node})
+        nodes = self.nodes(eqx.filter(self.model, False))
+        block = masked(layer, layers.mask)
+        nodes[layers.node] = _with_block(nodes[layers.node], layers.kind, block)
+        return self.structure.unflatten(nodes)
 
     def check_optimizer(self, optimizer: Any, dtype: DTypeLike | None) -> None:
         """Refuse an optimizer that needs the gradients of several parts of the model at
         once.
         """
-        try:  # two layers find what reads all arrays, such as a norm
-            found = coupling(optimizer, *self._with_layers(2), dtype)
-        # An optimizer that knows arrays by the nodes that hold them may not take two.
+        try:
+            # One layer alone would hide what mixes the gradients of a stack, such as a
+            # global norm; two of each stack show it.
+            reason = coupling(optimizer, *self._with_layers(2), dtype)
         except Exception:
-            found = coupling(optimizer, *self._with_layers(1), dtype)
-        if found is not None:
-            raise ValueError(found)
+            # The two are a tuple in an array's place, which an optimizer that treats
+            # arrays by the module that holds them may not take.
+            reason = coupling(optimizer, *self._with_layers(1), dtype)
+        if reason is not None:
+            raise ValueError(reason)
 
     def _with_layers(self, count: int) -> tuple[PyTree, list[Any]]:
-        """What is trained, with the types of one layer in each stack, and the part that
-        each belongs to.
+        """What is trained, with the types of `count` layers of each kind; and the part
+        that each leaf belongs to: a layer (node, kind, number), or all the rest.
 
-        With a `count` of layers a tuple, of a type for each of them, is in the place of
-        a type.
+        Two layers are a tuple of two types in the place of each array.
         """
         nodes = self.nodes(self.rest)
+        # By node, since the arrays of stacks are among those of the rest in the tree.
         owners = [[(-1, "", 0)] * len(jax.tree.leaves(node)) for node in nodes]
-        for own in self.layers:
-            layer = masked(layer_types(own.stack), own.mask)
-            owners[own.node] += [(own.node, own.kind, k) for k in range(count)] * sum(
-                own.mask
-            )
+        for layers in self.layers:
+            node = layers.node
+            kind = layers.kind
+            block = masked(layer_types(layers.stack), layers.mask)
             if count > 1:
-                layer = jax.tree.map(lambda leaf: (leaf,) * count, layer)
-            nodes[own.node] = _with_block(nodes[own.node], own.kind, layer)
+                block = jax.tree.map(lambda leaf: (leaf,) * count, block)
+            nodes[node] = _with_block(nodes[node], kind, block)
+            of_one_array = [(node, kind, number) for number in range(count)]
+            owners[node] += of_one_array * sum(layers.mask)
         return self.structure.unflatten(nodes), sum(owners, [])
 
 
 def state_of_layers(leaves: Iterable[PyTree], of_one: Any, Layers: Axis) -> PyTree:
-    """The states of all layers as a tree like that of one, from its arrays, which have
-    the layers in front.
+    """The optimizer's states of all layers, as one tree.
 
-    The axis is put in front of the named arrays that have the shapes that their names
-    say; Adafactor's statistics, for one, have not.
+    Args:
+        leaves: the arrays of the state, with the layers in front.
+        of_one: the state of one layer, which gives the structure.
+        Layers: put in front of the axes of named arrays. Only where the array has the
+            shape that its names say: Adafactor's statistics keep the names of the
+            weight and drop a dimension.
     """
 
     def with_axis(leaf: Any) -> Any:
+        # Optax's masks put objects without a shape in place of arrays.
         if not is_named_array(leaf) or not hasattr(leaf.array, "shape"):
-            # what an optimizer has in the place of an array that it leaves out has no
-            # shape
             return leaf
-        is_whole = leaf.array.shape[1:] == tuple(axis.size for axis in leaf.axes)
-        return NamedArray(leaf.array, (Layers, *leaf.axes)) if is_whole else leaf
+        sizes = tuple(axis.size for axis in leaf.axes)
+        if leaf.array.shape[1:] != sizes:
+            return leaf
+        return NamedArray(leaf.array, (Layers, *leaf.axes))
 
     state = jax.tree.unflatten(jax.tree.structure(of_one), leaves)
     return jax.tree.map(with_axis, state, is_leaf=is_named_array)
@@ -204,56 +236,71 @@ def state_of_layers(leaves: Iterable[PyTree], of_one: Any, Layers: Axis) -> PyTr
 def coupling(
     optimizer: Any, params: PyTree, owners: Sequence[Any], dtype: DTypeLike | None
 ) -> str | None:
-    """How an optimizer updates one part by the gradient of another; refuses a state
-    whose types change.
+    """Whether the update of one part of the model depends on the gradient of another:
+    an error message that names both, or None.
 
-    Traces its update of all parts at once and follows the data, through the state to
-    later steps too. Nothing is computed. `params` are types, and `owners` the part that
-    each of them belongs to.
+    The optimizer's update of all parts at once is traced, and for each part the data
+    that depend on its gradient and weights are followed through the jaxpr, and through
+    the state to later steps. Nothing is computed. The answer is conservative: a
+    dependence by zero, which no value shows, counts.
+
+    Args:
+        optimizer: of Optax.
+        params: types of the weights.
+        owners: for each leaf of `params` the part that it belongs to.
+        dtype: what gradients are cast to; None for that of the weights.
+
+    Raises:
+        ValueError: a type in the optimizer's state changes in an update.
     """
     gradients = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype or leaf.dtype), params
     )
     state = jax.eval_shape(optimizer.init, params)
 
-    def step(given: Sequence[PyTree], state: PyTree) -> tuple[PyTree, PyTree]:
-        updates, state = optimizer.update(given[0], state, given[1])
+    def step(gradients: PyTree, params: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
+        updates, state = optimizer.update(gradients, state, params)
         return state, updates
 
-    closed, (after, updates) = jax.make_jaxpr(step, return_shape=True)(
-        (gradients, params), state
-    )
-    _check_types(state, after)
+    trace = jax.make_jaxpr(step, return_shape=True)
+    closed, (state_after, updates) = trace(gradients, params, state)
+    _check_types(state, state_after)
     if len(jax.tree.leaves(updates)) != len(owners):
-        return None  # optax has the error message for it
-    jaxpr, counts = closed.jaxpr, lambda _: True
-    constants, states = (
-        [False] * len(closed.consts),
-        [False] * len(jax.tree.leaves(state)),
-    )
+        return None  # Optax has an error of its own for that, once it is called.
+    # Unlike for derivatives, integers and booleans count: apply_if_finite couples
+    # layers by a flag.
+    active_in = functools.partial(active_outputs, counts=lambda _: True)
+    constants = [False] * len(closed.consts)
+    inactive = [False] * len(jax.tree.leaves(state))
     paths = [jtu.keystr(path) for path, _ in jtu.tree_leaves_with_path(params)]
-    for owner in sorted(set(owners)):
-        own = [other == owner for other in owners]
-        active_in = functools.partial(active_outputs, counts=counts)
-        later = active_carry([(jaxpr, [*constants, *own, *own], ())], states, active_in)
-        found = active_outputs(jaxpr, [*constants, *own, *own, *later], counts)[
-            len(states) :
-        ]
-        coupled = [i for i, is_ in enumerate(found) if is_ and not own[i]]
-        if coupled:
-            updated, read = paths[coupled[0]], paths[own.index(True)]
-            return (
-                f"The optimizer's update of {updated} depends on the gradient of"
-                f" {read}, and a fused update has no two layers' gradients at once. Of"
-                " the transformations of optax, clip_by_global_norm and"
-                " apply_if_finite do this. For clipping give fused_update"
-                " max_grad_norm=...; leave the others out. Its arrays are"
-                f" {shortened(paths, most=8)}."
-            )
+    for part in sorted(set(owners)):
+        # Its weights count as its gradients do: of other layers the optimizer, which is
+        # called for one layer at a time, gets neither.
+        in_part = [owner == part for owner in owners]
+        inputs = [*constants, *in_part, *in_part]
+        # The state is the carry of a loop over training steps.
+        in_state = active_carry([(closed.jaxpr, inputs, ())], inactive, active_in)
+        outputs = active_in(closed.jaxpr, [*inputs, *in_state])
+        in_updates = outputs[len(inactive) :]
+        for path, is_active, is_own in zip(paths, in_updates, in_part, strict=True):
+            if is_active and not is_own:
+                return _coupled(path, paths[in_part.index(True)], paths)
     return None
 
 
+def _coupled(updated: str, read: str, paths: Sequence[str]) -> str:
+    return (
+        f"The optimizer's update of {updated} depends on the gradient of"
+        f" {read}, and a fused update has no two layers' gradients at once. Of"
+        " the transformations of optax, clip_by_global_norm and"
+        " apply_if_finite do this. For clipping give fused_update"
+        " max_grad_norm=...; leave the others out. Its arrays are"
+        f" {shortened(paths, most=8)}."
+    )
+
+
 def _check_types(before: PyTree, after: PyTree) -> None:
+    # As far as both go; a structure that changes mostly shows as another path.
     pairs = zip(
         jtu.tree_leaves_with_path(before),
         jtu.tree_leaves_with_path(after),

@@ -1,5 +1,25 @@
-"""`fused_update`: an optimizer applied to each layer of a stack as soon as its gradient
-exists.
+"""`fused_update`: an optimizer that is applied to each layer within the backward pass.
+
+One step (`_step`):
+
+1. `_followed_loss` traces the loss with a stand-in for each trained stack and puts a
+   follower, a `_Layers`, into the fold of each (`folds.py`).
+2. `jax.value_and_grad` differentiates the result. When its reverse pass reaches a fold,
+   the follower sweeps back over the layers with a visitor, `_Layers._visit`. For each
+   layer, last to first, that computes the layer's gradient, applies the optimizer to
+   the layer and its slice of the state, and returns both; the sweep writes them over
+   the old ones. So at most one layer's gradient exists at a time.
+3. What is trained outside of stacks has ordinary gradients, and is updated at the end.
+
+Clipping by the global norm needs the norm before the first update, and the norm needs
+all gradients. As no gradient is kept, the sweep runs twice with `max_grad_norm`: in the
+reverse pass it only adds up squares, and after it, with the norm known, it computes
+each layer's gradient again and updates the layer. Without `max_grad_norm` the squares
+are added up in the one sweep, since the step returns the norm.
+
+The updated layers leave the reverse pass through the follower's fields, since a rule
+for derivatives can return cotangents only. Everything happens in one trace, so the
+fields hold tracers of the step, and live as long as the call of `_step`.
 """
 
 import dataclasses
@@ -128,7 +148,7 @@ def fused_update(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class FusedUpdate:
-    """The step of `fused_update`."""
+    """The step of `fused_update`; the fields are its arguments."""
 
     loss: Callable[..., Any]
     optimizer: Any
@@ -140,8 +160,8 @@ class FusedUpdate:
     def init(self, model: PyTree) -> FusedState:
         """The optimizer's state for a model.
 
-        For a stack with a trained array on the host, what the state has of matrices is
-        there too.
+        For a stack with a trained array on the host, the matrices in its state are on
+        the host too.
 
         Raises:
             ValueError: nothing is trained, layers share a trained array, or the
@@ -152,124 +172,134 @@ class FusedUpdate:
         return self._first_state(trained)
 
     def _first_state(self, trained: Trained) -> FusedState:
-        stacks = tuple(self._state_of(trained, own) for own in trained.layers)
-        return FusedState(stacks, self.optimizer.init(trained.rest))
+        stacks = [self._state_of(trained, layers) for layers in trained.layers]
+        return FusedState(tuple(stacks), self.optimizer.init(trained.rest))
 
-    def _state_of(self, trained: Trained, own: TrainedLayers) -> PyTree:
-        on_host = has_host_arrays(masked(own.stack.stacked, own.mask))
+    def _state_of(self, trained: Trained, layers: TrainedLayers) -> PyTree:
+        """The states of all layers of a kind: a scan of the optimizer's `init`."""
+        stack = layers.stack
+        on_host = has_host_arrays(masked(stack.stacked, layers.mask))
+
+        # As `streaming` places weights: matrices on the host, vectors on the device.
+        def placed(leaf: Any) -> Any:
+            moves = on_host and moves_to_host(leaf.shape, leaf.dtype)
+            return to_host(leaf) if moves else leaf
 
         def init(_: None, layer: PyTree) -> tuple[None, list[PyTree]]:
-            leaves = jax.tree.leaves(
-                self.optimizer.init(trained.only_layer(own, layer))
-            )
-            return None, [
-                (
-                    to_host(leaf)
-                    if on_host and moves_to_host(leaf.shape, leaf.dtype)
-                    else leaf
-                )
-                for leaf in leaves
-            ]
+            state = self.optimizer.init(trained.only_layer(layers, layer))
+            return None, [placed(leaf) for leaf in jax.tree.leaves(state)]
 
-        _, leaves = scan(init, own.stack.Layers)(None, own.stack.stacked)
-        return state_of_layers(
-            leaves, self._layer_state(trained, own), own.stack.Layers
-        )
+        _, leaves = scan(init, stack.Layers)(None, stack.stacked)
+        of_one = self._layer_state(trained, layers)
+        return state_of_layers(leaves, of_one, stack.Layers)
 
-    def _layer_state(self, trained: Trained, own: TrainedLayers) -> PyTree:
-        return jax.eval_shape(
-            self.optimizer.init, trained.only_layer(own, layer_types(own.stack))
-        )
+    def _layer_state(self, trained: Trained, layers: TrainedLayers) -> PyTree:
+        """The types of one layer's state."""
+        layer = trained.only_layer(layers, layer_types(layers.stack))
+        return jax.eval_shape(self.optimizer.init, layer)
 
     def __call__(
         self, model: PyTree, state: FusedState, /, *args: PyTree, **kwargs: PyTree
     ) -> FusedResult:
         """One step: `(model, state, *args, **kwargs)` to a `FusedResult`."""
         trained = Trained.of(model, self.trainable)
-        given, structure = jax.tree.flatten(state)
+        # A state of another model would fail late, within a loop over layers.
+        leaves, structure = jax.tree.flatten(state)
         like = jax.eval_shape(lambda: self._first_state(trained))
+        shapes = [leaf.shape for leaf in jax.tree.leaves(like)]
         fits = isinstance(state, FusedState) and len(state.stacks) == len(like.stacks)
-        if not fits or [*map(jnp.shape, given)] != [
-            leaf.shape for leaf in jax.tree.leaves(like)
-        ]:
+        if not fits or [*map(jnp.shape, leaves)] != shapes:
             raise ValueError(
                 "The step takes the model and then the state that its init makes for"
                 f" this model; got {describe(state)}. Write state = update.init(model),"
                 " and update(model, state, ...)."
             )
-        # Equal but for the policies of stacks, which may have changed since the state
-        # was made.
-        state = jax.tree.unflatten(jax.tree.structure(like), given)
+        # States contain trees like the model, so their structure contains each stack's
+        # policy, which may have changed since the state was made. The step runs with
+        # today's structure, and returns the state in the one that it was given, as a
+        # loop over steps needs.
+        state = jax.tree.unflatten(jax.tree.structure(like), leaves)
         result = _step(
             self, trained, state, lambda model: self.loss(model, *args, **kwargs)
         )
-        return result._replace(
-            state=jax.tree.unflatten(structure, jax.tree.leaves(result.state))
-        )
+        new_leaves = jax.tree.leaves(result.state)
+        return result._replace(state=jax.tree.unflatten(structure, new_leaves))
 
     def _scaled(self, gradients: list[PyTree], norm: Any) -> list[PyTree]:
-        """The gradients, scaled down where their `norm` is greater than the
-        greatest.
-        """
-        most = self.max_grad_norm
-        if most is None:
+        """The gradients, scaled down where the global `norm` is above the limit."""
+        limit = self.max_grad_norm
+        if limit is None:
             return gradients
-        return [
-            jnp.where(norm < most, leaf, leaf / norm.astype(leaf.dtype) * most)
-            for leaf in gradients
-        ]
+        # The expression of optax.clip_by_global_norm, for the same rounding.
+        scaled = []
+        for leaf in gradients:
+            clipped = leaf / norm.astype(leaf.dtype) * limit
+            scaled.append(jnp.where(norm < limit, leaf, clipped))
+        return scaled
 
     def _cast(self, gradients: list[PyTree]) -> list[PyTree]:
         dtype = self.gradient_dtype
-        return (
-            gradients if dtype is None else [leaf.astype(dtype) for leaf in gradients]
-        )
+        if dtype is None:
+            return gradients
+        return [leaf.astype(dtype) for leaf in gradients]
 
     def _updated(
         self, gradients: list[PyTree], state: PyTree, params: PyTree
     ) -> tuple[PyTree, Any]:
-        """`params` after an update by their gradients, and the next state."""
+        """`params` after an update by the leaves of their gradients, and the next
+        state.
+        """
         gradients = jax.tree.unflatten(jax.tree.structure(params), gradients)
         updates, state = self.optimizer.update(gradients, state, params)
-        return (
-            jax.tree.map(
-                lambda leaf, step: (leaf + step).astype(leaf.dtype), params, updates
-            ),
-            state,
-        )
+
+        def added(leaf: Any, update: Any) -> Any:
+            return (leaf + update).astype(leaf.dtype)
+
+        return jax.tree.map(added, params, updates), state
 
 
 def _sum_of_squares(leaves: list[Array]) -> Array:
-    def of_one(leaf: Any) -> Any:
-        size = jnp.abs(leaf)
-        return jnp.sum(
-            jnp.square(
-                size if jnp.finfo(size.dtype).bits > 32 else size.astype(jnp.float32)
-            )
-        )
-
-    return sum(map(of_one, leaves), jnp.zeros(()))
+    """In float32 at least, whatever the dtype of the gradients."""
+    total = jnp.zeros(())
+    for leaf in leaves:
+        size = jnp.abs(leaf)  # of complex numbers too
+        if jnp.finfo(size.dtype).bits <= 32:
+            size = size.astype(jnp.float32)
+        total = total + jnp.sum(jnp.square(size))
+    return total
 
 
 @dataclasses.dataclass(eq=False)
 class _Layers:
-    """The layers of a fold in a step: a follower of the fold, which updates them too.
+    """The follower of one stack's fold in one step: it sweeps back, and updates the
+    layers.
 
-    `kinds` has the layers of each kind that is trained, with their state. `wanted` says
-    which arrays of `(init, args, kwargs)` have cotangents.
+    `begin` and `__call__` are called by the fold's rules for reverse mode, `sweep` also
+    by `_step`.
     """
 
     fused: FusedUpdate
     trained: Trained
+    # The stack; after the sweep that updates, the one with the updated layers.
     stacks: StackedKinds
-    kinds: dict[str, tuple[TrainedLayers, PyTree]]
+    # The trained kinds of its layers, by name ("" in a `Stacked`).
+    layers: dict[str, TrainedLayers]
+    # The optimizer's state for each of these, with the layers in front; after the sweep
+    # that updates, the next state.
+    states: dict[str, PyTree]
+    # The sum over the layers of the squares of their gradients. None until the reverse
+    # pass has reached the fold, which it doesn't if the value does not depend on it.
     squares: Any = None
+    # The cotangent of the fold's result, kept for a second sweep; None for zeros.
     cotangent: PyTree = None
+    # The stack's reverse sweep, from the fold's forward pass.
     sweep_back: SweepBack = dataclasses.field(init=False)
+    # A tree of booleans like `(init, args, kwargs)`: what has a cotangent.
     wanted: Any = dataclasses.field(init=False)
 
     def begin(self, sweep_back: SweepBack, wanted: Any) -> None:
-        self.sweep_back, self.wanted = sweep_back, wanted
+        self.sweep_back = sweep_back
+        self.wanted = wanted
 
     def __call__(self, cotangent: PyTree) -> SweepResult:
         self.cotangent = cotangent
@@ -278,66 +308,66 @@ class _Layers:
         return result
 
     def sweep(self, norm: Any, *, updates: bool) -> SweepResult:
-        """Sweep back, and update the layers."""
-        before = {
-            kind: jax.tree.leaves(state)
-            for kind, (_, state) in self.kinds.items()
-            if updates
-        }
-        given = self.stacks._per_kind(lambda kind, _: before.get(kind, []))
+        """Sweep back over the layers.
+
+        Args:
+            norm: the global norm, in the second sweep of a step that clips; else None.
+            updates: whether to update the layers and their states.
+        """
+
+        def state_leaves(kind: str, _: Any) -> list[PyTree]:
+            return jax.tree.leaves(self.states.get(kind)) if updates else []
+
+        before = self.stacks._per_kind(state_leaves)
         visitor = functools.partial(self._visit, norm, updates)
-        result = self.sweep_back(self.cotangent, visitor, jnp.zeros(()), given)
+        result = self.sweep_back(self.cotangent, visitor, jnp.zeros(()), before)
         if updates:
             self.stacks = result.layers
-            for kind, (own, state) in self.kinds.items():
-                after = _of_kind(result.layer_state, kind)
-                self.kinds[kind] = (
-                    own,
-                    jax.tree.unflatten(jax.tree.structure(state), after),
-                )
+            for kind, state in self.states.items():
+                leaves = _of_kind(result.layer_state, kind)
+                structure = jax.tree.structure(state)
+                self.states[kind] = jax.tree.unflatten(structure, leaves)
         return result
 
     def _visit(
         self, norm: Any, updates: bool, visit: LayerVisit, squares: Any
     ) -> LayerResult:
-        fused, trained, kind, found = (
-            self.fused,
-            self.trained,
-            visit.kind or "",
-            visit.vjp(),
-        )
-        result = LayerResult(found.carry)
-        if norm is None:  # with a norm it is the second sweep, and these are known
-            of_args, of_kwargs = (
-                leaves_or_none(_of_kind(mask, kind)) for mask in self.wanted[1:]
+        """The visitor of one layer; its state is the sum of squares so far."""
+        fused = self.fused
+        trained = self.trained
+        kind = visit.kind or ""
+        cotangents = visit.vjp()
+        result = LayerResult(cotangents.carry)
+        if norm is None:
+            # In a second sweep the arguments' cotangents are known, and left out.
+            _, *masks = _of_kind(self.wanted, kind)
+            args_mask, kwargs_mask = map(leaves_or_none, masks)
+            result = result._replace(
+                args=masked(cotangents.args, args_mask),
+                kwargs=masked(cotangents.kwargs, kwargs_mask),
             )
-            result = LayerResult(
-                found.carry,
-                args=masked(found.args, of_args),
-                kwargs=masked(found.kwargs, of_kwargs),
-            )
-        if kind not in self.kinds:
+        # No layer of this kind is trained; the cotangents go on to earlier layers.
+        if kind not in self.layers:
             return result
-        own = self.kinds[kind][0]
+        layers = self.layers[kind]
+        gradients = jax.tree.leaves(masked(cotangents.layer, layers.mask))
         # Without the barrier XLA holds a layer's internals until the optimizer is done.
-        gradients = lax.optimization_barrier(
-            jax.tree.leaves(masked(found.layer, own.mask))
-        )
-        gradients = fused._cast(gradients)
+        gradients = fused._cast(lax.optimization_barrier(gradients))
         result = result._replace(state=squares + _sum_of_squares(gradients))
         if not updates:
             return result
-        before = jax.tree.unflatten(
-            jax.tree.structure(fused._layer_state(trained, own)), visit.layer_state
-        )
-        params = trained.only_layer(own, visit.layer)
-        new, after = fused._updated(fused._scaled(gradients, norm), before, params)
-        layer = trained.nodes(new)[own.node]._stacks[kind].stacked
-        return result._replace(layer=layer, layer_state=jax.tree.leaves(after))
+        # The sweep slices the leaves of all layers' states; their structure is that of
+        # one layer's state.
+        structure = jax.tree.structure(fused._layer_state(trained, layers))
+        state = jax.tree.unflatten(structure, visit.layer_state)
+        params = trained.only_layer(layers, visit.layer)
+        params, state = fused._updated(fused._scaled(gradients, norm), state, params)
+        layer = trained.nodes(params)[layers.node]._stacks[kind].stacked
+        return result._replace(layer=layer, layer_state=jax.tree.leaves(state))
 
 
 def _of_kind(tree: PyTree, kind: str) -> PyTree:
-    """The part of a tree for all layers that is for those of one kind."""
+    """A tree with one kind's value in place of each `per_kind`."""
     return jax.tree.map(
         lambda node: node.values[kind] if kind and isinstance(node, PerKind) else node,
         tree,
@@ -363,67 +393,92 @@ def _check_scalar(returned: PyTree, has_aux: bool) -> None:
 
 
 def _step(
-    fused: FusedUpdate, trained: Trained, state: FusedState, of_model: Callable
+    fused: FusedUpdate, trained: Trained, state: FusedState, loss_of_model: Callable
 ) -> FusedResult:
-    names, stacks, own = (
-        trained.names,
-        trained.nodes(trained.model),
-        trained.nodes(trained.trained),
-    )
-
-    def loss(rest: PyTree, weights: Sequence[PyTree]) -> PyTree:
-        nodes = {
-            i: FollowedStack(eqx.combine(new, stacks[i]), name)
-            for (i, name), new in zip(names.items(), weights, strict=True)
-        }
-        return of_model(trained.with_nodes(eqx.combine(rest, trained.model), nodes))
-
-    inputs = trained.rest, [own[i] for i in names]
-    closed, struct, static = eqx.filter_make_jaxpr(loss)(*inputs)
-    variables = jax.tree.unflatten(jax.tree.structure(inputs), closed.jaxpr.invars)[1]
-    states = [*zip(trained.layers, state.stacks, strict=True)]
-    folds = {
-        i: _Layers(
-            fused,
-            trained,
-            stacks[i],
-            {each[0].kind: each for each in states if each[0].node == i},
-        )
-        for i in names
-    }
-    run = followed(
-        closed,
-        zip(
-            names.values(), map(jax.tree.leaves, variables), folds.values(), strict=True
-        ),
-    )
-
-    def evaluate(*inputs: PyTree) -> PyTree:
-        outputs = run(*jax.tree.leaves(inputs))
-        returned = eqx.combine(
-            jax.tree.unflatten(jax.tree.structure(struct), outputs), static
-        )
-        _check_scalar(returned, fused.has_aux)
-        return returned if fused.has_aux else (returned, None)
-
-    # There are no gradients of weights, for which JAX makes zeros that nothing reads.
-    returned, (found, _) = jax.value_and_grad(evaluate, (0, 1), has_aux=True)(*inputs)
-    gradients = fused._cast(jax.tree.leaves(found))
+    folds = _folds(fused, trained, state)
+    nodes = trained.nodes(trained.trained)
+    inputs = trained.rest, [nodes[i] for i in folds]
+    evaluate = _followed_loss(fused, trained, loss_of_model, folds, inputs)
+    # A fold is differentiated only if something of it is, so the weights are among the
+    # arguments. Their own gradients are zeros, which XLA removes as unused.
+    differentiate = jax.value_and_grad(evaluate, (0, 1), has_aux=True)
+    # The followers run within this call: in the forward pass and in the reverse pass.
+    returned, (rest_gradients, _) = differentiate(*inputs)
+    gradients = fused._cast(jax.tree.leaves(rest_gradients))
     for fold in folds.values():
-        if fold.squares is None:  # the value does not depend on it
+        if fold.squares is None:
+            # The gradient is zero, and the optimizer may still change the weights.
             fold(None)
-    norm = jnp.sqrt(
-        sum((fold.squares for fold in folds.values()), _sum_of_squares(gradients))
-    )
+    # The norm is that of the gradients as the optimizer gets them: after the cast.
+    squares = _sum_of_squares(gradients)
+    for fold in folds.values():
+        squares = squares + fold.squares
+    norm = jnp.sqrt(squares)
     if fused.max_grad_norm is not None:
         for fold in folds.values():
             fold.sweep(norm, updates=True)
-    new, of_rest = fused._updated(
-        fused._scaled(gradients, norm), state.rest, trained.rest
-    )
-    after = tuple(after for fold in folds.values() for _, after in fold.kinds.values())
-    model = trained.with_nodes(
-        eqx.combine(new, trained.model), {i: fold.stacks for i, fold in folds.items()}
-    )
+    gradients = fused._scaled(gradients, norm)
+    rest, rest_state = fused._updated(gradients, state.rest, trained.rest)
+    stacks = {}
+    states = []
+    for i, fold in folds.items():
+        stacks[i] = fold.stacks
+        states += fold.states.values()
+    model = trained.with_nodes(eqx.combine(rest, trained.model), stacks)
     value = returned if fused.has_aux else returned[0]
-    return FusedResult(model, FusedState(after, of_rest), value, norm)
+    return FusedResult(model, FusedState(tuple(states), rest_state), value, norm)
+
+
+def _folds(
+    fused: FusedUpdate, trained: Trained, state: FusedState
+) -> dict[int, _Layers]:
+    """The followers, by the index of their stack; in the order of `state.stacks`, as
+    `trained.layers` is.
+    """
+    stacks = trained.nodes(trained.model)
+    folds = {i: _Layers(fused, trained, stacks[i], {}, {}) for i in trained.names}
+    for layers, layers_state in zip(trained.layers, state.stacks, strict=True):
+        fold = folds[layers.node]
+        fold.layers[layers.kind] = layers
+        fold.states[layers.kind] = layers_state
+    return folds
+
+
+def _followed_loss(
+    fused: FusedUpdate,
+    trained: Trained,
+    loss_of_model: Callable,
+    folds: dict[int, _Layers],
+    inputs: tuple[PyTree, list[PyTree]],
+) -> Callable[..., tuple[PyTree, PyTree]]:
+    """The loss with followed folds: `(rest, weights of each stack) -> (value, aux)`.
+
+    It is traced with `inputs`, and takes others of their types.
+    """
+    stacks = trained.nodes(trained.model)
+
+    def loss(rest: PyTree, weights: Sequence[PyTree]) -> PyTree:
+        nodes = {}
+        for i, stack_weights in zip(folds, weights, strict=True):
+            stack = eqx.combine(stack_weights, stacks[i])
+            nodes[i] = FollowedStack(stack, trained.names[i])
+        return loss_of_model(
+            trained.with_nodes(eqx.combine(rest, trained.model), nodes)
+        )
+
+    closed, output_types, output_static = eqx.filter_make_jaxpr(loss)(*inputs)
+    # Which variables of the jaxpr are a stack's weights.
+    input_structure = jax.tree.structure(inputs)
+    _, variables = jax.tree.unflatten(input_structure, closed.jaxpr.invars)
+    variables = map(jax.tree.leaves, variables)
+    followers = zip(trained.names.values(), variables, folds.values(), strict=True)
+    run = followed(closed, followers)
+
+    def evaluate(*inputs: PyTree) -> tuple[PyTree, PyTree]:
+        outputs = run(*jax.tree.leaves(inputs))
+        outputs = jax.tree.unflatten(jax.tree.structure(output_types), outputs)
+        returned = eqx.combine(outputs, output_static)
+        _check_scalar(returned, fused.has_aux)
+        return returned if fused.has_aux else (returned, None)
+
+    return evaluate

@@ -1,4 +1,19 @@
-"""Traces and compiles a program for a target, without running it."""
+"""Traces and compiles a program for a target, without running it.
+
+`report` is the public function; `plan` and `compare` (`_plan.py`) call `trace_call` and
+then `TracedCall.report` themselves, since they often need FLOPs alone.
+
+`trace_call` puts shapes on the target's devices in place of the arguments (`_placed`),
+on one device or on a mesh like theirs (`_mesh_of`), and traces the function on them;
+`_flops.py` counts what was traced. `TracedCall.report` compiles that. XLA's compiler
+gives the bytes of arguments, results and temporaries, and `_compiled_text.py` reads the
+rest off the compiled program's text. Compilations can be remembered in a folder.
+
+Two properties of XLA shape this file. Compiled without the device, XLA:GPU counts
+arguments on the host as arguments on the device, so there the traced program makes them
+itself (`trace_call`). And XLA:TPU refuses a program that does not fit, where others
+report its size: that is a `DoesNotFit`.
+"""
 
 import contextlib
 import dataclasses
@@ -20,6 +35,7 @@ import jax.tree_util as jtu
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, use_abstract_mesh
 
+from .._activity import bytes_of
 from .._compat import compiled_with_text, made_on_host
 from .._files import read_json_fields, replaced_whole
 from .._placement import compiled_for
@@ -30,7 +46,7 @@ from ._flops import Flops, count_flops
 from ._report import HostBytes, MemoryReport, TimeBound
 from ._targets import Target, TargetError, find_target, target_of_device
 
-# Fn, args, kwargs
+# A call to size: the function, its arguments, and its keyword arguments.
 Call: TypeAlias = tuple[Callable[..., Any], Sequence[PyTree], dict[str, PyTree]]
 
 
@@ -42,50 +58,60 @@ class DoesNotFit(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class TracedCall:
+    """A call of a function, traced for a target."""
+
     target: Target
+    # How many of the target's devices it runs on.
     devices: int
+    # What `jax.jit(...).trace(...)` returns.
     traced: Any
+    # FLOPs and transfers of the call, summed over devices.
     flops: Flops
 
     def report(self, cache: str | Path | None = None) -> MemoryReport:
         """Compile it, or read what an earlier compilation found in `cache`.
 
-        A folder that can't be written to, and a file that can't be read, are as none.
+        A folder that can't be written to, or a file that can't be read, is ignored.
         """
         with warnings.catch_warnings():
             # Donation that was not used shows in the report.
             warnings.filterwarnings(
                 "ignore", message="Some donated buffers were not usable"
             )
-            with compiled_for(
-                self.target.devices()[0]
-            ):  # primitives that expand into others do so now
+            # Primitives that expand into others do so when they are lowered, and may
+            # choose by device.
+            with compiled_for(self.target.devices()[0]):
                 lowered = self.traced.lower()
             if cache is None:
                 return self._report(_compiled(lowered, self.target, self.devices))
             path = Path(cache) / f"{_key(lowered, self.target, self.devices)}.json"
             with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
                 return self._report(read_json_fields(path))
-            found = _compiled(lowered, self.target, self.devices)
+            fields = _compiled(lowered, self.target, self.devices)
         with contextlib.suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
+            # Whole or not at all: other processes may read the folder.
             with replaced_whole(path, shared=True) as unfinished:
-                unfinished.write_text(json.dumps(found), encoding="utf-8")
-        return self._report(found)
+                unfinished.write_text(json.dumps(fields), encoding="utf-8")
+        return self._report(fields)
 
-    def _report(self, found: dict[str, Any]) -> MemoryReport:
-        target, devices = self.target, self.devices
-        known = target if target.flops else target_of_device(target.devices()[0])
-        largest = tuple(Buffer(*each) for each in found["largest"])
+    def _report(self, fields: dict[str, Any]) -> MemoryReport:
+        """A report with the fields that `_compiled` found, maybe long ago."""
+        target = self.target
+        if not target.flops:
+            # "local" has no figures of its own; the device that it stands for may.
+            target = target_of_device(target.devices()[0]) or target
+        fields = fields | {
+            "host": HostBytes(**fields["host"]),
+            "largest": tuple(Buffer(*buffer) for buffer in fields["largest"]),
+        }
         return MemoryReport(
-            target=target.name,
+            target=self.target.name,
             flops=self.flops,
-            devices=devices,
-            capacity=(known or target).memory,
-            least_time=(
-                None if known is None else TimeBound.of(self.flops, known, devices)
-            ),
-            **found | {"host": HostBytes(**found["host"]), "largest": largest},
+            devices=self.devices,
+            capacity=target.memory,
+            least_time=TimeBound.of(self.flops, target, self.devices),
+            **fields,
         )
 
 
@@ -137,7 +163,12 @@ def report(
 def trace_call(
     call: Call, target: str | Target, donate: str | Sequence[str]
 ) -> TracedCall:
-    """Trace a call as `report` compiles it."""
+    """Trace a call as `report` compiles it.
+
+    The traced function takes the donated arrays and the others, each as a tree like the
+    whole call with None elsewhere. It makes arguments on the host itself, where the
+    target can't size them.
+    """
     fn, _, _ = call
     if not callable(fn):
         raise TypeError(
@@ -145,6 +176,7 @@ def trace_call(
             " plan and compare take what makes it of a policy: lambda remat: lambda"
             " blocks, x: train_step(blocks, x, remat=remat)."
         )
+    # As `jax.jit` and `eqx.filter_jit` return. Their own donation would be lost.
     if hasattr(fn, "lower") and hasattr(fn, "__wrapped__"):
         raise TypeError(
             "report compiles the function that it is given; got one in a jit. Give it"
@@ -153,51 +185,61 @@ def trace_call(
         )
     target = find_target(target)
     mesh = _mesh_of(target, call)
-    placed = _placed(target, mesh, call)
-    arrays, static = eqx.partition(
-        placed, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct)
+    shapes, static = eqx.partition(
+        _placed(target, mesh, call),
+        lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct),
     )
-    # By the arguments as given: devices that are not attached may know no host memory.
+    # Asked of the arguments as given, since devices that are not attached may know no
+    # host memory.
     is_made = jax.tree.map(
         lambda leaf: not target.sizes_host_arguments and bool(_host_memory(leaf)), call
     )
-    to_make, arrays = eqx.partition(arrays, is_made)
-    donated, kept = eqx.partition(arrays, _donated_of(call, donate))
-    shapes, structure = jax.tree.flatten(to_make)
+    to_make, shapes = eqx.partition(shapes, is_made)
+    donated, kept = eqx.partition(shapes, _donated_of(call, donate))
+    host_shapes, structure = jax.tree.flatten(to_make)
 
     def run(donated: PyTree, kept: PyTree) -> PyTree:
-        # XLA would make one array of those that are equal, and one product of those
-        # with both.
-        filled = [
-            made_on_host(
-                jax.typeof(each),
-                lambda type_, k=k: jnp.full(type_.shape, k, type_.dtype),
-            )
-            for k, each in enumerate(shapes)
-        ]
-        fn, args, kwargs = eqx.combine(
-            donated, kept, jax.tree.unflatten(structure, filled), static
-        )
+        made = jax.tree.unflatten(structure, _made(host_shapes))
+        fn, args, kwargs = eqx.combine(donated, kept, made, static)
+        # What is returned beside arrays is static, and no result of the program.
         return eqx.filter(fn(*args, **kwargs), eqx.is_array)
 
-    in_use = (
-        use_abstract_mesh(mesh.abstract_mesh)
-        if mesh.axis_names
-        else contextlib.nullcontext()
-    )
+    in_use: Any = contextlib.nullcontext()
+    if mesh.axis_names:
+        in_use = use_abstract_mesh(mesh.abstract_mesh)
     with compiled_for(target.devices()[0]):
         with in_use:
             traced = jax.jit(run, donate_argnums=0).trace(donated, kept)
         flops = count_flops(traced.jaxpr)
-    # In the place of arguments
-    of_made = sum(shape.size * shape.dtype.itemsize for shape in shapes)
-    return TracedCall(target, mesh.size, traced, flops + Flops(bytes_to_host=-of_made))
+    # Making arguments moves them to the host, which the user's program does not.
+    bytes_made = sum(map(bytes_of, host_shapes))
+    flops += Flops(bytes_to_host=-bytes_made)
+    return TracedCall(target, mesh.size, traced, flops)
+
+
+def _made(shapes: Sequence[Any]) -> list[Any]:
+    """Arrays of these shapes in host memory.
+
+    Each is full of another number: XLA would make one array of two that are equal, and
+    one product of two products with them.
+    """
+    arrays = []
+    for number, shape in enumerate(shapes):
+
+        def full(type_: Any, number: int = number) -> Any:
+            return jnp.full(type_.shape, number, type_.dtype)
+
+        arrays.append(made_on_host(jax.typeof(shape), full))
+    return arrays
 
 
 def _mesh_of(target: Target, call: Call) -> Mesh:
-    """The mesh that a call's arguments lie on, of the target's devices; without axes
-    for one device.
+    """The mesh that a call's arguments lie on, made of the target's devices.
+
+    Without axes for one device: a `NamedSharding` is the only kind from which JAX takes
+    the memory of a shape, and it needs a mesh.
     """
+    # By shape: a mesh and the abstract mesh of the same axes are one.
     meshes = {}
     for leaf in jax.tree.leaves(call):
         sharding = getattr(leaf, "sharding", None)
@@ -212,17 +254,19 @@ def _mesh_of(target: Target, call: Call) -> Mesh:
             f"arguments lie on different meshes: {sorted(meshes)}; put all of them on"
             " one mesh"
         )
+    # The same axes over the target's devices. An abstract mesh has no devices at all.
     for mesh in meshes.values():
         devices = target.devices(mesh.size)
         if isinstance(mesh, Mesh) and {*mesh.devices.flat} == {*devices}:
             return mesh
-        grid = np.asarray(devices, dtype=object).reshape([*mesh.shape.values()])
+        grid = np.asarray(devices, dtype=object)
+        grid = grid.reshape([*mesh.shape.values()])
         return Mesh(grid, mesh.axis_names, axis_types=mesh.axis_types)
     return Mesh(np.asarray(target.devices()[0], dtype=object), ())
 
 
 def _placed(target: Target, mesh: Mesh, call: Call) -> PyTree:
-    """A call with shapes on the mesh in the place of arrays."""
+    """A call with shapes on the mesh in place of arrays, divided as these are."""
 
     def shape(path: Any, leaf: Any) -> Any:
         if not (eqx.is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)):
@@ -235,18 +279,16 @@ def _placed(target: Target, mesh: Mesh, call: Call) -> PyTree:
                 " device memory. Size one device, use a TPU target, or compile on the"
                 " GPUs themselves with target='local'."
             )
-        sharding, weak = (
-            getattr(leaf, "sharding", None),
-            bool(getattr(leaf, "weak_type", False)),
-        )
-        spec = (
-            sharding.spec
-            if isinstance(sharding, NamedSharding) and mesh.size > 1
-            else PartitionSpec()
-        )
-        sharding = NamedSharding(mesh, spec, memory_kind=kind)
+        spec = PartitionSpec()
+        sharding = getattr(leaf, "sharding", None)
+        if mesh.size > 1 and isinstance(sharding, NamedSharding):
+            spec = sharding.spec
         return jax.ShapeDtypeStruct(
-            leaf.shape, leaf.dtype, sharding=sharding, weak_type=weak
+            leaf.shape,
+            leaf.dtype,
+            sharding=NamedSharding(mesh, spec, memory_kind=kind),
+            # A Python scalar's type gives way to others, which makes another program.
+            weak_type=bool(getattr(leaf, "weak_type", False)),
         )
 
     return jtu.tree_map_with_path(shape, call)
@@ -259,14 +301,19 @@ def _host_memory(leaf: Any) -> str | None:
 
 
 def _donated_of(call: Call, donate: str | Sequence[str]) -> PyTree:
-    """What of a call is donated, as a prefix tree of booleans."""
+    """What of a call is donated, as a prefix tree of booleans.
+
+    Raises:
+        ValueError: a name is no argument.
+    """
     if donate == "all" or not donate:
         return bool(donate)
     fn, args, kwargs = call
     names = {donate} if isinstance(donate, str) else {*donate}
-    # The arguments after the last parameter are its own: `*args`.
+    # Arguments beyond the last parameter are the last one's: it is `*args`.
     parameters = [*inspect.signature(fn).parameters]
-    by_position = (parameters + parameters[-1:] * len(args))[: len(args)]
+    by_position = parameters + parameters[-1:] * len(args)
+    by_position = by_position[: len(args)]
     if missing := sorted(names - {*kwargs, *by_position}):
         raise ValueError(
             f"donate={missing[0]!r} is not an argument of this call: expected 'all' or"
@@ -280,58 +327,61 @@ def _donated_of(call: Call, donate: str | Sequence[str]) -> PyTree:
 
 
 def _compiled(lowered: Any, target: Target, devices: int) -> dict[str, Any]:
-    """What the compilation of a `jax.stages.Lowered` tells of a report."""
+    """Compile a `jax.stages.Lowered`, and return the fields of a `MemoryReport` that
+    the compiler knows, as JSON has them.
+
+    Raises:
+        DoesNotFit: with the largest buffers.
+    """
     start = time.perf_counter()
     compiled, text = compiled_with_text(lowered, target.devices()[0].platform)
     if isinstance(compiled, jax.errors.JaxRuntimeError):
-        listed = "".join(f"\n  {each}" for each in largest_buffers(text))
-        largest = (
-            f"\nThe largest buffers beside the arguments:{listed}" if listed else ""
-        )
-        raise DoesNotFit(
-            f"compiling for {target.name!r}: {compiled}{largest}"
-        ) from compiled
-    seconds, stats = time.perf_counter() - start, compiled.memory_analysis()
-    kinds = {
-        "arguments": "argument",
-        "outputs": "output",
-        "temporaries": "temp",
-        "aliased": "alias",
-    }
-    device, host = (
-        {
-            name: getattr(stats, f"{where}{kind}_size_in_bytes")
-            for name, kind in kinds.items()
-        }
-        for where in ("", "host_")
-    )
-    sent = sent_bytes(text, devices) if devices > 1 else 0
-    found = {
-        "host": host,
-        "sent": sent,
+        message = f"compiling for {target.name!r}: {compiled}"
+        if largest := largest_buffers(text):
+            listed = "".join(map("\n  {}".format, largest))
+            message += f"\nThe largest buffers beside the arguments:{listed}"
+        raise DoesNotFit(message) from compiled
+    seconds = time.perf_counter() - start
+    stats = compiled.memory_analysis()
+    return _bytes(stats, "") | {
+        "host": _bytes(stats, "host_"),
+        "sent": sent_bytes(text, devices) if devices > 1 else 0,
         "largest": largest_buffers(text),
         "compile_seconds": seconds,
     }
-    return device | found
+
+
+def _bytes(stats: Any, where: str) -> dict[str, int]:
+    """XLA's figures of one memory, "" for the device's, by our names."""
+    return {
+        "arguments": getattr(stats, f"{where}argument_size_in_bytes"),
+        "outputs": getattr(stats, f"{where}output_size_in_bytes"),
+        "temporaries": getattr(stats, f"{where}temp_size_in_bytes"),
+        "aliased": getattr(stats, f"{where}alias_size_in_bytes"),
+    }
 
 
 def _key(lowered: Any, target: Target, devices: int) -> str:
-    """A name for everything that decides what the compiler does."""
+    """A hash of everything that decides what a report says: the program, the target,
+    versions and flags, and the code that reads the compiled text.
+    """
     device = target.devices()[0]
-    compiler = getattr(getattr(device, "client", None), "platform_version", "")
-    flags = [os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")]
-    versions = sorted(
-        f"{each.name} {each.version}" for each in importlib.metadata.distributions()
-    )
-    versions = [each for each in versions if each.startswith(("jax", "libtpu"))]
-    texts = inspect.getsource(_compiled_text), lowered.as_text()
+    versions = []
+    for package in importlib.metadata.distributions():
+        version = f"{package.name} {package.version}"
+        if version.startswith(("jax", "libtpu")):
+            versions.append(version)
     parts = (
         repr(target),
         str(devices),
-        compiler,
+        getattr(getattr(device, "client", None), "platform_version", ""),
         device.device_kind,
-        *flags,
-        *versions,
-        *texts,
+        os.environ.get("XLA_FLAGS", ""),
+        os.environ.get("LIBTPU_INIT_ARGS", ""),
+        *sorted(versions),
+        inspect.getsource(_compiled_text),
+        # Without lines of source: after an edit that moves lines alone, what is read
+        # from the folder still names the old ones.
+        lowered.as_text(),
     )
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()

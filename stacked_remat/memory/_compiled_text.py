@@ -1,14 +1,19 @@
 """What the text of a compiled program tells: its largest buffers, and the bytes that
 devices send each other.
 
-The compiler does not give its own assignment of buffers for devices that are not
-attached. Collectives appear when it divides the program.
+`_call.py` hands over the optimized HLO of each program that it compiles. Two figures of
+a report are found in nothing else: for devices that are not attached, the compiler does
+not give its assignment of buffers; and collectives appear only when it divides the
+program over devices.
+
+The text has tables of source lines (`_sources`), then computations (`_computations`):
+named lists of instructions, one a line, of which some call other computations.
 """
 
 import functools
+import itertools
 import math
 import re
-from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,27 +23,39 @@ import haliax as hax
 from .._trips import trips_in
 from ._table import readable_bytes
 
+# `%name (parameters) -> type {`; the program's first has ENTRY in front.
 _COMPUTATION = re.compile(r"^(ENTRY )?%([^\s(]+) ?\(.*\{$")
+# `%name = types kind(operands), attributes`.
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%\S+ = (.*?) ([a-z][\w\-]*)\((.*)$")
+# `bf16[8,128]{1,0:T(8,128)S(5)}`: shape, bits of an entry, sizes, layout.
 _ARRAY = re.compile(r"\b((?:pred|[a-z]+(\d+)\w*)\[([\d,]*)\])(\{[^}]*\})?")
+# Attributes that name one computation, or several in braces.
 _CALLED = re.compile(
     r"(?:body|condition|to_apply|calls|\w+_computations?)=(%[\w.\-]+|\{.*?\})"
 )
 _NAME = re.compile(r"%([\w.\-]+)")
+# An entry of a row in the tables of source lines.
 _ENTRY = re.compile(r"(\w+)=(\d+)")
+# The path of named scopes that JAX gives an operation.
 _SCOPES = re.compile(r'op_name="([^"]*)"')
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
 _TRIPS = re.compile(r'known_trip_count":\{"n":"(\d+)"')
+# `[groups,size]<=…`, or `{{0,1},{2,3}}`, or a mesh and those of its axes that form a
+# group.
 _GROUPS = re.compile(
     r"replica_groups=(?:\[\d+,(\d+)\]|\{\{([\d,]*)\}|mesh\[(.*?)\] \{(.*?)\})"
 )
 _COLLECTIVES = re.compile(
     r"(all-gather|all-reduce|reduce-scatter|all-to-all|ragged-all-to-all|collective-permute)(-start)?$"
 )
+# Folders whose lines are not shown as the source of a buffer: their caller's are.
 _LIBRARIES = (
     str(Path(__file__).parents[1]),
-    *(str(Path(str(each.__file__)).parent) for each in (eqx, hax)),
+    str(Path(str(eqx.__file__)).parent),
+    str(Path(str(hax.__file__)).parent),
 )
+# Kinds of instructions whose results are no new buffers: they are those of others, or
+# arguments and constants.
 _ALLOCATES_NOTHING = frozenset(
     "parameter constant iota after-all partition-id replica-id tuple get-tuple-element"
     " while conditional call bitcast optimization-barrier copy-done"
@@ -46,11 +63,17 @@ _ALLOCATES_NOTHING = frozenset(
 )
 
 
+class _Array(NamedTuple):
+    size: int  # in bytes
+    shape: str  # with the dtype, as `f32[8,128]`
+    layout: str  # with the memory, as `{1,0:S(5)}`; "" where the text has none
+
+
 class _Instruction(NamedTuple):
     kind: str
-    results: list[tuple[int, str, str]]  # bytes, shapes and layouts of arrays
-    called: list[str]
-    rest: str  # its line after the opening bracket
+    results: list[_Array]  # several if it returns a tuple
+    called: list[str]  # names of the computations that it calls
+    rest: str  # the line after the opening bracket: operands and attributes
 
 
 class Buffer(NamedTuple):
@@ -78,39 +101,53 @@ def largest_buffers(program: str) -> tuple[Buffer, ...]:
     """The five largest arrays of a program; those of one shape and line of source count
     as one.
     """
-    bodies, _ = _computations(program)
+    computations, _ = _computations(program)
     sources = _sources(program)
-    fused = {
-        name
-        for body in bodies.values()
-        for one in body
-        if one.kind == "fusion"
-        for name in one.called
-    }
+    # A fusion allocates its result, and none of what it computes within.
+    fused: set[str] = set()
+    for instruction in itertools.chain.from_iterable(computations.values()):
+        if instruction.kind == "fusion":
+            fused.update(instruction.called)
+    buffers = []
+    for name in computations.keys() - fused:
+        for instruction in computations[name]:
+            if instruction.kind in _ALLOCATES_NOTHING:
+                continue
+            origin = _origin(instruction, computations, sources)
+            for size, shape, layout in instruction.results:
+                # `S(5)` is the host's memory, `S(1)` of a TPU the one on the chip; the
+                # device's has no number.
+                if "S(" not in layout:
+                    buffers.append(Buffer(size, shape, *origin))
+    # Instructions of one line and shape, such as copies, are listed once.
+    distinct: dict[tuple[str, str], Buffer] = {}
+    for buffer in sorted(buffers, reverse=True):
+        distinct.setdefault((buffer.shape, buffer.source), buffer)
+    largest = [*distinct.values()][:5]
+    # One below a hundredth of the largest explains nothing.
+    return tuple(buffer for buffer in largest if 100 * buffer.size >= largest[0].size)
 
-    def buffer(one: _Instruction, size: int, shape: str) -> Buffer:
-        inside = [inner.rest for name in one.called for inner in bodies.get(name, ())]
-        texts = [one.rest, *(inside[::-1] if one.kind == "fusion" else ())]
-        scope = next(filter(None, map(_SCOPES.search, texts)), None)
-        frames = [found[1] for found in map(_FRAME.search, texts) if found]
-        source = next((sources[frame] for frame in frames if frame in sources), "")
-        return Buffer(size, shape, scope[1] if scope else one.kind, source)
 
-    allocating = [
-        one for name, body in bodies.items() if name not in fused for one in body
-    ]
-    buffers = [
-        buffer(one, size, shape)
-        for one in allocating
-        for size, shape, layout in one.results
-        if one.kind not in _ALLOCATES_NOTHING
-        and "S(" not in layout  # in another memory
-    ]
-    found: dict[tuple[str, str], Buffer] = {}
-    for each in sorted(buffers, reverse=True):
-        found.setdefault((each.shape, each.source), each)
-    largest = [*found.values()][:5]
-    return tuple(each for each in largest if 100 * each.size >= largest[0].size)
+def _origin(
+    instruction: _Instruction,
+    computations: dict[str, list[_Instruction]],
+    sources: dict[str, str],
+) -> tuple[str, str]:
+    """The name of an instruction in the program, and its line of source.
+
+    A fusion has them from what it computes, last first, if none of its own.
+    """
+    texts = [instruction.rest]
+    if instruction.kind == "fusion":
+        for name in reversed(instruction.called):
+            texts += [inner.rest for inner in reversed(computations.get(name, []))]
+    operation = source = ""
+    for text in texts:
+        if not operation and (scopes := _SCOPES.search(text)):
+            operation = scopes[1]
+        if not source and (frame := _FRAME.search(text)):
+            source = sources.get(frame[1], "")
+    return operation or instruction.kind, source
 
 
 def sent_bytes(program: str, devices: int) -> int:
@@ -126,45 +163,54 @@ def sent_bytes(program: str, devices: int) -> int:
     def sent(name: str) -> float:
         return sum(map(of_instruction, computations.get(name, ())))
 
-    def of_instruction(one: _Instruction) -> float:
-        if found := _COLLECTIVES.match(one.kind):
-            size = sum(size for size, _, _ in one.results)
-            return _sent_in(found[1], bool(found[2]), size, _group(one.rest, devices))
-        if one.kind.endswith(("-done", "-update")):  # of what has started
-            return 0.0
-        called = [*map(sent, one.called)]
-        if one.kind == "conditional":
-            return max(called)
-        return sum(called) * (
-            _trips(one, computations) if one.kind == "while" and any(called) else 1
-        )
+    def of_instruction(instruction: _Instruction) -> float:
+        kind, results, called, rest = instruction
+        if collective := _COLLECTIVES.match(kind):
+            size = sum(array.size for array in results)
+            starts = bool(collective[2])
+            return _sent_in(collective[1], starts, size, _group(rest, devices))
+        if kind.endswith(("-done", "-update")):
+            return 0.0  # counted where it started
+        of_called = [*map(sent, called)]
+        # Which branch is taken is not known; the most that one sends is counted.
+        if kind == "conditional":
+            return max(of_called)
+        total = sum(of_called)
+        if kind == "while" and total:
+            return total * _trips(instruction, computations)
+        return total
 
     return round(sent(entry))
 
 
 def _computations(text: str) -> tuple[dict[str, list[_Instruction]], str]:
     """The instructions of each computation, in the order in which they run, and the
-    name of the first.
+    name of the first computation.
     """
-    found: dict[str, list[_Instruction]] = {}
-    entry, body = "", []
+    computations: dict[str, list[_Instruction]] = {}
+    entry = ""
+    body = []
     for line in text.splitlines():
         if start := _COMPUTATION.match(line):
-            entry = start[2] if start[1] else entry
-            body = found.setdefault(start[2], [])
+            is_entry, name = start.groups()
+            entry = name if is_entry else entry
+            body = computations.setdefault(name, [])
         elif match := _INSTRUCTION.match(line):
             types, kind, rest = match.groups()
-            called = [
-                name for names in _CALLED.findall(rest) for name in _NAME.findall(names)
-            ]
-            body.append(_Instruction(kind, [*_arrays(types)], called, rest))
-    return found, entry
+            called = _NAME.findall(" ".join(_CALLED.findall(rest)))
+            body.append(_Instruction(kind, _arrays(types), called, rest))
+    return computations, entry
 
 
-def _arrays(types: str) -> Iterable[tuple[int, str, str]]:
+def _arrays(types: str) -> list[_Array]:
+    arrays = []
     for shape, bits, sizes, layout in _ARRAY.findall(types):
-        size = int(bits or 8) * math.prod(map(int, filter(None, sizes.split(","))))
-        yield -(-size // 8), shape, layout
+        # A scalar has no sizes; pred has no number of bits, and takes a byte; four bits
+        # take half of one.
+        entries = math.prod(map(int, filter(None, sizes.split(","))))
+        size = math.ceil(entries * int(bits or 8) / 8)
+        arrays.append(_Array(size, shape, layout))
+    return arrays
 
 
 def _sources(text: str) -> dict[str, str]:
@@ -174,6 +220,7 @@ def _sources(text: str) -> dict[str, str]:
     For a line in this package, Equinox or Haliax, it is that of the nearest caller
     elsewhere.
     """
+    # Each table is its name on a line, then rows of a number and entries.
     tables: dict[str, dict[str, str]] = {}
     rows: dict[str, str] = {}
     for line in text.partition("\n%")[0].splitlines():
@@ -182,57 +229,79 @@ def _sources(text: str) -> dict[str, str]:
             rows[number] = row
         elif line:
             rows = tables.setdefault(line, {})
-    found: dict[str, str] = {}
+    sources: dict[str, str] = {}
     for frame, row in tables.get("StackFrames", {}).items():
         entry = dict(_ENTRY.findall(row))
-        at = dict(_ENTRY.findall(tables["FileLocations"][entry["file_location_id"]]))
-        file = tables["FileNames"][at["file_name_id"]].strip('"')
-        # Counted from 1, for none
-        caller = found.get(str(int(entry.get("parent_frame_id", 1)) - 1))
-        found[frame] = (
-            caller if caller and file.startswith(_LIBRARIES) else f"{file}:{at['line']}"
-        )
-    return found
+        place = tables["FileLocations"][entry["file_location_id"]]
+        place = dict(_ENTRY.findall(place))
+        file = tables["FileNames"][place["file_name_id"]].strip('"')
+        # The caller's number plus one; frames come after their callers.
+        caller = int(entry.get("parent_frame_id", 1)) - 1
+        source = f"{file}:{place['line']}"
+        if file.startswith(_LIBRARIES):
+            source = sources.get(str(caller), source)
+        sources[frame] = source
+    return sources
 
 
 def _trips(loop: _Instruction, computations: dict[str, list[_Instruction]]) -> float:
+    """How often a loop runs, as the compiler says, or a named scope, or its condition;
+    1 if nothing says it.
+    """
     if known := _TRIPS.search(loop.rest):
         return int(known[1])
-    scopes = _SCOPES.search(loop.rest)
-    trips, _ = trips_in(scopes[1].rpartition("/")[0]) if scopes else (None, False)
-    if trips is not None:
-        return float(trips)
-    # Of a loop from 0 to a constant; XLA for TPUs says no count.
+    if scopes := _SCOPES.search(loop.rest):
+        trips, _ = trips_in(scopes[1].rpartition("/")[0])
+        if trips is not None:
+            return float(trips)
+    # XLA for TPUs says no count. The condition of a loop that counts up from 0 compares
+    # with the one integer constant in it.
     bodies = (computations[name] for name in loop.called)
-    condition = next(body for body in bodies if body[-1].results[0][1] == "pred[]")
-    constants = (one for one in condition if one.kind == "constant")
-    limits = [one.rest for one in constants if one.results[0][1] in ("s32[]", "u32[]")]
-    return int(limits[0].split(")")[0]) if len(limits) == 1 else 1
+    condition = next(body for body in bodies if body[-1].results[0].shape == "pred[]")
+    limits = []
+    for instruction in condition:
+        is_integer = instruction.results[0].shape in ("s32[]", "u32[]")
+        if instruction.kind == "constant" and is_integer:
+            limits.append(int(instruction.rest.split(")")[0]))
+    return limits[0] if len(limits) == 1 else 1
 
 
 def _sent_in(kind: str, starts: bool, size: float, group: int) -> float:
-    """What a device sends, from the bytes of a collective's result; where it starts,
-    with its operands.
+    """Bytes that each device of a group of g sends round a ring.
+
+    For a result of S bytes: an all-gather and an all-to-all send S (g - 1) / g, an
+    all-reduce does that twice, and a reduce-scatter, whose operand is g times as large
+    as its result, sends S (g - 1).
+
+    Args:
+        kind: of the collective.
+        starts: whether it is asynchronous; then `size` is that of the result and of the
+            operand, except for an all-reduce.
+        size: in bytes.
+        group: g.
     """
     if starts and kind != "all-reduce":
         size /= {"all-gather": 1 + 1 / group, "reduce-scatter": 1 + group}.get(kind, 2)
     ring = (group - 1) / group
-    return size * {
+    factors = {
         "all-reduce": 2 * ring,
         "reduce-scatter": group - 1,
         "collective-permute": 1,
-    }.get(kind, ring)
+    }
+    return size * factors.get(kind, ring)
 
 
 def _group(text: str, devices: int) -> int:
-    found = _GROUPS.search(text)
-    if found is None:
+    """How many devices take part in a collective with each other, by its attributes."""
+    groups = _GROUPS.search(text)
+    if groups is None:
         return devices
-    many, listed, mesh, axes = found.groups()
-    if many:
-        return int(many)
+    size, listed, mesh, axes = groups.groups()
+    if size:
+        return int(size)
     if mesh is None:
         return len(listed.split(",")) if listed else devices
-    sizes = dict(re.findall(r"'([^']+)'=(\d+)", mesh))
+    # `'x':(2)4` is a part of size 4 of the axis x.
+    axis_sizes = dict(re.findall(r"'([^']+)'=(\d+)", mesh))
     parts = re.findall(r"'([^']+)'(?::\(\d+\)(\d+))?", axes)
-    return math.prod(int(part or sizes[name]) for name, part in parts)
+    return math.prod(int(part or axis_sizes[name]) for name, part in parts)

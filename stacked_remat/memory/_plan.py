@@ -1,5 +1,22 @@
-"""Chooses a remat policy: the one with the fewest FLOPs among those that fit in
-memory.
+"""Chooses a remat policy: the one with the fewest FLOPs that fits in memory.
+
+`plan` and `compare` make the user's program for each policy and hand it to `_call.py`,
+which traces it (seconds; gives FLOPs and transfers) and compiles it (up to minutes;
+gives memory). A `Search` does as little of both as it can:
+
+1. Policies that recompute nothing are compiled first. If one fits it is the answer, and
+   no other is traced.
+2. Else all candidates are traced and compiled in order of their FLOPs, up to the first
+   that fits. No later one can have fewer.
+3. With the number of layers known, three families of policies lie between the
+   candidates, each with one count: so many `first_layers`, so many `max_carries`, or
+   `first_layers` in front of a cut that keeps a segment's internals. Within a family a
+   larger count is taken to have fewer FLOPs and more memory, so the largest that fits
+   is found by bisection.
+
+Of everything that was compiled and fits, the cheapest is the answer. Memory is always
+the compiler's figure, never a model's: a model (carries and internals of one size in
+each layer) only chooses which cut to compile in the third family.
 """
 
 import dataclasses
@@ -19,7 +36,9 @@ from ._report import Comparison, MemoryReport, Trial
 from ._table import readable_bytes
 from ._targets import Target
 
+# The cost (see `Search._cost`) of a policy under which the program can't be traced.
 _NEVER = (math.inf, math.inf, math.inf)
+# A family of policies: the member for a count.
 _OfCount: TypeAlias = Callable[[int], ScanCheckpointPolicy]
 
 CANDIDATES: tuple[ScanCheckpointSpec, ...] = (
@@ -70,17 +89,22 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class Search:
-    """Traces and compiles policies of a program, and remembers what it compiled, in
-    order.
-    """
+    """Traces and compiles a program under policies, each policy once."""
 
+    # The program under a policy, traced.
     program: Callable[[ScanCheckpointSpec], TracedCall]
+    # Limits in bytes for one device, and for what it uses of its host's memory.
     budget: float = math.inf
     host_budget: float = math.inf
+    # Folder for what compilations find; None for none.
     cache: str | Path | None = None
+    # Called with each trial once it is compiled.
     show: Callable[[Trial], None] = lambda _: None
+    # Whether the program's weights are on the host, for the names of trials.
     streamed: bool = False
+    # Number of layers; None if not known, and then no family is searched.
     layers: int | None = None
+    # What was traced and what was compiled so far, in order.
     traced: dict[ScanCheckpointPolicy, TracedCall] = dataclasses.field(
         default_factory=dict
     )
@@ -89,98 +113,105 @@ class Search:
     )
 
     def fits(self, trial: Trial) -> bool:
-        found = trial.report
+        report = trial.report
         return (
-            found is not None
-            and found.total <= self.budget
-            and found.host.total <= self.host_budget
+            report is not None
+            and report.total <= self.budget
+            and report.host.total <= self.host_budget
         )
 
     def trial(self, policy: ScanCheckpointSpec) -> Trial:
-        key, report, failure = resolve_policy(policy), None, None
+        """The policy, compiled. If the compiler refuses, its error is in the trial."""
+        key = resolve_policy(policy)
         if key in self.compiled:
             return self.compiled[key]
+        report = failure = None
         try:
             report = self._trace(policy).report(self.cache)
         except (DoesNotFit, jax.errors.JaxRuntimeError) as error:
             failure = error
-        found = self.compiled[key] = Trial(policy, report, failure, self.streamed)
+        trial = self.compiled[key] = Trial(policy, report, failure, self.streamed)
         if failure is not None:
-            failure.add_note(f"while compiling the policy {found.name}")
-        self.show(found)
-        return found
+            failure.add_note(f"while compiling the policy {trial.name}")
+        self.show(trial)
+        return trial
 
     def least(self, candidates: Sequence[ScanCheckpointSpec]) -> Trial | None:
-        """The policy with the fewest FLOPs that fits, of the candidates and what is
-        derived from them.
+        """The policy with the fewest FLOPs that fits, of the candidates and of the
+        families around them; None if no candidate fits.
 
-        With wider limits the result never has more FLOPs: candidates are tried in an
-        order that does not depend on the limits, and `first_layers` and carries by
-        bisection over counts that do not either.
+        With wider limits the result never has more FLOPs: the order of candidates and
+        the counts that a bisection may try do not depend on the limits.
         """
-        ordered = self._in_order(candidates)
-        for policy in ordered:
+        in_order = self._in_order(candidates)
+        for policy in in_order:
             first = self.trial(policy)
             if self.fits(first):
                 break
-            if (
-                first.report is not None and first.report.arguments > self.budget
-            ):  # as under every policy
+            # Arguments take the same memory under every policy.
+            if first.report is not None and first.report.arguments > self.budget:
                 return None
         else:
             return None
         if self.layers is None or _recomputes_nothing(policy):
             return first
-        for each in (policy, *ordered):
-            for of_count, low in self._families(resolve_policy(each), self.layers):
+        # Later candidates have more FLOPs, but a member of their families may have
+        # fewer than the first that fits: they leave more memory for first layers.
+        # (The generator goes on where the loop above left it.)
+        for base in (policy, *in_order):
+            for of_count, low in self._families(resolve_policy(base), self.layers):
                 self._try_counts(of_count, low, self.layers)
         return self._best()
 
     def _in_order(
         self, candidates: Sequence[ScanCheckpointSpec]
     ) -> Iterator[ScanCheckpointSpec]:
-        """What recomputes nothing, and then the others by their FLOPs, for which all of
-        them are traced.
+        """First what recomputes nothing, then the others by FLOPs.
+
+        A generator, since sorting traces the program once for each of the others.
         """
-        yield from filter(_recomputes_nothing, candidates)
-        others: list[ScanCheckpointSpec] = [
-            one for one in candidates if not _recomputes_nothing(one)
-        ]
+        others: list[ScanCheckpointSpec] = []
+        for policy in candidates:
+            if _recomputes_nothing(policy):
+                yield policy
+            else:
+                others.append(policy)
         yield from sorted(others, key=self._cost)
 
     def _families(
         self, base: ScanCheckpointPolicy, layers: int
     ) -> Iterator[tuple[_OfCount, int]]:
-        """Policies that have fewer FLOPs the larger a number is, and the number to
-        start above.
-        """
+        """The families around a policy, each with the count to start above."""
         if not base.saves_everything and base.max_carries is None:
-            yield (
-                lambda count: dataclasses.replace(base, first_layers=count),
-                base.first_layers,
-            )
-        cuts = (
+
+            def with_first_layers(count: int) -> ScanCheckpointPolicy:
+                return dataclasses.replace(base, first_layers=count)
+
+            yield with_first_layers, base.first_layers
+        is_plain_cut = (
             base.nested is True and base.save_carries is True and not base.first_layers
         )
-        if cuts or base.max_carries is not None:
-            yield (
-                lambda count: dataclasses.replace(
-                    base, nested=False, max_carries=count
-                ),
-                1,
-            )
-        if cuts and (of_count := self._cut_with_internals(base, layers)):
+        if is_plain_cut or base.max_carries is not None:
+
+            def with_carries(count: int) -> ScanCheckpointPolicy:
+                return dataclasses.replace(base, nested=False, max_carries=count)
+
+            yield with_carries, 1
+        if is_plain_cut and (of_count := self._cut_with_internals(base, layers)):
             yield of_count, -1
 
     def _cut_with_internals(
         self, base: ScanCheckpointPolicy, layers: int
     ) -> _OfCount | None:
-        """From a number of first layers to the cut of the others that needs least
-        memory.
+        """The family of cuts that keep the internals of the segment being reversed, so
+        that no layer runs more than twice; its count is of `first_layers` before the
+        cut. None if a policy that it is measured by can't be compiled.
 
-        The internals of a segment are kept while it is reversed. Three policies differ
-        in bytes of carries and of what is kept of a layer; where one of them can't be
-        compiled, there is no cut.
+        With segments of length L, N layers need ceil(N / L) carries and the internals
+        of L layers. Which L needs least depends on bytes of a carry and of a layer's
+        internals. They are found from three compiled programs: one that keeps all N
+        carries; one that keeps S slots of them (`base`) and one layer's internals; and
+        one with S segments, which keeps the internals of ceil(N / S) layers.
         """
         slots = base.schedule(layers).slots
         kept = dataclasses.replace(
@@ -191,60 +222,63 @@ class Search:
             dataclasses.replace(base, save_block_internals=False),
             kept,
         )
+        # Two layers or fewer have nothing to measure. A policy that can't be traced is
+        # found here, before others are compiled for nothing.
         if slots == layers or _NEVER in map(self._cost, policies):
             return None
-        totals = [
-            one.total
-            for one in (self.trial(policy).report for policy in policies)
-            if one is not None
-        ]
+        totals = []
+        for policy in policies:
+            report = self.trial(policy).report
+            if report is not None:
+                totals.append(report.total)
         if len(totals) < len(policies):
             return None
-        every_carry, cut, with_internals = totals
-        carry = max(0, every_carry - cut) / (layers - slots)
-        # Both keep as many starts
-        internals = max(0, with_internals - cut) / (-(-layers // slots) - 1)
+        of_all_carries, of_slots, of_internals = totals
+        # A difference that XLA's other temporaries hide may be negative; 0 then.
+        carry = max(0, of_all_carries - of_slots) / (layers - slots)
+        segment = math.ceil(layers / slots)
+        internals = max(0, of_internals - of_slots) / (segment - 1)
 
         def of_count(first_layers: int) -> ScanCheckpointPolicy:
             rest = layers - first_layers
 
-            def needs(longest: int) -> float:
-                return -(-rest // longest) * carry + longest * internals
+            def needs(length: int) -> float:
+                return math.ceil(rest / length) * carry + length * internals
 
-            # Segments of one layer would be visited together, with the internals of all
-            # of them.
-            longest = min(range(min(2, rest), rest + 1), key=needs)
+            # Segments of one layer would be visited in one loop, which keeps the
+            # internals of all of them.
+            length = min(range(min(2, rest), rest + 1), key=needs)
             return dataclasses.replace(
-                kept, nested=-(-rest // longest), first_layers=first_layers
+                kept, nested=math.ceil(rest / length), first_layers=first_layers
             )
 
         return of_count
 
     def _best(self) -> Trial:
-        """The one with the fewest FLOPs of the compiled policies that fit, of which
-        there is one.
-        """
-        return min(
-            filter(self.fits, self.compiled.values()),
-            key=lambda trial: self._cost(trial.policy),
-        )
+        """The cheapest of the compiled policies that fit; there is one at least."""
+        fitting = filter(self.fits, self.compiled.values())
+        return min(fitting, key=lambda trial: self._cost(trial.policy))
 
     def _try_counts(self, of_count: _OfCount, low: int, high: int) -> None:
-        """Tries how many fit, above `low` and below `high`, while more can have fewer
-        FLOPs.
+        """Compile members of a family: a bisection for the largest count that fits,
+        between `low` and `high` (both excluded).
+
+        It ends where even the largest count left would not beat the best so far.
         """
         least = self._cost(self._best().policy)
         while high - low > 1:
             middle = (low + high) // 2
             try:
-                most, policy = of_count(high - 1), of_count(middle)
-            except ValueError:  # of a policy that cannot have such a number
+                cheapest = of_count(high - 1)
+                policy = of_count(middle)
+            except ValueError:  # a policy refuses the count
                 break
-            if self._cost(most) >= least:
+            if self._cost(cheapest) >= least:
                 break
-            low, high = (
-                (middle, high) if self.fits(self.trial(policy)) else (low, middle)
-            )
+            if self.fits(self.trial(policy)):
+                low = middle
+            else:
+                high = middle
 
     def _trace(self, policy: ScanCheckpointSpec) -> TracedCall:
         key = resolve_policy(policy)
@@ -253,27 +287,27 @@ class Search:
         return self.traced[key]
 
     def _cost(self, policy: ScanCheckpointSpec) -> tuple[float, float, float]:
-        """FLOPs, bytes moved, and layers run again; infinite where the program can't be
-        traced under it.
+        """What policies are ordered by: FLOPs of matrix products; of equals, bytes
+        moved between device and host; of equals, and if `layers` is known, how many
+        layers run again.
         """
         try:
-            flops, remat = (
-                self._trace(policy).flops,
-                resolve_policy(policy).for_layers(self.layers or 0),
-            )
-        except Exception:  # raised again where it is this policy's turn to be compiled
+            flops = self._trace(policy).flops
+            remat = resolve_policy(policy).for_layers(self.layers or 0)
+        except Exception:
+            # Another policy may do. `trial` raises this again if it is reached.
             return _NEVER
-        again = 0 if _recomputes_nothing(policy) else remat.length - remat.first_layers
-        return (
-            flops.matmul,
-            flops.moved,
-            again + (remat.schedule.replays if remat.schedule else 0),
-        )
+        again = 0
+        if not _recomputes_nothing(policy):
+            again += remat.length - remat.first_layers
+        if remat.schedule:
+            again += remat.schedule.replays
+        return flops.matmul, flops.moved, again
 
 
 def _recomputes_nothing(policy: ScanCheckpointSpec) -> bool:
-    own = resolve_policy(policy)
-    return own.saves_everything and not own.is_nested
+    resolved = resolve_policy(policy)
+    return resolved.saves_everything and not resolved.is_nested
 
 
 def compare(
@@ -294,12 +328,8 @@ def compare(
     Cost: one compilation a candidate.
     """
     _check_policies(candidates)
-    search = Search(
-        lambda policy: trace_call(
-            (_program(fn_of_policy, policy), args, kwargs), target, donate
-        )
-    )
-    return _compared(map(search.trial, candidates))
+    traced = _tracer(fn_of_policy, args, kwargs, target, donate)
+    return _compared(map(Search(traced).trial, candidates))
 
 
 def plan(
@@ -364,44 +394,59 @@ def plan(
     first that fits; with `streamed` at most twice that. With `layers` up to three more,
     and at most `log2(layers)` for each way to keep more.
     """
-    most, on_host = (
-        parse_bytes(budget),
-        math.inf if host_budget is None else parse_bytes(host_budget),
-    )
+    most = parse_bytes(budget)
+    most_on_host = math.inf if host_budget is None else parse_bytes(host_budget)
     if layers is not None:
-        whole_number(
-            "layers",
-            layers,
-            "the number of layers or steps",
-            "Leave it out if not known.",
-        )
+        meaning = "the number of layers or steps"
+        whole_number("layers", layers, meaning, "Leave it out if not known.")
     _check_policies(candidates)
-    if streamed is not None and (
-        not isinstance(streamed, tuple | list) or len(streamed) != len(args)
-    ):
+    _check_streamed(streamed, args)
+
+    def search(arguments: Sequence[PyTree], is_streamed: bool) -> Search:
+        traced = _tracer(fn_of_policy, arguments, kwargs, target, donate)
+        return Search(traced, most, most_on_host, cache, show, is_streamed, layers)
+
+    # Streamed weights cost transfers, so they are tried only where nothing fits with
+    # weights on the device.
+    searches = [search(args, False)]
+    chosen = searches[0].least(candidates)
+    if chosen is None and streamed is not None:
+        searches.append(search(streamed, True))
+        chosen = searches[1].least(candidates)
+    trials: list[Trial] = []
+    for finished in searches:
+        trials += finished.compiled.values()
+    tried = _compared(trials)
+    if chosen is None:
+        raise BudgetError(_nothing_fits(tried, most, most_on_host))
+    assert chosen.report is not None
+    return Plan(chosen.policy, chosen.report, tried, most, chosen.streamed)
+
+
+def _check_streamed(streamed: Any, args: Sequence[PyTree]) -> None:
+    if streamed is None:
+        return
+    if not isinstance(streamed, tuple | list) or len(streamed) != len(args):
         raise TypeError(
             f"streamed is the {len(args)} arguments in order, with weights on the host,"
             f" as in (streaming.to_host(model), x); got {type(streamed).__name__}."
         )
 
-    def search(given: Sequence[PyTree], is_streamed: bool) -> Search:
-        def trace(policy: ScanCheckpointSpec) -> TracedCall:
-            return trace_call(
-                (_program(fn_of_policy, policy), given, kwargs), target, donate
-            )
 
-        return Search(trace, most, on_host, cache, show, is_streamed, layers)
+def _tracer(
+    fn_of_policy: Callable[[ScanCheckpointSpec], Callable[..., Any]],
+    args: Sequence[PyTree],
+    kwargs: dict[str, PyTree],
+    target: str | Target,
+    donate: str | Sequence[str],
+) -> Callable[[ScanCheckpointSpec], TracedCall]:
+    """What a `Search` traces the program under a policy with."""
 
-    searches = [
-        search(args, False),
-        *([] if streamed is None else [search(streamed, True)]),
-    ]
-    chosen = next(filter(None, (each.least(candidates) for each in searches)), None)
-    tried = _compared(trial for each in searches for trial in each.compiled.values())
-    if chosen is None:
-        raise BudgetError(_nothing_fits(tried, most, on_host))
-    assert chosen.report is not None
-    return Plan(chosen.policy, chosen.report, tried, most, chosen.streamed)
+    def traced(policy: ScanCheckpointSpec) -> TracedCall:
+        call = _program(fn_of_policy, policy), args, kwargs
+        return trace_call(call, target, donate)
+
+    return traced
 
 
 def _program(
@@ -423,6 +468,7 @@ def _program(
 
 def _check_policies(candidates: Any) -> None:
     """Refuse none, and a policy in place of several."""
+    # A policy's name, such as "nested", is a sequence too: of letters.
     if not isinstance(candidates, list | tuple):
         raise TypeError(
             f"candidates is a list of policies; got {candidates!r}. For one write"
@@ -435,41 +481,44 @@ def _check_policies(candidates: Any) -> None:
 
 
 def _compared(trials: Iterable[Trial]) -> Comparison:
-    """The trials; what the compiler failed for, unless it took a policy, or memory is
-    too small for all.
+    """The trials side by side.
+
+    If the compiler took no policy, and failed for one of them for another reason than
+    memory, that error is raised: it is one of the program, not of the policies.
     """
-    found = Comparison(tuple(trials))
-    errors = [
-        one.failure
-        for one in found.trials
-        if one.failure and not isinstance(one.failure, DoesNotFit)
-    ]
-    if errors and all(trial.report is None for trial in found.trials):
-        raise errors[-1]
-    return found
+    comparison = Comparison(tuple(trials))
+    error = None
+    for trial in comparison.trials:
+        if trial.report is not None:
+            return comparison
+        if trial.failure and not isinstance(trial.failure, DoesNotFit):
+            error = trial.failure
+    if error is not None:
+        raise error
+    return comparison
 
 
 def _nothing_fits(tried: Comparison, budget: int, host_budget: float) -> str:
-    """What was tried, and the smallest of it that the host's budget allows, if there is
-    one.
+    """The message of a `BudgetError`: what was tried, and the smallest of it, among
+    those that fit on the host if there is one.
     """
-    on_host = (
-        f" and {readable_bytes(int(host_budget))} on the host"
-        if host_budget < math.inf
-        else ""
-    )
-    found = [
-        (trial.name, trial.report) for trial in tried.trials if trial.report is not None
-    ]
-    if not found:
-        smallest = "The compiler refused all of them."
-    else:
-        name, needs = min(
-            found, key=lambda pair: (pair[1].host.total > host_budget, pair[1].total)
-        )
+    on_host = ""
+    if host_budget < math.inf:
+        on_host = f" and {readable_bytes(int(host_budget))} on the host"
+
+    def size(trial: Trial) -> Any:
+        report = trial.report
+        if report is None:
+            return math.inf, math.inf
+        return report.host.total > host_budget, report.total
+
+    trial = min(tried.trials, key=size)
+    needs = trial.report
+    smallest = "The compiler refused all of them."
+    if needs is not None:
         smallest = (
-            f"The smallest found is {name} with {readable_bytes(needs.total)} a device,"
-            f" {readable_bytes(needs.arguments)} of it arguments, and"
+            f"The smallest found is {trial.name} with {readable_bytes(needs.total)} a"
+            f" device, {readable_bytes(needs.arguments)} of it arguments, and"
             f" {readable_bytes(needs.host.total)} on the host. Shorten the context,"
             " shard over more devices, freeze weights or keep them on the host."
         )

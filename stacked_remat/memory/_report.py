@@ -1,5 +1,9 @@
-"""What a call of a program needs: memory, FLOPs, transfers and a bound on its time; and
-policies compared.
+"""What a call of a program needs: memory, FLOPs, transfers, least time; and policies
+compared.
+
+Plain records and how they print. `_call.py` makes a `MemoryReport` of each compiled
+program; `_plan.py` puts one for each policy into a `Trial`, and these into a
+`Comparison`. `_table.py` lays out what is printed.
 """
 
 import dataclasses
@@ -15,6 +19,12 @@ from ._targets import Target
 class HostBytes:
     """Bytes in host memory that the program's device addresses: offloaded or given
     there.
+
+    Attributes:
+        arguments: of the arguments that lie there.
+        outputs: of the results that lie there, aliased ones included.
+        temporaries: what the program allocates there while it runs.
+        aliased: of results written into donated arguments.
     """
 
     arguments: int = 0
@@ -52,6 +62,7 @@ class TimeBound:
         """
         if target.flops is None or target.link is None:
             return None
+        # The link works in both directions at once.
         moved = max(flops.bytes_from_host, flops.bytes_to_host)
         return TimeBound(
             flops.matmul / devices / target.flops, moved / devices / target.link
@@ -109,56 +120,51 @@ class MemoryReport:
         return self.arguments + self.outputs - self.aliased + self.temporaries
 
     def __str__(self) -> str:
-        where = (
-            self.target
-            if self.devices == 1
-            else f"{self.devices} x {self.target}, per device"
-        )
-        signs = {
-            "arguments": 1,
-            "outputs": 1,
-            "aliased": -1,
-            "temporaries": 1,
-            "total": 1,
-        }
-        rows = [
-            (
-                name,
-                *(readable_bytes(sign * getattr(of, name)) for of in (self, self.host)),
+        where = self.target
+        if self.devices > 1:
+            where = f"{self.devices} x {self.target}, per device"
+        rows = [("", "device", "host")]
+        for name in ("arguments", "outputs", "aliased", "temporaries", "total"):
+            # So that the column adds up to the total.
+            sign = -1 if name == "aliased" else 1
+            on_device = readable_bytes(sign * getattr(self, name))
+            on_host = readable_bytes(sign * getattr(self.host, name))
+            rows.append((name, on_device, on_host))
+        return as_table(f"memory on {where}", rows, self._notes())
+
+    def _notes(self) -> list[str]:
+        """What stands below the table."""
+        notes = []
+        if self.capacity:
+            notes.append(f"one device has {readable_bytes(self.capacity)}")
+        notes.append(f"{readable_count(self.flops.matmul)} FLOP in matrix products")
+        if self.flops.moved:
+            notes.append(self._transfers())
+        if self.sent:
+            notes.append(f"{readable_bytes(self.sent)} sent by each device to others")
+        notes.append(f"compiled in {self.compile_seconds:.1f} s")
+        notes += self.flops.reasons
+        if self.largest:
+            notes.append(
+                "the largest buffers beside the arguments, not all of them alive at"
+                " once:"
             )
-            for name, sign in signs.items()
-        ]
-        flops, least = self.flops, self.least_time
-        sizes = map(readable_bytes, (flops.bytes_from_host, flops.bytes_to_host))
-        moved = "{} from the host, {} to the host".format(*sizes)
+        notes += map("  {}".format, self.largest)
+        return notes
+
+    def _transfers(self) -> str:
+        from_host = readable_bytes(self.flops.bytes_from_host)
+        to_host = readable_bytes(self.flops.bytes_to_host)
+        text = f"{from_host} from the host, {to_host} to the host"
+        least = self.least_time
         if least is not None:
-            moved += (
+            text += (
                 f"; at least {least.transfer:.3g} s of transfers and"
                 f" {least.compute:.3g} s of compute"
             )
-            moved += " behind which they hide" if least.hidden else ""
-        notes = [
-            f"one device has {readable_bytes(self.capacity)}" if self.capacity else "",
-            f"{readable_count(flops.matmul)} FLOP in matrix products",
-            moved if flops.moved else "",
-            (
-                f"{readable_bytes(self.sent)} sent by each device to others"
-                if self.sent
-                else ""
-            ),
-            f"compiled in {self.compile_seconds:.1f} s",
-            *flops.reasons,
-            (
-                "the largest buffers beside the arguments, not all of them alive at"
-                " once:"
-                if self.largest
-                else ""
-            ),
-            *(f"  {each}" for each in self.largest),
-        ]
-        return as_table(
-            f"memory on {where}", [("", "device", "host"), *rows], filter(None, notes)
-        )
+            if least.hidden:
+                text += " behind which they hide"
+        return text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,6 +190,7 @@ class Trial:
         """What tables call it: `'nested'`, or its settings, as `nested=True,
         save_carries='offload'`.
         """
+        # Settings without the class around them; without any, the class is the name.
         name = repr(self.policy)
         if isinstance(self.policy, ScanCheckpointPolicy):
             name = name.removeprefix("ScanCheckpointPolicy(").removesuffix(")") or name
@@ -205,37 +212,48 @@ class Comparison:
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        found = [trial.report for trial in self.trials if trial.report is not None]
-        least = min((each.flops.matmul for each in found), default=0)
+        reports = [trial.report for trial in self.trials if trial.report is not None]
+        # Sizes of all rows are in one unit, FLOPs relative to the fewest.
+        fewest = min((report.flops.matmul for report in reports), default=0)
         size, unit = common_unit(
-            max(each.total, each.host.total, each.flops.moved) for each in found
+            max(report.total, report.host.total, report.flops.moved)
+            for report in reports
         )
-        rows = [(trial.name, _row(trial.report, size, least)) for trial in self.trials]
-        headings = [name for name in _COLUMNS if any(name in row for _, row in rows)]
-        cells = [
-            [name, *(row.get(heading, "") for heading in headings)]
-            for name, row in rows
-        ]
-        notes = [
-            *(
-                [f"FLOPs / least: {readable_count(least)} FLOP in matrix products"]
-                if least
-                else []
-            ),
-            *sorted(
-                {f"?: {reason}" for each in found for reason in each.flops.reasons}
-            ),
-            *(_COLUMNS[name] for name in headings if _COLUMNS[name]),
-            *(
-                f"{one.name}: {str(one.failure).splitlines()[0]}"
-                for one in self.trials
-                if one.failure
-            ),
-        ]
+        cells = [_cells(trial.report, size, fewest) for trial in self.trials]
+        filled = set().union(*cells)
+        headings = [name for name in _COLUMNS if name in filled]
+        rows = [["policy", *headings]]
+        for trial, row in zip(self.trials, cells, strict=True):
+            figures = [row.get(heading, "") for heading in headings]
+            rows.append([trial.name, *figures])
         title = f"{self.title}; sizes in {unit}"
-        return as_table(title, [["policy", *headings], *cells], (*notes, *self.notes))
+        return as_table(title, rows, self._notes(reports, headings, fewest))
+
+    def _notes(
+        self, reports: list[MemoryReport], headings: list[str], fewest: int
+    ) -> list[str]:
+        """What stands below the table: what its columns mean, and why figures are not
+        exact or missing.
+        """
+        notes = []
+        if fewest:
+            count = readable_count(fewest)
+            notes.append(f"FLOPs / least: {count} FLOP in matrix products")
+        reasons = set()
+        for report in reports:
+            reasons.update(report.flops.reasons)
+        notes += map("?: {}".format, sorted(reasons))
+        notes += filter(None, map(_COLUMNS.__getitem__, headings))
+        for trial in self.trials:
+            if trial.failure:
+                # The compiler's message goes on for pages.
+                first_line = str(trial.failure).splitlines()[0]
+                notes.append(f"{trial.name}: {first_line}")
+        return [*notes, *self.notes]
 
 
+# The columns of a comparison, left to right, and what is said of each below the table.
+# One that no row has a figure for is left out.
 _COLUMNS = {
     "total": "",
     "temp.": "",
@@ -246,23 +264,32 @@ _COLUMNS = {
     "FLOPs": "",
     "compiled": "compiled: in so many seconds",
 }
-"""The columns of a comparison, and what is said of them below it."""
 
 
-def _row(found: MemoryReport | None, unit: int, flops: int) -> dict[str, str]:
-    if found is None:
+def _cells(report: MemoryReport | None, unit: int, fewest: int) -> dict[str, str]:
+    """The figures of a row, by column: sizes in units, FLOPs relative to the fewest.
+
+    `?` marks FLOPs that are not exact.
+    """
+    if report is None:
         return {"total": "refused"}
-    sizes = {"total": found.total, "temp.": found.temporaries, "host": found.host.total}
-    sizes |= {"moved": found.flops.moved, "sent": found.sent}
-    row = {
-        name: f"{size / unit:.2f}"
-        for name, size in sizes.items()
-        if size or name == "temp."
+    sizes = {
+        "total": report.total,
+        "temp.": report.temporaries,
+        "host": report.host.total,
+        "moved": report.flops.moved,
+        "sent": report.sent,
     }
-    if (least := found.least_time) and least.transfer:
-        row["link"] = "hidden" if least.hidden else f"{least.transfer:.3g}"
-    if flops:
-        row["FLOPs"] = (
-            f"{found.flops.matmul / flops:.2f}{'' if found.flops.exact else ' ?'}"
-        )
-    return row | {"compiled": f"{found.compile_seconds:.1f}"}
+    # A zero is left out, but not one of temporaries: policies change these.
+    cells = {}
+    for name, size in sizes.items():
+        if size or name == "temp.":
+            cells[name] = f"{size / unit:.2f}"
+    least = report.least_time
+    if least and least.transfer:
+        cells["link"] = "hidden" if least.hidden else f"{least.transfer:.3g}"
+    if fewest:
+        mark = "" if report.flops.exact else " ?"
+        cells["FLOPs"] = f"{report.flops.matmul / fewest:.2f}{mark}"
+    cells["compiled"] = f"{report.compile_seconds:.1f}"
+    return cells

@@ -1,27 +1,37 @@
-"""Figures as text: tables in 80 columns, numbers of bytes, and large counts."""
+"""Figures as text: tables in 80 columns, numbers of bytes, and large counts.
+
+For `_report.py`; other messages take `readable_bytes` alone.
+"""
 
 import textwrap
 from collections.abc import Iterable, Sequence
 
-_WIDTH, _LEAST = 80, 16  # columns of a terminal, and of them for the names of rows
+_WIDTH = 80  # characters of a line
+_LEAST = 16  # characters that names of rows have at least, however wide the figures are
 
 
 def as_table(title: str, rows: Sequence[Sequence[str]], notes: Iterable[str]) -> str:
-    """Headings and rows under a title; names in the first column break into lines,
-    figures do not.
+    """Headings (the first row) and rows under a title, and notes below.
+
+    Names in the first column break into lines, figures do not.
     """
-    first, *others = (max(map(len, column)) for column in zip(*rows, strict=True))
-    first = min(first, max(_LEAST, _WIDTH - sum(others) - 2 * len(others)))
-
-    def lines(row: Sequence[str]) -> list[str]:
-        name, *rest = textwrap.wrap(row[0], first) or [""]
-        figures = map(str.rjust, row[1:], others)
-        return ["  ".join([name.ljust(first), *figures]).rstrip(), *rest]
-
-    head, *body = map(lines, rows)
-    rule = "-" * (first + sum(others) + 2 * len(others))
-    below = (line for part in (*body, *map(_wrapped, notes)) for line in part)
-    return "\n".join([*_wrapped(title), *head, rule, *below])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    gaps = 2 * (len(widths) - 1)
+    free = _WIDTH - sum(widths[1:]) - gaps
+    widths[0] = min(widths[0], max(_LEAST, free))
+    rule = "-" * (sum(widths) + gaps)
+    lines = _wrapped(title)
+    for number, (row_name, *figures) in enumerate(rows):
+        name, *more_name = textwrap.wrap(row_name, widths[0]) or [""]
+        cells = [name.ljust(widths[0])]
+        cells += map(str.rjust, figures, widths[1:])
+        lines.append("  ".join(cells).rstrip())
+        lines += more_name
+        if number == 0:
+            lines.append(rule)
+    for note in notes:
+        lines += _wrapped(note)
+    return "\n".join(lines)
 
 
 def _wrapped(text: str) -> list[str]:
@@ -48,6 +58,7 @@ def common_unit(counts: Iterable[int]) -> tuple[int, str]:
     """The unit in which the largest of some numbers of bytes is readable, in bytes, and
     its name.
     """
+    # 1024**power is the largest unit that is not above the largest number.
     power = max(max(counts, default=0).bit_length() - 1, 0) // 10
     power = min(power, len(_BINARY_UNITS) - 1)
     return 1024**power, _BINARY_UNITS[power]

@@ -3,6 +3,9 @@
 A target returns the devices that JAX compiles for. For an accelerator that is not
 attached these are compile-only: XLA's compiler for that chip runs in full, but no
 program does.
+
+`_call.py` asks a target for devices, `_report.py` for its peaks, and a training run for
+the target that describes the device it is on (`target_of_device`).
 """
 
 import dataclasses
@@ -69,24 +72,31 @@ class LocalTarget(Target):
     name: str = "local"
 
     def devices(self, count: int = 1) -> tuple[Any, ...]:
-        found = tuple(jax.devices())
-        if count > len(found):
+        devices = tuple(jax.devices())
+        if count > len(devices):
             raise TargetError(
-                f"target 'local' has {len(found)} device(s), {count} were asked for."
+                f"target 'local' has {len(devices)} device(s), {count} were asked for."
                 " Name another target, or set"
                 f" XLA_FLAGS=--xla_force_host_platform_device_count={count} for virtual"
                 " CPU devices."
             )
-        return found[:count]
+        return devices[:count]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CudaTarget(Target):
-    """An NVIDIA GPU, with figures for XLA's cost model and code generator, by XLA's
-    names, sizes in bytes.
+    """An NVIDIA GPU, with figures that XLA's cost model and code generator take.
+
+    A core is a streaming multiprocessor. Names but the first are XLA's.
 
     Attributes:
         capability: compute capability, (major, minor).
+        core_count: number of cores.
+        fpus_per_core: float32 units of a core.
+        shared_memory_per_core: in bytes.
+        l2_cache_size: in bytes.
+        clock_rate_ghz: of the cores.
+        memory_bandwidth: of the device's memory, in bytes per second.
     """
 
     capability: tuple[int, int]
@@ -102,6 +112,7 @@ class CudaTarget(Target):
     sizes_host_arguments: ClassVar[bool] = False
 
     def devices(self, count: int = 1) -> tuple[Any, ...]:
+        # The newer plugin, if both are installed.
         version = next(
             (v for v in (13, 12) if importlib.util.find_spec(f"jax_cuda{v}_plugin")),
             None,
@@ -113,16 +124,16 @@ class CudaTarget(Target):
             )
         options = {"target_config": self.target_config(), "topology": f"1x1x{count}"}
         try:
-            found = _topology(self.name, "cuda", **options)
+            topology = _topology(self.name, "cuda", **options)
         except NotImplementedError:
             # JAX skipped the plugin because it found no driver; the compiler needs
-            # none.
-            # initialises the backends first, or JAX would treat the GPU as attached
+            # none. The backends are initialised first, or JAX would treat the GPU as
+            # attached.
             jax.devices()
             os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
             importlib.import_module(f"jax_plugins.xla_cuda{version}").initialize()
-            found = _topology(self.name, "cuda", **options)
-        return tuple(found.devices)
+            topology = _topology(self.name, "cuda", **options)
+        return tuple(topology.devices)
 
     def target_config(self) -> str:
         """The device as the text proto that XLA takes for a compile-only GPU."""
@@ -189,6 +200,8 @@ class TpuTarget(Target):
         return tuple(_topology(topology, "tpu").devices)[:count]
 
 
+# What libtpu would ask the metadata server of a TPU machine. The type is of any slice:
+# the topology that is compiled for is named apart.
 _NO_TPU = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5p-8",
@@ -203,14 +216,16 @@ _PCIE_4, _PCIE_5 = 32e9, 64e9
 # Those of TPUs are from cloud.google.com/tpu/docs, of their PCI Express from Austin et
 # al. 2025, "How to Scale Your Model", part 2.
 
+# Topologies of the generations whose chips are connected in two dimensions.
 _SQUARES = "1x1 2x2 2x4 4x4 4x8 8x8 8x16 16x16"
 
 
 def _slices(name: str, topologies: str) -> tuple[tuple[int, str], ...]:
-    return tuple(
-        (math.prod(map(int, each.split("x"))), f"{name}:{each}")
-        for each in topologies.split()
-    )
+    slices = []
+    for topology in topologies.split():
+        devices = math.prod(map(int, topology.split("x")))
+        slices.append((devices, f"{name}:{topology}"))
+    return tuple(slices)
 
 
 _H100 = CudaTarget(

@@ -1,4 +1,8 @@
-"""Checks that Flax is installed."""
+"""Checks that Flax is installed.
+
+`__init__.py` imports it before the files that import Flax, so that the error says which
+extra of this package to install.
+"""
 
 import importlib.util
 

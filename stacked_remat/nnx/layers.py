@@ -1,5 +1,13 @@
 """Lists of Flax NNX layers: stacked for `remat_scan`, or as a pattern of several kinds
 of layers.
+
+`stack` makes one module of all layers, whose variables have the layers in front, as
+`nnx.vmap` of a constructor would. `pattern` makes a `StackedPattern` of Equinox modules
+(`ModuleBlock`) instead, since a module of NNX can hold layers of one kind only.
+
+Both run all layers of a kind with the attributes of the first. So both compare layers
+by all that `nnx.merge` takes from one (`_difference`), and refuse, or keep apart, what
+differs in more than the values of variables.
 """
 
 from collections.abc import Sequence
@@ -46,13 +54,15 @@ def stack(layers: Sequence[nnx.Module], axis_name: str = "layers") -> Any:
     _check_modules(layers)
     _check_apart(layers)
     for number, layer in enumerate(layers):
-        if found := _difference(layers[0], layer):
+        if difference := _difference(layers[0], layer):
             raise ValueError(
-                f"Layers 0 and {number} differ in {found}. A stack runs all layers with"
-                " the attributes of one. Use stacked_remat.nnx.pattern(layers) for"
+                f"Layers 0 and {number} differ in {difference}. A stack runs all layers"
+                " with the attributes of one. Use stacked_remat.nnx.pattern(layers) for"
                 " layers of several kinds."
             )
-    states = jax.tree.map(lambda *leaves: jnp.stack(leaves), *map(nnx.state, layers))
+    # The graph of the first stands for all; their variables are stacked leaf by leaf.
+    states = map(nnx.state, layers)
+    states = jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
     states = nnx.spmd.add_axis(states, 0, {nnx.PARTITION_NAME: axis_name})
     return nnx.merge(nnx.graphdef(layers[0]), states)
 
@@ -86,23 +96,25 @@ def pattern(
     """
     _check_modules(layers)
     _check_apart(layers)
-    kinds: list[list[nnx.Module]] = []
-    numbers: list[int] = []
+    kinds: dict[str, list[nnx.Module]] = {}
+    order = []
     for layer in layers:
-        alike = (k for k, kind in enumerate(kinds) if not _difference(kind[0], layer))
-        number = next(alike, len(kinds))
-        if number == len(kinds):
-            kinds.append([])
-        kinds[number].append(layer)
-        numbers.append(number)
-    names = [f"{type(kind[0]).__name__}_{number}" for number, kind in enumerate(kinds)]
-    stacks = {
-        name: Stacked.of([ModuleBlock(*nnx.split(layer)) for layer in kind])
-        for name, kind in zip(names, kinds, strict=True)
-    }
-    return StackedPattern(
-        stacks, [names[number] for number in numbers], len(layers), remat
-    )
+        name = _kind_of(layer, kinds)
+        kinds.setdefault(name, []).append(layer)
+        order.append(name)
+    stacks = {}
+    for name, kind in kinds.items():
+        blocks = [ModuleBlock(*nnx.split(layer)) for layer in kind]
+        stacks[name] = Stacked.of(blocks)
+    return StackedPattern(stacks, order, len(layers), remat)
+
+
+def _kind_of(layer: nnx.Module, kinds: dict[str, list[nnx.Module]]) -> str:
+    """The name of the kind that a layer is of, or of a new one: `Layer_0`."""
+    for name, kind in kinds.items():
+        if not _difference(kind[0], layer):
+            return name
+    return f"{type(layer).__name__}_{len(kinds)}"
 
 
 class ModuleBlock(eqx.Module):
@@ -110,6 +122,7 @@ class ModuleBlock(eqx.Module):
     is static.
     """
 
+    # The two halves of `nnx.split`: structure and attributes, and the variables.
     graphdef: Any = eqx.field(static=True)
     state: Any
 
@@ -124,6 +137,7 @@ class ModuleBlock(eqx.Module):
         before = _variables(nnx.state(module))
         result = module(*args, **kwargs)
         after = _variables(nnx.state(module))
+        # A variable that was not written holds the very array that it held before.
         for path, value in after.items():
             if before.get(path) is not value:
                 raise ValueError(
@@ -135,11 +149,13 @@ class ModuleBlock(eqx.Module):
 
 
 def _variables(state: PyTree) -> dict[str, Any]:
+    """The arrays of a state by path."""
     return {jtu.keystr(path): leaf for path, leaf in jtu.tree_leaves_with_path(state)}
 
 
 def _check_apart(layers: Sequence[nnx.Module]) -> None:
     """Refuse layers that share a variable, of which each would train its own copy."""
+    # The layer that has a variable, by the variable's identity.
     owners: dict[int, int] = {}
     for number, layer in enumerate(layers):
         for path, variable in nnx.iter_graph(layer):
@@ -166,22 +182,23 @@ def _check_modules(layers: Sequence[nnx.Module]) -> None:
             )
 
 
-def _difference(one: nnx.Module, other: nnx.Module) -> str | None:
+def _difference(first: nnx.Module, second: nnx.Module) -> str | None:
     """The first attribute or variable in which two layers differ, with both values;
     None if they stack.
     """
-    if type(one) is not type(other):
-        return f"their class: {type(one).__name__} and {type(other).__name__}"
-    first, second = _parts(one), _parts(other)
-    for path in [*first, *(path for path in second if path not in first)]:
-        # An attribute that is None has no path
-        values = (
-            first.get(path),
-            second.get(path),
-        )
-        if not _is_equal(*values):
-            return f"{path}: {values[0]!r} and {values[1]!r}"
-    if nnx.graphdef(one) != nnx.graphdef(other):
+    if type(first) is not type(second):
+        return f"their class: {type(first).__name__} and {type(second).__name__}"
+    parts = _parts(first)
+    second_parts = _parts(second)
+    for path in parts | second_parts:
+        # An attribute that is None has no path, so one that is missing is None.
+        value = parts.get(path)
+        second_value = second_parts.get(path)
+        if not _is_equal(value, second_value):
+            return f"{path}: {value!r} and {second_value!r}"
+    # What has no value to show: which variables are shared within a layer, and objects
+    # that are compared by identity.
+    if nnx.graphdef(first) != nnx.graphdef(second):
         return (
             "their structure: variables that one of them shares, or an attribute that"
             " is no value"
@@ -189,16 +206,18 @@ def _difference(one: nnx.Module, other: nnx.Module) -> str | None:
     return None
 
 
-def _is_equal(one: Any, other: Any) -> bool:
-    return type(one) is type(other) and bool(one == other)
+def _is_equal(first: Any, second: Any) -> bool:
+    # True == 1, and a layer may compute another thing with it.
+    return type(first) is type(second) and bool(first == second)
 
 
 def _parts(layer: nnx.Module) -> dict[str, Any]:
-    """What `nnx.merge` takes from one layer: attributes, types of variables and of
-    nodes, by path.
+    """What `nnx.merge` takes from one layer, by path: attributes, and in place of
+    variables and arrays their types, as text.
     """
     parts = {}
     for path, node in nnx.iter_graph(layer):
+        # Attributes in which Flax keeps what is its own.
         if any(str(key).startswith("_pytree__") for key in path):
             continue
         name = ".".join(map(str, path))

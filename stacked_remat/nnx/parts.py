@@ -1,8 +1,13 @@
 """Modules, variables and arrays as trees of arrays, divided by what a scan does with
 them, and back.
 
-Each is an `nnx.NodeStates`, whose metadata is the axis of an array, or a tuple with one
-for each state.
+For `scanning.py`, on Flax's `nnx.to_tree` and `nnx.from_tree`. A tree that was split
+has an `nnx.NodeStates`, a *part*, in the place of each module, variable or array. Its
+metadata say what the scan does:
+
+- for an array, its axis: an int, None or `nnx.Carry`;
+- for a module or variable, a tuple with an axis for each of its states: those of the
+  filters of an `nnx.StateAxes`, or one for everything.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,6 +20,8 @@ from flax import nnx
 
 from .._static import PyTree
 
+# The name of the `nnx.update_context` in which arguments are split and results merged.
+# By it Flax knows which modules of the caller the merged ones stand for.
 TAG = "stacked_remat.nnx.remat_scan"
 
 
@@ -24,8 +31,15 @@ def is_node(x: PyTree) -> bool:
 
 
 def split(tree: PyTree, prefix: Any, what: str) -> PyTree:
-    """The tree with its modules, variables and arrays divided; `what` it is, for
-    errors.
+    """A tree with parts in place of its modules, variables and arrays.
+
+    Args:
+        tree: the arguments, or the results.
+        prefix: its axes, as `in_axes` and `out_axes` give them.
+        what: name of the tree, for errors.
+
+    Raises:
+        TypeError: an axis is of another kind; names what it was given for.
     """
 
     def part(
@@ -40,17 +54,14 @@ def split(tree: PyTree, prefix: Any, what: str) -> PyTree:
             )
         if not is_node(leaf):
             return nnx.NodeStates.from_split(None, leaf, metadata=axis)
-        by_state = (
-            axis if isinstance(axis, nnx.StateAxes) else nnx.StateAxes({...: axis})
-        )
-        graphdef, *states = context.split(leaf, *by_state.filters)
+        axes = axis if isinstance(axis, nnx.StateAxes) else nnx.StateAxes({...: axis})
+        graphdef, *states = context.split(leaf, *axes.filters)
+        # A variable may hold a Python number, which has no shape to split or to carry.
         states = jax.tree.map(
             lambda value: value if hasattr(value, "shape") else jnp.asarray(value),
             states,
         )
-        return nnx.NodeStates.from_split(
-            graphdef, *states, metadata=tuple(by_state.axes)
-        )
+        return nnx.NodeStates.from_split(graphdef, *states, metadata=tuple(axes.axes))
 
     return nnx.to_tree(
         tree, prefix=prefix, split_fn=part, map_non_graph_nodes=True, ctxtag=TAG
@@ -58,7 +69,9 @@ def split(tree: PyTree, prefix: Any, what: str) -> PyTree:
 
 
 def merged(tree: PyTree, *, is_inner: bool) -> PyTree:
-    """The inverse of `split`; with `is_inner=False` it updates the caller's modules."""
+    """The inverse of `split`: new modules with `is_inner`, for a layer; else the
+    caller's own, updated.
+    """
 
     def merge(
         context: nnx.MergeContext, path: Any, prefix: Any, part: nnx.NodeStates
@@ -76,12 +89,15 @@ def _is_part(x: PyTree) -> bool:
 def named_leaves(
     names: Sequence[str], tree: Sequence[PyTree]
 ) -> Iterator[tuple[str, Any, Any]]:
-    """Name, array and axis of the leaves of split arguments, in order."""
+    """Name, array and axis of each array in split trees, in the order in which JAX
+    flattens them. Names are paths, starting with those of the trees.
+    """
     for name, argument in zip(names, tree, strict=True):
         for path, part in jtu.tree_leaves_with_path(argument, is_leaf=_is_part):
-            axes = (
-                part.metadata if isinstance(part.metadata, tuple) else (part.metadata,)
-            )
+            axes = part.metadata
+            if not isinstance(axes, tuple):
+                axes = (axes,)
+            # An array is the one state of its part, at the path of the part.
             for state, axis in zip(part.states, axes, strict=True):
                 for below, leaf in jtu.tree_leaves_with_path(state):
                     yield name + jtu.keystr((*path, *below)), leaf, axis
@@ -91,7 +107,10 @@ def change_metadata(
     tree: PyTree, change: Callable[..., Any], metadata: Mapping[str, Any]
 ) -> PyTree:
     """Put the layers' axis into the sharding metadata of split variables, or take it
-    out.
+    out: `change` is `nnx.spmd.add_axis` or `remove_axis`.
+
+    `metadata` is `remat_scan`'s `transform_metadata`; without the name of an axis in it
+    nothing changes.
     """
     if nnx.PARTITION_NAME not in metadata:
         return tree
@@ -100,10 +119,12 @@ def change_metadata(
         axes = part.metadata
         if not isinstance(axes, tuple):
             return part
-        states = [
-            change(state, axis, metadata) if isinstance(axis, int) else state
-            for state, axis in zip(part.states, axes, strict=True)
-        ]
+        # Only where the layers are an axis of the array has a layer's array one less.
+        states = []
+        for state, axis in zip(part.states, axes, strict=True):
+            if isinstance(axis, int):
+                state = change(state, axis, metadata)
+            states.append(state)
         return part.replace(states=tuple(states))
 
     return jax.tree.map(changed, tree, is_leaf=_is_part)

@@ -1,7 +1,21 @@
 """`remat_scan`: the calling conventions of `flax.nnx.scan`, on the scan of this
 library.
+
+`stacked_remat.scan` takes a function of arrays; a function of NNX modules reads and
+writes variables of objects that the caller shares. `_run` translates:
+
+1. `parts.split` turns the arguments into a tree of arrays, each with the axis that
+   `in_axes` gives it. An array with `nnx.Carry` is in the carry of the scan, one with
+   an int is split over the layers, and one with None is shared by all of them.
+2. In the step, `parts.merged` makes modules of the layer's arrays, `f` runs on them,
+   and `_split_results` takes the arrays out of its results and of the modules again.
+   An array that is another than went in was changed by the layer; only these are
+   stacked.
+3. After the scan `parts.merged` makes the results, and writes the new state into the
+   caller's own modules, which the `nnx.update_context` around all of it remembers.
 """
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping
@@ -78,7 +92,8 @@ def remat_scan(
     of a carried module is a carry. `f` is traced at each call.
     """
     options: dict[str, Any] = {"remat": remat, "reverse": reverse, "unroll": unroll}
-    scan(_split_results, Axis("layers", 1), **options)  # refuses an unknown policy
+    # Refuses an unknown policy, before there is a function.
+    scan(_split_results, Axis("layers", 1), **options)
     axes = _Axes(
         in_axes,
         out_axes if isinstance(out_axes, tuple) else (out_axes,),
@@ -89,15 +104,17 @@ def remat_scan(
 
     def decorated(f: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(f)
-        # Refuses axes that contradict each other, and bound methods.
+        # Flax's own scan is built for its checks alone: it refuses axes that contradict
+        # each other, and bound methods.
         nnx_scan(f, in_axes=in_axes, out_axes=out_axes, graph=True, graph_updates=True)
 
         @functools.wraps(f)
         def scanned(*args: PyTree, **kwargs: PyTree) -> PyTree:
-            names, given = _positional(signature, args, kwargs, in_axes)
+            names, values = _positional(signature, args, kwargs, in_axes)
+            # Within, results are always a tuple, as `_Axes.of_results` is.
             run = f if isinstance(out_axes, tuple) else lambda *args: (f(*args),)
             with nnx.update_context(TAG):
-                results = _run(run, names, given, axes, length, options)
+                results = _run(run, names, values, axes, length, options)
             return results if isinstance(out_axes, tuple) else results[0]
 
         return scanned
@@ -106,19 +123,34 @@ def remat_scan(
 
 
 class _Axes(NamedTuple):
-    """What becomes of arguments and of results, of which one each may be the carry."""
+    """The axes of arguments and of results; one of each may be the carry."""
 
+    # `in_axes`: a tuple with an entry for each argument, or one entry for all.
     of_args: Any
+    # `out_axes`, always a tuple.
     of_results: tuple[Any, ...]
+    # `transform_metadata`; empty if not given.
     metadata: Mapping[str, Any]
 
     @property
     def carries(self) -> tuple[int, int] | None:
-        """The numbers of the argument and of the result that are the carry."""
+        """The indices of the argument and of the result that are the carry; None if
+        there is no carry.
+        """
         if nnx.Carry not in self.of_results:
             return None
         entries = self.of_args if isinstance(self.of_args, tuple) else (self.of_args,)
         return entries.index(nnx.Carry), self.of_results.index(nnx.Carry)
+
+
+@dataclasses.dataclass
+class _Traced:
+    """What the trace of a layer tells, set when the scan traces its step."""
+
+    # The structure of the split (arguments, results) after a layer.
+    structure: Any = None
+    # Name and axis of each array in it, in order.
+    leaves: list[tuple[str, Any]] = dataclasses.field(default_factory=list)
 
 
 def _replaced(
@@ -133,7 +165,10 @@ def _positional(
     kwargs: Mapping[str, Any],
     in_axes: Any,
 ) -> tuple[list[str], tuple[PyTree, ...]]:
-    """Names and values of the arguments."""
+    """Names and values of the arguments, all of them by position, as `in_axes` goes.
+
+    Defaults count where `in_axes` has an entry for them.
+    """
     bound = signature.bind(*args, **kwargs)
     entries = (in_axes,) if in_axes is nnx.Carry else in_axes
     if isinstance(entries, tuple) and len(bound.args) < len(entries):
@@ -146,10 +181,11 @@ def _positional(
         )
     names: list[str] = []
     for name, value in bound.arguments.items():
-        is_variadic = (
-            bound.signature.parameters[name].kind is inspect.Parameter.VAR_POSITIONAL
-        )
-        names += [f"{name}[{i}]" for i in range(len(value))] if is_variadic else [name]
+        kind = bound.signature.parameters[name].kind
+        if kind is inspect.Parameter.VAR_POSITIONAL:
+            names += [f"{name}[{i}]" for i in range(len(value))]
+        else:
+            names.append(name)
     if isinstance(entries, tuple) and len(entries) != len(names):
         shown = "Carry" if in_axes is nnx.Carry else repr(in_axes)
         count = "one argument" if len(entries) == 1 else f"{len(entries)} arguments"
@@ -169,84 +205,112 @@ def _run(
     length: int | None,
     options: Mapping[str, Any],
 ) -> PyTree:
+    """Scan `f` over the layers, return its results and update the caller's modules."""
     tree = split(args, axes.of_args, "args")
-    structure, entries = jax.tree.structure(tree), list(named_leaves(names, tree))
-    given = {name: leaf for name, leaf, _ in entries}
-    carry = {name: leaf for name, leaf, axis in entries if axis is nnx.Carry}
-    sliced = {
-        name: _layers_first(name, leaf, axis)
-        for name, leaf, axis in entries
-        if isinstance(axis, int)
-    }
-    marked = {name: shared(leaf) for name, leaf, axis in entries if axis is None}
-    marked |= {name: per_layer(leaf) for name, leaf in sliced.items()}
-    found: PyTree = None
-
-    def step(
-        carry: dict[str, PyTree], /, **arrays: PyTree
-    ) -> tuple[dict[str, PyTree], dict[str, PyTree]]:
-        nonlocal found
-        inputs = carry | arrays
-        layer = jax.tree.unflatten(structure, [inputs[name] for name in given])
-        layer = merged(
-            change_metadata(layer, nnx.spmd.remove_axis, axes.metadata), is_inner=True
-        )
-        results = _split_results(layer, f(*layer), axes)
-        outputs = list(named_leaves([*names, "the output"], (*results[0], results[1])))
-        found = jax.tree.structure(results), [(name, axis) for name, _, axis in outputs]
-        new = [(name, leaf) for name, leaf, axis in outputs if isinstance(axis, int)]
-        changed = {name: leaf for name, leaf in new if leaf is not inputs.get(name)}
-        return {
-            name: leaf for name, leaf, axis in outputs if axis is nnx.Carry
-        }, changed
-
-    if length is None and not sliced:
+    inputs: dict[str, PyTree] = {}
+    carry: dict[str, PyTree] = {}
+    marked: dict[str, PyTree] = {}
+    for name, leaf, axis in named_leaves(names, tree):
+        inputs[name] = leaf
+        if axis is nnx.Carry:
+            carry[name] = leaf
+        elif axis is None:
+            marked[name] = shared(leaf)
+        else:
+            leaf = _layers_first(name, leaf, axis)
+            marked[name] = per_layer(leaf)
+            length = leaf.shape[0] if length is None else length
+    if length is None:
         raise ValueError(
             "remat_scan was given nothing to split, so the number of layers is unknown."
             " Pass length=, or an int in in_axes."
         )
-    size = next(iter(sliced.values())).shape[0] if length is None else length
-    name = str(axes.metadata.get(nnx.PARTITION_NAME) or "layers")
-    carry, stacked = scan(step, Axis(name, size), **options)(carry, **marked)
-
-    def leaf(name: str, axis: Any) -> PyTree:
+    layers = str(axes.metadata.get(nnx.PARTITION_NAME) or "layers")
+    traced = _Traced()
+    structure = jax.tree.structure(tree)
+    step = _step(f, names, [*inputs], structure, axes, traced)
+    scanned = scan(step, Axis(layers, length), **options)
+    # From here the carry is the last one; outputs have the layers in front.
+    carry, stacked = scanned(carry, **marked)
+    leaves = []
+    for name, axis in traced.leaves:
         if axis is nnx.Carry:
-            return carry[name]
-        if name in stacked:
-            return jnp.moveaxis(stacked[name], 0, axis)
-        if name not in given:
+            leaves.append(carry[name])
+        elif name in stacked:
+            leaves.append(jnp.moveaxis(stacked[name], 0, axis))
+        elif name in inputs:
+            leaves.append(inputs[name])  # as no layer changes it
+        else:
             raise ValueError(
                 f"The function adds {name}, and what a layer writes under axis None is"
                 " dropped. Give it an axis of its own in nnx.StateAxes."
             )
-        return given[name]
-
-    treedef, outputs = found
-    args_out, results = merged(
-        jax.tree.unflatten(treedef, [leaf(*output) for output in outputs]),
-        is_inner=False,
-    )
+    args, results = merged(jax.tree.unflatten(traced.structure, leaves), is_inner=False)
     if axes.carries is None:
         return results
     of_args, of_results = axes.carries
-    return _replaced(results, of_results, args_out[of_args])
+    return _replaced(results, of_results, args[of_args])
+
+
+def _step(
+    f: Callable[..., Any],
+    names: list[str],
+    leaf_names: list[str],
+    structure: Any,
+    axes: _Axes,
+    traced: _Traced,
+) -> Callable[..., tuple[dict[str, PyTree], dict[str, PyTree]]]:
+    """The step of the scan, a function of one layer's arrays by name.
+
+    Args:
+        f: the user's function; its results are a tuple.
+        names: of the arguments.
+        leaf_names: of the arrays in the split arguments, in order.
+        structure: of the split arguments.
+        axes: of arguments and results.
+        traced: filled when the step runs.
+    """
+
+    def step(
+        carry: dict[str, PyTree], /, **arrays: PyTree
+    ) -> tuple[dict[str, PyTree], dict[str, PyTree]]:
+        inputs = carry | arrays
+        layer = jax.tree.unflatten(structure, [inputs[name] for name in leaf_names])
+        layer = change_metadata(layer, nnx.spmd.remove_axis, axes.metadata)
+        layer = merged(layer, is_inner=True)
+        outputs = _split_results(layer, f(*layer), axes)
+        layer, results = outputs
+        traced.structure = jax.tree.structure(outputs)
+        traced.leaves = []
+        carry = {}
+        changed = {}
+        for name, leaf, axis in named_leaves([*names, "the output"], (*layer, results)):
+            traced.leaves.append((name, axis))
+            if axis is nnx.Carry:
+                carry[name] = leaf
+            # A variable that the layer did not write has the very array that went in.
+            elif axis is not None and leaf is not inputs.get(name):
+                changed[name] = leaf
+        return carry, changed
+
+    return step
 
 
 def _split_results(
     args: tuple[PyTree, ...], results: PyTree, axes: _Axes
 ) -> tuple[PyTree, PyTree]:
-    """The arguments after a layer, with the new carry and without arrays, and the rest
-    of the results.
+    """What is left after a layer, split: its arguments, and its results.
+
+    Of the arguments modules and variables alone remain, whose state may have changed;
+    the new carry moves to the place of the old one, so that both have the same names.
     """
     if not isinstance(results, tuple) or len(results) != len(axes.of_results):
-        found = (
-            f"{len(results)} results"
-            if isinstance(results, tuple)
-            else type(results).__name__
-        )
+        returned = type(results).__name__
+        if isinstance(results, tuple):
+            returned = f"{len(results)} results"
         raise ValueError(
             f"out_axes has {len(axes.of_results)} entries, {axes.of_results!r}, and the"
-            f" function returned {found}. Return a tuple with one for each, or write"
+            f" function returned {returned}. Return a tuple with one for each, or write"
             " out_axes=nnx.Carry for a carry alone."
         )
     left = jax.tree.map(
@@ -257,18 +321,22 @@ def _split_results(
         _check_references(args[of_args], results[of_results])
         left = _replaced(left, of_args, results[of_results])
         results = _replaced(results, of_results, None)
-    found = split((left, results), (axes.of_args, axes.of_results), "(args, results)")
-    return change_metadata(found, nnx.spmd.add_axis, axes.metadata)
+    # One call, so that a module that is in both stays one object.
+    axes_of_both = axes.of_args, axes.of_results
+    outputs = split((left, results), axes_of_both, "(args, results)")
+    return change_metadata(outputs, nnx.spmd.add_axis, axes.metadata)
 
 
 def _check_references(before: PyTree, after: PyTree) -> None:
-    """Refuse a carry with other modules or variables than went in."""
+    """Refuse a carry with other modules or variables than went in, as `nnx.scan`."""
 
     def nodes(tree: PyTree) -> dict[str, int]:
         leaves = jtu.tree_leaves_with_path(tree, is_leaf=is_node)
         return {jtu.keystr(path): id(leaf) for path, leaf in leaves if is_node(leaf)}
 
-    for path, _ in sorted(nodes(before).items() ^ nodes(after).items()):
+    # Paths whose object is another, or that only one of both has.
+    differences = nodes(before).items() ^ nodes(after).items()
+    for path, _ in sorted(differences):
         raise ValueError(
             f"Carry references must be the same between iterations: carry{path} is"
             " another object than went in. Change the values of its variables instead."
@@ -276,6 +344,7 @@ def _check_references(before: PyTree, after: PyTree) -> None:
 
 
 def _layers_first(name: str, leaf: Any, axis: int) -> Any:
+    """An array with the axis of the layers moved to the front."""
     rank = getattr(leaf, "ndim", 0)
     if not -rank <= axis < rank:
         raise ValueError(

@@ -46,6 +46,11 @@ class Kind:
     def output_types(self) -> list[Any]:
         return [out.aval for out in self.jaxpr.outvars[self.carries :]]
 
+    @property
+    def sliced(self) -> Mask:
+        """Of which stacks in `x` it takes an entry."""
+        return tuple(not whole for whole in self.unsliced)
+
     @functools.cached_property
     def read_entries(self) -> Mask:
         """Of which stacks in `x` it reads the layer's entry: they are sliced, and it

@@ -27,6 +27,7 @@ from .forward import forward, primal
 from .gradient import Checkpoint, Perturbed, merge, pick
 from .programs import jitted, run
 from .reverse import pull_back
+from .reverse_spec import differentiated, for_forward_mode, for_reverse, serves
 from .rules import (
     Bound,
     Differentiable,
@@ -43,7 +44,7 @@ from .rules import (
     tangent_of,
 )
 from .slots import Arrays, Carry, Checkpoints, Mask, OfKinds
-from .spec import SweepSpec, differentiated, for_forward_mode
+from .spec import SweepSpec
 from .trace import TracedLayer, has_refs, kinds_of, weak_as, without_passed_on
 
 
@@ -137,7 +138,7 @@ class Sweep(Differentiable):
         spec, perturbed, shared = differentiated(
             self.spec, self._perturbed(flags), shared
         )
-        spec = spec.for_reverse(perturbed, xs, shared)
+        spec = for_reverse(spec, perturbed, xs, shared)
         carry, ys, checkpoints = sweep_forward(spec, perturbed, init, xs, shared)
         return (carry, self._weak(ys)), (
             checkpoints,
@@ -154,7 +155,7 @@ class Sweep(Differentiable):
         )
         has_ct = tuple(is_ and not isinstance(ct, ad.Zero) for is_, ct in pairs)
         some = replace(every, ys=self._perturbed(nonzero, has_ct).ys)
-        perturbed = some if spec.serves(every, some, *kept[1:]) else every
+        perturbed = some if serves(spec, every, some, *kept[1:]) else every
         carry_ct, ys_ct = cotangents
         ys_ct = [
             as_arrays(pick(*each)) for each in zip(ys_ct, perturbed.ys, strict=True)

@@ -33,7 +33,7 @@ from .._schedule import equal, shrinking
 from .gradient import LayerPullback, Perturbed, Residuals, pick
 from .programs import found_in
 from .rules import ruled, without_closures
-from .slots import Arrays, Mask, OfKinds
+from .slots import Arrays, Mask, OfKinds, inverted
 from .spec import SweepSpec
 
 
@@ -47,7 +47,7 @@ def differentiated(
     and the shared arrays with these.
     """
     kinds, masks, inputs = [], [], []
-    for kind, is_shared_perturbed, own in zip(
+    for kind, shared_mask, leaves in zip(
         spec.kinds, perturbed.shared, shared, strict=True
     ):
         layer, values, constants = kind.jaxpr, None, []
@@ -60,8 +60,8 @@ def differentiated(
                 functools.partial(_layer_and_values, kind.jaxpr, nonzero, active),
             )
         kinds.append(replace(kind, jaxpr=layer, values_jaxpr=values))
-        masks.append((*[False] * len(constants), *is_shared_perturbed))
-        inputs.append([*constants, *own])
+        masks.append((*[False] * len(constants), *shared_mask))
+        inputs.append([*constants, *leaves])
     return (
         replace(spec, kinds=tuple(kinds)),
         replace(perturbed, shared=tuple(masks)),
@@ -112,8 +112,9 @@ def for_reverse(
     for kind, types in zip(spec.kinds, spec.input_types(xs, shared), strict=True):
         pullback = LayerPullback(kind, perturbed)
         residuals.append(pullback.residuals_of(types, EVERYTHING, int(spec.stops)))
-    reads_of_kinds = [of_kind.all_reads for of_kind in residuals]
-    held = [*map(any, zip(*reads_of_kinds, strict=True))]
+    held = [False] * len(spec.carry_types)
+    for of_kind in residuals:
+        held = [*map(operator.or_, held, of_kind.all_reads)]
     # Replays compute the leaves that are held, from all that these depend on; that
     # grows to a fixed point, at most once for each leaf.
     before = None
@@ -134,10 +135,8 @@ def _surely_holds_all(spec: SweepSpec) -> bool:
     has_size = spec.carry_has_known_size()
     carry_bytes = spec.carry_bytes() if has_size else 0
     for kind in spec.kinds:
-        count = len(kind.jaxpr.invars)
-        stop = count - len(kind.unsliced)
-        start = stop - kind.carries
-        is_carry = [start <= place < stop for place in range(count)]
+        shared, carry, x = map(len, kind.split(kind.jaxpr.invars))
+        is_carry = [False] * shared + [True] * carry + [False] * x
         is_read, read_bytes = surely_read(kind.jaxpr, is_carry)
         reads_enough = not has_size or 2 * read_bytes > carry_bytes
         if all(kind.carry_of(is_read)) and reads_enough:
@@ -207,5 +206,4 @@ def serves(
     pullbacks = spec.pullbacks(perturbed, remat.kept, xs, shared)
     saved, has_slots = spec.kept_in_segment(kept_pullbacks)
     saves, is_read = spec.kept_in_segment(pullbacks)
-    lacks_slots = [not has for has in has_slots]
-    return saves == saved and not any(pick(is_read, lacks_slots))
+    return saves == saved and not any(pick(is_read, inverted(has_slots)))

@@ -21,6 +21,7 @@ list with an entry for each kind (`slots.OfKinds`). Layers have up to three numb
 """
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
@@ -47,7 +48,7 @@ from .gradient import (
 )
 from .kinds import Kind, Pattern
 from .rules import ruled
-from .slots import Arrays, Carry, Mask, OfKinds, TripsOf, entry_at
+from .slots import Arrays, Carry, Mask, OfKinds, TripsOf, entry_at, types_of
 from .store import (
     Index,
     at_least_one,
@@ -74,28 +75,25 @@ class _StoppingLoop(NamedTuple):
 
 @dataclass(frozen=True)
 class SweepSpec:
-    """A sweep, or a plain scan, over layers.
+    """A sweep, or a plain scan, over layers."""
 
-    Attributes:
-        kinds: the layer of each kind; `kinds[k].number` is `k`. All take one carry.
-        remat: the policy. Its schedule covers the layers after the first ones, which
-            it numbers from zero.
-        reverse: whether the last layer on the axis runs first.
-        unroll: how many layers an iteration of the plain scan has. Loops of a sweep are
-            unrolled all or not at all.
-        pattern: the kind of each layer on the axis; None for one kind.
-        stops: whether the first leaf of a carry is a bool that says that the layers
-            after it change nothing.
-        held: which leaves of a carry checkpoints have; None for all, which a user's
-            visitor may read.
-    """
-
+    # The layer of each kind; `kinds[k].number` is `k`. All take one carry.
     kinds: tuple[Kind, ...]
+    # The policy. Its schedule covers the layers after the first ones, which it numbers
+    # from zero.
     remat: Remat
+    # Whether the last layer on the axis runs first.
     reverse: bool = False
+    # How many layers an iteration of the plain scan has. Loops of a sweep are unrolled
+    # all or not at all.
     unroll: int = 1
+    # The kind of each layer on the axis; None for one kind.
     pattern: Pattern | None = None
+    # Whether the first leaf of a carry is a bool that says that the layers after it
+    # change nothing.
     stops: bool = False
+    # Which leaves of a carry checkpoints have; None for all, which a user's visitor may
+    # read.
     held: Mask | None = None
 
     @property
@@ -254,7 +252,9 @@ class SweepSpec:
         Of several kinds, it costs a copy of each stack with an entry for every layer.
         """
         pattern = self.pattern
-        no_outputs = [[*map(zeros_of, kind.output_types)] for kind in self.kinds]
+        no_outputs: OfKinds = []
+        for kind in self.kinds:
+            no_outputs.append([*map(zeros_of, kind.output_types)])
 
         def branch(kind: Kind) -> Callable[..., tuple[Carry, OfKinds]]:
             """A step of the scan that runs a layer of this kind."""
@@ -338,7 +338,7 @@ class SweepSpec:
     def carry_types(self) -> list[Any]:
         """The types of the leaves of every carry, those of the traced layer."""
         kind = self.kinds[0]
-        return [var.aval for var in kind.jaxpr.outvars[: kind.carries]]
+        return types_of(kind.jaxpr.outvars[: kind.carries])
 
     def pullbacks(
         self, perturbed: Perturbed, kept: Kept, xs: OfKinds, shared: OfKinds
@@ -352,11 +352,9 @@ class SweepSpec:
         # The first leaf, which says whether the layers stop, chooses inputs: those are
         # read again, as others are.
         flags = int(self.stops)
-        types = self.input_types(xs, shared)
-        return [
-            pullback.with_residuals(of_layer, kept, flags)
-            for pullback, of_layer in zip(pullbacks, types, strict=True)
-        ]
+        for k, types in enumerate(self.input_types(xs, shared)):
+            pullbacks[k] = pullbacks[k].with_residuals(types, kept, flags)
+        return pullbacks
 
     def input_types(self, xs: OfKinds, shared: OfKinds) -> list[LayerTypes]:
         """The types of the inputs of a layer of each kind.
@@ -380,24 +378,24 @@ class SweepSpec:
         """Whether internals are kept while a segment is reversed; which leaves of its
         carries visits read beside these, over all leaves.
         """
-        every = (True,) * self.kinds[0].carries
-        saves = any(pullback.residuals for pullback in pullbacks)
-        if self.held is None:
-            return saves, every
-        reads_of_kinds = []
+        carries = self.kinds[0].carries
+        saves, is_read = False, (self.held is None,) * carries
         for pullback in pullbacks:
             residuals = pullback.residuals
-            reads_of_kinds.append(residuals.reads if residuals else every)
-        return saves, tuple(map(any, zip(*reads_of_kinds, strict=True)))
+            reads = residuals.reads if residuals else (True,) * carries
+            saves = saves or residuals is not None
+            is_read = tuple(map(operator.or_, is_read, reads))
+        return saves, is_read
 
     def carry_bytes(self) -> int:
         return sum(map(bytes_of, self.carry_types))
 
     def carry_has_known_size(self) -> bool:
         """Whether no dimension of the carry is symbolic, as `jax.export` has them."""
-        return all(
-            isinstance(size, int) for type_ in self.carry_types for size in type_.shape
-        )
+        for type_ in self.carry_types:
+            if not all(isinstance(size, int) for size in type_.shape):
+                return False
+        return True
 
     def of_held(self, carry: Sequence[T]) -> list[T]:
         """The leaves of a carry that are held."""

@@ -22,10 +22,12 @@ def one_run_per_segment(schedule: Schedule) -> tuple[Run, ...]:
     """The runs where boundaries are on the host: each is fetched to slot 0, its segment
     fills the others.
     """
-    starts = np.cumsum((0, *schedule.segments[:-1])).tolist()
     runs = []
-    for start, size in zip(starts[::-1], schedule.segments[::-1], strict=True):
-        runs.append(Run(start, 0, tuple(range(start + 1, start + size)), size))
+    stop = schedule.length
+    for size in reversed(schedule.segments):
+        start = stop - size
+        runs.append(Run(start, 0, tuple(range(start + 1, stop)), size))
+        stop = start
     return tuple(runs)
 
 

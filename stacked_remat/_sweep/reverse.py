@@ -165,30 +165,27 @@ def sweep_back(
 
 @dataclass(frozen=True)
 class _Layers:
-    """How a range of layers is replayed and visited.
+    """How a range of layers is replayed and visited."""
 
-    Attributes:
-        spec: the whole sweep.
-        numbers: the numbers of these layers in it.
-        pullbacks: the vector-Jacobian product of a layer, for each kind.
-        saves: whether a replay keeps the residuals of the layers that are visited next;
-            otherwise a visit runs the layer again.
-        is_read: whether a visit reads a leaf of the layer's input carry itself, beside
-            saved residuals; over all leaves of a carry, held or not.
-        shared: what all layers share, for each kind.
-        ys_ct: the cotangents of the perturbed outputs, stacked, for each kind.
-        visitor: called for each layer.
-        xs_in: finds the stacks of the layers' own inputs in the visitor's state.
-    """
-
+    # The whole sweep.
     spec: SweepSpec
+    # The numbers of these layers in it.
     numbers: range
+    # The vector-Jacobian product of a layer, for each kind.
     pullbacks: list[LayerPullback]
+    # Whether a replay keeps the residuals of the layers that are visited next;
+    # otherwise a visit runs the layer again.
     saves: bool
+    # Whether a visit reads a leaf of the layer's input carry itself, beside saved
+    # residuals; over all leaves of a carry, held or not.
     is_read: Mask
+    # What all layers share, for each kind.
     shared: OfKinds
+    # The cotangents of the perturbed outputs, stacked, for each kind.
     ys_ct: OfKinds
+    # Called for each layer.
     visitor: LeafVisitor
+    # Finds the stacks of the layers' own inputs in the visitor's state.
     xs_in: Callable[[Any], OfKinds]
 
     def fetch(self, state: PyTree, number: Index) -> Arrays:

@@ -63,20 +63,17 @@ from typing import Any, TypeAlias
 class Run:
     """One replay and the visits that follow it. Layers are numbered from the schedule's
     first.
-
-    Attributes:
-        start: the layer whose input is held in `slot` when the run begins.
-        slot: the slot it is held in.
-        holds: the layers after it whose inputs are held once all up to the last of them
-            ran forward again, in the slots that follow. An input in between is written
-            where the next one that is held goes.
-        visits: how many layers are then visited, from `top` down; their slots are
-            consecutive.
     """
 
+    # The layer whose input is held in `slot` when the run begins.
     start: int
+    # The slot it is held in.
     slot: int
+    # The layers after it whose inputs are held once all up to the last of them ran
+    # forward again, in the slots that follow. An input in between is written where the
+    # next one that is held goes.
     holds: tuple[int, ...]
+    # How many layers are then visited, from `top` down; their slots are consecutive.
     visits: int
 
     @property
@@ -115,16 +112,13 @@ Tree: TypeAlias = "int | tuple[Tree, ...]"
 class Schedule:
     """A cut of `length` layers, executed by the sweep; build one with a function of
     this module.
-
-    Attributes:
-        length: number of layers.
-        slots: layer inputs held at once, at the most; the one being visited is among
-            them.
-        segments: lengths of the segments in forward order; empty for a binomial cut.
     """
 
+    # Number of layers.
     length: int
+    # Layer inputs held at once, at the most; the one being visited is among them.
     slots: int
+    # Lengths of the segments in forward order; empty for a binomial cut.
     segments: tuple[int, ...] = ()
 
     @cached_property

@@ -182,36 +182,38 @@ def surely_read(jaxpr: core.Jaxpr, inputs: Sequence[bool]) -> tuple[list[bool], 
     All inputs are taken to be differentiated; others may be said to be read, and are
     not.
     """
-    sources = [1 << number if chosen else 0 for number, chosen in enumerate(inputs)]
+    sources = []
+    for number, is_chosen in enumerate(inputs):
+        sources.append(frozenset([number] if is_chosen else []))
     _, read, size = _sources_read(jaxpr, sources)
-    return [bool(read >> number & 1) for number in range(len(inputs))], size
+    return [number in read for number in range(len(inputs))], size
 
 
 def _sources_read(
-    jaxpr: core.Jaxpr, sources: Sequence[int]
-) -> tuple[list[int], int, int]:
-    """For each output, and for what is read, the inputs that it depends on; bytes that
-    are read.
+    jaxpr: core.Jaxpr, sources: Sequence[frozenset[int]]
+) -> tuple[list[frozenset[int]], frozenset[int], int]:
+    """For each output, and for what is read, the numbers of the inputs that it depends
+    on; bytes that are read.
 
-    Sets of inputs are integers with a bit for each: `sources` has that of each input,
-    and a union is `|`.
+    `sources` has the numbers for each input: within a call, those of the caller's.
     """
     sources_of = dict(zip(jaxpr.invars, sources, strict=True))
-    read, size = 0, 0
+    nothing: frozenset[int] = frozenset()
+    read, size = nothing, 0
     # Variables whose bytes are counted.
     counted: set[core.Var] = set()
 
-    def of(atom: Any) -> int:
-        return sources_of.get(atom, 0) if isinstance(atom, core.Var) else 0
+    def of(atom: Any) -> frozenset[int]:
+        return sources_of.get(atom, nothing) if isinstance(atom, core.Var) else nothing
 
     for equation in jaxpr.eqns:
         name, atoms = equation.primitive.name, equation.invars
         operands = [*map(of, atoms)]
-        results = [functools.reduce(operator.or_, operands, 0)] * len(equation.outvars)
+        results = [nothing.union(*operands)] * len(equation.outvars)
         called = _called(equation)
         if called is not None and not called.constvars:
-            results, inner_read, inner_size = _sources_read(called, operands)
-            read, size = read | inner_read, size + inner_size
+            results, read_inside, size_inside = _sources_read(called, operands)
+            read, size = read | read_inside, size + size_inside
         elif name in _NONLINEAR or (name == "mul" and atoms[0] is atoms[1]):
             for var, source in zip(atoms, operands, strict=True):
                 read |= source

@@ -106,6 +106,11 @@ class Residuals(NamedTuple):
     # Of the residuals that are saved.
     types: list[ShapedArray]
 
+    @property
+    def on_host(self) -> bool:
+        """Whether any is saved on the host, by the layer itself."""
+        return any(type_.memory_space == jax.memory.Space.Host for type_ in self.types)
+
 
 class LayerCotangents(NamedTuple):
     """What the `vjp` of a `LayerVisit` returns: None for leaves without a gradient."""
@@ -259,15 +264,16 @@ class LayerPullback:
         inputs = self.kind.split(types_of(jaxpr.invars))
         carry_vars = pick(jaxpr.outvars[:carries], self.perturbed.carry)
         y_vars = pick(jaxpr.outvars[carries:], self.perturbed.ys[self.kind.number])
-        carry_ct = [var.aval.to_ct_aval() for var in carry_vars]
-        y_ct = [var.aval.to_ct_aval() for var in y_vars]
+        ct_types = []
+        for variables in (carry_vars, y_vars):
+            ct_types.append([var.aval.to_ct_aval() for var in variables])
 
         def product(
             shared: Arrays, carry: Carry, x: Arrays, carry_ct: Carry, y_ct: Arrays
         ) -> LayerInputs:
             return self((shared, carry, x), [], (carry_ct, y_ct))
 
-        return jax.make_jaxpr(product)(*inputs, carry_ct, y_ct)
+        return jax.make_jaxpr(product)(*inputs, *ct_types)
 
     def _transposed(
         self, pullback: Any, cotangents: PyTree, totals: Sequence[PyTree]
@@ -277,7 +283,7 @@ class LayerPullback:
         To those of stacks that layers take whole each layer adds. As a value such a
         cotangent would be zeros of the whole stack, with what this layer reads of it.
         """
-        if all(total is None for total in totals):
+        if not jax.tree.leaves(totals):  # None is no leaf
             return pullback(cotangents)
         refs = [None if total is None else jax.new_ref(total) for total in totals]
         shared_mask, carry_mask, _ = self.perturbed.of_layer(self.kind)

@@ -86,13 +86,6 @@ class Kind:
         start = stop - self.carries
         return inputs[:start], inputs[start:stop], inputs[stop:]
 
-    def carry_of(self, inputs: Sequence[T]) -> Sequence[T]:
-        """Those of a layer's inputs, or of what is known of each, that are its
-        carry.
-        """
-        _, carry, _ = self.split(inputs)
-        return carry
-
     def with_layer(self, closed: ClosedJaxpr, shared: Arrays) -> "tuple[Kind, Arrays]":
         """The kind with another layer, and what that shares: its constants first."""
         jaxpr, constants = without_constants(closed)

@@ -217,6 +217,7 @@ class _Layers:
             carry = spec.whole(held)
             x = spec.inputs(kind, self.xs_in(state), row, fetched)
             if bottom is None:
+                # XLA removes the output, which the forward sweep has stacked already.
                 carry, _ = kind.values(shared, carry, x)
                 return spec.of_held(carry), saved
             pullback = self.pullbacks[kind.number]
@@ -242,6 +243,7 @@ class _Layers:
         layers from `bottom` on, or is None if visits compute them.
         """
         spec = self.spec
+        # Zeros for leaves that checkpoints don't hold: nothing reads them.
         whole_carry = spec.whole(held)
 
         def run(
@@ -258,9 +260,10 @@ class _Layers:
                 # For GPUs XLA keeps a layer's internals twice where its carry comes
                 # from the host.
                 carry, cotangents = barrier_on(("cuda",), (carry, cotangents))
+            index = spec.layer_index(number)
             x = spec.inputs(kind, self.xs_in(state), row, fetched)
             visit = self.pullbacks[kind.number].visit(
-                spec.layer_index(number),
+                index,
                 (self.shared[kind.number], carry, x),
                 residuals,
                 cotangents,
@@ -317,16 +320,14 @@ def _visit_scheduled(
 def _check_saved_on_device(pullbacks: Sequence[LayerPullback]) -> None:
     """Refuse residuals that the layer itself moves to the host."""
     for pullback in pullbacks:
-        saved_types = pullback.residuals.types if pullback.residuals else []
-        for type_ in saved_types:
-            if type_.memory_space == jax.memory.Space.Host:
-                raise ValueError(
-                    "With layers that are cut, save_block_internals keeps internals on"
-                    " the device while a segment is replayed, and here some are moved"
-                    " to the host: by a policy of JAX that offloads, or by a fold"
-                    " inside the layer. Use one that does not offload, and"
-                    ' save_carries="offload" beside it.'
-                )
+        if pullback.residuals and pullback.residuals.on_host:
+            raise ValueError(
+                "With layers that are cut, save_block_internals keeps internals on the"
+                " device while a segment is replayed, and here some are moved to the"
+                " host: by a policy of JAX that offloads, or by a fold inside the"
+                " layer. Use one that does not offload, and"
+                ' save_carries="offload" beside it.'
+            )
 
 
 def _fetch_first(

@@ -7,7 +7,7 @@ jaxpr of a layer, once:
    other values where it is differentiated than elsewhere. The forward sweep and the
    replays compute those of its forward rule.
 2. `for_reverse`: which leaves of the carry checkpoints hold. A leaf that no derivative
-   reads, and from which no other leaf is made, is left out of all slots.
+   reads, and on which no held leaf depends, is left out of all slots.
 3. `for_reverse` too: whether `"nested"` should cut equal segments and keep the
    internals of one at a time, where they are small beside a carry: then a layer runs
    twice instead of three times.
@@ -21,7 +21,6 @@ import operator
 from collections.abc import Sequence
 from dataclasses import replace
 
-import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.interpreters.partial_eval import dce_jaxpr
 
@@ -123,7 +122,8 @@ def for_reverse(
         for kind in spec.kinds:
             is_needed = [*held, *[False] * len(kind.output_types)]
             _, is_read = dce_jaxpr(kind.values_jaxpr or kind.jaxpr, is_needed)
-            held = [*map(operator.or_, held, kind.carry_of(is_read))]
+            _, carry_is_read, _ = kind.split(is_read)
+            held = [*map(operator.or_, held, carry_is_read)]
     spec = replace(spec, held=tuple(held))
     return replace(spec, remat=_remat_for(spec, residuals))
 
@@ -138,8 +138,9 @@ def _surely_holds_all(spec: SweepSpec) -> bool:
         shared, carry, x = map(len, kind.split(kind.jaxpr.invars))
         is_carry = [False] * shared + [True] * carry + [False] * x
         is_read, read_bytes = surely_read(kind.jaxpr, is_carry)
+        _, carry_is_read, _ = kind.split(is_read)
         reads_enough = not has_size or 2 * read_bytes > carry_bytes
-        if all(kind.carry_of(is_read)) and reads_enough:
+        if all(carry_is_read) and reads_enough:
             return True
     return False
 
@@ -163,10 +164,7 @@ def _remat_for(spec: SweepSpec, residuals: Sequence[Residuals]) -> Remat:
     internals = [*of_layer.types, *pick(spec.carry_types, is_beside)]
     layer_bytes = sum(map(bytes_of, internals))
     carry_bytes = sum(map(bytes_of, spec.of_held(spec.carry_types)))
-    on_host = any(
-        type_.memory_space == jax.memory.Space.Host for type_ in of_layer.types
-    )
-    if on_host or not of_layer.types or 2 * layer_bytes > carry_bytes:
+    if of_layer.on_host or not of_layer.types or 2 * layer_bytes > carry_bytes:
         return remat
     longest = math.ceil(math.sqrt(length * carry_bytes / layer_bytes))
     in_order = _IN_ORDER // max(map(bytes_of, internals))

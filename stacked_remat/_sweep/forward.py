@@ -78,7 +78,10 @@ def primal(
 
 
 def _start(spec: SweepSpec, init: Carry, xs: OfKinds) -> ForwardState:
-    ys = [empty_stack(kind.output_types, spec.rows(kind)) for kind in spec.kinds]
+    """The state before the first layer."""
+    ys = []
+    for kind in spec.kinds:
+        ys.append(empty_stack(kind.output_types, spec.rows(kind)))
     return ForwardState(init, ys, [], spec.fetch(xs, 0))
 
 

@@ -80,10 +80,12 @@ class Plan:
         rows = []
         held_layers = []
         for run in runs:
-            rows.append((run.start, run.slot, run.top, run.top_slot, run.visits))
+            first_kept = run.holds[0] if run.holds else run.start
+            slots = run.slot, run.top_slot
+            rows.append((run.start, run.top, *slots, run.visits, first_kept))
             held_layers += run.holds
         columns = np.asarray(rows, np.int32).T
-        start, self.slot, top, top_slot, visits = columns
+        start, top, self.slot, top_slot, visits, first_kept = columns
         self.start = start + offset
         self.top = top + offset
         self.visits: Any = visits
@@ -111,21 +113,23 @@ class Plan:
         self.next_first = np.append(self.first[1:], self.top[-1:])
         self.skipped: Any = 0
         if ran is not None:
-            self._stop_before(ran, runs, offset)
+            self._stop_before(ran, first_kept + offset)
 
-    def _stop_before(self, ran: Index, runs: tuple[Run, ...], offset: int) -> None:
-        """Leave out the layers from number `ran` on, which did not run."""
+    def _stop_before(self, ran: Index, first_kept: np.ndarray) -> None:
+        """Leave out the layers from number `ran` on, which did not run.
+
+        `first_kept` is a table of the first inputs that replays hold: `start` where a
+        run holds none.
+        """
         # Under `jax.vmap` the loops take as many trips for all examples, the most.
         ran = unvmap_max(ran)
         has_layer = np.minimum(self.start, self.bottom) < ran
         self.skipped = jnp.argmax(has_layer).astype(jnp.int32)
         # The last layer that ran is visited, not replayed.
         advances = jnp.clip(ran - 1 - self.start, 0, self.advances)
-        # The first input that a replay keeps; if that layer did not run, the replay is
-        # of no use.
-        first_kept = [run.holds[0] if run.holds else run.start for run in runs]
-        is_useful = np.asarray(first_kept, np.int32) + offset < ran
-        self.advances = jnp.where(is_useful, advances, 0)
+        # If the layer of the first input that it holds did not run, a replay is of no
+        # use.
+        self.advances = jnp.where(first_kept < ran, advances, 0)
         self.visits = jnp.clip(ran - self.bottom, 0, self.visits)
 
 

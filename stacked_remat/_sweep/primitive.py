@@ -100,7 +100,7 @@ def run_layers(
 class Sweep(Differentiable):
     """`(init, xs, shared) -> (carry, ys)` by the layers of a `SweepSpec`.
 
-    The spec is its only parameter, so that equal sweeps are one program.
+    The spec is its only parameter, so that sweeps of equal specs are one program.
     """
 
     spec: SweepSpec
@@ -362,7 +362,8 @@ class Rule(Differentiable):
         return Rule(fn, reference, *args)(*args), out_dims
 
     def active(self, nonzero: Mask) -> Mask:
-        return tuple(any(nonzero) and is_ for is_ in floats(self.out_aval))
+        is_float = floats(self.out_aval)
+        return is_float if any(nonzero) else (False,) * len(is_float)
 
     def tangent(self, nonzero: Mask, primals: PyTree, tangents: Arrays) -> Arrays:
         fn = _for_tangents(self.fn)

@@ -109,11 +109,14 @@ def found_in(jaxpr: core.Jaxpr, key: Hashable, find: Callable[[], T]) -> T:
     if key in known:
         return known[key]
     result = find()
-    leaves = jax.tree.leaves(result)
     # A traced value is of no use once its trace has ended.
-    if not any(isinstance(leaf, Tracer) for leaf in leaves):
+    if not _has_traced(result):
         known[key] = result
     return result
+
+
+def _has_traced(tree: PyTree) -> bool:
+    return any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(tree))
 
 
 def structure(jaxpr: core.Jaxpr) -> Structure:
@@ -328,9 +331,7 @@ def are_known(arrays: PyTree) -> bool:
     """Whether nothing is traced, differentiated or mapped: neither the caller nor an
     array.
     """
-    return is_eager() and not any(
-        isinstance(leaf, Tracer) for leaf in jax.tree.leaves(arrays)
-    )
+    return is_eager() and not _has_traced(arrays)
 
 
 def run(jitted_fn: Any, *args: PyTree) -> PyTree:

@@ -1,9 +1,10 @@
 """A sweep over layers as data, with what its loops have in common.
 
 A `SweepSpec` says everything about a sweep but its arrays: the traced layer of each
-kind, which kind comes where, the policy, and how loops are executed. It is static, and
-compared by value: JAX traces a sweep again only if its spec differs. `forward.py` and
-`reverse.py` are loops over its layers, written with its methods:
+kind, which kind comes where, the policy, and how loops are executed. It is static, a
+parameter of the sweep's primitives; two are equal if their fields are, jaxprs being the
+same object. `forward.py` and `reverse.py` are loops over its layers, written with its
+methods:
 
     at       run one layer, of whichever kind it is
     repeat   a loop over layers or runs
@@ -366,6 +367,7 @@ class SweepSpec:
         for kind in self.kinds:
             stacks = xs[kind.number]
 
+            # Of a kind without layers too: all kinds are traced.
             def own_inputs(kind: Kind = kind, stacks: Arrays = stacks) -> Arrays:
                 return read_layer([*map(at_least_one, stacks)], 0, kind.unsliced)
 

@@ -114,6 +114,7 @@ def trace_layers(
 def _trace(layer: UntracedLayer, init: PyTree) -> TracedLayer:
     """Trace a layer; it has no `init` yet, and shares only what it closes over."""
     stacks, tree = jax.tree.flatten(layer.stacks)
+    # By types alone, and of a stack without layers too.
     entries = jax.eval_shape(
         lambda: read_layer([*map(at_least_one, stacks)], 0, layer.unsliced)
     )

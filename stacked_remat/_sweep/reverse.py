@@ -493,8 +493,8 @@ def _visit(layers: _Layers, plan: Plan, r: Index, loop: _Loop) -> _Loop:
         fetched, number = settle(inner.fetched, bottom + place)
         below: Index = 0
         if fetched:
-            next_run = entry_at(plan.next_first, r)
-            below = jnp.where(place == 0, next_run, number - 1)
+            is_last = place == 0
+            below = jnp.where(is_last, entry_at(plan.next_first, r), number - 1)
         ahead = layers.fetch(inner.state, below)
         ahead, state = read_before_writes(ahead, inner.state, "cuda")
         carry = read(loop.slots, entry_at(plan.bottom_slot, r) + place)

@@ -406,6 +406,7 @@ def _for_tangents(fn: Bound) -> Bound:
     alone.
     """
     first, *rest = fn.bound
+    # `_mapped` is bound to a `Bound`, the loops to their spec.
     if fn.fn is _mapped:
         return replace(fn, bound=(_for_tangents(first), *rest))
     if fn.fn in (forward, pull_back):
@@ -429,6 +430,7 @@ def _forward_reference(spec: SweepSpec, perturbed: Perturbed, *args: PyTree) -> 
     # differentiated.
     run, part = of_part(spec.reference, args, perturbed.inputs)
     results, _ = jax.vjp(run, part)
+    # The checkpoints that the sweep would return, by their types.
     types, _ = _results(Bound("sweep_forward", forward, (spec, perturbed)), *args)
     *result_types, checkpoint_types = types
     carry, ys = jax.tree.unflatten(jax.tree.structure(tuple(result_types)), results)

@@ -338,6 +338,7 @@ def run(jitted_fn: Any, *args: PyTree) -> PyTree:
     """Call a jitted function of arrays; outside of any trace by an executable that an
     equal one left.
     """
+    # Where JAX looks for NaN, what an executable computes raises an internal error.
     if not are_known(args) or numbers_are_checked():
         return jitted_fn(*args)
     traced = jitted_fn.trace(*args)

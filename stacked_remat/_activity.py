@@ -1,8 +1,20 @@
 """Which outputs of a jaxpr can depend on which of its inputs, for differentiation.
 
-A conservative answer from the jaxpr's equations alone: an output that is said to be
-inactive does not depend on an active input; one that is said to be active may still
-have a zero derivative.
+A sweep must know before it runs which leaves have gradients: for each leaf of a carry
+there is a cotangent or none, in all layers alike. JAX's own answer comes out of tracing
+a derivative; these functions read the equations of a jaxpr instead:
+
+    active_outputs     which outputs depend on an active input
+    active_carry       the same over a loop of layers, to a fixed point
+    surely_read        which inputs a derivative surely reads, and how many bytes
+    forwarded_inputs   which outputs are inputs, unchanged
+
+The answers are conservative: an output that is said to be inactive does not depend on
+an active input; one that is said to be active may still have a zero derivative.
+
+The rest looks into equations: the programs that they evaluate, whether these have
+custom rules, and what a primitive of hijax expands to. `memory/`, `ghost/`, `_fused/`
+and `_sweep/` interpret jaxprs with it.
 """
 
 import functools
@@ -11,18 +23,16 @@ import operator
 import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeGuard
 
 import jax
 import jax.numpy as jnp
 from jax.extend import core
 from jaxtyping import Array
 
+# Primitives that evaluate a program, argument by argument, by their names in each JAX.
 CHECKPOINTS = ("checkpoint", "remat", "remat2")
 CALLS = ("jit", "pjit", "closed_call", "eval_jaxpr", "core_call")
-"""Primitives that evaluate a program, argument by argument, by their names in each JAX,
-as checkpoints do.
-"""
 
 
 def program_of(equation: core.JaxprEqn) -> Any:
@@ -53,11 +63,13 @@ def active_carry(
     """
     active_in = active_in or active_outputs
     carry = list(init)
+    # A leaf that becomes active in one layer is active in all: activity only grows, so
+    # this ends.
     while True:
         grown = carry
         for jaxpr, shared, xs in layers:
             outputs = active_in(jaxpr, [*shared, *carry, *xs])[: len(carry)]
-            grown = [old or new for old, new in zip(grown, outputs, strict=True)]
+            grown = [*map(operator.or_, grown, outputs)]
         if grown == carry:
             return carry
         carry = grown
@@ -71,9 +83,8 @@ def active_outputs(
     """Find which outputs depend on an active input (constants first) through values
     that count.
     """
-    active = active_variables(
-        jaxpr, itertools.compress((*jaxpr.constvars, *jaxpr.invars), inputs), counts
-    )
+    variables = (*jaxpr.constvars, *jaxpr.invars)
+    active = active_variables(jaxpr, itertools.compress(variables, inputs), counts)
     return [is_in(atom, active) for atom in jaxpr.outvars]
 
 
@@ -90,33 +101,42 @@ def active_variables(
         operands = [is_in(atom, active) for atom in equation.invars]
         if not any(operands):
             continue
-        refs = [
-            var
-            for var in equation.invars
-            if isinstance(var, core.Var) and hasattr(var.aval, "inner_aval")
-        ]
-        active.update(refs)  # which it may write to
-        inner, outputs = (
-            None if refs else _called(equation),
-            [True] * len(equation.outvars),
-        )
-        if inner is not None:
-            outputs = active_outputs(inner, operands, counts)
-        elif equation.primitive.name == "cond" and not operands[0] and not refs:
-            branches = [each.jaxpr for each in equation.params["branches"]]
-            given = (
-                [*[False] * len(each.constvars), *operands[1:]] for each in branches
-            )
-            found = map(
-                functools.partial(active_outputs, counts=counts), branches, given
-            )
-            outputs = [*map(any, zip(*found, strict=True))]
-        active.update(
-            var
-            for var, depends in zip(equation.outvars, outputs, strict=True)
-            if depends and counts(var)
-        )
+        # It may write to these.
+        refs = [*filter(_is_ref, equation.invars)]
+        active.update(refs)
+        if refs:
+            outputs = [True] * len(equation.outvars)
+        else:
+            outputs = _active_results(equation, operands, counts)
+        for var, is_active in zip(equation.outvars, outputs, strict=True):
+            if is_active and counts(var):
+                active.add(var)
     return active
+
+
+def _is_ref(atom: object) -> TypeGuard[core.Var]:
+    return isinstance(atom, core.Var) and hasattr(atom.aval, "inner_aval")
+
+
+def _active_results(
+    equation: core.JaxprEqn,
+    operands: Sequence[bool],
+    counts: Callable[[core.Var], bool],
+) -> list[bool]:
+    """Which results of an equation without references depend on active operands: found
+    within calls and conditionals, all for other primitives.
+    """
+    called = _called(equation)
+    if called is not None:
+        return active_outputs(called, operands, counts)
+    # If the index is active, so are all results.
+    if equation.primitive.name != "cond" or operands[0]:
+        return [True] * len(equation.outvars)
+    by_branch = []
+    for branch in equation.params["branches"]:
+        inputs = [*[False] * len(branch.jaxpr.constvars), *operands[1:]]
+        by_branch.append(active_outputs(branch.jaxpr, inputs, counts))
+    return [*map(any, zip(*by_branch, strict=True))]
 
 
 def is_in(atom: object, variables: set[core.Var]) -> bool:
@@ -125,11 +145,12 @@ def is_in(atom: object, variables: set[core.Var]) -> bool:
 
 def has_rules(jaxpr: core.Jaxpr) -> bool:
     """Whether custom rules may compute other values where a jaxpr is differentiated."""
-    return any(
-        _has_rule(equation)
-        or any(map(has_rules, core.jaxprs_in_params(equation.params)))
-        for equation in jaxpr.eqns
-    )
+    for equation in jaxpr.eqns:
+        if _has_rule(equation):
+            return True
+        if any(map(has_rules, core.jaxprs_in_params(equation.params))):
+            return True
+    return False
 
 
 def _has_rule(equation: core.JaxprEqn) -> bool:
@@ -144,6 +165,8 @@ def _has_rule(equation: core.JaxprEqn) -> bool:
 _JAX_FOLDER = str(Path(jax.__file__).parent) + os.sep
 
 
+# Primitives whose derivatives read their operands (of `square`, twice the operand), or
+# results from which these follow.
 _NONLINEAR = frozenset(
     "dot_general conv_general_dilated exp exp2 log log1p expm1 tanh logistic sin cos"
     " tan asin acos atan sinh cosh integer_pow pow square sqrt rsqrt cbrt erf"
@@ -159,43 +182,46 @@ def surely_read(jaxpr: core.Jaxpr, inputs: Sequence[bool]) -> tuple[list[bool], 
     All inputs are taken to be differentiated; others may be said to be read, and are
     not.
     """
-    sources = [1 << number if chosen else 0 for number, chosen in enumerate(inputs)]
+    sources = []
+    for number, is_chosen in enumerate(inputs):
+        sources.append(frozenset([number] if is_chosen else []))
     _, read, size = _sources_read(jaxpr, sources)
-    return [bool(read >> number & 1) for number in range(len(inputs))], size
+    return [number in read for number in range(len(inputs))], size
 
 
 def _sources_read(
-    jaxpr: core.Jaxpr, sources: Sequence[int]
-) -> tuple[list[int], int, int]:
-    """For each output, and for what is read, a bit for each input that it depends on;
-    bytes that are read.
-    """
-    known = dict(zip(jaxpr.invars, sources, strict=True))
-    read, size = 0, 0
-    seen: set[core.Var] = set()
+    jaxpr: core.Jaxpr, sources: Sequence[frozenset[int]]
+) -> tuple[list[frozenset[int]], frozenset[int], int]:
+    """For each output, and for what is read, the numbers of the inputs that it depends
+    on; bytes that are read.
 
-    def of(atom: Any) -> int:
-        return known.get(atom, 0) if isinstance(atom, core.Var) else 0
+    `sources` has the numbers for each input: within a call, those of the caller's.
+    """
+    sources_of = dict(zip(jaxpr.invars, sources, strict=True))
+    nothing: frozenset[int] = frozenset()
+    read, size = nothing, 0
+    # Variables whose bytes are counted.
+    counted: set[core.Var] = set()
+
+    def of(atom: Any) -> frozenset[int]:
+        return sources_of.get(atom, nothing) if isinstance(atom, core.Var) else nothing
 
     for equation in jaxpr.eqns:
-        operands = [of(atom) for atom in equation.invars]
-        outputs = [functools.reduce(operator.or_, operands, 0)] * len(equation.outvars)
-        inner = _called(equation)
-        is_square = (
-            equation.primitive.name == "mul"
-            and equation.invars[0] is equation.invars[1]
-        )
-        if inner is not None and not inner.constvars:
-            outputs, inner_read, inner_size = _sources_read(inner, operands)
-            read, size = read | inner_read, size + inner_size
-        elif is_square or equation.primitive.name in _NONLINEAR:
-            for var, source in zip(equation.invars, operands, strict=True):
+        name, atoms = equation.primitive.name, equation.invars
+        operands = [*map(of, atoms)]
+        results = [nothing.union(*operands)] * len(equation.outvars)
+        called = _called(equation)
+        if called is not None and not called.constvars:
+            results, read_inside, size_inside = _sources_read(called, operands)
+            read, size = read | read_inside, size + size_inside
+        elif name in _NONLINEAR or (name == "mul" and atoms[0] is atoms[1]):
+            for var, source in zip(atoms, operands, strict=True):
                 read |= source
-                if source and isinstance(var, core.Var) and var not in seen:
-                    seen.add(var)
+                if source and isinstance(var, core.Var) and var not in counted:
+                    counted.add(var)
                     size += bytes_of(var.aval)
-        known.update(zip(equation.outvars, outputs, strict=True))
-    return [of(atom) for atom in jaxpr.outvars], read, size
+        sources_of.update(zip(equation.outvars, results, strict=True))
+    return [*map(of, jaxpr.outvars)], read, size
 
 
 def bytes_of(type_: Any) -> int:
@@ -203,21 +229,22 @@ def bytes_of(type_: Any) -> int:
 
 
 def forwarded_inputs(jaxpr: core.Jaxpr) -> list[int | None]:
-    """For each output that is an input, unchanged, the number of that input."""
+    """For each output that is an input, unchanged, the number of that input; None for
+    others. Through calls and `checkpoint_name`.
+    """
     numbers: dict[Any, int] = {var: number for number, var in enumerate(jaxpr.invars)}
     for equation in jaxpr.eqns:
-        inner = _called(equation)
-        found = (
-            [0]
-            if equation.primitive.name == "name"
-            else forwarded_inputs(inner)
-            if inner
-            else []
-        )
-        for var, number in zip(equation.outvars, found, strict=False):
+        called = _called(equation)
+        operand_numbers: list[int | None] = []
+        if equation.primitive.name == "name":
+            operand_numbers = [0]
+        elif called is not None:
+            operand_numbers = forwarded_inputs(called)
+        for var, number in zip(equation.outvars, operand_numbers, strict=False):
             operand = None if number is None else equation.invars[number]
             if isinstance(operand, core.Var) and operand in numbers:
                 numbers[var] = numbers[operand]
+    # A literal is no input, and can't be looked up.
     return [
         numbers.get(var) if isinstance(var, core.Var) else None for var in jaxpr.outvars
     ]
@@ -230,23 +257,22 @@ def expansion(equation: core.JaxprEqn, fn: Callable | None = None) -> Any:
     if equation.primitive.name != "call_hi_primitive":
         return None
     primitive = equation.params["_prim"]
-    with (
-        equation.ctx.manager
-    ):  # its mesh, of which the axes of `jax.shard_map` are bound
+    # Its mesh, of which the axes of `jax.shard_map` are bound.
+    with equation.ctx.manager:
         mesh = jax.sharding.get_abstract_mesh()
         axes = [(name, mesh.shape[name]) for name in mesh.manual_axes]
-        return jax.make_jaxpr(fn or primitive.expand, axis_env=axes)(
-            *primitive.in_avals
-        )
+        trace = jax.make_jaxpr(fn or primitive.expand, axis_env=axes)
+        return trace(*primitive.in_avals)
 
 
 def programs_in(equation: core.JaxprEqn) -> list[core.Jaxpr]:
+    """The jaxprs that an equation evaluates, with what a primitive of hijax expands
+    to.
+    """
     expanded = expansion(equation)
-    return (
-        [*core.jaxprs_in_params(equation.params)]
-        if expanded is None
-        else [expanded.jaxpr]
-    )
+    if expanded is not None:
+        return [expanded.jaxpr]
+    return [*core.jaxprs_in_params(equation.params)]
 
 
 def name_of(equation: core.JaxprEqn) -> str:
@@ -265,11 +291,8 @@ def _called(equation: core.JaxprEqn) -> core.Jaxpr | None:
         return None
     inner = program_of(equation)
     inner = getattr(inner, "jaxpr", inner)
-    return (
-        inner
-        if len(inner.constvars) + len(inner.invars) == len(equation.invars)
-        else None
-    )
+    takes_all = len(inner.constvars) + len(inner.invars) == len(equation.invars)
+    return inner if takes_all else None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -1,5 +1,22 @@
 """What a checkpoint policy means for a number of layers: what a scan or a sweep over
 them executes.
+
+`_policy.py` has what users write. For a number of layers that becomes a `Remat`: which
+carries are kept, where, and which internals of a layer (`Kept`). The same `Remat` is
+executed by a plain `lax.scan` under `jax.checkpoint`, or by a sweep (`_sweep/`) after
+`Remat.swept`. For eight layers that is:
+
+    policy                carries   segments                first layers
+    True                  device    1 1 1 1 1 1 1 1         none
+    "offload"             host      1 1 1 1 1 1 1 1         none
+    "nested"              device    4 3 1                   none
+    nested=2, names       device    4 4, which keep names   none
+    False                 device    no schedule             8, which keep everything
+    names                 device    no schedule             8, which keep names
+    first_layers=3        device    1 1 1 1 1               3, which keep everything
+
+`names` are `save_block_internals=[...]`. So a sweep knows two things alone: first
+layers, of which all is kept until they are reversed, and a schedule.
 """
 
 import functools
@@ -13,21 +30,21 @@ from jax import lax
 
 from ._schedule import Schedule, equal
 
-# Where they are kept, if they are
+# Where the carries between layers are kept; None if they are not.
 Carries: TypeAlias = Literal["device", "host"] | None
+# From an operation, its operands' types and its parameters to whether the result is
+# saved or offloaded.
 JaxPolicy: TypeAlias = Callable[..., Any]
-"""From an operation, its operands' types and its parameters to whether the result is
-saved or offloaded.
-"""
 
 
 @dataclass(frozen=True)
 class Kept:
-    """Which internals of a layer are kept for its derivative: all, names, or by a
-    policy of JAX.
-    """
+    """Which internals of a layer are kept for its derivative."""
 
+    # True for all, False for none, checkpoint names (sorted), or a policy of JAX that
+    # decides for each operation.
     internals: bool | tuple[str, ...] | JaxPolicy = False
+    # Names of those that are kept on the host; none of them is among `internals`.
     offloaded: tuple[str, ...] = ()
 
     @classmethod
@@ -100,25 +117,29 @@ EVERYTHING, NOTHING = Kept(True), Kept()
 
 @dataclass(frozen=True)
 class Remat:
-    """A policy for a number of layers, of which the first keep their carries, and
-    `first_kept`.
+    """A policy for a number of layers."""
 
-    With a schedule, it says which carries of the others are kept, and `kept` lives
-    while a segment is reversed. Where `carries` is None the layers first run again.
-    """
-
+    # The number of layers.
     length: int
+    # The internals of a layer that are kept; with a schedule, while its segment is
+    # reversed.
     kept: Kept = NOTHING
+    # Where carries are kept: with a schedule, those that it says. None if all layers
+    # run again first, together.
     carries: Carries = "device"
+    # Of the layers after the first ones; None if they are not cut.
     schedule: Schedule | None = None
+    # How many layers, the first to run, keep their carries and `first_kept` beside a
+    # schedule.
     first_layers: int = 0
+    # The internals of the first layers that are kept.
     first_kept: Kept = EVERYTHING
 
     @property
     def offloads(self) -> bool:
-        return self.carries == "host" or bool(
-            self.kept.offloaded or self.first_kept.offloaded
-        )
+        """Whether anything is kept on the host."""
+        names = self.kept.offloaded or self.first_kept.offloaded
+        return self.carries == "host" or bool(names)
 
     @property
     def boundaries_on_host(self) -> bool:
@@ -170,6 +191,7 @@ class _OfRealValues:
 
 @functools.cache
 def _joined_policy(internals: JaxPolicy, offloaded: tuple[str, ...]) -> JaxPolicy:
+    """A policy of JAX, but for the names that are offloaded."""
     named = _named_policy((), offloaded)
 
     def policy(primitive: Any, *operands: Any, **params: Any) -> Any:
@@ -180,6 +202,8 @@ def _joined_policy(internals: JaxPolicy, offloaded: tuple[str, ...]) -> JaxPolic
 
 
 def _goes_by_names(policy: JaxPolicy) -> bool:
+    """Whether it is one of `jax.checkpoint_policies` that are made of names."""
+    # A class in newer versions of JAX, a function within a function in others.
     made_by = getattr(policy, "__qualname__", type(policy).__name__).split(".")[0]
     return made_by.lower().replace("_", "") in (
         "saveonlythesenames",
@@ -211,11 +235,8 @@ def check_jax_policy(policy: JaxPolicy) -> None:
 
 def _names(field: str, value: Any) -> tuple[str, ...]:
     """Checkpoint names that a user wrote for a field, sorted."""
-    names: set[Any] = (
-        {*value}
-        if isinstance(value, Iterable) and not isinstance(value, str)
-        else {None}
-    )
+    is_list = isinstance(value, Iterable) and not isinstance(value, str)
+    names: set[Any] = {*value} if is_list else {None}
     if not all(isinstance(name, str) for name in names):
         write = value if isinstance(value, str) else "name"
         raise TypeError(
@@ -228,14 +249,8 @@ def _names(field: str, value: Any) -> tuple[str, ...]:
 def as_written(value: Any) -> str:
     """A setting as the user wrote it: a list for a tuple, the name of a function."""
     if callable(value):
-        known = vars(jax.checkpoint_policies).items()
-        name = next(
-            (
-                f"jax.checkpoint_policies.{name}"
-                for name, policy in known
-                if policy is value
-            ),
-            None,
-        )
-        return name or getattr(value, "__qualname__", repr(value))
+        for name, policy in vars(jax.checkpoint_policies).items():
+            if policy is value:
+                return f"jax.checkpoint_policies.{name}"
+        return getattr(value, "__qualname__", repr(value))
     return repr([*value] if isinstance(value, tuple) else value)

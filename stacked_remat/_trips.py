@@ -3,6 +3,14 @@ program's work.
 
 A trip count that comes from a table, or from data, can't be read off a traced or a
 compiled program. A name stays with the operation through transformations and compilers.
+Whoever makes a loop calls `known_trips` around it. `memory/`, which counts the FLOPs of
+jaxprs and the transfers of compiled programs, calls `trips_in` with the scopes around
+an operation:
+
+    with known_trips(15, 6):        the loop runs 15 trips in all, entered 6 times
+        lax.fori_loop(...)          in a scope "stacked_remat_trips_15_6"
+
+    trips_in("jit(f)/stacked_remat_trips_15_6") == (Fraction(15, 6), True)
 """
 
 import contextlib
@@ -22,8 +30,9 @@ def known_trips(total: int | None, entered: int = 1, *, exact: bool = True) -> N
 
     Not `exact` where data decide, and it is expected to run so often.
     """
-    what = "trips" if exact else "expected"
-    return contextlib.nullcontext() if total is None else _named(what, total, entered)
+    if total is None:
+        return contextlib.nullcontext()
+    return _named("trips" if exact else "expected", total, entered)
 
 
 def known_branches(taken: Sequence[int]) -> Named:
@@ -41,8 +50,9 @@ def trips_in(scopes: str) -> tuple[Fraction | None, bool]:
     they are exact.
     """
     for what in ("trips", "expected"):
-        if found := _numbers(scopes, what):
-            return Fraction(found[0], max(1, found[1])), what == "trips"
+        if numbers := _numbers(scopes, what):
+            total, entered = numbers
+            return Fraction(total, max(1, entered)), what == "trips"
     return None, False
 
 
@@ -51,14 +61,16 @@ def branches_in(scopes: str) -> list[Fraction]:
     empty if not known.
     """
     taken = _numbers(scopes, "branches")
-    return [Fraction(each, max(1, sum(taken))) for each in taken]
+    total = max(1, sum(taken))
+    return [Fraction(count, total) for count in taken]
 
 
 def products_in(scopes: str) -> int | None:
     """The FLOPs of a kernel's matrix products, by the named scopes around it; None if
     not known.
     """
-    return next(iter(_numbers(scopes, "products", at_end=False)), None)
+    flops = _numbers(scopes, "products", at_end=False)
+    return flops[0] if flops else None
 
 
 def _named(what: str, *numbers: int) -> Named:
@@ -66,7 +78,11 @@ def _named(what: str, *numbers: int) -> Named:
 
 
 def _numbers(scopes: str, what: str, *, at_end: bool = True) -> list[int]:
-    found = re.search(
-        rf"stacked_remat_{what}((?:_\d+)+){'[^/]*$' if at_end else ''}", scopes
-    )
+    """The numbers in the first scope of this name; empty if there is none.
+
+    With `at_end` the innermost scope alone counts: a name further out is that of
+    another loop, around this one.
+    """
+    last_scope = "[^/]*$" if at_end else ""
+    found = re.search(rf"stacked_remat_{what}((?:_\d+)+){last_scope}", scopes)
     return [int(number) for number in found[1].split("_")[1:]] if found else []

@@ -19,9 +19,10 @@ from .._sweep.kinds import Kind
 from .._sweep.primitive import sweep_forward
 from .._sweep.programs import are_known, run
 from .._sweep.reverse import sweep_back
+from .._sweep.reverse_spec import differentiated
 from .._sweep.rules import floats
 from .._sweep.slots import Arrays, Checkpoints
-from .._sweep.spec import SweepSpec, differentiated
+from .._sweep.spec import SweepSpec
 from .._sweep.store import Index, at_least_one, on_mesh, read, write, zeros_like
 from .._sweep.trace import kinds_of, trace_layers
 from .arguments import Caller, signature_error

@@ -1,8 +1,26 @@
 """A layer's vector-Jacobian product, and the default visitor, which writes every
 layer's gradient in place.
 
-A layer is `layer(shared, carry, x) -> (carry, y)` on lists of arrays. Inputs that are
-not differentiated are constants of its pullback.
+A layer is `layer(shared, carry, x) -> (carry, y)` on lists of arrays: what all layers
+share, the carry, and its own inputs (weights and slices of scanned arguments). Leaves
+that are not differentiated are constants of its pullback, so that they cost nothing:
+no gradient, and no product of a transpose.
+
+What a reverse sweep does at a layer, once it has the layer's input:
+
+    visit = pullback.visit(...)     LayerPullback -> LayerVisit; computes nothing yet
+    cts = visit.vjp()               `jax.vjp` of the layer, and the transpose
+    write_gradients                 adds cts.args to a sum, writes cts.layer to row i
+
+A pullback without `Residuals` runs the layer for that. With them, the part of the
+forward computation that the policy saves (`Kept`) has already run in a replay, and
+`LayerPullback` splits the layer in two jaxprs, found by tracing `jax.vjp` once:
+
+    forward   shared, carry, x -> the layer's results, and all that its pullback reads
+    rest      shared, carry, x -> only what is read and not saved; often nothing
+
+The gradients of a stack are a loop carry, as large as the stack, of which each visit
+overwrites one row; so the memory of one layer's gradients is all that a visit adds.
 """
 
 import functools
@@ -23,24 +41,30 @@ from .._compat import trace_context, without_constants
 from .._remat import Kept
 from .._static import PyTree
 from .kinds import Kind
-from .slots import Arrays, Carry, Mask
+from .slots import Arrays, Carry, Mask, inverted, types_of
 from .store import Index, apart_from_transfers, write, zeros_like
 
+# Wraps a layer, as `jax.checkpoint` does with a policy.
 Checkpoint: TypeAlias = Callable[[Callable], Callable]
 LayerInputs: TypeAlias = tuple[Arrays, Carry, Arrays]  # `shared`, `carry`, `x`
-LayerTypes: TypeAlias = tuple[tuple[Any, ...], ...]
+LayerTypes: TypeAlias = tuple[tuple[Any, ...], ...]  # of the leaves of `LayerInputs`
 
 
 @dataclass(frozen=True)
 class Perturbed:
-    """Which leaves are differentiated: `carry` between layers, `ys` of each kind that
-    have a cotangent.
-    """
+    """Which leaves of a sweep's inputs and outputs are differentiated."""
 
+    # Of the first carry.
     init: Mask
+    # Of the carries between layers, the last one too: those of `init`, and those that
+    # depend on another perturbed input in some layer.
     carry: Mask
+    # Of the layers' own inputs, for each kind.
     xs: tuple[Mask, ...]
+    # Of what layers share, for each kind.
     shared: tuple[Mask, ...]
+    # Of the outputs, those that have a cotangent, for each kind; () where there are no
+    # cotangents.
     ys: tuple[Mask, ...] = ()
 
     @property
@@ -59,29 +83,43 @@ class Perturbed:
 
 
 class Residuals(NamedTuple):
-    """What a pullback reads, the leaves of `pullback`: `forward` computes all, `rest`
-    what is not saved.
+    """What a layer's pullback reads, the leaves of the function that `jax.vjp` returns;
+    which of them are saved, and jaxprs that compute them.
+
+    The jaxprs take `constants`, then the leaves of `LayerInputs`.
     """
 
+    # Returns the layer's carry and output, then all residuals.
     forward: Jaxpr
+    # Returns the residuals that are not saved.
     rest: Jaxpr
+    # What both jaxprs close over.
     constants: Arrays
-    pullback: Callable
+    # The tree of which residuals are the leaves; with them it is the pullback.
+    pullback: Any
+    # Which residuals are saved.
     is_saved: Mask
-    reads: Mask  # which leaves of the carry `rest` reads; all if it has effects
-    all_reads: (
-        Mask  # which leaves of the carry `rest` reads, or what is saved depends on
-    )
-    types: list[ShapedArray]  # of what is saved
+    # Which leaves of the carry `rest` reads; all if it has effects.
+    reads: Mask
+    # Which leaves of the carry `rest` reads, or saved residuals depend on.
+    all_reads: Mask
+    # Of the residuals that are saved.
+    types: list[ShapedArray]
+
+    @property
+    def on_host(self) -> bool:
+        """Whether any is saved on the host, by the layer itself."""
+        return any(type_.memory_space == jax.memory.Space.Host for type_ in self.types)
 
 
 class LayerCotangents(NamedTuple):
-    """What the `vjp` of a `LayerVisit` returns."""
+    """What the `vjp` of a `LayerVisit` returns: None for leaves without a gradient."""
 
-    carry: PyTree
-    layer: PyTree
+    carry: PyTree  # of the layer's input
+    layer: PyTree  # of its weights, a tree like `LayerVisit.layer`
+    # Of its further arguments; of those that layers share, this layer's part.
     args: tuple[PyTree, ...]
-    kwargs: dict[str, PyTree]
+    kwargs: dict[str, PyTree]  # of its keyword arguments
 
 
 @dataclass(frozen=True)
@@ -120,44 +158,48 @@ class LayerVisit:
 
 @dataclass(frozen=True)
 class LayerPullback:
-    """The vector-Jacobian product of a layer of this kind."""
+    """The vector-Jacobian product of a layer of one kind."""
 
+    # The kind, with the layer's jaxpr.
     kind: Kind
+    # The leaves that have cotangents.
     perturbed: Perturbed
+    # What is saved before a visit; None if the visit runs the whole layer.
     residuals: Residuals | None = None
 
     def _linearize(
         self, inputs: LayerInputs, checkpoint: Checkpoint = lambda run: run
     ) -> tuple[tuple[Carry, Arrays], Any]:
+        """The layer's carry and output, and its pullback: from the cotangents of the
+        perturbed results to those of the perturbed leaves of `inputs`.
+        """
         masks = self.perturbed.of_layer(self.kind)
-        outputs = self.perturbed.carry, self.perturbed.ys[self.kind.number]
+        result_masks = self.perturbed.carry, self.perturbed.ys[self.kind.number]
 
-        def run(*every: Arrays) -> tuple[tuple[Arrays, ...], tuple[Carry, Arrays]]:
-            results = self.kind.layer(*every)
-            return tuple(map(pick, results, outputs)), results
+        def run(*inputs: Arrays) -> tuple[tuple[Arrays, ...], tuple[Carry, Arrays]]:
+            results = self.kind.layer(*inputs)
+            return tuple(map(pick, results, result_masks)), results
 
         def differentiated(*parts: Arrays) -> tuple[PyTree, PyTree]:
             return checkpoint(run)(*map(merge, inputs, parts, masks))
 
-        _, pullback, results = jax.vjp(
-            differentiated, *map(pick, inputs, masks), has_aux=True
-        )
+        parts = map(pick, inputs, masks)
+        _, pullback, results = jax.vjp(differentiated, *parts, has_aux=True)
         return results, pullback
 
     def save(self, inputs: LayerInputs) -> tuple[tuple[Carry, Arrays], Arrays]:
         """Run the layer; returns its carry and output, and the residuals that are
         saved.
         """
-        if self.residuals is None:
+        residuals = self.residuals
+        if residuals is None:
             return self.kind.values(*inputs), []
         outputs = eval_jaxpr(
-            self.residuals.forward, (), *self.residuals.constants, *sum(inputs, [])
+            residuals.forward, (), *residuals.constants, *sum(inputs, [])
         )
-        carries, results = (
-            self.kind.carries,
-            len(outputs) - len(self.residuals.is_saved),
-        )
-        saved = pick(outputs[results:], self.residuals.is_saved)
+        carries = self.kind.carries
+        results = len(outputs) - len(residuals.is_saved)
+        saved = pick(outputs[results:], residuals.is_saved)
         return (outputs[:carries], outputs[carries:results]), saved
 
     def __call__(
@@ -169,17 +211,25 @@ class LayerPullback:
     ) -> LayerInputs:
         """The cotangents of the perturbed leaves; those of `x` are added to `totals` in
         place.
+
+        Args:
+            inputs: of the layer.
+            saved: the residuals that `save` returned; [] if there are none.
+            cotangents: of the perturbed leaves of carry and output.
+            totals: for each perturbed leaf of `x` the array to add its cotangent to, or
+                None; () for none.
         """
-        if self.residuals is None:
-            return self._transposed(self._linearize(inputs)[1], cotangents, totals)
-        others = eval_jaxpr(
-            self.residuals.rest, (), *self.residuals.constants, *sum(inputs, [])
-        )
-        of_rest, of_saved = iter(others), iter(saved)
-        leaves = [next(of_saved if is_ else of_rest) for is_ in self.residuals.is_saved]
-        return self._transposed(
-            jax.tree.unflatten(self.residuals.pullback, leaves), cotangents, totals
-        )
+        residuals = self.residuals
+        if residuals is None:
+            _, pullback = self._linearize(inputs)
+        else:
+            computed = eval_jaxpr(
+                residuals.rest, (), *residuals.constants, *sum(inputs, [])
+            )
+            leaves = scatter_leaves(saved, residuals.is_saved)
+            leaves = merge(leaves, computed, inverted(residuals.is_saved))
+            pullback = jax.tree.unflatten(residuals.pullback, leaves)
+        return self._transposed(pullback, cotangents, totals)
 
     def visit(
         self,
@@ -192,6 +242,9 @@ class LayerPullback:
     ) -> LayerVisit:
         """A visit of a layer, with lists of arrays: `layer` its own, `args` what layers
         share.
+
+        The further arguments as in `__call__`. `apart` is where the visitor writes to
+        the host: see `apart_from_transfers`.
         """
         shared, carry, x = inputs
 
@@ -207,49 +260,50 @@ class LayerPullback:
     @property
     def jaxpr(self) -> ClosedJaxpr:
         """The product as a jaxpr of `(inputs, cotangents)`."""
-        shared, carry = len(self.perturbed.shared[self.kind.number]), self.kind.carries
-        types = [var.aval for var in self.kind.jaxpr.invars]
-        inputs = types[:shared], types[shared : shared + carry], types[shared + carry :]
-        carry_ct, y_ct = (
-            [var.aval.to_ct_aval() for var in pick(outputs, mask)]
-            for outputs, mask in (
-                (self.kind.jaxpr.outvars[:carry], self.perturbed.carry),
-                (self.kind.jaxpr.outvars[carry:], self.perturbed.ys[self.kind.number]),
-            )
-        )
-        return jax.make_jaxpr(lambda *given: self(given[:3], [], given[3:]))(
-            *inputs, carry_ct, y_ct
-        )
+        jaxpr, carries = self.kind.jaxpr, self.kind.carries
+        inputs = self.kind.split(types_of(jaxpr.invars))
+        carry_vars = pick(jaxpr.outvars[:carries], self.perturbed.carry)
+        y_vars = pick(jaxpr.outvars[carries:], self.perturbed.ys[self.kind.number])
+        ct_types = []
+        for variables in (carry_vars, y_vars):
+            ct_types.append([var.aval.to_ct_aval() for var in variables])
+
+        def product(
+            shared: Arrays, carry: Carry, x: Arrays, carry_ct: Carry, y_ct: Arrays
+        ) -> LayerInputs:
+            return self((shared, carry, x), [], (carry_ct, y_ct))
+
+        return jax.make_jaxpr(product)(*inputs, *ct_types)
 
     def _transposed(
-        self, pullback: Callable, cotangents: PyTree, totals: Sequence[PyTree]
-    ) -> PyTree:
-        if all(total is None for total in totals):
+        self, pullback: Any, cotangents: PyTree, totals: Sequence[PyTree]
+    ) -> LayerInputs:
+        """Call the pullback; cotangents that have a total are added to it in place.
+
+        To those of stacks that layers take whole each layer adds. As a value such a
+        cotangent would be zeros of the whole stack, with what this layer reads of it.
+        """
+        if not jax.tree.leaves(totals):  # None is no leaf
             return pullback(cotangents)
         refs = [None if total is None else jax.new_ref(total) for total in totals]
-        of_shared, of_carry = (
-            [_VALUE] * sum(mask) for mask in self.perturbed.of_layer(self.kind)[:2]
+        shared_mask, carry_mask, _ = self.perturbed.of_layer(self.kind)
+        requests = (
+            [_VALUE] * sum(shared_mask),
+            [_VALUE] * sum(carry_mask),
+            [_VALUE if ref is None else ref for ref in refs],
         )
-        of_x = [_VALUE if ref is None else ref for ref in refs]
+        x_ct = []
         try:
-            of_shared, of_carry, of_x = pullback.with_refs(of_shared, of_carry, of_x)(
-                cotangents
-            )
-        except (
-            TypeError
-        ):  # JAX (0.10.2, 0.12) cannot transpose a static slice into a reference
+            of_shared, of_carry, of_x = pullback.with_refs(*requests)(cotangents)
+        except TypeError:
+            # JAX (0.10.2, 0.12) cannot transpose a static slice into a reference.
             of_shared, of_carry, of_x = pullback(cotangents)
-            pairs = zip(of_x, totals, strict=True)
-            return (
-                of_shared,
-                of_carry,
-                [ct if total is None else lax.add(total, ct) for ct, total in pairs],
-            )
-        of_x = [
-            ct if ref is None else jax.freeze(ref)
-            for ct, ref in zip(of_x, refs, strict=True)
-        ]
-        return of_shared, of_carry, of_x
+            for ct, total in zip(of_x, totals, strict=True):
+                x_ct.append(ct if total is None else lax.add(total, ct))
+        else:
+            for ct, ref in zip(of_x, refs, strict=True):
+                x_ct.append(ct if ref is None else jax.freeze(ref))
+        return of_shared, of_carry, x_ct
 
     def with_residuals(
         self, types: LayerTypes, kept: Kept, flags: int = 0
@@ -257,7 +311,8 @@ class LayerPullback:
         """Save what is kept, but for inputs and what depends on `x`, `shared` and
         `flags` alone.
 
-        These are the first leaves of the carry, so many.
+        `flags` is the number of leaves, the first of the carry, that say whether layers
+        stop.
         """
         residuals = self.residuals_of(types, kept, flags)
         return replace(self, residuals=residuals if residuals.types else None)
@@ -280,60 +335,63 @@ class LayerPullback:
 def _residuals(
     pullback: LayerPullback, types: LayerTypes, kept: Kept, flags: int
 ) -> Residuals:
-    structure: list[Any] = []
+    structure: Any = None
 
     def forward(*inputs: Any) -> Arrays:
-        results, found = pullback._linearize(inputs, kept.checkpoint)
-        leaves, tree = jax.tree.flatten(found)
-        structure[:] = [tree]
-        return [*results[0], *results[1], *leaves]
+        nonlocal structure
+        (carry, y), pulled_back = pullback._linearize(inputs, kept.checkpoint)
+        leaves, structure = jax.tree.flatten(pulled_back)
+        return [*carry, *y, *leaves]
 
     jaxpr, constants = without_constants(jax.make_jaxpr(forward)(*map(list, types)))
-    first = len(jaxpr.outvars) - structure[0].num_leaves
+    results = len(jaxpr.outvars) - structure.num_leaves
     shared, carry, x = map(len, types)
-    is_carry = [False] * (len(constants) + shared) + [True] * carry + [False] * x
-    is_data = (
-        [False] * (len(constants) + shared + flags)
-        + [True] * (carry - flags)
-        + [False] * x
-    )
-    depends = active_outputs(jaxpr, is_data, counts=lambda _: True)[first:]
-    # Saved casts or transposes of weights would fill a buffer with a segment of
-    # weights.
-    sources = forwarded_inputs(jaxpr)[first:]
+    before_carry = [False] * (len(constants) + shared)
+    is_carry = [*before_carry, *[True] * carry, *[False] * x]
+    # What depends on weights alone is made again: saved casts or transposes of weights
+    # would fill a buffer with a segment of weights.
+    is_data = [*before_carry, *[place >= flags for place in range(carry)], *[False] * x]
+    depends = active_outputs(jaxpr, is_data, counts=lambda _: True)[results:]
+    sources = forwarded_inputs(jaxpr)[results:]
+    # Inputs are not saved twice: the carry is in a slot, the others in their stacks.
     is_saved = tuple(
         is_ and source is None for is_, source in zip(depends, sources, strict=True)
     )
-    unsaved = [False] * first + [not is_ for is_ in is_saved]
+    unsaved = [False] * results + inverted(is_saved)
     rest, _ = dce_jaxpr(jaxpr, unsaved, instantiate=True)
-    every = [False] * first + [True] * len(is_saved)
-    reads, all_reads = (
-        tuple(pick(dce_jaxpr(jaxpr, used)[1], is_carry)) for used in (unsaved, every)
-    )
-    saved = [out.aval for out in pick(jaxpr.outvars[first:], is_saved)]
+    all_residuals = [False] * results + [True] * len(is_saved)
+    _, reads = dce_jaxpr(jaxpr, unsaved)
+    _, all_reads = dce_jaxpr(jaxpr, all_residuals)
+    saved_types = types_of(pick(jaxpr.outvars[results:], is_saved))
     return Residuals(
-        jaxpr, rest, constants, structure[0], is_saved, reads, all_reads, saved
+        jaxpr,
+        rest,
+        constants,
+        structure,
+        is_saved,
+        tuple(pick(reads, is_carry)),
+        tuple(pick(all_reads, is_carry)),
+        saved_types,
     )
 
 
-# asks `with_refs` for a cotangent as a value; any leaf that is not a reference does
+# Asks `with_refs` for a cotangent as a value; any leaf that is not a reference does.
 _VALUE = 0
 
 
 def zero_gradients(
     perturbed: Perturbed, shared: Sequence[Arrays], xs: Sequence[Arrays]
 ) -> list[Any]:
-    """The first state of `write_gradients`: gradients of what layers share and of their
-    own, of each kind.
+    """The first state of `write_gradients`: of each kind a pair of lists of zeros, for
+    the perturbed leaves of what layers share, and of their own stacks.
     """
-    of_shared = (
-        [*map(jnp.zeros_like, pick(*each))]
-        for each in zip(shared, perturbed.shared, strict=True)
-    )
-    of_xs = (
-        [*map(zeros_like, pick(*each))] for each in zip(xs, perturbed.xs, strict=True)
-    )
-    return [*zip(of_shared, of_xs, strict=True)]
+    state = []
+    masks = zip(perturbed.shared, perturbed.xs, strict=True)
+    for (shared_mask, x_mask), leaves, stacks in zip(masks, shared, xs, strict=True):
+        of_shared = [*map(jnp.zeros_like, pick(leaves, shared_mask))]
+        # In the memory of the stack: on the host for weights on the host.
+        state.append((of_shared, [*map(zeros_like, pick(stacks, x_mask))]))
+    return state
 
 
 def write_gradients(
@@ -345,22 +403,19 @@ def write_gradients(
     To those of stacks that layers take whole the gradients are added.
     """
     number = kind.number
-    shared_gradient, gradient = state[number]
-    unsliced = pick(kind.unsliced, perturbed.xs[number])
-    sliced = [not is_ for is_ in unsliced]
-    totals = [
-        total if is_ else None for total, is_ in zip(gradient, unsliced, strict=True)
-    ]
-    of_carry, of_x, of_shared, _ = visit.vjp(totals=totals)
-    of_sliced = pick(of_x, sliced)
+    shared_sums, stacks = state[number]
+    is_whole = pick(kind.unsliced, perturbed.xs[number])
+    is_sliced = pick(kind.sliced, perturbed.xs[number])
+    totals = scatter_leaves(pick(stacks, is_whole), is_whole)
+    carry_ct, x_ct, shared_ct, _ = visit.vjp(totals=totals)
+    entries = pick(x_ct, is_sliced)
     # Without the barrier XLA for TPUs holds a layer's internals until its gradients are
     # in their stacks.
-    of_sliced = barrier_on(("tpu",), of_sliced)
-    shared_gradient = [
-        lax.add(old, new) for old, new in zip(shared_gradient, of_shared, strict=True)
-    ]
-    written = merge(of_x, write(pick(gradient, sliced), row, of_sliced), sliced)
-    return of_carry, [*state[:number], (shared_gradient, written), *state[number + 1 :]]
+    entries = barrier_on(("tpu",), entries)
+    shared_sums = [*map(lax.add, shared_sums, shared_ct)]
+    written = write(pick(stacks, is_sliced), row, entries)
+    of_kind = shared_sums, merge(x_ct, written, is_sliced)
+    return carry_ct, [*state[:number], of_kind, *state[number + 1 :]]
 
 
 def write_tangents(
@@ -368,6 +423,9 @@ def write_tangents(
 ) -> tuple[Carry, list[Any]]:
     """`write_gradients` for derivatives of the gradients, whose own values nothing
     reads.
+
+    A loop of JAX's forward mode carries values and tangents together. A value that
+    stays as it is passes through the loop, and XLA removes it.
     """
     carry_ct, new = write_gradients(perturbed, visit, *at)
     return carry_ct, _unread(at[-1], new)
@@ -378,7 +436,7 @@ def _unread(old: PyTree, new: PyTree) -> PyTree:
     """`old`, with derivatives of `new`: XLA removes what loops pass on, and no sums
     that nothing reads.
     """
-    # Mapped where either is
+    # Not `old` itself: `jax.vmap` must find it mapped where `new` is.
     return jax.tree.map(functools.partial(lax.select_n, False), old, new)
 
 

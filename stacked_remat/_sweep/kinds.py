@@ -1,8 +1,21 @@
 """Layers of several kinds in one sweep: what those of a kind are given, and which layer
 is of which kind.
+
+A stack of one class of layers has one `Kind`: the layer as a jaxpr. A `StackedPattern`
+(attention, attention, experts, attention, ...) has several, each with its own stacks of
+weights, and a `Pattern` that says which layer is of which kind. All kinds take and
+return the same carry.
+
+    index   0  1  2  3  4
+    kind    a  a  b  a  b
+    row     0  1  0  2  1         in the stacks of the layer's kind
+
+A jaxpr here has no constants: what the layer closes over is the first of what layers
+share, so that JAX sees it as arguments of the sweep.
 """
 
 import functools
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -15,7 +28,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Var
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from .._compat import without_constants
-from .slots import Arrays, Carry, Mask, OfKinds
+from .slots import Arrays, Carry, Mask, OfKinds, inverted, types_of
 from .store import Index, write
 
 T = TypeVar("T")
@@ -23,20 +36,22 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Kind:
-    """Layers of one kind, `jaxpr` being `(shared, carry, x) -> (carry, y)`.
+    """Layers of one kind."""
 
-    Of the stacks in `x` it takes those that are `unsliced` whole.
-    """
-
+    # The kind's place in all lists with an entry for each kind.
     number: int
+    # `(shared, carry, x) -> (carry, y)`, on leaves, without constants: what all layers
+    # share, the carry, and the layer's own inputs.
     jaxpr: Jaxpr
+    # The number of leaves of the carry.
     carries: int
+    # Which of the stacks for `x` it takes whole, instead of the layer's entry.
     unsliced: Mask
     # What computes the values of a sweep that is differentiated, if not `jaxpr`: the
     # forward rules of `jax.custom_vjp`s are in it, which may give other values than the
-    # functions.
+    # functions. None if there are no such rules.
     values_jaxpr: Jaxpr | None = None
-    # Derivatives of its derivatives are computed, in forward mode
+    # Whether derivatives of its derivatives are computed, in forward mode.
     in_forward_mode: bool = False
     # What the forward sweep finds to save, for the reverse sweep, which must find the
     # same. It lives with the trace of the layer.
@@ -44,25 +59,32 @@ class Kind:
 
     @property
     def output_types(self) -> list[Any]:
-        return [out.aval for out in self.jaxpr.outvars[self.carries :]]
+        """The types of the leaves of `y`, of one layer."""
+        return types_of(self.jaxpr.outvars[self.carries :])
+
+    @property
+    def sliced(self) -> Mask:
+        """Of which stacks in `x` it takes an entry."""
+        return tuple(inverted(self.unsliced))
 
     @functools.cached_property
     def read_entries(self) -> Mask:
         """Of which stacks in `x` it reads the layer's entry: they are sliced, and it
-        uses that.
+        uses that. Others need not be brought from the host.
         """
         _, is_read = dce_jaxpr(self.jaxpr, [True] * len(self.jaxpr.outvars))
-        of_x = is_read[len(is_read) - len(self.unsliced) :]
-        return tuple(
-            read and not whole for read, whole in zip(of_x, self.unsliced, strict=True)
-        )
+        _, _, x_is_read = self.split(is_read)
+        return tuple(map(operator.and_, x_is_read, self.sliced))
 
-    def carry_of(self, inputs: Sequence[T]) -> Sequence[T]:
-        """Those of a layer's inputs, or of what is known of each, that are its
-        carry.
+    def split(
+        self, inputs: Sequence[T]
+    ) -> tuple[Sequence[T], Sequence[T], Sequence[T]]:
+        """`shared`, `carry` and `x` of a layer's inputs, or of what is known of
+        each.
         """
-        last = len(inputs) - len(self.unsliced)
-        return inputs[last - self.carries : last]
+        stop = len(inputs) - len(self.unsliced)
+        start = stop - self.carries
+        return inputs[:start], inputs[start:stop], inputs[stop:]
 
     def with_layer(self, closed: ClosedJaxpr, shared: Arrays) -> "tuple[Kind, Arrays]":
         """The kind with another layer, and what that shares: its constants first."""
@@ -82,10 +104,9 @@ class Kind:
 
     def write(self, stacks: OfKinds, row: Index, entry: Arrays) -> OfKinds:
         """The stacks of all kinds, with this entry in those of this kind."""
-        return [
-            write(own, row, entry) if k == self.number else own
-            for k, own in enumerate(stacks)
-        ]
+        written = [*stacks]
+        written[self.number] = write(stacks[self.number], row, entry)
+        return written
 
 
 def _eval_with_barriers(jaxpr: Jaxpr, _: tuple[()], *inputs: Any) -> list[Any]:
@@ -96,16 +117,20 @@ def _eval_with_barriers(jaxpr: Jaxpr, _: tuple[()], *inputs: Any) -> list[Any]:
     """
     known = dict(zip(jaxpr.invars, inputs, strict=True))
     for equation in jaxpr.eqns:
-        before_reads = (
-            _barrier if equation.primitive.name == "dot_general" else lambda x: x
+        is_product = equation.primitive.name == "dot_general"
+        before_reads = _barrier if is_product else lambda x: x
+        # Each operand once: an equation may read a variable twice.
+        operands = [*dict.fromkeys(v for v in equation.invars if isinstance(v, Var))]
+        program = jaxpr.replace(
+            invars=operands, eqns=[equation], outvars=equation.outvars
         )
-        own = [*{var: None for var in equation.invars if isinstance(var, Var)}]
-        one = jaxpr.replace(invars=own, eqns=[equation], outvars=equation.outvars)
-        found = eval_jaxpr(one, (), *(before_reads(known[var]) for var in own))
-        known |= zip(equation.outvars, map(before_reads, found), strict=True)
+        values = [before_reads(known[var]) for var in operands]
+        results = eval_jaxpr(program, (), *values)
+        known |= zip(equation.outvars, map(before_reads, results), strict=True)
     return [known[out] if isinstance(out, Var) else out.val for out in jaxpr.outvars]
 
 
+# The value passes; the tangent goes through a barrier.
 @jax.custom_jvp
 def _barrier(x: Any) -> Any:
     return x
@@ -118,11 +143,11 @@ _barrier.defjvp(
 
 @dataclass(frozen=True)
 class Pattern:
-    """The number of each layer's kind among these names, in alphabetical order; a kind
-    may have no layers.
-    """
+    """Which layer is of which kind."""
 
+    # For each layer, in the order of the axis, the number of its kind.
     kinds: tuple[int, ...]
+    # Of the kinds, in alphabetical order; a kind may have no layers.
     names: tuple[str, ...]
 
     @classmethod
@@ -131,6 +156,7 @@ class Pattern:
         return cls(tuple(map(names.index, layers)), tuple(names))
 
     def layers_of(self, kind: int) -> list[int]:
+        """The indices of the layers of a kind."""
         return [index for index, other in enumerate(self.kinds) if other == kind]
 
     @functools.cached_property
@@ -138,9 +164,8 @@ class Pattern:
         """How many layers of each kind come before each layer: `[layer, kind]`, and one
         row for the end.
         """
-        is_kind = np.asarray(self.kinds, np.int32)[:, None] == np.arange(
-            len(self.names)
-        )
+        kinds = np.arange(len(self.names))
+        is_kind = np.asarray(self.kinds, np.int32)[:, None] == kinds
         return np.pad(np.cumsum(is_kind, 0, dtype=np.int32), ((1, 0), (0, 0)))
 
     @functools.cached_property

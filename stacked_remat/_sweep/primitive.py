@@ -1,17 +1,31 @@
 """The sweep over layers as a JAX primitive, with all its rules.
 
-`Sweep` runs the layers. In reverse mode it becomes two `Rule`s: the forward sweep that
-keeps checkpoints, and the reverse sweep from these. In forward mode the tangent of each
-is a `Linear`, of the same loops. `jax.vmap` maps the layers, so that gradients of what
-a batch shares are summed within each layer.
+Why a primitive. Two nested scans under `jax.checkpoint` would keep as few carries as a
+sweep, but slice a segment of weights into a new buffer and stack a segment of gradients
+before copying it out. A sweep reads the stack by layer number in the innermost loop,
+and its gradient buffers are loop carries that are updated in place. JAX's own rules
+for loops would undo that: they stack what a loop reads, and have no transpose of loops
+with trip counts that are data. So the loops are within primitives of
+`jax.experimental.hijax`, whose rules give other sweeps:
 
-Two nested scans under `jax.checkpoint` would keep as few carries as a sweep, but slice
-a segment of weights into a new buffer and stack a segment of gradients before copying
-it out. A sweep reads the stack by layer number in the innermost loop, and its gradient
-buffers are loop carries that are updated in place.
+    Sweep     init, xs, shared -> carry, ys
+      reverse mode   Rule(forward)      the same, and checkpoints
+                     Rule(pull_back)    checkpoints, cotangents -> cotangents
+      forward mode   Linear -> Rule(tangent_of ...)     the same loops, of pairs
+      jax.vmap       Sweep of mapped layers, so that gradients of what a batch shares
+                     are summed within each layer
+
+A `Rule` is any function of arrays with a *reference*: another way to compute it, which
+JAX can differentiate in reverse mode. For sweeps that is a checkpointed `lax.scan`
+(`SweepSpec.plain`). Second derivatives in forward mode (`jvp` of `grad`) so go through
+the sweep's own loops; those in reverse mode (`grad` of `grad`) through that scan.
+
+`run_layers` is what `_scan/layers.py` calls. `rules.py` has what all these primitives
+share, `programs.py` how they run outside of `jax.jit`.
 """
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -27,6 +41,7 @@ from .forward import forward, primal
 from .gradient import Checkpoint, Perturbed, merge, pick
 from .programs import jitted, run
 from .reverse import pull_back
+from .reverse_spec import differentiated, for_forward_mode, for_reverse, serves
 from .rules import (
     Bound,
     Differentiable,
@@ -42,8 +57,8 @@ from .rules import (
     ruled,
     tangent_of,
 )
-from .slots import Arrays, Carry, Checkpoints, Mask, OfKinds
-from .spec import SweepSpec, differentiated, for_forward_mode
+from .slots import Arrays, Carry, Checkpoints, Mask, OfKinds, inverted, types_of
+from .spec import SweepSpec
 from .trace import TracedLayer, has_refs, kinds_of, weak_as, without_passed_on
 
 
@@ -56,38 +71,48 @@ def run_layers(
     plain: Checkpoint | None = None,
     **fields: Any,
 ) -> tuple[Any, list[PyTree]]:
-    """The last carry, and the outputs of each kind; with `plain`, a checkpoint of each
-    layer, no sweep.
+    """Run traced layers of each kind from one first carry.
+
+    Args:
+        traced: the layer of each kind.
+        unsliced: for each kind, which of its stacks a layer takes whole.
+        init: the leaves of the first carry.
+        stacks: the layers' own inputs.
+        plain: a checkpoint of each layer, for a plain scan; None for a sweep.
+        **fields: the other fields of the `SweepSpec`.
+
+    Returns:
+        The last carry and a list of the outputs of each kind, as trees.
     """
-    traced, carry_tree = (
-        [layer._replace(init=[*init]) for layer in traced],
-        traced[0].carry_tree,
-    )
+    carry_tree = traced[0].carry_tree
+    traced = [layer._replace(init=[*init]) for layer in traced]
     traced, passed_on = without_passed_on(traced)
-    spec, shared = (
-        SweepSpec(kinds_of(traced, unsliced), **fields),
-        [layer.shared for layer in traced],
-    )
+    spec = SweepSpec(kinds_of(traced, unsliced), **fields)
+    shared = [layer.shared for layer in traced]
     scanned = sweep_of if plain is None else functools.partial(plain_scan, plain)
     carry, ys = scanned(spec, traced[0].init, stacks, shared)
-    carry = [*map(weak_as, carry, (var.aval for var in traced[0].jaxpr.outvars))]
-    outputs = [layer.output(own) for layer, own in zip(traced, ys, strict=True)]
-    carry = merge(init, carry, [not is_ for is_ in passed_on])
+    carry = [*map(weak_as, carry, spec.carry_types)]
+    outputs = [layer.output(y) for layer, y in zip(traced, ys, strict=True)]
+    carry = merge(init, carry, inverted(passed_on))
     return jax.tree.unflatten(carry_tree, carry), outputs
 
 
 class Sweep(Differentiable):
-    """`(init, xs, shared) -> (carry, ys)` by the layers of a `SweepSpec`."""
+    """`(init, xs, shared) -> (carry, ys)` by the layers of a `SweepSpec`.
+
+    The spec is its only parameter, so that sweeps of equal specs are one program.
+    """
 
     spec: SweepSpec
 
     def __init__(self, spec: SweepSpec, *args: PyTree) -> None:
         self.in_avals = jax.tree.map(jax.typeof, args)
-        ys = [
-            [unmapped_aval(spec.rows(kind), 0, type_) for type_ in kind.output_types]
-            for kind in spec.kinds
-        ]
+        ys = []
+        for kind in spec.kinds:
+            rows = spec.rows(kind)
+            ys.append([unmapped_aval(rows, 0, type_) for type_ in kind.output_types])
         self.out_aval = (self.in_avals[0], ys)
+        # `super().__init__` makes parameters attributes, and JAX compares by them.
         self.params = {"spec": spec}
         self.effects = frozenset().union(*(kind.jaxpr.effects for kind in spec.kinds))
         super().__init__()
@@ -107,20 +132,25 @@ class Sweep(Differentiable):
         return jax.tree.map(weak_as, ys, self.out_aval[1])
 
     def _perturbed(self, nonzero: Mask, outputs: Mask | None = None) -> Perturbed:
-        _, ys = self.out_tree.unflatten(
-            floats(self.out_aval) if outputs is None else outputs
-        )
+        """The perturbed leaves where the inputs in the mask are differentiated.
+
+        `outputs` says which outputs have a cotangent, by default all of real numbers.
+        """
+        has_ct = floats(self.out_aval) if outputs is None else outputs
+        _, ys = self.out_tree.unflatten(has_ct)
         return self.spec.perturbed(*self.in_tree.unflatten(nonzero), ys=ys)
 
     def _with_layers(
-        self, closed: Sequence[ClosedJaxpr], init: Carry, xs: PyTree, shared: PyTree
+        self, layers: Sequence[ClosedJaxpr], init: Carry, xs: PyTree, shared: PyTree
     ) -> PyTree:
         """Run other layers on the same inputs."""
-        pairs = zip(self.spec.kinds, closed, shared, strict=True)
-        kinds, shared = zip(
-            *(kind.with_layer(layer, own) for kind, layer, own in pairs), strict=True
-        )
-        return sweep_of(replace(self.spec, kinds=kinds), init, xs, [*shared])
+        kinds, shared_by_kind = [], []
+        for kind, layer, leaves in zip(self.spec.kinds, layers, shared, strict=True):
+            kind, leaves = kind.with_layer(layer, leaves)
+            kinds.append(kind)
+            shared_by_kind.append(leaves)
+        spec = replace(self.spec, kinds=tuple(kinds))
+        return sweep_of(spec, init, xs, shared_by_kind)
 
     def primal(self, nonzero: Mask, args: PyTree) -> PyTree:
         perturbed = self._perturbed(nonzero)
@@ -133,73 +163,79 @@ class Sweep(Differentiable):
     def vjp_fwd(
         self, nonzero: PyTree, init: Carry, xs: PyTree, shared: PyTree
     ) -> PyTree:
-        flags = self._nonzero(self.in_tree.flatten_up_to(nonzero))
-        spec, perturbed, shared = differentiated(
-            self.spec, self._perturbed(flags), shared
-        )
-        spec = spec.for_reverse(perturbed, xs, shared)
+        """The results, and what `vjp_bwd` needs: checkpoints, all inputs but the carry,
+        and how the reverse sweep is to read them.
+        """
+        mask = self._nonzero(self.in_tree.flatten_up_to(nonzero))
+        perturbed = self._perturbed(mask)
+        spec, perturbed, shared = differentiated(self.spec, perturbed, shared)
+        spec = for_reverse(spec, perturbed, xs, shared)
         carry, ys, checkpoints = sweep_forward(spec, perturbed, init, xs, shared)
-        return (carry, self._weak(ys)), (
-            checkpoints,
-            xs,
-            shared,
-            Static((flags, spec, perturbed)),
-        )
+        how = Static((mask, spec, perturbed))
+        return (carry, self._weak(ys)), (checkpoints, xs, shared, how)
 
     def vjp_bwd(self, residuals: PyTree, cotangents: PyTree, *sums: PyTree) -> None:
-        *kept, static = residuals
-        nonzero, spec, every = static.value
-        pairs = zip(
-            floats(self.out_aval), self.out_tree.flatten_up_to(cotangents), strict=True
-        )
-        has_ct = tuple(is_ and not isinstance(ct, ad.Zero) for is_, ct in pairs)
-        some = replace(every, ys=self._perturbed(nonzero, has_ct).ys)
-        perturbed = some if spec.serves(every, some, *kept[1:]) else every
+        *kept, how = residuals
+        nonzero, spec, kept_for = how.value
+        has_ct = self._has_cotangent(cotangents)
+        # Only now it is known which outputs have no cotangent.
+        fewer = replace(kept_for, ys=self._perturbed(nonzero, has_ct).ys)
+        _, xs, shared = kept
+        perturbed = fewer if serves(spec, kept_for, fewer, xs, shared) else kept_for
         carry_ct, ys_ct = cotangents
-        ys_ct = [
-            as_arrays(pick(*each)) for each in zip(ys_ct, perturbed.ys, strict=True)
-        ]
+        # Zeros where the sweep takes a cotangent and JAX has none.
         carry_ct = as_arrays(pick(carry_ct, perturbed.carry))
-        self._add(
-            sweep_backward(spec, perturbed, *kept, carry_ct, ys_ct), sums, nonzero
-        )
+        ys_ct = [*map(as_arrays, map(pick, ys_ct, perturbed.ys))]
+        input_cts = sweep_backward(spec, perturbed, *kept, carry_ct, ys_ct)
+        self._add(input_cts, sums, nonzero)
+
+    def _has_cotangent(self, cotangents: PyTree) -> Mask:
+        leaves = self.out_tree.flatten_up_to(cotangents)
+        pairs = zip(floats(self.out_aval), leaves, strict=True)
+        return tuple(is_ and not isinstance(ct, ad.Zero) for is_, ct in pairs)
 
     def batch(self, axis: Any, args: PyTree, dims: PyTree) -> PyTree:
         if not_mapped(self, axis, dims):
             return self(*args), jax.tree.map(lambda _: None, self.out_aval)
-        (init, xs, shared), (of_init, of_xs, of_shared) = args, dims
-        layers, of_carry, of_ys = _mapped_layers(self.spec, axis, *dims)
-        init = [
-            (
-                batching.broadcast(leaf, axis.size, 0, axis.explicit_mesh_axis)
-                if is_ and dim is None
-                else moved(leaf, dim)
-            )
-            for leaf, is_, dim in zip(init, of_carry, of_init, strict=True)
-        ]
-        xs = [
-            [*map(moved, stacks, own, [0 if whole else 1 for whole in kind.unsliced])]
-            for kind, stacks, own in zip(self.spec.kinds, xs, of_xs, strict=True)
-        ]
-        shared = [[*map(moved, *each)] for each in zip(shared, of_shared, strict=True)]
-        of_ys = [[1 if is_ else None for is_ in own] for own in of_ys]
-        found = self._with_layers(layers, init, xs, shared)
-        return found, ([0 if is_ else None for is_ in of_carry], of_ys)
+        init, xs, shared = args
+        init_dims, xs_dims, shared_dims = dims
+        layers, carry_mapped, ys_mapped = _mapped_layers(self.spec, axis, *dims)
+        # All arrays get their batch axis where a mapped layer takes it: first, in a
+        # layer's entry. Stacks that are sliced have it after the layers' axis.
+        new_init = []
+        for leaf, is_mapped, dim in zip(init, carry_mapped, init_dims, strict=True):
+            if is_mapped and dim is None:
+                axis_on_mesh = axis.explicit_mesh_axis
+                new_init.append(batching.broadcast(leaf, axis.size, 0, axis_on_mesh))
+            else:
+                new_init.append(moved(leaf, dim))
+        new_xs = []
+        for kind, stacks, of_kind in zip(self.spec.kinds, xs, xs_dims, strict=True):
+            batch_axes = [0 if whole else 1 for whole in kind.unsliced]
+            new_xs.append([*map(moved, stacks, of_kind, batch_axes)])
+        new_shared = []
+        for leaves, of_kind in zip(shared, shared_dims, strict=True):
+            new_shared.append([*map(moved, leaves, of_kind)])
+        results = self._with_layers(layers, new_init, new_xs, new_shared)
+        ys_dims = [_dims_of(of_kind, 1) for of_kind in ys_mapped]
+        return results, (_dims_of(carry_mapped, 0), ys_dims)
 
     def active(self, nonzero: Mask) -> Mask:
-        perturbed, found = self._perturbed(nonzero), []
+        perturbed = self._perturbed(nonzero)
+        active = [*perturbed.carry]
         for kind in self.spec.kinds:
-            found += active_outputs(kind.jaxpr, sum(perturbed.of_layer(kind), ()))[
-                kind.carries :
-            ]
-        return (*perturbed.carry, *found)
+            inputs = sum(perturbed.of_layer(kind), ())
+            active += active_outputs(kind.jaxpr, inputs)[kind.carries :]
+        return tuple(active)
 
     def tangent(self, nonzero: Mask, primals: PyTree, tangents: Arrays) -> Arrays:
-        fn, reference = (
-            Bound("sweep", run, (self.spec,)) for run in (primal, SweepSpec.reference)
-        )
         return tangents_by(
-            fn, reference, nonzero, self.active(nonzero), primals, tangents
+            Bound("sweep", primal, (self.spec,)),
+            Bound("sweep", SweepSpec.reference, (self.spec,)),
+            nonzero,
+            self.active(nonzero),
+            primals,
+            tangents,
         )
 
 
@@ -221,6 +257,7 @@ def plain_scan(
         return plain(*args)
     if has_refs(args):
         return jitted(plain)(*args)
+    # Outside of `jax.jit` a primitive, whose derivative keeps its arguments alone.
     return Rule(plain, plain, *args)(*args)
 
 
@@ -228,45 +265,62 @@ def _closes_over_traced(spec: SweepSpec) -> bool:
     """Whether rules of a layer close over traced values, which can't be constants of a
     compiled program.
     """
-    jaxprs = [kind.jaxpr for kind in spec.kinds]
-    return not nothing_is_traced() and any(
-        ruled(jaxpr, floats([var.aval for var in jaxpr.invars])).closures
-        for jaxpr in jaxprs
-    )
+    if nothing_is_traced():
+        return False
+    for kind in spec.kinds:
+        if ruled(kind.jaxpr, floats(types_of(kind.jaxpr.invars))).closures:
+            return True
+    return False
 
 
 def _mapped_layers(
     spec: SweepSpec, axis: Any, of_init: PyTree, of_xs: PyTree, of_shared: PyTree
 ) -> tuple[list[ClosedJaxpr], list[bool], list[list[bool]]]:
-    """Layers of a whole batch, of each kind; which leaves of their carries and outputs
-    are mapped.
+    """Layers of a whole batch, of each kind; which leaves of the carry and, for each
+    kind, of the outputs are mapped.
+
+    Where a layer makes a leaf of the carry mapped, all layers take it mapped: found by
+    mapping the layers again until no further leaf is.
     """
-    of_carry = [dim is not None for dim in of_init]
+    carry_mapped = _are_mapped(of_init)
     while True:
-        layers, found = [], []
-        for kind, of_x, own in zip(spec.kinds, of_xs, of_shared, strict=True):
-            is_mapped, of_x = (
-                [dim is not None for dim in dims] for dims in (own, of_x)
-            )
-            must_be = [*of_carry, *[False] * len(kind.output_types)]
-            closed, outputs = batch_jaxpr(
-                ClosedJaxpr(kind.jaxpr, ()),
-                axis,
-                [*is_mapped, *of_carry, *of_x],
-                must_be,
-            )
-            layers.append(closed)
-            found.append(outputs)
-        count = len(of_carry)
-        grown = [*map(any, zip(*(outputs[:count] for outputs in found), strict=True))]
-        if grown == of_carry:
-            return layers, grown, [outputs[count:] for outputs in found]
-        of_carry = grown
+        layers, outputs_mapped = [], []
+        for kind, x_dims, shared_dims in zip(spec.kinds, of_xs, of_shared, strict=True):
+            inputs_mapped = [
+                *_are_mapped(shared_dims),
+                *carry_mapped,
+                *_are_mapped(x_dims),
+            ]
+            must_be = [*carry_mapped, *[False] * len(kind.output_types)]
+            closed = ClosedJaxpr(kind.jaxpr, ())
+            layer, is_mapped = batch_jaxpr(closed, axis, inputs_mapped, must_be)
+            layers.append(layer)
+            outputs_mapped.append(is_mapped)
+        count = len(carry_mapped)
+        grown, ys_mapped = carry_mapped, []
+        for is_mapped in outputs_mapped:
+            grown = [*map(operator.or_, grown, is_mapped[:count])]
+            ys_mapped.append(is_mapped[count:])
+        if grown == carry_mapped:
+            return layers, grown, ys_mapped
+        carry_mapped = grown
+
+
+def _are_mapped(dims: PyTree) -> list[bool]:
+    return [dim is not None for dim in dims]
+
+
+def _dims_of(is_mapped: Sequence[bool], axis: int) -> list[int | None]:
+    return [axis if is_ else None for is_ in is_mapped]
 
 
 class Rule(Differentiable):
     """`fn`, with the reverse mode of `reference`: loops whose trip counts are data have
     no transpose.
+
+    Both return arrays of the same types, and know no array but their arguments. Where
+    `fn` returns checkpoints, `reference` fills in the first carry alone: it is all that
+    the reference of a reverse sweep reads.
     """
 
     fn: Bound
@@ -274,10 +328,8 @@ class Rule(Differentiable):
 
     def __init__(self, fn: Bound, reference: Bound, *args: PyTree) -> None:
         self._program = jitted(fn)
-        self.in_avals, (self.out_aval, self.effects) = (
-            jax.tree.map(jax.typeof, args),
-            _results(fn, *args),
-        )
+        self.in_avals = jax.tree.map(jax.typeof, args)
+        self.out_aval, self.effects = _results(fn, *args)
         self.params = {"fn": fn, "reference": reference}
         super().__init__()
 
@@ -294,6 +346,7 @@ class Rule(Differentiable):
         self, nonzero: Mask, has_ct: Mask, args: PyTree, cts: Arrays
     ) -> Arrays:
         back = Bound("cotangents", cotangents_of, (self.reference, nonzero, has_ct))
+        # Outside of `jax.jit` a primitive again, which is compiled as one program.
         return Rule(back, back, args, cts)(args, cts) if is_eager() else back(args, cts)
 
     def batch(self, axis: Any, args: PyTree, dims: PyTree) -> PyTree:
@@ -301,23 +354,21 @@ class Rule(Differentiable):
             return self(*args), self.out_tree.unflatten(
                 [None] * self.out_tree.num_leaves
             )
+        # Dimensions as a hashable value, since a `Bound` is compared by it.
         flat = Static((tuple(self.in_tree.flatten_up_to(dims)), self.in_tree))
-        both = (
-            Bound("mapped", _mapped, (fn, axis, flat))
-            for fn in (self.fn, self.reference)
-        )
-        return Rule(*both, *args)(*args), self.out_tree.unflatten(
-            [0] * self.out_tree.num_leaves
-        )
+        fn = Bound("mapped", _mapped, (self.fn, axis, flat))
+        reference = Bound("mapped", _mapped, (self.reference, axis, flat))
+        out_dims = self.out_tree.unflatten([0] * self.out_tree.num_leaves)
+        return Rule(fn, reference, *args)(*args), out_dims
 
     def active(self, nonzero: Mask) -> Mask:
-        return tuple(any(nonzero) and is_ for is_ in floats(self.out_aval))
+        is_float = floats(self.out_aval)
+        return is_float if any(nonzero) else (False,) * len(is_float)
 
     def tangent(self, nonzero: Mask, primals: PyTree, tangents: Arrays) -> Arrays:
-        of = nonzero, self.active(nonzero)
-        return tangents_by(
-            _for_tangents(self.fn), self.reference, *of, primals, tangents
-        )
+        fn = _for_tangents(self.fn)
+        active = self.active(nonzero)
+        return tangents_by(fn, self.reference, nonzero, active, primals, tangents)
 
 
 def _results(fn: Bound, *args: PyTree) -> tuple[PyTree, Any]:
@@ -340,10 +391,9 @@ def tangents_by(
     """The tangents of the active outputs of `fn`, by its loops; in reverse mode by
     those of `reference`.
     """
-    both = (
-        Bound("tangent", tangent_of, (run, nonzero, active)) for run in (fn, reference)
-    )
-    return Rule(*both, primals, tangents)(primals, tangents)
+    tangent = Bound("tangent", tangent_of, (fn, nonzero, active))
+    by_reference = Bound("tangent", tangent_of, (reference, nonzero, active))
+    return Rule(tangent, by_reference, primals, tangents)(primals, tangents)
 
 
 def _mapped(fn: Callable, axis: Any, flat: Static, *args: PyTree) -> PyTree:
@@ -356,55 +406,60 @@ def _for_tangents(fn: Bound) -> Bound:
     alone.
     """
     first, *rest = fn.bound
+    # `_mapped` is bound to a `Bound`, the loops to their spec.
     if fn.fn is _mapped:
         return replace(fn, bound=(_for_tangents(first), *rest))
-    return (
-        replace(fn, bound=(for_forward_mode(first), *rest))
-        if fn.fn in (forward, pull_back)
-        else fn
-    )
+    if fn.fn in (forward, pull_back):
+        return replace(fn, bound=(for_forward_mode(first), *rest))
+    return fn
+
+
+def _by_rule(
+    name: str, fn: Callable, reference: Callable, bound: tuple, *args: PyTree
+) -> PyTree:
+    """Call `fn` as a `Rule`, with the first arguments `bound` to it and `reference`."""
+    return Rule(Bound(name, fn, bound), Bound(name, reference, bound), *args)(*args)
 
 
 def _forward_reference(spec: SweepSpec, perturbed: Perturbed, *args: PyTree) -> PyTree:
     """The forward sweep by the plain scan, with the first carry as the only
     checkpoint.
     """
+    init, *_ = args
     # As the forward pass of a gradient: custom rules compute it, and their code is
     # differentiated.
     run, part = of_part(spec.reference, args, perturbed.inputs)
+    results, _ = jax.vjp(run, part)
+    # The checkpoints that the sweep would return, by their types.
     types, _ = _results(Bound("sweep_forward", forward, (spec, perturbed)), *args)
-    carry, ys = jax.tree.unflatten(jax.tree.structure(types[:2]), jax.vjp(run, part)[0])
-    return carry, ys, types[2].from_first(spec.of_held(args[0]))
+    *result_types, checkpoint_types = types
+    carry, ys = jax.tree.unflatten(jax.tree.structure(tuple(result_types)), results)
+    return carry, ys, checkpoint_types.from_first(spec.of_held(init))
 
 
 def sweep_forward(
     spec: SweepSpec, perturbed: Perturbed, *args: PyTree
 ) -> tuple[Carry, OfKinds, Checkpoints]:
     """Sweep forward from `init, xs, shared`, and keep what the schedule says."""
-    both = (
-        Bound("sweep_forward", run, (spec, perturbed))
-        for run in (forward, _forward_reference)
-    )
-    return Rule(*both, *args)(*args)
+    bound = spec, perturbed
+    return _by_rule("sweep_forward", forward, _forward_reference, bound, *args)
 
 
 def _backward_reference(
     spec: SweepSpec, perturbed: Perturbed, checkpoints: Checkpoints, *rest: PyTree
 ) -> Arrays:
     """The reverse sweep by the plain scan's pullback, from the first carry."""
-    *args, carry_ct, ys_ct = spec.whole(checkpoints.first()), *rest
-    _, pullback = jax.vjp(
-        *of_part(spec.reference, args, perturbed.inputs, perturbed.outputs)
-    )
-    return pullback(jax.tree.leaves((carry_ct, ys_ct)))[0]
+    xs, shared, carry_ct, ys_ct = rest
+    args = spec.whole(checkpoints.first()), xs, shared
+    run, part = of_part(spec.reference, args, perturbed.inputs, perturbed.outputs)
+    _, pullback = jax.vjp(run, part)
+    (input_cts,) = pullback(jax.tree.leaves((carry_ct, ys_ct)))
+    return input_cts
 
 
 def sweep_backward(spec: SweepSpec, perturbed: Perturbed, *args: PyTree) -> Arrays:
     """The cotangents of the perturbed inputs, in order, from `checkpoints, xs, shared,
     carry_ct, ys_ct`.
     """
-    both = (
-        Bound("sweep_backward", run, (spec, perturbed))
-        for run in (pull_back, _backward_reference)
-    )
-    return Rule(*both, *args)(*args)
+    bound = spec, perturbed
+    return _by_rule("sweep_backward", pull_back, _backward_reference, bound, *args)

@@ -1,10 +1,22 @@
 """Programs that are called outside of `jax.jit`: traced at each call, compiled once for
 equal jaxprs.
 
-A jaxpr is described by a key: its equations, types, parameters and inner jaxprs. Arrays
-within it, which an inner `jax.jit` closes over, are in the key by identity, as weak
-references. So nothing here knows a user's function, or keeps an array: the only things
-kept are executables. `jax.clear_caches` forgets them.
+Outside of `jax.jit`, a primitive of this library is evaluated by compiling its loops.
+`jax.jit` would look for an earlier executable by the function, and so either compile at
+each call, since each traces its layers anew, or keep a user's function, and what that
+closes over, alive. Here the key is what was traced:
+
+    run(jitted_fn, *args)
+      trace          jitted_fn's jaxpr for these types; closed-over arrays become inputs
+      structure      its key: equations, types, parameters, inner jaxprs
+      _executables   a compiled program for the key, the placement of the inputs and the
+                     settings of JAX; compiled if there is none
+
+A key has values where values decide what a program computes, and weak references by
+identity to arrays within it, which an inner `jax.jit` closes over. An object that may
+change or that can't be compared (`Structure.is_closed` is then False) makes a program
+like no other: `jax.jit` runs it. So nothing here knows a user's function, or keeps an
+array: the only things kept are executables. `jax.clear_caches` forgets them.
 """
 
 import dataclasses
@@ -45,13 +57,14 @@ _COMPUTES = {
 
 
 class Structure(NamedTuple):
-    """A key that is equal for jaxprs that compute the same; what it refers to weakly.
+    """What a jaxpr computes, for comparison with others."""
 
-    If it `is_closed`, all in it is compared by value, or is an array.
-    """
-
+    # Equal for jaxprs that compute the same.
     key: Hashable
+    # The arrays in the key. Once one of them is gone no key equals this one, and the
+    # executable is forgotten.
     arrays: tuple["_Identity", ...]
+    # Whether all in it is compared by value, or is an array.
     is_closed: bool
 
 
@@ -77,6 +90,7 @@ class _Identity:
         return self._hash
 
 
+# Both live as long as the jaxprs that they are about.
 _structures: weakref.WeakKeyDictionary[core.Jaxpr, Structure] = (
     weakref.WeakKeyDictionary()
 )
@@ -94,21 +108,26 @@ def found_in(jaxpr: core.Jaxpr, key: Hashable, find: Callable[[], T]) -> T:
     known = _found.setdefault(jaxpr, {})
     if key in known:
         return known[key]
-    found = find()
-    if not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(found)):
-        known[key] = found
-    return found
+    result = find()
+    # A traced value is of no use once its trace has ended.
+    if not _has_traced(result):
+        known[key] = result
+    return result
+
+
+def _has_traced(tree: PyTree) -> bool:
+    return any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(tree))
 
 
 def structure(jaxpr: core.Jaxpr) -> Structure:
     """What a jaxpr computes, to compare it with others."""
-    found = _structures.get(jaxpr)
-    if found is None:
+    known = _structures.get(jaxpr)
+    if known is None:
         description = _Description()
         key = description.of_jaxpr(jaxpr)
-        found = Structure(key, tuple(description.arrays), description.is_closed)
-        _structures[jaxpr] = found
-    return found
+        known = Structure(key, tuple(description.arrays), description.is_closed)
+        _structures[jaxpr] = known
+    return known
 
 
 def description(value: Any) -> Hashable:
@@ -138,16 +157,23 @@ def _has_hash(value: Any) -> bool:
 
 
 class _Description:
-    """Makes the key of one jaxpr, and notes what is no plain value in it."""
+    """Makes the key of one jaxpr, and notes what is no plain value in it.
+
+    Attributes:
+        arrays: as in `Structure`.
+        is_closed: as in `Structure`.
+    """
 
     def __init__(self) -> None:
         self.arrays: list[_Identity] = []
         self.is_closed = True
-        self._functions: list[
-            Any
-        ] = []  # that are being described: one may refer to itself
+        # Those that are being described: one may refer to itself.
+        self._functions: list[Any] = []
 
     def of_jaxpr(self, jaxpr: core.Jaxpr) -> Hashable:
+        """A jaxpr with its variables numbered in the order in which they are bound, so
+        that names and identities of variables don't matter.
+        """
         numbers: dict[Any, int] = {}
         inputs = (*jaxpr.constvars, *jaxpr.invars)
         for var in inputs:
@@ -157,15 +183,15 @@ class _Description:
             operands = tuple(self._of_atom(atom, numbers) for atom in equation.invars)
             for var in equation.outvars:
                 numbers[var] = len(numbers)
-            outputs = tuple(var.aval for var in equation.outvars)
-            own = (
-                equation.primitive,
-                equation.ctx,
-                operands,
-                outputs,
-                self._of_parameters(equation),
+            equations.append(
+                (
+                    equation.primitive,
+                    equation.ctx,
+                    operands,
+                    tuple(var.aval for var in equation.outvars),
+                    self._of_parameters(equation),
+                )
             )
-            equations.append(own)
         outputs = tuple(self._of_atom(atom, numbers) for atom in jaxpr.outvars)
         in_types = tuple(var.aval for var in inputs)
         return len(jaxpr.constvars), in_types, tuple(equations), outputs
@@ -185,10 +211,10 @@ class _Description:
         return self._of_items(equation.params)
 
     def _of_inner(self, jaxpr: core.Jaxpr) -> Hashable:
-        found = structure(jaxpr)
-        self.arrays += found.arrays
-        self.is_closed &= found.is_closed
-        return found.key
+        inner = structure(jaxpr)
+        self.arrays += inner.arrays
+        self.is_closed &= inner.is_closed
+        return inner.key
 
     def of(self, value: Any) -> Hashable:
         """The key of a value among the parameters, or of a constant."""
@@ -204,9 +230,9 @@ class _Description:
             program: Any = getattr(value, "jaxpr", value)
             return self._of_inner(program), self._of_sequence(constants)
         if isinstance(value, jax.Array) and not isinstance(value, Tracer):
-            found = _Identity(value)
-            self.arrays.append(found)
-            return found
+            identity = _Identity(value)
+            self.arrays.append(identity)
+            return identity
         if isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:
             return type(value), value.dtype, value.shape, value.tobytes()
         if isinstance(value, enum.Enum | np.dtype | type):
@@ -214,7 +240,7 @@ class _Description:
         return self._of_container(value)
 
     def _of_container(self, value: Any) -> Hashable:
-        if isinstance(value, DebugInfo):
+        if isinstance(value, DebugInfo):  # names of arguments, for messages
             return None
         if isinstance(value, tuple | list):
             return type(value), self._of_sequence(value)
@@ -226,16 +252,12 @@ class _Description:
             return self._of_function(value)
         if isinstance(value, functools.partial):
             return self._of_partial(value)
-        if dataclasses.is_dataclass(value) and (
-            _is_of_library(type(value)) or not callable(value)
-        ):
-            names = [field.name for field in dataclasses.fields(value) if field.compare]
-            return type(value), tuple(self.of(getattr(value, name)) for name in names)
-        if (
-            _is_of_library(type(value))
-            and hasattr(value, "__dict__")
-            and not callable(value)
-        ):
+        of_library = _is_of_library(type(value))
+        if dataclasses.is_dataclass(value) and (of_library or not callable(value)):
+            fields = dataclasses.fields(value)
+            compared = [getattr(value, field.name) for field in fields if field.compare]
+            return type(value), self._of_sequence(compared)
+        if of_library and hasattr(value, "__dict__") and not callable(value):
             return type(value), self._of_items(vars(value))
         return self._unknown(value)
 
@@ -261,6 +283,7 @@ class _Description:
         if has_state and not _is_of_library(function):
             return self._unknown(function)
         if function in self._functions:
+            # How many functions further out it is, so that equal cycles are equal.
             return len(self._functions) - self._functions.index(function)
         self._functions.append(function)
         try:
@@ -268,9 +291,10 @@ class _Description:
         except ValueError:  # one that is still empty
             return self._unknown(function)
         else:
-            held = cells, function.__defaults__, function.__kwdefaults__
-            # Executables keep their callbacks alive, and these their globals.
-            return function.__code__, id(function.__globals__), *map(self.of, held)
+            state = cells, function.__defaults__, function.__kwdefaults__
+            # Executables keep their callbacks alive, and these their globals: the id
+            # stays theirs.
+            return function.__code__, id(function.__globals__), *map(self.of, state)
         finally:
             self._functions.pop()
 
@@ -283,7 +307,7 @@ class _Description:
 
 @cleared_with_jax
 @functools.lru_cache(maxsize=512)
-def _kept(_: Hashable) -> list[Any]:
+def _executables(_: Hashable) -> list[Any]:
     """The place of the executable with this key: empty, or with one entry."""
     return []
 
@@ -297,44 +321,44 @@ def jitted(fn: Callable) -> Any:
     """`jax.jit(fn)`, the same for equal functions while someone holds it, so that each
     is traced once.
     """
-    found = _jitted.get(fn)
-    if found is None:
-        found = _jitted[fn] = jax.jit(fn)
-    return found
+    known = _jitted.get(fn)
+    if known is None:
+        known = _jitted[fn] = jax.jit(fn)
+    return known
 
 
 def are_known(arrays: PyTree) -> bool:
     """Whether nothing is traced, differentiated or mapped: neither the caller nor an
     array.
     """
-    return is_eager() and not any(
-        isinstance(leaf, Tracer) for leaf in jax.tree.leaves(arrays)
-    )
+    return is_eager() and not _has_traced(arrays)
 
 
 def run(jitted_fn: Any, *args: PyTree) -> PyTree:
     """Call a jitted function of arrays; outside of any trace by an executable that an
     equal one left.
     """
+    # Where JAX looks for NaN, what an executable computes raises an internal error.
     if not are_known(args) or numbers_are_checked():
         return jitted_fn(*args)
     traced = jitted_fn.trace(*args)
     # What it closes over are arguments of the executable, which so holds none of it.
     jaxpr, constants = without_constants(traced.jaxpr)
     inputs = [*constants, *jax.tree.leaves(args)]
-    found = structure(jaxpr)
+    described = structure(jaxpr)
     # Of traced values that it closes over JAX 0.12 makes further inputs.
     is_whole = len(inputs) == len(jaxpr.invars)
-    if not is_whole or not found.is_closed or not all(map(_is_value, inputs)):
+    if not is_whole or not described.is_closed or not all(map(_is_value, inputs)):
         return jitted_fn(*args)
     arrays: list[Any] = [*map(jnp.asarray, inputs)]
     places = tuple(map(_place, arrays))
-    place = _kept((traced.fun_name, found.key, places, trace_context()))
-    if not place:
-        place.append(_compiled(traced.fun_name, jaxpr, arrays))
-        for array in found.arrays:
-            weakref.finalize(array.value(), place.clear).atexit = False
-    return jax.tree.unflatten(traced.out_tree, place[0](*arrays))
+    key = traced.fun_name, described.key, places, trace_context()
+    executable = _executables(key)
+    if not executable:
+        executable.append(_compiled(traced.fun_name, jaxpr, arrays))
+        for array in described.arrays:
+            weakref.finalize(array.value(), executable.clear).atexit = False
+    return jax.tree.unflatten(traced.out_tree, executable[0](*arrays))
 
 
 def _place(array: Any) -> Hashable:

@@ -1,19 +1,47 @@
-"""The reverse loops of a checkpointed sweep: they replay segments and visit every
-layer, from the last on.
+"""The reverse loops of a checkpointed sweep: replay layers, and visit them from the
+last to the first.
 
-Everything here is forward computation; the visitor is what makes it a derivative.
+The backward pass of N layers needs the input of each of them, the last one first. The
+forward sweep (`forward.py`) has left a few of these in numbered slots. The reverse
+sweep makes the others again from those, and hands every layer, with its input and the
+cotangent of its output, to a *visitor*. Nothing here is a derivative: a visitor that
+applies the layer's vector-Jacobian product and writes the gradient of its weights
+(`write_gradients`) makes the sweep a gradient, and one that writes new weights makes it
+an optimizer step.
+
+A `Schedule` (`_schedule.py`) says what is made again when. It is a list of *runs*, and
+a run is one iteration of the outer loop here:
+
+    1. read the input of layer `start` from a slot
+    2. replay: run layers forward from there, and write the inputs that the run holds
+       to the slots above (`_advance`; `_save` where the layers' residuals are kept)
+    3. visit as many layers as have their inputs at the top of the slots (`_visit`)
+
+Six layers in three slots (`"nested"`, segments of 3, 2 and 1 layers). The columns on
+the right are the layers whose inputs the slots hold when the visits of a run begin:
+
+    forward   layers 0 1 2 3 4 5                      slot 0  1  2
+    run 0                            visit 5               0  3  5
+    run 1     replay 3               visit 4, 3            0  3  4
+    run 2     replay 0 1             visit 2, 1, 0         0  1  2
+
+All numbers that differ from run to run are entries of integer tables (`plan.py`),
+looked up by the number of the run, so that the program has one loop over runs whatever
+the number of layers: compile time does not grow with depth. Slots, saved residuals and
+the visitor's state are carries of these loops, which XLA updates in place.
+
+Layers are numbered here as they run; `SweepSpec.layer_index` gives the index on the
+axis. Called by `primitive.py` for gradients and by `_scan/sweep_back.py` for a user's
+visitor.
 """
 
 import functools
-import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from equinox.internal import unvmap_max
 from jax import lax
 
 from .._barriers import barrier_on
@@ -31,6 +59,7 @@ from .gradient import (
     zero_gradients,
 )
 from .kinds import Kind
+from .plan import Plan, one_run_per_segment
 from .slots import (
     Arrays,
     Carry,
@@ -47,7 +76,7 @@ from .store import Index, read, read_before_writes, settle, write
 
 # Called for every layer, from the last to the first, with a `LayerVisit`, its kind, its
 # row in the stacks of that kind, and the visitor's state. Returns the cotangents of the
-# layer's perturbed carry, and the state.
+# perturbed leaves of the layer's input carry, and the state.
 LeafVisitor: TypeAlias = Callable[[Any, Kind, Index, Any], tuple[Carry, PyTree]]
 
 
@@ -60,19 +89,30 @@ def pull_back(
     carry_ct: Carry,
     ys_ct: OfKinds,
 ) -> Arrays:
-    """Sweep back to the cotangents of the perturbed leaves of init, xs and shared."""
-    visitor = functools.partial(
-        write_tangents if spec.kinds[0].in_forward_mode else write_gradients, perturbed
+    """Sweep back to the cotangents of the perturbed leaves of init, xs and shared.
+
+    `carry_ct` has the cotangents of the perturbed leaves of the last carry, `ys_ct`
+    those of the perturbed outputs, stacked over the layers of each kind.
+    """
+    write_visit = write_tangents if spec.kinds[0].in_forward_mode else write_gradients
+    visitor = functools.partial(write_visit, perturbed)
+    carry_ct, gradients = sweep_back(
+        spec,
+        perturbed,
+        checkpoints,
+        shared,
+        carry_ct,
+        ys_ct,
+        visitor,
+        zero_gradients(perturbed, shared, xs),
+        # This visitor changes no layer, so all are read where the forward sweep did.
+        xs_in=lambda gradients: xs,
     )
-    state = zero_gradients(perturbed, shared, xs)
-    swept = functools.partial(
-        sweep_back, spec, perturbed, checkpoints, shared, carry_ct, ys_ct
-    )
-    carry_ct, gradients = swept(visitor, state, xs_in=lambda state: xs)
     shared_ct, xs_ct = zip(*gradients, strict=True)
-    return jax.tree.leaves(
-        (pick(carry_ct, pick(perturbed.init, perturbed.carry)), xs_ct, shared_ct)
-    )
+    # A leaf of the carry may be perturbed by the layers alone; init has no cotangent
+    # there.
+    init_ct = pick(carry_ct, pick(perturbed.init, perturbed.carry))
+    return jax.tree.leaves((init_ct, xs_ct, shared_ct))
 
 
 def sweep_back(
@@ -87,8 +127,13 @@ def sweep_back(
     *,
     xs_in: Callable[[Any], OfKinds],
 ) -> tuple[Carry, PyTree]:
-    """Visit every layer that ran, from the last on; `xs_in` finds their inputs in the
-    visitor's state.
+    """Visit every layer that ran, from the last on.
+
+    `xs_in` finds the layers' own inputs in the visitor's state. A visitor that updates
+    weights has them there: if replays read a copy outside of the state, the stack would
+    be in memory twice.
+
+    Returns the cotangents of the perturbed leaves of the first carry, and the state.
     """
     remat = spec.remat
 
@@ -120,16 +165,27 @@ def sweep_back(
 
 @dataclass(frozen=True)
 class _Layers:
-    """How the layers with these numbers are run again and visited."""
+    """How a range of layers is replayed and visited."""
 
+    # The whole sweep.
     spec: SweepSpec
+    # The numbers of these layers in it.
     numbers: range
+    # The vector-Jacobian product of a layer, for each kind.
     pullbacks: list[LayerPullback]
+    # Whether a replay keeps the residuals of the layers that are visited next;
+    # otherwise a visit runs the layer again.
     saves: bool
+    # Whether a visit reads a leaf of the layer's input carry itself, beside saved
+    # residuals; over all leaves of a carry, held or not.
     is_read: Mask
+    # What all layers share, for each kind.
     shared: OfKinds
+    # The cotangents of the perturbed outputs, stacked, for each kind.
     ys_ct: OfKinds
+    # Called for each layer.
     visitor: LeafVisitor
+    # Finds the stacks of the layers' own inputs in the visitor's state.
     xs_in: Callable[[Any], OfKinds]
 
     def fetch(self, state: PyTree, number: Index) -> Arrays:
@@ -145,27 +201,29 @@ class _Layers:
         parts: Sequence[range] = (),
         bottom: Index | None = None,
     ) -> tuple[Carry, PyTree]:
-        """Run a layer of `parts` again, from and to the leaves of its carry that are
-        held.
+        """Run layer `number` again.
 
-        It keeps the residuals of the layers from `bottom` on, if that is given.
+        Takes and returns the held leaves of its carry, and the buffers of saved
+        residuals. With `bottom` it writes the layer's residuals to the buffers, whose
+        first entry is layer `bottom`'s. `parts` as in `SweepSpec.at`.
         """
         spec = self.spec
 
         def run(
             kind: Kind, row: Index, loop: tuple[Carry, PyTree]
         ) -> tuple[Carry, PyTree]:
-            (held, saved), shared = loop, self.shared[kind.number]
-            carry, x = (
-                spec.whole(held),
-                spec.inputs(kind, self.xs_in(state), row, fetched),
-            )
+            held, saved = loop
+            shared = self.shared[kind.number]
+            carry = spec.whole(held)
+            x = spec.inputs(kind, self.xs_in(state), row, fetched)
             if bottom is None:
-                return spec.of_held(kind.values(shared, carry, x)[0]), saved
-            (carry, _), new = self.pullbacks[kind.number].save((shared, carry, x))
-            return spec.of_held(carry), kind.write(
-                saved, spec.entry(kind, number, bottom), new
-            )
+                # XLA removes the output, which the forward sweep has stacked already.
+                carry, _ = kind.values(shared, carry, x)
+                return spec.of_held(carry), saved
+            pullback = self.pullbacks[kind.number]
+            (carry, _), residuals = pullback.save((shared, carry, x))
+            saved = kind.write(saved, spec.entry(kind, number, bottom), residuals)
+            return spec.of_held(carry), saved
 
         return spec.at(number, run, loop, parts)
 
@@ -173,40 +231,43 @@ class _Layers:
         self,
         number: Index,
         bottom: Index,
-        carry: Carry,
+        held: Carry,
         saved: PyTree,
         fetched: Arrays,
-        loop: PyTree,
+        loop: tuple[Carry, PyTree],
     ) -> tuple[Carry, PyTree]:
-        """Call the visitor for a layer; `saved` has the residuals of the layers from
-        `bottom` on, if any.
+        """Call the visitor for layer `number`, whose input carry has the leaves `held`.
+
+        `loop` is the cotangent of the layer's output carry and the visitor's state;
+        returns that of its input, and the new state. `saved` has the residuals of the
+        layers from `bottom` on, or is None if visits compute them.
         """
         spec = self.spec
-        carry = spec.whole(carry)
+        # Zeros for leaves that checkpoints don't hold: nothing reads them.
+        whole_carry = spec.whole(held)
 
         def run(
             kind: Kind, row: Index, loop: tuple[Carry, PyTree]
         ) -> tuple[Carry, PyTree]:
-            (carry_ct, state), own, given, shared = (
-                loop,
-                [],
-                carry,
-                self.shared[kind.number],
-            )
+            carry_ct, state = loop
+            carry = whole_carry
+            residuals = []
             if saved is not None:
-                own = read(saved[kind.number], spec.entry(kind, number, bottom))
+                entry = spec.entry(kind, number, bottom)
+                residuals = read(saved[kind.number], entry)
             cotangents = carry_ct, read(self.ys_ct[kind.number], row)
             if spec.remat.boundaries_on_host:
                 # For GPUs XLA keeps a layer's internals twice where its carry comes
                 # from the host.
-                given, cotangents = barrier_on(("cuda",), (given, cotangents))
-            index, x = (
-                spec.layer_index(number),
-                spec.inputs(kind, self.xs_in(state), row, fetched),
-            )
-            inputs, pullback = (shared, given, x), self.pullbacks[kind.number]
-            visit = pullback.visit(
-                index, inputs, own, cotangents, apart=has_host_arrays(state)
+                carry, cotangents = barrier_on(("cuda",), (carry, cotangents))
+            index = spec.layer_index(number)
+            x = spec.inputs(kind, self.xs_in(state), row, fetched)
+            visit = self.pullbacks[kind.number].visit(
+                index,
+                (self.shared[kind.number], carry, x),
+                residuals,
+                cotangents,
+                apart=has_host_arrays(state),
             )
             return self.visitor(visit, kind, row, state)
 
@@ -216,10 +277,17 @@ class _Layers:
 class _Loop(NamedTuple):
     """The state of the loop over runs."""
 
+    # The held leaves of carries, each stacked over the slots. A leaf that only replays
+    # read has the lowest slots alone (`Schedule.sources`).
     slots: Carry
-    saved: PyTree
+    # Residuals of the layers that the run visits, stacked for each kind; None if visits
+    # compute them.
+    saved: OfKinds | None
+    # What the layer that runs or is visited next reads of stacks on the host.
     fetched: Arrays
+    # Of the perturbed leaves of the carry that the last visited layer took.
     cotangent: Carry
+    # The visitor's.
     state: PyTree
 
 
@@ -230,22 +298,44 @@ def _visit_scheduled(
     state: PyTree,
     schedule: Schedule,
 ) -> tuple[Carry, PyTree]:
+    """Visit the layers that a schedule covers."""
+    _check_saved_on_device(layers.pullbacks)
     boundaries = checkpoints.boundaries
-    types = [
-        type_
-        for each in layers.pullbacks
-        if each.residuals
-        for type_ in each.residuals.types
-    ]
-    if any(type_.memory_space == jax.memory.Space.Host for type_ in types):
-        raise ValueError(
-            "With layers that are cut, save_block_internals keeps internals on the"
-            " device while a segment is replayed, and here some are moved to the host:"
-            " by a policy of JAX that offloads, or by a fold inside the layer. Use one"
-            ' that does not offload, and save_carries="offload" beside it.'
-        )
-    runs = schedule.runs if boundaries is None else _one_run_per_segment(schedule)
-    plan = _Plan(runs, layers.numbers.start, layers.saves, checkpoints.ran)
+    runs = schedule.runs if boundaries is None else one_run_per_segment(schedule)
+    plan = Plan(runs, layers.numbers.start, layers.saves, checkpoints.ran)
+    fetched, cotangent = _fetch_first(layers, plan, state, cotangent)
+    saved = None
+    if layers.saves:
+        saved = layers.spec.residual_buffers(layers.pullbacks, plan.visited)
+    if boundaries is None:
+        loop = _Loop(checkpoints.slots, saved, fetched, cotangent, state)
+        loop = _loop_over_runs(layers, plan, loop)
+    else:
+        slots = _slots_of_a_segment(layers, plan)
+        loop = _Loop(slots, saved, fetched, cotangent, state)
+        loop = _loop_over_boundaries(layers, plan, boundaries, loop)
+    return loop.cotangent, loop.state
+
+
+def _check_saved_on_device(pullbacks: Sequence[LayerPullback]) -> None:
+    """Refuse residuals that the layer itself moves to the host."""
+    for pullback in pullbacks:
+        if pullback.residuals and pullback.residuals.on_host:
+            raise ValueError(
+                "With layers that are cut, save_block_internals keeps internals on the"
+                " device while a segment is replayed, and here some are moved to the"
+                " host: by a policy of JAX that offloads, or by a fold inside the"
+                " layer. Use one that does not offload, and"
+                ' save_carries="offload" beside it.'
+            )
+
+
+def _fetch_first(
+    layers: _Layers, plan: Plan, state: PyTree, cotangent: Carry
+) -> tuple[Arrays, Carry]:
+    """What the first layer of the reverse sweep reads from the host, and the
+    cotangent.
+    """
     first: Index = int(plan.first[0])
     fetched = layers.fetch(state, first)
     if fetched:
@@ -254,201 +344,183 @@ def _visit_scheduled(
         # `jax.shard_map` as the cotangent does, and so the layer.
         first, cotangent = barrier_on(("cuda", "tpu"), (jnp.int32(first), cotangent))
         fetched = layers.fetch(state, first)
+    return fetched, cotangent
+
+
+def _loop_over_runs(layers: _Layers, plan: Plan, loop: _Loop) -> _Loop:
+    """Execute the runs with all inputs in slots on the device."""
+    skipped, left = plan.skipped, len(plan.start) - plan.skipped
+    # How many runs are left is data where layers stopped early.
+    trips = left if isinstance(left, int) else TripsOf(None, left)
 
     def run(r: Index, loop: _Loop) -> _Loop:
-        loop = _advance(layers, plan, r, loop)
-        if loop.saved is not None:
-            loop = _save(layers, plan, r, loop)
-        return _visit(layers, plan, r, loop)
+        return _run(layers, plan, skipped + r, loop)
 
-    saved = (
-        layers.spec.residual_buffers(layers.pullbacks, plan.visited)
-        if layers.saves
-        else None
-    )
-    if boundaries is None:
-        loop = _Loop(checkpoints.slots, saved, fetched, cotangent, state)
-        before, left = plan.skipped, len(runs) - plan.skipped
-        trips = left if isinstance(left, int) else TripsOf(None, left)
-        loop = layers.spec.repeat(trips, lambda r, loop: run(before + r, loop), loop)
-        return loop.cotangent, loop.state
+    return layers.spec.repeat(trips, run, loop)
 
-    def fetch_and_run(loop: _Loop, at: tuple[PyTree, Carry]) -> tuple[_Loop, None]:
-        r, boundary = at
-        return (
-            run(r, loop._replace(slots=write(loop.slots, 0, to_device(boundary)))),
-            None,
-        )
 
+def _slots_of_a_segment(layers: _Layers, plan: Plan) -> Carry:
+    """Slots for the inputs of the longest segment; of a leaf that visits don't read,
+    for the first input alone.
+    """
     spec = layers.spec
-    slots = slots_for(
+    return slots_for(
         spec.of_held(spec.carry_types),
         plan.most_visits,
         spec.of_held(layers.is_read),
         1,
     )
-    loop = _Loop(slots, saved, fetched, cotangent, state)
-    # The boundaries are stacked in the order of the forward sweep
-    in_order = jnp.arange(len(runs))[::-1]
-    loop, _ = lax.scan(fetch_and_run, loop, (in_order, boundaries), reverse=True)
-    return loop.cotangent, loop.state
 
 
-def _one_run_per_segment(schedule: Schedule) -> tuple[Run, ...]:
-    """The runs where boundaries are on the host: each is fetched to slot 0, its segment
-    fills the others.
+def _loop_over_boundaries(
+    layers: _Layers, plan: Plan, boundaries: Carry, loop: _Loop
+) -> _Loop:
+    """Execute the runs with the first input of each segment on the host."""
+
+    def fetch_and_run(loop: _Loop, at: tuple[PyTree, Carry]) -> tuple[_Loop, None]:
+        r, boundary = at
+        slots = write(loop.slots, 0, to_device(boundary))
+        return _run(layers, plan, r, loop._replace(slots=slots)), None
+
+    # Boundaries are stacked in the order of the forward sweep, runs numbered in that of
+    # the reverse sweep.
+    numbers = jnp.arange(len(plan.start))[::-1]
+    loop, _ = lax.scan(fetch_and_run, loop, (numbers, boundaries), reverse=True)
+    return loop
+
+
+def _run(layers: _Layers, plan: Plan, r: Index, loop: _Loop) -> _Loop:
+    loop = _advance(layers, plan, r, loop)
+    if loop.saved is not None:
+        loop = _save(layers, plan, r, loop)
+    return _visit(layers, plan, r, loop)
+
+
+class _AdvanceLoop(NamedTuple):
+    """The state of a replay's loop over layers."""
+
+    slots: Carry  # as in `_Loop`
+    carry: Carry  # the held leaves of the next layer's input
+    fetched: Arrays  # for the next layer, from the host
+    # How many of the inputs that the run holds are written; None if it holds all.
+    written: Index | None
+
+
+def _advance(layers: _Layers, plan: Plan, r: Index, loop: _Loop) -> _Loop:
+    """Run `plan.advances` layers again, from the start of the run, and write the inputs
+    that the run holds to slots.
     """
-    starts = np.cumsum((0, *schedule.segments[:-1]))
-    return tuple(
-        Run(int(start), 0, tuple(range(start + 1, start + size)), size)
-        for start, size in zip(starts[::-1], schedule.segments[::-1], strict=True)
-    )
-
-
-class _Plan:
-    """The runs of a schedule from layer `first` on: tables by run, or by input that
-    replays keep.
-    """
-
-    def __init__(
-        self, runs: tuple[Run, ...], first: int, saving: bool, ran: Index | None
-    ):
-        def table(entries: Iterable[int]) -> np.ndarray:
-            return np.asarray([*entries], np.int32)
-
-        self.start = table(first + run.start for run in runs)
-        self.slot = table(run.slot for run in runs)
-        # A saving replay runs the layers to be visited itself, up to the last one.
-        self.advances: Any = table(
-            max(0, run.replays - run.visits + 1) if saving else run.replays
-            for run in runs
-        )
-        rows = zip(self.start.tolist(), self.advances.tolist(), strict=True)
-        self.advanced = [range(start, start + count) for start, count in rows]
-        self.kept_from = table(
-            itertools.accumulate((len(run.holds) for run in runs[:-1]), initial=0)
-        )
-        self.kept = table([first + layer for run in runs for layer in run.holds] or [0])
-        self.keeps_all = len(self.kept) >= sum(run.replays for run in runs)
-        self.top = table(first + run.top for run in runs)
-        self.visits: Any = table(run.visits for run in runs)
-        self.most_advances, self.most_visits = (
-            int(self.advances.max()),
-            int(self.visits.max()),
-        )
-        self.bottom = self.top - self.visits + 1
-        self.visited = [*map(range, self.bottom.tolist(), (self.top + 1).tolist())]
-        self.bottom_slot = table(run.top_slot - run.visits + 1 for run in runs)
-        # The layers that a run reads first and, in its last visit, fetches for the next
-        # run.
-        self.first = np.where(
-            self.advances > 0, self.start, self.bottom if saving else self.top
-        )
-        self.next_first = np.append(self.first[1:], self.top[-1:])
-        self.skipped: Any = 0  # runs before the first of a layer that ran
-        if ran is not None:
-            ran = unvmap_max(ran)
-            self.skipped = jnp.argmax(np.minimum(self.start, self.bottom) < ran).astype(
-                jnp.int32
-            )
-            # The first input that a replay keeps; if that layer did not run, the replay
-            # is of no use.
-            first_kept = table(
-                first + (run.holds[0] if run.holds else run.start) for run in runs
-            )
-            left = jnp.clip(ran - 1 - self.start, 0, self.advances)
-            self.advances = jnp.where(first_kept < ran, left, 0)
-            self.visits = jnp.clip(ran - self.bottom, 0, self.visits)
-
-
-def _advance(layers: _Layers, plan: _Plan, r: Index, loop: _Loop) -> _Loop:
-    slot = entry_at(plan.slot, r)
-
-    def layer(k: Index, inner: tuple[Carry, Carry, Arrays, Index | None]) -> PyTree:
-        slots, carry, fetched, written = inner  # how many of the inputs that it keeps
-        fetched, index = settle(fetched, entry_at(plan.start, r) + k)
-        ahead = fetched and layers.fetch(loop.state, index + 1)
-        carry, _ = layers.replay(
-            loop.state, index, (carry, None), fetched, plan.advanced
-        )
-        slots = write(slots, slot + 1 + (k if written is None else written), carry)
-        if written is not None:
-            is_kept = (
-                entry_at(plan.kept, entry_at(plan.kept_from, r) + written) == index + 1
-            )
-            written += lax.convert_element_type(is_kept, jnp.int32)
-        return slots, carry, ahead, written
-
     if not plan.most_advances:
         return loop
-    inner = (
-        loop.slots,
-        read(loop.slots, slot),
-        loop.fetched,
-        None if plan.keeps_all else jnp.int32(0),
-    )
-    trips = trip_count(plan.advances, r)
-    slots, _, fetched, _ = layers.spec.repeat(trips, layer, inner)
-    return loop._replace(slots=slots, fetched=fetched)
+    slot = entry_at(plan.slot, r)
+
+    def layer(k: Index, inner: _AdvanceLoop) -> _AdvanceLoop:
+        fetched, number = settle(inner.fetched, entry_at(plan.start, r) + k)
+        ahead = fetched and layers.fetch(loop.state, number + 1)
+        carry, _ = layers.replay(
+            loop.state, number, (inner.carry, None), fetched, plan.advanced
+        )
+        # Every input is written, where the next one that is held goes: the following
+        # one overwrites it if it is not. A branch that writes some would copy slots.
+        written = inner.written
+        above = k if written is None else written
+        slots = write(inner.slots, slot + 1 + above, carry)
+        if written is not None:
+            next_kept = entry_at(plan.kept, entry_at(plan.kept_from, r) + written)
+            written += lax.convert_element_type(next_kept == number + 1, jnp.int32)
+        return _AdvanceLoop(slots, carry, ahead, written)
+
+    written = None if plan.keeps_all else jnp.int32(0)
+    inner = _AdvanceLoop(loop.slots, read(loop.slots, slot), loop.fetched, written)
+    inner = layers.spec.repeat(trip_count(plan.advances, r), layer, inner)
+    return loop._replace(slots=inner.slots, fetched=inner.fetched)
 
 
-def _save(layers: _Layers, plan: _Plan, r: Index, loop: _Loop) -> _Loop:
-    bottom, bottom_slot, top = (
-        entry_at(t, r) for t in (plan.bottom, plan.bottom_slot, plan.top)
-    )
+class _SaveLoop(NamedTuple):
+    """The state of the loop that runs the layers to visit and keeps their residuals."""
+
+    slots: Carry  # as in `_Loop`
+    saved: OfKinds  # entry 0 is that of the lowest layer to visit, of each kind
+    carry: Carry  # the held leaves of the next layer's input
+    fetched: Arrays  # for the next layer, from the host
+
+
+def _save(layers: _Layers, plan: Plan, r: Index, loop: _Loop) -> _Loop:
+    """Run the layers to visit, from the lowest, and save what their visits read."""
+    bottom = entry_at(plan.bottom, r)
+    bottom_slot = entry_at(plan.bottom_slot, r)
+    top = entry_at(plan.top, r)
     is_read = layers.spec.of_held(layers.is_read)
 
-    def layer(k: Index, inner: Any) -> PyTree:
-        slots, saved, carry, fetched = inner
-        fetched, index = settle(fetched, bottom + k)
-        ahead = fetched and layers.fetch(loop.state, jnp.minimum(index + 1, top))
-        slots = merge(
-            slots,
-            write(pick(slots, is_read), bottom_slot + k, pick(carry, is_read)),
-            is_read,
+    def layer(k: Index, inner: _SaveLoop) -> _SaveLoop:
+        fetched, number = settle(inner.fetched, bottom + k)
+        # The layer after the top one is not needed: the first visit is of the top.
+        ahead = fetched and layers.fetch(loop.state, jnp.minimum(number + 1, top))
+        # Leaves that visits don't read beside the residuals have no slots here.
+        read_slots = write(
+            pick(inner.slots, is_read), bottom_slot + k, pick(inner.carry, is_read)
         )
+        slots = merge(inner.slots, read_slots, is_read)
         carry, saved = layers.replay(
-            loop.state, index, (carry, saved), fetched, bottom=bottom
+            loop.state, number, (inner.carry, inner.saved), fetched, bottom=bottom
         )
-        return slots, saved, carry, ahead
+        return _SaveLoop(slots, saved, carry, ahead)
 
-    inner = (loop.slots, loop.saved, read(loop.slots, bottom_slot), loop.fetched)
+    carry = read(loop.slots, bottom_slot)
+    assert loop.saved is not None
+    inner = _SaveLoop(loop.slots, loop.saved, carry, loop.fetched)
+    inner = layers.spec.repeat(trip_count(plan.visits, r), layer, inner)
+    return loop._replace(slots=inner.slots, saved=inner.saved, fetched=inner.fetched)
+
+
+class _VisitLoop(NamedTuple):
+    """The state of the loop over visits; it only reads slots and saved residuals."""
+
+    fetched: Arrays  # for the next layer to visit, or to run, from the host
+    cotangent: Carry  # of the next layer's output, as in `_Loop`
+    state: PyTree  # the visitor's
+
+
+def _visit(layers: _Layers, plan: Plan, r: Index, loop: _Loop) -> _Loop:
+    """Visit the layers from the top of the slots down."""
     trips = trip_count(plan.visits, r)
-    slots, saved, _, fetched = layers.spec.repeat(trips, layer, inner)
-    return loop._replace(slots=slots, saved=saved, fetched=fetched)
+    count = trips.number if isinstance(trips, TripsOf) else trips
+    bottom = entry_at(plan.bottom, r)
 
-
-def _visit(layers: _Layers, plan: _Plan, r: Index, loop: _Loop) -> _Loop:
-    trips, bottom = trip_count(plan.visits, r), entry_at(plan.bottom, r)
-    visits = trips.number if isinstance(trips, TripsOf) else trips
-
-    def layer(k: Index, inner: tuple[Arrays, Carry, Any]) -> tuple[Arrays, Carry, Any]:
-        (fetched, cotangent, state), place = inner, visits - 1 - k
-        fetched, index = settle(fetched, bottom + place)
-        below = (
-            jnp.where(place == 0, entry_at(plan.next_first, r), index - 1)
-            if fetched
-            else 0
-        )
-        ahead = layers.fetch(state, below)
-        ahead, state = read_before_writes(ahead, state, "cuda")
+    def layer(k: Index, inner: _VisitLoop) -> _VisitLoop:
+        # Counted from below: where layers stopped, the visits begin under `plan.top`.
+        place = count - 1 - k
+        fetched, number = settle(inner.fetched, bottom + place)
+        below: Index = 0
+        if fetched:
+            is_last = place == 0
+            below = jnp.where(is_last, entry_at(plan.next_first, r), number - 1)
+        ahead = layers.fetch(inner.state, below)
+        ahead, state = read_before_writes(ahead, inner.state, "cuda")
         carry = read(loop.slots, entry_at(plan.bottom_slot, r) + place)
-        return ahead, *layers.visit(
-            index, bottom, carry, loop.saved, fetched, (cotangent, state)
+        cotangent, state = layers.visit(
+            number, bottom, carry, loop.saved, fetched, (inner.cotangent, state)
         )
+        return _VisitLoop(ahead, cotangent, state)
 
-    fetched, cotangent, state = layers.spec.repeat(
-        trips, layer, (loop.fetched, loop.cotangent, loop.state)
+    inner = _VisitLoop(loop.fetched, loop.cotangent, loop.state)
+    inner = layers.spec.repeat(trips, layer, inner)
+    return loop._replace(
+        fetched=inner.fetched, cotangent=inner.cotangent, state=inner.state
     )
-    return loop._replace(fetched=fetched, cotangent=cotangent, state=state)
 
 
 def _visit_first(
     layers: _Layers, checkpoints: Checkpoints, carry_ct: Carry, state: PyTree
 ) -> tuple[Carry, PyTree]:
-    carries, count = checkpoints.first_layers or [], len(layers.numbers)
-    plan = _Plan((Run(0, 0, tuple(range(1, count)), count),), 0, False, checkpoints.ran)
-    loop = _Loop(
-        carries, checkpoints.residuals, layers.fetch(state, count - 1), carry_ct, state
-    )
-    return _visit(layers, plan, 0, loop)[-2:]
+    """Visit the first layers, whose inputs and residuals are all kept: one run without
+    a replay.
+    """
+    count = len(layers.numbers)
+    run = Run(0, 0, tuple(range(1, count)), count)
+    plan = Plan((run,), 0, False, checkpoints.ran)
+    carries = checkpoints.first_layers or []
+    fetched = layers.fetch(state, count - 1)
+    loop = _Loop(carries, checkpoints.residuals, fetched, carry_ct, state)
+    loop = _visit(layers, plan, 0, loop)
+    return loop.cotangent, loop.state

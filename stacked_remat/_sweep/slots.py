@@ -1,8 +1,12 @@
 """Carries kept in numbered slots, and trip counts and other entries of a schedule's
 tables.
+
+What `forward.py` and `reverse.py` have in common: the checkpoints that one leaves for
+the other, and look-ups in tables of integers (`plan.py`), which are static wherever
+they can be: of a loop with a static trip count JAX makes a scan, whose trips XLA knows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -14,35 +18,59 @@ from jaxtyping import Array
 
 from .store import Index, empty_stack, slice_of, write, zeros_of
 
+# Leaves of trees: shared inputs of layers, a layer's own, outputs.
 Arrays = list[Array]
+# The leaves of a carry; where something holds only some of them (`SweepSpec.held`),
+# those.
 Carry = Arrays
-OfKinds = list[Arrays]  # a list for each kind of layers
+# A list for each kind of layers.
+OfKinds = list[Arrays]
+# For each leaf whether something is true of it, which the mask's name says.
 Mask = tuple[bool, ...]
 
 
-class Checkpoints(NamedTuple):
-    """What the forward sweep keeps: inputs of layers, and residuals of the first ones,
-    of each kind.
+def types_of(variables: Iterable[Any]) -> list[Any]:
+    """The types of variables of a jaxpr."""
+    return [var.aval for var in variables]
 
-    `origin` is the first input, where others may lack it on the device; `ran` counts
-    layers that may stop.
+
+def inverted(mask: Sequence[bool]) -> list[bool]:
+    """The mask of the other leaves."""
+    return [not is_chosen for is_chosen in mask]
+
+
+class Checkpoints(NamedTuple):
+    """What the forward sweep keeps for the reverse sweep. All carries in it have only
+    leaves that are held.
     """
 
+    # Inputs of the schedule's layers, stacked over slots; [] without a schedule, or
+    # where boundaries are on the host.
     slots: Carry
+    # The first input of each segment, stacked on the host in the order of the forward
+    # sweep; None where they are in slots.
     boundaries: Carry | None = None
+    # The inputs of the first layers, stacked; None if there are none.
     first_layers: Carry | None = None
+    # The saved residuals of the first layers, stacked for each kind; None if there are
+    # no such layers.
     residuals: OfKinds | None = None
+    # The first carry, where no slot has it, or none on the device; else None.
     origin: Carry | None = None
+    # How many layers ran, a traced int32; None if none may stop.
     ran: Any = None
 
     def source(self) -> Carry:
         """The arrays, on the device, that hold the input of the first layer."""
-        kept = self.slots if self.first_layers is None else self.first_layers
-        return kept if self.origin is None else self.origin
-
-    def first(self) -> Carry:
         if self.origin is not None:
             return self.origin
+        return self.slots if self.first_layers is None else self.first_layers
+
+    def first(self) -> Carry:
+        """The input of the first layer."""
+        if self.origin is not None:
+            return self.origin
+        # The forward sweep leaves it in slot 0.
         return [lax.index_in_dim(leaf, 0, keepdims=False) for leaf in self.source()]
 
     def from_first(self, first: Carry) -> "Checkpoints":
@@ -71,11 +99,11 @@ def slots_for(
 
 
 class TripsOf(NamedTuple):
-    """A trip count that depends on the trip of the loop around; `table` has all, if
-    data do not decide.
-    """
+    """A trip count that depends on the trip of the loop around."""
 
+    # The counts for all trips of the loop around; None if data decide.
     table: np.ndarray | None
+    # The count for this trip.
     number: Index
 
 
@@ -83,8 +111,10 @@ def trip_count(table: Any, r: Index) -> int | TripsOf:
     """Look up a trip count, static if all entries agree or the index is."""
     if not isinstance(table, np.ndarray):
         return TripsOf(None, entry_at(table, r))
-    if isinstance(r, int) or (table == table[0]).all():
-        return int(table[r if isinstance(r, int) else 0])
+    if isinstance(r, int):
+        return int(table[r])
+    if (table == table[0]).all():
+        return int(table[0])
     return TripsOf(table, entry_at(table, r))
 
 

@@ -1,5 +1,16 @@
 """A layer traced to a jaxpr, with the types of its carry settled and its effects
 checked.
+
+A sweep needs a layer as data: to find what its derivative reads, to run it in loops of
+its own, to compare programs. `_scan/layers.py` has flattened the layer and its
+arguments to lists of arrays (`UntracedLayer`); here it becomes a jaxpr
+`(shared, carry, x) -> (carry, y)` (`TracedLayer`), from which `kinds_of` makes the
+kinds of a `SweepSpec`.
+
+The type of a carry must be the same before and after a layer. As in `lax.scan`, a first
+carry of a weak type (a Python number) takes the dtype that the layer returns; within
+`jax.shard_map`, the first carry is made to vary over the axes that the layer's result
+varies over. So a layer is traced again until its carry stays as it is.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,25 +30,29 @@ from .._compat import ordered_effects, without_constants
 from .._static import PyTree
 from .gradient import pick
 from .kinds import Kind
-from .slots import Arrays, Carry
+from .slots import Arrays, Carry, inverted, types_of
 from .store import at_least_one, read_layer, varying_as
 
 
 class TracedLayer(NamedTuple):
-    """A layer's jaxpr on leaves. The first `constants` of what it shares are what it
-    closes over.
-    """
+    """A layer's jaxpr on leaves."""
 
+    # `(shared, carry, x) -> (carry, y)`, without constants.
     jaxpr: Jaxpr
+    # The leaves of the first carry, of the types of the layer's result.
     init: Carry
+    # What all layers share: what the layer closes over, then its shared arguments.
     shared: Arrays
+    # How many of `shared` it closes over.
     constants: int
+    # The structure of the carry.
     carry_tree: Any
+    # That of a pair: the arrays of the output, and a `Static` with the rest of it.
     y_tree: Any
 
     def output(self, leaves: Any) -> PyTree:
         """The output with these arrays, and with what is no array in it."""
-        types = (var.aval for var in self.jaxpr.outvars[len(self.init) :])
+        types = types_of(self.jaxpr.outvars[len(self.init) :])
         arrays, rest = jax.tree.unflatten(self.y_tree, map(weak_as, leaves, types))
         return eqx.combine(arrays, rest.value)
 
@@ -50,11 +65,16 @@ class TracedLayer(NamedTuple):
 
 
 class UntracedLayer(NamedTuple):
-    """A layer on trees, `body(shared, carry, x) -> (carry, y)`."""
+    """A layer on trees."""
 
+    # `body(shared, carry, x) -> (carry, y)`.
     body: Callable[[Arrays, Any, Any], tuple[PyTree, PyTree]]
+    # Leaves of what all layers share.
     shared: Arrays
+    # The layers' own inputs, stacked over the layers of this kind; `x` is a tree like
+    # it.
     stacks: PyTree
+    # Which leaves of `stacks` a layer takes whole.
     unsliced: Sequence[bool]
 
 
@@ -65,51 +85,50 @@ def trace_layers(
     offloads: bool,
     replays: bool = True,
 ) -> list[TracedLayer]:
-    """Trace a layer of each kind, all with one type of carry."""
+    """Trace a layer of each kind, all with one type of carry.
+
+    Args:
+        layers: one of each kind.
+        init: the first carry.
+        offloads: whether the program uses host memory, which excludes ordered effects.
+        replays: whether a sweep runs the layers again, which excludes references that
+            they close over.
+    """
     init = jax.tree.map(jnp.asarray, init)
     while True:
         traced, before = [], init
         for layer in layers:
-            found = _trace(layer, init)
-            check_effects(
-                found.jaxpr, found.shared if replays else (), offloads=offloads
-            )
-            leaves = [
-                *map(
-                    _as_type,
-                    jax.tree.leaves(init),
-                    (var.aval for var in found.jaxpr.outvars),
-                )
-            ]
-            init = jax.tree.unflatten(found.carry_tree, leaves)
-            shared = [*found.shared, *layer.shared]
-            traced.append(found._replace(init=jax.tree.leaves(init), shared=shared))
+            new = _trace(layer, init)
+            closed_over = new.shared if replays else ()
+            check_effects(new.jaxpr, closed_over, offloads=offloads)
+            types = types_of(new.jaxpr.outvars)
+            leaves = [*map(_as_type, jax.tree.leaves(init), types)]
+            init = jax.tree.unflatten(new.carry_tree, leaves)
+            shared = [*new.shared, *layer.shared]
+            traced.append(new._replace(init=leaves, shared=shared))
+        # Kinds take turns: one may change what another has been traced for.
         if len(traced) == 1 or _same_types(before, init):
             return traced
 
 
 def _trace(layer: UntracedLayer, init: PyTree) -> TracedLayer:
+    """Trace a layer; it has no `init` yet, and shares only what it closes over."""
     stacks, tree = jax.tree.flatten(layer.stacks)
+    # By types alone, and of a stack without layers too.
     entries = jax.eval_shape(
         lambda: read_layer([*map(at_least_one, stacks)], 0, layer.unsliced)
     )
     x = jax.tree.unflatten(tree, entries)
     while True:
-        closed, (carry, y) = jax.make_jaxpr(layer.body, return_shape=True)(
-            layer.shared, init, x
-        )
+        trace = jax.make_jaxpr(layer.body, return_shape=True)
+        closed, (carry, y) = trace(layer.shared, init, x)
         settled = _settled(layer, x, init, closed.out_avals, carry)
         if settled is init:
-            jaxpr, own = without_constants(closed)
-            return TracedLayer(
-                jaxpr,
-                [],
-                own,
-                len(own),
-                jax.tree.structure(carry),
-                jax.tree.structure(y),
-            )
+            break
         init = settled
+    jaxpr, constants = without_constants(closed)
+    trees = jax.tree.structure(carry), jax.tree.structure(y)
+    return TracedLayer(jaxpr, [], constants, len(constants), *trees)
 
 
 def _settled(
@@ -123,9 +142,7 @@ def _settled(
     those of `carry`.
     """
     leaves, tree = jax.tree.flatten(init)
-    varying = [
-        varying_as(leaf, type_) for leaf, type_ in zip(leaves, out_types, strict=False)
-    ]
+    varying = [*map(varying_as, leaves, out_types)]
     if any(new is not old for new, old in zip(varying, leaves, strict=True)):
         # Within `jax.shard_map` they vary over the axes of the mesh that the layers'
         # results vary over.
@@ -139,8 +156,8 @@ def _settled(
         return lax.scan(lambda carry, _: layer.body(shared, carry, x), init, length=2)
 
     carry, _ = jax.eval_shape(scanned, layer.shared, init, x)
-    found = jax.tree.map(_of_dtype, init, carry)
-    return init if _same_types(found, init) else found
+    settled = jax.tree.map(_of_dtype, init, carry)
+    return init if _same_types(settled, init) else settled
 
 
 def _of_dtype(leaf: Array, like: Any) -> Array:
@@ -156,11 +173,10 @@ def kinds_of(
     traced: Sequence[TracedLayer], unsliced: Sequence[Sequence[bool]]
 ) -> tuple[Kind, ...]:
     """The kinds that these are layers of."""
-    pairs = enumerate(zip(traced, unsliced, strict=True))
-    return tuple(
-        Kind(k, layer.jaxpr, len(layer.init), tuple(whole))
-        for k, (layer, whole) in pairs
-    )
+    kinds = []
+    for layer, is_whole in zip(traced, unsliced, strict=True):
+        kinds.append(Kind(len(kinds), layer.jaxpr, len(layer.init), tuple(is_whole)))
+    return tuple(kinds)
 
 
 def without_passed_on(
@@ -168,35 +184,39 @@ def without_passed_on(
 ) -> tuple[list[TracedLayer], list[bool]]:
     """Layers that share the leaves of the carry that none of them changes; which leaves
     these are.
+
+    A leaf that every layer returns as it is has one value for all layers. Shared, it
+    takes no slot, and is no loop carry that XLA might copy.
     """
     carries = len(traced[0].init)
-    passed = [True] * carries
+    passed_on = [True] * carries
     for layer in traced:
-        sources = forwarded_inputs(layer.jaxpr)[:carries]
-        passed = [
-            is_ and source == len(layer.shared) + place
-            for place, (is_, source) in enumerate(zip(passed, sources, strict=True))
-        ]
-    if not any(passed):
-        return list(traced), passed
-    carried, found = [not is_ for is_ in passed], []
+        sources = forwarded_inputs(layer.jaxpr)
+        for place in range(carries):
+            passed_on[place] &= sources[place] == len(layer.shared) + place
+    if not any(passed_on):
+        return list(traced), passed_on
+    is_changed = inverted(passed_on)
+    new_layers = []
     for layer in traced:
-        used = [*carried, *[True] * (len(layer.jaxpr.outvars) - carries)]
-        jaxpr, _ = dce_jaxpr(layer.jaxpr, used, instantiate=True)
         first, last = len(layer.shared), len(layer.shared) + carries
+        is_output = [True] * (len(layer.jaxpr.outvars) - carries)
+        jaxpr, _ = dce_jaxpr(layer.jaxpr, is_changed + is_output, instantiate=True)
         carry = jaxpr.invars[first:last]
-        order = [
+        # These inputs move from the carry to the end of what is shared.
+        inputs = [
             *jaxpr.invars[:first],
-            *pick(carry, passed),
-            *pick(carry, carried),
+            *pick(carry, passed_on),
+            *pick(carry, is_changed),
             *jaxpr.invars[last:],
         ]
-        own = {
-            "init": pick(layer.init, carried),
-            "shared": [*layer.shared, *pick(layer.init, passed)],
-        }
-        found.append(layer._replace(jaxpr=jaxpr.replace(invars=order), **own))
-    return found, passed
+        layer = layer._replace(
+            jaxpr=jaxpr.replace(invars=inputs),
+            init=pick(layer.init, is_changed),
+            shared=[*layer.shared, *pick(layer.init, passed_on)],
+        )
+        new_layers.append(layer)
+    return new_layers, passed_on
 
 
 def weak_as(leaf: Array, like: Any) -> Array:
@@ -211,11 +231,13 @@ def weak_as(leaf: Array, like: Any) -> Array:
 
 
 def _as_type(leaf: Array, like: Any) -> Array:
+    """The array in the dtype of a type, and varying over a mesh like it; strongly typed
+    unless both were weak.
+    """
     type_ = jax.typeof(leaf)
-    same = (type_.dtype, type_.weak_type) == (like.dtype, like.weak_type)
-    return varying_as(
-        leaf if same else lax.convert_element_type(leaf, like.dtype), like
-    )
+    if (type_.dtype, type_.weak_type) != (like.dtype, like.weak_type):
+        leaf = lax.convert_element_type(leaf, like.dtype)
+    return varying_as(leaf, like)
 
 
 def _same_types(init: PyTree, carry: PyTree, *, weak: bool = True) -> bool:
@@ -224,15 +246,15 @@ def _same_types(init: PyTree, carry: PyTree, *, weak: bool = True) -> bool:
     """
 
     def types(tree: PyTree) -> list[PyTree]:
-        leaves = jax.tree.leaves(tree)
-        return [
-            (leaf.shape, leaf.dtype, weak and getattr(leaf, "weak_type", False))
-            for leaf in leaves
-        ]
+        leaf_types = []
+        for leaf in jax.tree.leaves(tree):
+            is_weak = weak and getattr(leaf, "weak_type", False)
+            leaf_types.append((leaf.shape, leaf.dtype, is_weak))
+        return leaf_types
 
-    return jax.tree.structure(init) == jax.tree.structure(carry) and types(
-        init
-    ) == types(carry)
+    if jax.tree.structure(init) != jax.tree.structure(carry):
+        return False
+    return types(init) == types(carry)
 
 
 def has_refs(arrays: PyTree) -> bool:

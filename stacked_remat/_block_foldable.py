@@ -129,7 +129,7 @@ class BlockFoldable(HaliaxStackNames, ModuleWithStateDictSerialization, Generic[
             another.
     """
 
-    slices_its_own_layers: ClassVar[bool] = True
+    _slices_its_own_layers: ClassVar[bool] = True
 
     if (
         TYPE_CHECKING

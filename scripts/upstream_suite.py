@@ -148,7 +148,12 @@ SUITES = {
             "tests/test_qwen3.py",
         ),
         use_for_haliax,
-        {},
+        {
+            "test_mixtral_roundtrip": (
+                "its experts read entries stacked over the layers; here each layer "
+                "reads its own"
+            ),
+        },
     ),
     "flax": Suite(
         ("tests/nnx/transforms_test.py", "tests/nnx/spmd_test.py"),

@@ -2,12 +2,18 @@
 
     python scripts/upstream_suite.py haliax [pytest arguments]
     python scripts/upstream_suite.py flax [pytest arguments]
+    python scripts/upstream_suite.py levanter CHECKOUT [pytest arguments]
 
 Fetches the source distribution of the installed version, whose tests the wheel does not
-hold. In Haliax's tests `Stacked`, `BlockSeq`, `ScanCheckpointPolicy`, `scan`, `fold`
-and `map` are this library's; in those of Flax NNX `nnx.scan` is
-`stacked_remat.nnx.remat_scan`. The cases of `not_expected` are expected to fail, each
-for its reason; one that passes is an error.
+hold. Levanter's newest distributions don't either: its tests are those of a checkout,
+in an environment with what its pyproject.toml and this library require. With PyTorch in
+it the round trips through transformers run too; they, and those of published configs,
+read Hugging Face's hub.
+
+For the tests of Haliax, and of Levanter's models, what imports `Stacked`, `BlockSeq`,
+`ScanCheckpointPolicy`, `scan`, `fold` and `map` of Haliax gets this library's, as they
+are. In those of Flax NNX `nnx.scan` is `stacked_remat.nnx.remat_scan`. The cases of
+`not_expected` are expected to fail, each for its reason; one that passes is an error.
 """
 
 import dataclasses
@@ -18,6 +24,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import types
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -31,7 +38,7 @@ class Suite:
 
     Attributes:
         files: the paths of the tests in the source distribution.
-        replace: puts this library's names into its modules, before the tests import
+        replace: puts this library's names into its modules, before anything imports
             them.
         not_expected: how the names of tests begin that don't apply, and the reason.
         selected: which tests are run, as pytest's `-k`.
@@ -41,10 +48,6 @@ class Suite:
     replace: Callable[[], None]
     not_expected: Mapping[str, str]
     selected: str = ""
-
-    def pytest_configure(self) -> None:
-        """Replace the names."""
-        self.replace()
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         """Expect the cases that don't apply to fail."""
@@ -56,36 +59,30 @@ class Suite:
                 item.add_marker(pytest.mark.xfail(reason=reason, strict=True))
 
 
+HALIAX_NAMES = (
+    "Stacked",
+    "BlockSeq",
+    "BlockFoldable",
+    "ScanCheckpointPolicy",
+    "ScanCheckpointSpec",
+    "scan",
+    "fold",
+    "map",
+)
+
+
 def use_for_haliax() -> None:
     import haliax
+    import haliax._src.scan
     import haliax.nn.scan
 
     import stacked_remat
 
-    def policy(
-        *,
-        simple: bool = False,
-        save_inputs: bool = True,
-        disable: bool = False,
-        **fields: Any,
-    ) -> stacked_remat.ScanCheckpointPolicy:
-        """Without the fields that have no meaning here, as
-        docs/migrating-from-haliax.md says.
-        """
-        if disable:
-            fields = {"save_block_internals": True}
-        return stacked_remat.ScanCheckpointPolicy(**fields)
-
-    names = ("Stacked", "BlockSeq", "scan", "fold", "map")
-    ours = {name: getattr(stacked_remat, name) for name in names} | {
-        "ScanCheckpointPolicy": policy
-    }
-    for module in (haliax, haliax.nn, haliax.nn.scan):
-        for name, replacement in ours.items():
-            if hasattr(module, name) and not isinstance(
-                getattr(module, name), type(haliax)
-            ):
-                setattr(module, name, replacement)
+    for module in (haliax, haliax.nn, haliax.nn.scan, haliax._src.scan):
+        for name in HALIAX_NAMES:
+            # `haliax.nn.scan` is a module.
+            if not isinstance(getattr(module, name, haliax), types.ModuleType):
+                setattr(module, name, getattr(stacked_remat, name))
 
 
 def use_for_flax() -> None:
@@ -133,6 +130,28 @@ SUITES = {
             ),
             "test_fold_with_bool_unroll": (
                 "counts the calls of the attribute haliax.fold"
+            ),
+        },
+    ),
+    "levanter": Suite(
+        (
+            "tests/gpt2_test.py",
+            "tests/test_gemma.py",
+            "tests/test_hyena.py",
+            "tests/test_llama.py",
+            "tests/test_llama3.py",
+            "tests/test_lora.py",
+            "tests/test_mistral.py",
+            "tests/test_mixtral.py",
+            "tests/test_olmo.py",
+            "tests/test_qwen2.py",
+            "tests/test_qwen3.py",
+        ),
+        use_for_haliax,
+        {
+            "test_mixtral_roundtrip": (
+                "its experts read entries stacked over the layers; here each layer "
+                "reads its own"
             ),
         },
     ),
@@ -186,30 +205,30 @@ def fetch(library: str, files: tuple[str, ...], folder: Path) -> list[str]:
     return [str(shutil.move(unpacked / name, folder)) for name in files]
 
 
+def run(suite: Suite, folder: Path, tests: list[str], arguments: list[str]) -> int:
+    suite.replace()  # before a conftest.py imports the library
+    own = ["-c", "/dev/null", "--rootdir", str(folder), "-q"]
+    own += ["-p", "no:cacheprovider", "-p", "no:warnings"]
+    # -rx lists the cases that are expected to fail.
+    own += ["-rx", "-k", suite.selected]
+    return int(pytest.main([*own, *arguments, *tests], plugins=[suite]))
+
+
 def main(arguments: list[str]) -> int:
     if not arguments or arguments[0] not in SUITES:
         raise SystemExit(f"Name a library: {', '.join(SUITES)}.")
-    suite = SUITES[arguments[0]]
+    library, *others = arguments
+    suite = SUITES[library]
+    if library == "levanter":
+        if not others or not (checkout := Path(others[0]).resolve()).is_dir():
+            raise SystemExit("Name the folder of a checkout of Levanter.")
+        # Its tests import each other in two ways.
+        sys.path[:0] = [str(checkout / part) for part in ("", "src", "tests")]
+        tests = [str(checkout / name) for name in suite.files]
+        return run(suite, checkout, tests, others[1:])
     with tempfile.TemporaryDirectory() as folder:
-        tests = fetch(arguments[0], suite.files, Path(folder))
-        own = [
-            "-c",
-            "/dev/null",
-            "--rootdir",
-            folder,
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            "-p",
-            "no:warnings",
-        ]
-        # Lists the cases that are expected to fail
-        own += [
-            "-rx",
-            "-k",
-            suite.selected,
-        ]
-        return int(pytest.main([*own, *arguments[1:], *tests], plugins=[suite]))
+        tests = fetch(library, suite.files, Path(folder))
+        return run(suite, Path(folder), tests, others)
 
 
 if __name__ == "__main__":

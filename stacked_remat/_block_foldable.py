@@ -27,6 +27,7 @@ from haliax import Axis
 from haliax.state_dict import ModuleWithStateDictSerialization, StateDict
 from jax.errors import TracerIntegerConversionError
 
+from ._haliax_names import HaliaxStackNames
 from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
 from ._scan.arguments import Caller, argument_namer, signature_of, warn_of_ambiguous
 from ._scan.checks import axis_or_name, describe, layers_axis, text
@@ -115,7 +116,7 @@ class InitOf:
     def __get__(self, layers: object, cls: Any) -> Any: ...
 
 
-class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
+class BlockFoldable(HaliaxStackNames, ModuleWithStateDictSerialization, Generic[M]):
     """Layers that can be folded, scanned and mapped over: a `Stacked`, a
     `StackedPattern` or a `BlockSeq`.
 
@@ -128,7 +129,7 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
             another.
     """
 
-    slices_its_own_layers: ClassVar[bool] = True
+    _slices_its_own_layers: ClassVar[bool] = True
 
     if (
         TYPE_CHECKING
@@ -194,11 +195,6 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
                 )
 
             return build_layers
-
-    @property
-    def Block(self) -> Axis:
-        """The axis of the layers, by Haliax's name for it."""
-        return self.Layers
 
     @overload
     def fold(

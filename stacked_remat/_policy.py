@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, TypeAlias
 
 from haliax.nn import ScanCheckpointPolicy as HaliaxPolicy
 
+from . import _haliax_names
 from ._messages import shown
 from ._remat import EVERYTHING, JaxPolicy, Kept, Remat, as_written
 from ._schedule import Schedule, bounded, equal, shrinking, whole_number
@@ -32,7 +33,7 @@ _CARRIES: dict[bool | str, Any] = {True: "device", OFFLOAD: "host", False: None}
 
 
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
-class ScanCheckpointPolicy:
+class ScanCheckpointPolicy(_haliax_names.HaliaxFields):
     """A gradient checkpoint policy for `fold`, `scan`, `map`, `Stacked` and `BlockSeq`.
 
     With N layers, a carry of C bytes, internals of I bytes a layer and a block that
@@ -97,6 +98,7 @@ class ScanCheckpointPolicy:
     first_layers: int = 0
 
     def __post_init__(self):
+        self.check_haliax_fields()
         if not isinstance(self.save_carries, bool) and self.save_carries != OFFLOAD:
             raise TypeError(
                 f'save_carries is True, False or "offload"; got {self.save_carries!r}.'
@@ -123,7 +125,7 @@ class ScanCheckpointPolicy:
         for name, value in checked.items():
             object.__setattr__(self, name, value)
         written = {
-            name: f"{name}={as_written(value)}" for name, value in self.settings()
+            name: f"{name}={as_written(value)}" for name, value in self._all_settings()
         }
         for one, other, reason in self._contradictions():
             if one in written and other in written:
@@ -131,9 +133,12 @@ class ScanCheckpointPolicy:
                     f"{written[one]} and {written[other]} contradict each other:"
                     f" {reason}"
                 )
+        if self.disable:
+            object.__setattr__(self, "save_block_internals", True)
 
     def _contradictions(self) -> Iterator[tuple[str, str, str]]:
         """Two settings that can't be made both: why, and what to write instead."""
+        yield from _haliax_names.contradictions(self)
         yield "nested", "max_carries", "each says how the layers are cut. Keep one."
         if self.save_carries is False:
             for name in ("nested", "max_carries", "first_layers"):
@@ -172,7 +177,14 @@ class ScanCheckpointPolicy:
             )
 
     def settings(self) -> list[tuple[str, Any]]:
-        """Fields that differ from their defaults, in order."""
+        """Fields that differ from their defaults, in order; none of Haliax's own."""
+        return [
+            (name, value)
+            for name, value in self._all_settings()
+            if name not in _haliax_names.NAMES
+        ]
+
+    def _all_settings(self) -> list[tuple[str, Any]]:
         values = (
             (field, getattr(self, field.name)) for field in dataclasses.fields(self)
         )
@@ -203,6 +215,13 @@ class ScanCheckpointPolicy:
             f"{name}={as_written(value)}" for name, value in self.settings()
         )
         return f"ScanCheckpointPolicy({shown})"
+
+    @staticmethod
+    def from_bool_or_str(remat_policy: "ScanCheckpointSpec") -> "ScanCheckpointPolicy":
+        """The policy that `remat=` makes of an alias, by Haliax's name."""
+        return resolve_policy(remat_policy)
+
+    _mk = from_bool_or_str  # Levanter's name for it too
 
     @property
     def is_nested(self) -> bool:
@@ -262,20 +281,21 @@ class ScanCheckpointPolicy:
         return shrinking(length)
 
 
-ScanCheckpointSpec: TypeAlias = (
-    ScanCheckpointPolicy
-    | HaliaxPolicy
-    | bool
-    | Literal["full", "recompute", "offload", "save_all", "nested"]
-    | JaxPolicy
-)
+Alias: TypeAlias = Literal["full", "recompute", "offload", "save_all", "nested"]
+if TYPE_CHECKING:
+    ScanCheckpointSpec: TypeAlias = (
+        ScanCheckpointPolicy | HaliaxPolicy | bool | Alias | JaxPolicy
+    )
+else:
+    ScanCheckpointSpec = ScanCheckpointPolicy | bool | Alias  # for draccus, as above
 
 
 def resolve_policy(spec: ScanCheckpointSpec) -> ScanCheckpointPolicy:
-    if isinstance(spec, ScanCheckpointPolicy):
-        return spec
     if isinstance(spec, HaliaxPolicy):
-        return _of_haliax(spec)
+        spec = ScanCheckpointPolicy(**_haliax_names.settings_of(spec))
+    if isinstance(spec, ScanCheckpointPolicy):
+        # It set another field, which may be replaced from now on.
+        return dataclasses.replace(spec, disable=False) if spec.disable else spec
     if callable(spec) and not isinstance(spec, type):
         return ScanCheckpointPolicy(save_block_internals=spec)
     if not isinstance(spec, bool | str):
@@ -292,16 +312,6 @@ def resolve_policy(spec: ScanCheckpointSpec) -> ScanCheckpointPolicy:
             " jax.checkpoint_policies."
         )
     return ALIASES[spec]
-
-
-def _of_haliax(policy: HaliaxPolicy) -> ScanCheckpointPolicy:
-    """The same policy here; inputs of layers are never copied, and each loop chooses
-    `prevent_cse`.
-    """
-    if policy.disable or policy.simple:
-        return ALIASES[not policy.disable]
-    same = ("save_carries", "save_block_internals", "offload_block_internals", "nested")
-    return ScanCheckpointPolicy(**{name: getattr(policy, name) for name in same})
 
 
 ALIASES: dict[bool | str, ScanCheckpointPolicy] = {

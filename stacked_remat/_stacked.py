@@ -14,11 +14,7 @@ import haliax.nn
 import jax.tree_util as jtu
 from equinox.nn import State
 from haliax import Axis
-from haliax.state_dict import (
-    StateDict,
-    flatten_modules_for_export,
-    unflatten_modules_from_export,
-)
+from haliax.state_dict import StateDict
 from jax.core import Tracer
 from jax.tree_util import KeyPath
 
@@ -158,32 +154,6 @@ class StackedKinds(BlockFoldable[M]):
             return stack_as(stack.stacked, own, stack.Layers) if own else stack.stacked
 
         return self._with_blocks(self._per_kind(read))
-
-    def flatten_for_export(self) -> Self:
-        """These layers with every layer's modules in Haliax's export form.
-
-        A linear layer of several axes, for example, becomes one with a matrix.
-        """
-        return self._mapped(flatten_modules_for_export, self)
-
-    def unflatten_from_export(self, template: Self) -> Self:
-        """The inverse of `flatten_for_export`.
-
-        Args:
-            template: a stack with the axes of the result; only its structure is read.
-        """
-        return self._mapped(unflatten_modules_from_export, self, template)
-
-    def _mapped(self, fn: Callable[..., Any], *given: "StackedKinds") -> Self:
-        def of_kind(name: str, stack: "Stacked[M]") -> M:
-            blocks = [Marked(each._stacks[name].stacked, "stored") for each in given]
-            return map_layers(
-                fn,
-                *split_tree((blocks, {}), stack.Layers, Caller(fn.__name__)),
-                fn.__name__,
-            )
-
-        return self._with_blocks(self._per_kind(of_kind))
 
     @property
     @abc.abstractmethod

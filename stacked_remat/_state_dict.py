@@ -35,7 +35,7 @@ def layers_from_state_dict(
     templates: Sequence[M], state_dict: StateDict, prefix: str | None
 ) -> list[M]:
     """The layers, like the templates, with their arrays read from `state_dict`."""
-    shapes = eqx.filter_eval_shape(lambda: layers_to_state_dict(templates, prefix))
+    shapes = eqx.filter_eval_shape(layers_to_state_dict, templates, prefix)
     expected = {key: tuple(value.shape) for key, value in shapes.items()}
     _check_entries(expected, len(templates), state_dict, prefix)
     # Haliax can't read NumPy's arrays into named ones where there are several devices.

@@ -29,7 +29,7 @@ LAYERS = {
     "schedule": ("_schedule", "base"),
     "placement": ("_barriers _placement", "compat base"),
     "remat": ("_remat", "compat base schedule"),
-    "policy": ("_policy", "compat base schedule remat"),
+    "policy": ("_haliax_names _policy", "compat base schedule remat"),
     "sweep": ("_sweep", "compat base schedule placement remat"),
     "scan": ("_checkpoint _scan", "compat base schedule placement remat policy sweep"),
     "stacks": (

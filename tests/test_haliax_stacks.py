@@ -10,10 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from haliax.quantization import QuantizationConfig, quantize_linear_layers
-from haliax.state_dict import flatten_modules_for_export
+from haliax.state_dict import (
+    flatten_modules_for_export,
+    from_torch_compatible_state_dict,
+    to_torch_compatible_state_dict,
+    unflatten_modules_from_export,
+)
 from haliax.tree_util import scan_aware_tree_map
 
-from stacked_remat import Stacked, StackedPattern
+from stacked_remat import BlockSeq, Stacked, StackedPattern
 
 from .blocks import assert_close
 
@@ -68,18 +73,37 @@ def centered(leaf):
         lambda tree: scan_aware_tree_map(centered, tree),
         lambda tree: scan_aware_tree_map(lambda a, b: centered(a) + b, tree, tree),
         flatten_modules_for_export,
+        lambda tree: unflatten_modules_from_export(
+            flatten_modules_for_export(tree), tree
+        ),
         lambda tree: quantize_linear_layers(tree, QuantizationConfig(int8=True)),
         lambda tree: quantize_linear_layers(
             tree["one"], QuantizationConfig(fp8=True, amax_history_length=5)
         ),
     ],
-    ids=["map", "map of two", "export", "int8", "fp8"],
+    ids=["map", "map of two", "export", "export and back", "int8", "fp8"],
 )
 def test_trees_are_changed_layer_by_layer(change):
     theirs, ours = change(stacks(hnn.Stacked)), change(stacks(Stacked))
     jax.tree.map(
         np.testing.assert_array_equal, jax.tree.leaves(theirs), jax.tree.leaves(ours)
     )
+
+
+@pytest.mark.parametrize("kind", [Stacked, StackedPattern, BlockSeq])
+def test_state_dicts_of_torch_are_written_and_read(kind):
+    """Haliax's `Linear` computes with its weight when its entries are made."""
+    what = {"a": hnn.Linear, "b": hnn.Linear} if kind is StackedPattern else hnn.Linear
+    pattern = [["a", "b", "a"]] if kind is StackedPattern else []
+    keys = jax.random.split(jax.random.key(0), Layers.size)
+    layers = kind.init(Layers, what, *pattern)(Embed, (Groups, Out), key=keys)
+    model = {"blocks": layers}
+    written = to_torch_compatible_state_dict(model)
+    shapes = {key: value.shape for key, value in written.items()}
+    assert shapes["blocks.2.weight"] == (8, Embed.size) and len(written) == 6
+    empty = jax.tree.map(jnp.zeros_like, model)
+    read = from_torch_compatible_state_dict(empty, written)
+    assert eqx.tree_equal(read, model)
 
 
 def test_gradients_of_quantized_layers():

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stacked_remat import ScanCheckpointPolicy
+from stacked_remat import ScanCheckpointPolicy, ScanCheckpointSpec
 from stacked_remat._policy import resolve_policy
 
 
@@ -69,6 +69,11 @@ def test_the_repr_shows_what_was_set():
         (
             dict(first_layers=2, offload_block_internals=["a"]),
             "first_layers=2 and offload_block_internals",
+        ),
+        (dict(simple=True, disable=True), "simple=True and disable=True"),
+        (
+            dict(simple=True, save_block_internals=["a"]),
+            r"simple=True and save_block_internals=\['a'\]",
         ),
     ],
 )
@@ -138,19 +143,68 @@ def test_haliax_policies_are_taken_as_the_same_here():
     assert resolve_policy(written) == ScanCheckpointPolicy(
         nested=3, save_block_internals=["a", "b"]
     )
+    for settings in (dict(simple=True, nested=2), dict(disable=True, nested=2)):
+        same = ScanCheckpointPolicy(**settings)
+        assert resolve_policy(of_haliax(**settings)) == same
+    # There `simple` and `disable` win over what contradicts them here.
+    simple = of_haliax(simple=True, save_block_internals=["a"], save_inputs="offload")
+    assert resolve_policy(simple) == ScanCheckpointPolicy()
+    with pytest.raises(ValueError, match="streaming.to_host"):
+        resolve_policy(of_haliax(save_inputs="offload"))
+
+
+@pytest.mark.parametrize(
+    "written, meant",
+    [
+        (dict(save_inputs=True, prevent_cse=True, simple=True), {}),
+        (dict(simple=True, nested=2), dict(nested=2)),
+        (dict(disable=True), dict(save_block_internals=True)),
+        (
+            dict(disable=True, max_carries=3),
+            dict(save_block_internals=True, max_carries=3),
+        ),
+        (
+            dict(disable=True, save_block_internals=True, save_inputs=True),
+            dict(save_block_internals=True),
+        ),
+    ],
+    ids=str,
+)
+def test_fields_of_haliax_mean_what_other_settings_say(written, meant):
+    policy, same = ScanCheckpointPolicy(**written), ScanCheckpointPolicy(**meant)
+    assert all(getattr(policy, name) == value for name, value in written.items())
+    assert policy == same and hash(policy) == hash(same) and repr(policy) == repr(same)
+    assert policy.for_layers(6) == same.for_layers(6)
+    replaced = dataclasses.replace(resolve_policy(policy), save_block_internals=False)
+    assert not replaced.saves_everything
+
+
+@pytest.mark.parametrize("alias", [True, False, "nested", "offload"])
+def test_from_bool_or_str_is_what_remat_takes(alias):
+    policy = ScanCheckpointPolicy.from_bool_or_str(alias)
+    assert policy == resolve_policy(alias) == ScanCheckpointPolicy._mk(policy)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Config:
     remat: bool | ScanCheckpointPolicy | str = True
+    spec: ScanCheckpointSpec = True
 
 
 @pytest.mark.parametrize(
     "entry",
-    [{"nested": 4}, {"save_block_internals": ["a"]}, {"save_carries": "offload"}],
+    [
+        {"nested": 4},
+        {"save_block_internals": ["a"]},
+        {"save_carries": "offload"},
+        {"simple": True, "nested": 2},
+        {"save_inputs": True, "disable": True},
+    ],
 )
 def test_draccus_decodes_and_encodes_a_policy(entry):
     draccus = pytest.importorskip("draccus")
-    config = draccus.decode(_Config, {"remat": entry})
-    assert config.remat == ScanCheckpointPolicy(**entry)
+    config = draccus.decode(_Config, {"remat": entry, "spec": entry})
+    assert config.remat == config.spec == ScanCheckpointPolicy(**entry)
     assert draccus.decode(_Config, draccus.encode(config)) == config
+    for alias in (False, "nested"):
+        assert draccus.decode(_Config, {"spec": alias}).spec == alias

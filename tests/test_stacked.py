@@ -68,7 +68,8 @@ class TestInit:
         stack = Stack.init(Layers, PlainBlock, gradient_checkpointing="nested")(
             3, key=keys()
         )
-        assert stack.remat == ScanCheckpointPolicy(nested=True)
+        policy = ScanCheckpointPolicy(nested=True)
+        assert stack.remat == stack.gradient_checkpointing == policy
         with pytest.raises(
             ValueError, match="remat and gradient_checkpointing name one argument"
         ):

@@ -310,7 +310,7 @@ def map_unsliced(fn: Callable[[PyTree], PyTree], tree: T) -> T:
     inner stacks.
     """
     is_module = isinstance(tree, eqx.Module)
-    is_inner = getattr(tree, "slices_its_own_layers", False)
+    is_inner = getattr(tree, "_slices_its_own_layers", False)
     if is_inner or not (is_module or isinstance(tree, tuple | list | dict)):
         return tree
     fields = dataclasses.fields(tree) if is_module else ()

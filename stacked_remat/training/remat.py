@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, Literal, TypeAlias, get_args, get_origin
+from typing import Any, TypeAlias, get_args
 
 from .._messages import did_you_mean
-from .._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
+from .._policy import Alias, ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
 from ..memory import parse_bytes
 
 RematEntry: TypeAlias = bool | Mapping[str, Any] | str
@@ -16,9 +16,7 @@ fields.
 RematPresets: TypeAlias = Mapping[str, ScanCheckpointPolicy]
 """A model's own policies by name; they name values inside its layers."""
 
-_ALIASES = get_args(
-    next(part for part in get_args(ScanCheckpointSpec) if get_origin(part) is Literal)
-)
+_ALIASES = get_args(Alias)
 
 NO_PRESETS: RematPresets = MappingProxyType({})
 

@@ -1,8 +1,10 @@
 """Fold, scan and map over a named axis.
 
-The arguments are divided into arrays that are split over the axis and arrays that all
-layers share. That leaves a step on raw arrays, which `layers.py` runs under the
-checkpoint policy.
+These take a function, the *step*, which is given a part of the arguments at each place
+of the axis. `_looped` makes a `Loop` of it and of the options; when that is called,
+`scan_layers` in `layers.py` divides the arguments into arrays that are split over the
+axis and arrays that all steps share, and runs the step on them under the checkpoint
+*policy*. Methods of stacks (`Stacked.fold`) do the same in `_block_foldable.py`.
 """
 
 import functools
@@ -110,6 +112,9 @@ def _looped(
     until: Until | None = None,
     **options: Any,
 ) -> Callable[..., Any]:
+    """The function `(init, *args, **kwargs)` that runs the loop; `init` of a `map` is
+    None.
+    """
     if not callable(f):
         raise TypeError(f"{verb} takes a function first; got {describe(f)}.")
     if not (until is None or callable(until)):

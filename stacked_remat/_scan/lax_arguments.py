@@ -1,4 +1,9 @@
-"""The arguments of `jax.lax.scan`, as it takes them and refuses them."""
+"""The arguments of `jax.lax.scan`, as it takes them and refuses them.
+
+`lax_scan` of `api.py` stands in for `jax.lax.scan`, so it takes what that takes: a
+length as 4.0, an `unroll` of 0. And it refuses what that refuses and `scan` does not:
+leaves of `xs` without a leading axis, a carry or an output that is no array.
+"""
 
 import operator
 from typing import Any
@@ -48,12 +53,8 @@ def unroll_of_jax(unroll: Any) -> int | bool:
         number = operator.index(unroll)
     except TypeError:
         number = unroll
-    return (
-        whole_number(
-            "unroll", number, "a bool or a number of steps, 0 for all of them,", least=0
-        )
-        or True
-    )
+    meaning = "a bool or a number of steps, 0 for all of them,"
+    return whole_number("unroll", number, meaning, least=0) or True
 
 
 def check_arrays(tree: PyTree, what: str) -> None:

@@ -81,7 +81,8 @@ def argument_namer(
     # Cached, and found when a name is first needed: most calls have no error.
     @functools.cache
     def parameters() -> tuple[list[str], str]:
-        positional, variadic = [*first], "args"
+        positional = [*first]
+        variadic = "args"
         for parameter in [*signature_of(fn).parameters.values()][skip:]:
             if parameter.kind is parameter.VAR_POSITIONAL:
                 variadic = parameter.name
@@ -207,7 +208,8 @@ def check_no_lists(arguments: PyTree, axis: Axis, caller: Caller) -> None:
         if not is_argument or not len(node) == axis.size > 1:
             continue
         if all(map(is_value_or_layer, node)):
-            name, part = caller.name_of(path), caller.part
+            name = caller.name_of(path)
+            part = caller.part
             raise ValueError(
                 f"{caller.what}: {name} is a list of {len(node)} values, one for each"
                 f" {part} of `{axis.name}`? Write jnp.stack({name}) to give each {part}"
@@ -230,7 +232,8 @@ def warn_of_ambiguous(
         if not is_argument or not is_array(leaf) or _may_be_keys(leaf):
             continue
         if leaf.shape[:1] == (axis.size,):
-            name, part = caller.name_of(path), caller.part
+            name = caller.name_of(path)
+            part = caller.part
             _warn_outside(
                 f"{caller.what} splits {name} over the {axis.size} {part}s of"
                 f" `{axis.name}`, and a dimension of the carry has that size too. Write"

@@ -69,7 +69,8 @@ def check_carry(
     def stays(a: Any, b: Any) -> bool:
         if form(a) != form(b) or not eqx.is_array_like(raw_array(a)):
             return form(a) == form(b)
-        old, new = jax.typeof(raw_array(a)), jax.typeof(raw_array(b))
+        old = jax.typeof(raw_array(a))
+        new = jax.typeof(raw_array(b))
         # A Python number takes the dtype that it meets
         return old.weak_type or old.dtype == new.dtype
 

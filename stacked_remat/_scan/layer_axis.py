@@ -171,7 +171,8 @@ class TreeLayout:
         """The tree with these leaves for those that are split, named already, and these
         arrays for those that are shared.
         """
-        split, shared = iter(split), iter(shared)
+        split = iter(split)
+        shared = iter(shared)
 
         def fill(leaf: Leaf) -> PyTree:
             if leaf.kind == "static":
@@ -199,9 +200,12 @@ def split_tree(
     that are shared.
     """
     entries, tree, are_split, axis = _entries(tree, axis, caller, is_scanned)
-    leaves, arrays, shared = [], [], []
+    leaves = []
+    arrays = []
+    shared = []
     for (path, leaf, rule), split in zip(entries, are_split, strict=True):
-        array, axes = raw_array(leaf), leaf.axes if is_named(leaf) else None
+        array = raw_array(leaf)
+        axes = leaf.axes if is_named(leaf) else None
         if split:
             arrays.append(_axis_first(leaf, axis))
             leaves.append(Leaf("split", path, axes, unsliced=rule == "unsliced"))
@@ -250,7 +254,8 @@ def _entries(
 def _check_per_kind(
     leaf: PerKind, rule: str, kinds: Sequence[str], caller: Caller, path: KeyPath
 ) -> None:
-    what, name = caller.what, caller.name_of(path)
+    what = caller.what
+    name = caller.name_of(path)
     if not kinds or rule != "default":
         raise TypeError(
             f"{what}: per_kind for {name} is for an argument of a StackedPattern,"
@@ -299,7 +304,8 @@ def divide(
 
     parts = []
     for number, name in enumerate(pattern.names):
-        rows, of_kind = pattern.layers_of(number), []
+        rows = pattern.layers_of(number)
+        of_kind = []
         for (_, leaf, _), split in zip(entries, are_split, strict=True):
             if isinstance(leaf, PerKind):
                 part = leaf.values[name]
@@ -381,7 +387,9 @@ def _in_order(of_kinds: Sequence[PyTree], axis: Axis, pattern: Pattern) -> PyTre
     that has None.
     """
     first = next(part for part in of_kinds if raw_array(part) is not None)
-    like, order, arrays = _axis_first(first, axis), [], []
+    like = _axis_first(first, axis)
+    order = []
+    arrays = []
     for kind, part in enumerate(of_kinds):
         rows = pattern.layers_of(kind)
         order += rows

@@ -379,7 +379,8 @@ def _scan_kinds_unrolled(
                 zeros = jax.tree.map(jnp.zeros_like, outputs[number][-1])
                 outputs[number].append(zeros)
                 continue
-            layer, row = untraced[number], pattern.before[index, number]
+            layer = untraced[number]
+            row = pattern.before[index, number]
             x = on_device([stack[row] for stack in layer.stacks])
             carry, (y, rest) = layer.body(layer.shared, carry, x)
             outputs[number].append(eqx.combine(y, rest.value))

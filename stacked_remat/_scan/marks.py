@@ -358,7 +358,8 @@ def take_marks_off(
 
     `rule` and `path` are those of the marks around the tree, and to it.
     """
-    entries, nodes = [], []
+    entries = []
+    nodes = []
     paths_and_nodes, treedef = jtu.tree_flatten_with_path(
         tree, is_leaf=_is_named_or_marked
     )

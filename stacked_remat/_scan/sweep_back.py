@@ -274,7 +274,8 @@ def _visited(
     stacks = [stacks for _, stacks, _ in layer_states]
     arrays, stacks = jax.tree.map(jnp.asarray, (arrays, stacks))
     parts = _first_parts(sweep, on_trees, cotangents, arrays, stacks)
-    carry_ct, loop = cotangents.carry, _SweepState(parts, arrays)
+    carry_ct = cotangents.carry
+    loop = _SweepState(parts, arrays)
     if types.spec.length:
         carry_ct, loop = sweep_back(
             types.spec,
@@ -312,7 +313,8 @@ def _joined(
     """The layers of all kinds, and the cotangents of positional and keyword
     arguments.
     """
-    types, trees = sweep._types, []
+    types = sweep._types
+    trees = []
     for kind, stacks, shared, part in zip(
         types.kinds, xs, sweep._shared, parts, strict=True
     ):
@@ -350,7 +352,8 @@ def _first_parts(
     What it returns is found by a visit of one layer of each kind, which is traced and
     not run.
     """
-    types, index = sweep._types, jnp.int32(0)
+    types = sweep._types
+    index = jnp.int32(0)
     stacks = [*map(_Part, sweep._xs, state_stacks, sweep._xs, sweep._shared)]
     nothing = jax.tree.map(lambda _: None, stacks)
     first = sweep._checkpoints.first()
@@ -395,7 +398,8 @@ def _new_leaves(
             " is the cotangent of the layer's input: return"
             " LayerResult(visit.vjp().carry)."
         )
-    (carry, _), mask = types.outputs, types.perturbed.carry
+    (carry, _) = types.outputs
+    mask = types.perturbed.carry
     carry_ct = cotangent_leaves(result.carry, carry, mask, "the carry", _BY_VISITOR)
     # Paths into the arguments begin with their group and place, here those of the layer
     leaves = kind.layout.leaves
@@ -433,7 +437,8 @@ def _new_parts(
     old_leaves = jtu.tree_leaves(before, is_leaf=is_named)
     parts = []
     for leaf, changed, old in zip(leaves, filled, old_leaves, strict=False):
-        changed, old = raw_array(changed), raw_array(old)
+        changed = raw_array(changed)
+        old = raw_array(old)
         is_shared = leaf.kind == "shared"
         if leaf.kind == "split":
             parts.append(None if changed is old else changed)
@@ -512,7 +517,8 @@ def fold_forward(
     arrays, static = eqx.partition(init, eqx.is_array_like)
     untraced = [kind.untraced(static, remat.kept.names, whole=False) for kind in kinds]
     traced = trace_layers(untraced, arrays, offloads=remat.offloads)
-    first, xs = traced[0], [kind.arrays for kind in kinds]
+    first = traced[0]
+    xs = [kind.arrays for kind in kinds]
     spec, perturbed, shared = _sweep_of(loop, axis, remat, traced, xs)
     with jax.named_scope(f"scan({axis.name})"):
         carry, ys, checkpoints = sweep_forward(spec, perturbed, first.init, xs, shared)

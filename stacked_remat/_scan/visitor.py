@@ -268,7 +268,8 @@ def checked_cotangent(
 
 
 def _checked_leaf(where: str, type_: Any, leaf: Any, source: str) -> Any:
-    given, expected = raw_array(leaf), raw_array(type_)
+    given = raw_array(leaf)
+    expected = raw_array(type_)
     # Integers and keys have no cotangent; JAX gives zeros of dtype float0 as theirs.
     if given is None or not is_differentiable(expected.dtype):
         return None

@@ -1,4 +1,11 @@
-"""`BlockFoldable`: what `Stacked`, `StackedPattern` and `BlockSeq` have in common."""
+"""`BlockFoldable`: what `Stacked`, `StackedPattern` and `BlockSeq` have in common.
+
+The methods that apply layers (`fold`, `scan`, `vmap` and their `_via` forms) are all
+`_applied`: it makes a `Loop` (`loop_over`), divides an `eqx.nn.State` among the layers,
+and calls `_run`, which each class has: a loop of JAX over stacks, or a Python loop. The
+rest is what layers have in common with a list, the checks of what a user builds them
+of, and `init` with its types.
+"""
 
 import abc
 import functools
@@ -42,13 +49,13 @@ if TYPE_CHECKING:
     from ._block_seq import BlockSeq
     from ._stacked import Stacked
 
-P = ParamSpec("P")
-M = TypeVar("M", bound=eqx.Module)
-B = TypeVar("B", bound=eqx.Module)
+P = ParamSpec("P")  # the arguments that build a block
+M = TypeVar("M", bound=eqx.Module)  # the blocks of a stack
+B = TypeVar("B", bound=eqx.Module)  # the blocks that a class method builds or is given
 B_co = TypeVar("B_co", bound=eqx.Module, covariant=True)
-S = TypeVar("S")
-T = TypeVar("T")
-Y = TypeVar("Y")
+S = TypeVar("S")  # a subclass of a class of layers
+T = TypeVar("T")  # a carry
+Y = TypeVar("Y")  # an output
 
 
 class BuiltByInit(Protocol[P, B_co]):
@@ -128,6 +135,7 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
             another.
     """
 
+    # Tells `map_unsliced` to leave the fields of a stack within a layer to its own loop
     slices_its_own_layers: ClassVar[bool] = True
 
     if (
@@ -185,7 +193,8 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
                 )
             given = gradient_checkpointing if remat is None else remat
             policy = resolve_policy(True if given is None else given)
-            axis, build = layers_axis(Layers, what), block_builder(Block, what)
+            axis = layers_axis(Layers, what)
+            build = block_builder(Block, what)
             caller = Caller(what, argument_namer(build, skip=0))
 
             def build_layers(*args: PyTree, **kwargs: PyTree) -> PyTree:
@@ -414,12 +423,21 @@ def loop_over(
     **options: Any,
 ) -> Loop:
     """The loop of a method over layers, which calls `fn`, or the blocks themselves."""
-    given = {
-        name for name, value in {"remat": remat, **options}.items() if value is not None
-    }
-    for kind in (
-        {type(block) for block in layers._kinds} if given and fn is None else ()
-    ):
+    written = {"remat": remat, **options}
+    given = {name for name, value in written.items() if value is not None}
+    if given and fn is None:
+        _check_options(layers, method, given)
+    owner = fn or next((type(block).__call__ for block in layers._kinds), operator.call)
+    names = argument_namer(owner, skip=1 if verb == "map" else 2, first=("stacked",))
+    caller = Caller(f"{type(layers).__name__}.{method}", names)
+    call = Call(caller, verb, fn or operator.call, owner, takes_block=True)
+    policy = False if verb == "map" else layers.remat if remat is None else remat
+    return Loop.of(call, layers.Layers, policy, layers._pattern, **options)
+
+
+def _check_options(layers: BlockFoldable[Any], method: str, given: set[str]) -> None:
+    """Refuse options of a loop that may also be arguments of the blocks."""
+    for kind in {*map(type, layers._kinds)}:
         for name in sorted(given & {*signature_of(kind.__call__).parameters}):
             via = (
                 f"{method.removesuffix('_vjp')}_via(lambda block, x: block(x,"
@@ -429,12 +447,6 @@ def loop_over(
                 f"{name}= may be for {method} or for {kind.__name__}.__call__, which"
                 f" has a parameter `{name}` too. Rename that one, or write {via}."
             )
-    owner = fn or next((type(block).__call__ for block in layers._kinds), operator.call)
-    names = argument_namer(owner, skip=1 if verb == "map" else 2, first=("stacked",))
-    caller = Caller(f"{type(layers).__name__}.{method}", names)
-    call = Call(caller, verb, fn or operator.call, owner, takes_block=True)
-    policy = False if verb == "map" else layers.remat if remat is None else remat
-    return Loop.of(call, layers.Layers, policy, layers._pattern, **options)
 
 
 def _applied(
@@ -443,8 +455,12 @@ def _applied(
     fn: Callable[..., Any] | None,
     **options: Any,
 ) -> Callable[..., Any]:
+    """A function of the first carry, None for a map, and the arguments, which applies
+    the layers.
+    """
     loop = loop_over(layers, "vmap" if verb == "map" else verb, verb, fn, **options)
-    call, what = loop.call, loop.call.caller.what
+    call = loop.call
+    what = loop.call.caller.what
 
     def run(init: PyTree, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
         check_unmarked(init)
@@ -474,9 +490,9 @@ def block_builder(Block: Any, what: str) -> Callable[..., Any]:
             f" calls it for every layer; got {describe(Block)}. Write {what}(Layers,"
             " Block)(...), or of layers that are built Stacked.of(layers)."
         )
-    init = (
-        inspect.getattr_static(Block, "init", None) if inspect.isclass(Block) else None
-    )
+    if not inspect.isclass(Block):
+        return Block
+    init = inspect.getattr_static(Block, "init", None)
     # An ordinary method of this name, which needs a block, is for something else.
     return Block if init is None or inspect.isfunction(init) else getattr(Block, "init")  # noqa: B009
 
@@ -513,7 +529,7 @@ def check_layer_index(index: Any, Layers: Axis) -> int:
     """The index counted from the front; an error outside of the axis."""
     try:
         position = operator.index(index)
-    except TracerIntegerConversionError:
+    except TracerIntegerConversionError:  # a `TypeError` that says what to do
         raise
     except TypeError:
         raise TypeError(

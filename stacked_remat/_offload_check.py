@@ -25,10 +25,8 @@ _POLICIES: tuple[ScanCheckpointPolicy, ...] = (
     ScanCheckpointPolicy(offload_block_internals=["hidden"]),
 )
 # Slices of a whole tile: smaller ones fail on TPUs (jax#24115)
-_LAYERS, _WIDTH = (
-    Axis("layers", 8),
-    128,
-)
+_LAYERS = Axis("layers", 8)
+_WIDTH = 128
 # of the largest entry; a carry that is read out of order is wrong by its own size
 _TOLERANCE = 1e-3
 

@@ -142,7 +142,8 @@ def _apply(caller: _Caller, arguments: PyTree) -> PyTree:
         None if rule == "shared" else caller.dimension(leaf)
         for _, leaf, rule in entries
     ]
-    size, parts = _common_size(caller, entries, dims), 1
+    size = _common_size(caller, entries, dims)
+    parts = 1
     if isinstance(caller.axis, str) and physical_axis_name(caller.axis) is not None:
         parts = physical_axis_size(caller.axis) or 1
     if size % parts:  # so the array is not divided over these devices
@@ -230,7 +231,8 @@ def _resized(leaf: Any) -> Any:
 def _common_size(
     caller: _Caller, entries: Sequence[Entry], dims: Sequence[int | None]
 ) -> int:
-    name_of, sizes = argument_namer(caller.fn, skip=0), dict[str, int]()
+    name_of = argument_namer(caller.fn, skip=0)
+    sizes = dict[str, int]()
     for (path, leaf, rule), dim in zip(entries, dims, strict=True):
         name = name_of(path)
         is_plain = isinstance(caller.axis, int) and is_array(leaf) and leaf.ndim > 0
@@ -266,7 +268,8 @@ def _check_part(caller: _Caller, cut: Cut, tile: PyTree, whole: PyTree) -> None:
 
     def described(tree: PyTree, positions: int) -> Iterator[str]:
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_named):
-            array, dim = raw_array(leaf), caller.output(leaf)
+            array = raw_array(leaf)
+            dim = caller.output(leaf)
             shown = (
                 repr(leaf)
                 if type(leaf) in (bool, int, float, complex, str)

@@ -57,7 +57,8 @@ class Cut:
         """`array` with this tile from `start` on; without the axis, their sum."""
         if dim is None:
             return array + tile.astype(array.dtype)
-        own, tile = self._by_device(array, dim), self._by_device(tile, dim)
+        own = self._by_device(array, dim)
+        tile = self._by_device(tile, dim)
         return lax.dynamic_update_slice_in_dim(own, tile, start, dim + 1).reshape(
             array.shape
         )
@@ -164,7 +165,8 @@ def _pull_back(
     tiling: Tiling, nonzero: Mask, has_ct: Mask, arrays: Arrays, cotangents: Arrays
 ) -> Arrays:
     """The cotangents of some inputs of a tiling, from those of some outputs."""
-    jaxpr, count = tiling.jaxpr, len(arrays)
+    jaxpr = tiling.jaxpr
+    count = len(arrays)
 
     def rule(tile: Arrays) -> Arrays:
         of_tile = functools.partial(eval_jaxpr, jaxpr, ())
@@ -224,7 +226,8 @@ class Tiles(Differentiable):
     def batch(self, axis: Any, args: PyTree, dims: PyTree) -> PyTree:
         if not_mapped(self, axis, dims):
             return self(*args), [None] * len(self.out_aval)
-        old, is_mapped = self.tiling, [dim is not None for dim in dims]
+        old = self.tiling
+        is_mapped = [dim is not None for dim in dims]
         traced, _ = batch_jaxpr(
             ClosedJaxpr(old.jaxpr, ()), axis, is_mapped, [True] * len(old.outputs)
         )

@@ -53,14 +53,11 @@ _NAMES_OF_KEYS = (
 
 
 class Caller(NamedTuple):
-    """The operation that splits arguments over an axis, for its errors.
+    """The operation that splits arguments over an axis, for its errors."""
 
-    Attributes:
-        what: as the user writes it: `"scan"`, `"Stacked.fold"`.
-        name_of: from the path of a leaf in the arguments to its name.
-    """
-
+    # As the user writes it: `"scan"`, `"Stacked.fold"`
     what: str
+    # From the path of a leaf in the arguments to its name
     name_of: Callable[[KeyPath], str] = jtu.keystr
 
     @property

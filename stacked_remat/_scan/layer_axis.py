@@ -49,23 +49,20 @@ from .stacking import name_stacked, take_rows
 
 
 class Leaf(NamedTuple):
-    """How a leaf is put back into its tree.
+    """How a leaf is put back into its tree."""
 
-    Attributes:
-        kind: whether the leaf is a stack, an array that all layers share, or no array.
-        path: to the leaf, for errors.
-        axes: of a named array, the layers' axis among them if it is split; None for a
-            plain array.
-        unsliced: whether a layer is given the whole stack.
-        on_host: whether a shared array came from host memory, and goes back there.
-        value: what is no array.
-    """
-
+    # Whether the leaf is a stack, an array that all layers share, or no array
     kind: Literal["split", "shared", "static"]
+    # To the leaf, for errors
     path: KeyPath
+    # Of a named array, the layers' axis among them if it is split; None for a plain
+    # array
     axes: tuple[Axis, ...] | None = None
+    # Whether a layer is given the whole stack
     unsliced: bool = False
+    # Whether a shared array came from host memory, and goes back there
     on_host: bool = False
+    # What is no array
     value: PyTree = None
 
 
@@ -75,15 +72,13 @@ class TreeLayout:
 
     Where fields are unsliced, one more stack follows the others: the indices of the
     layers. A layer reads its own entry of a stack that it takes whole by its index.
-
-    Attributes:
-        axis: that the tree is split over.
-        treedef: of the tree without marks, with named arrays as leaves.
-        leaves: how each leaf is put back, in the order of the tree.
     """
 
+    # That the tree is split over
     axis: Axis
+    # Of the tree without marks, with named arrays as leaves
     treedef: Any
+    # How each leaf is put back, in the order of the tree
     leaves: tuple[Leaf, ...]
 
     def of_kind(self, kind: Literal["split", "shared"]) -> list[Leaf]:
@@ -323,19 +318,17 @@ class KindsJoin:
     """Makes one tree of those of each kind, and sums what is shared.
 
     A record, so that the `SweepTypes` that holds it compares by value.
-
-    Attributes:
-        treedef: of the tree that was divided.
-        are_per_kind: for each of its leaves whether it is a `per_kind`.
-        are_split: for each whether the layers have their own parts of it.
-        axis: of all layers.
-        pattern: which layer is of which kind.
     """
 
+    # Of the tree that was divided
     treedef: Any
+    # For each of its leaves whether it is a `per_kind`
     are_per_kind: tuple[bool, ...]
+    # For each whether the layers have their own parts of it
     are_split: tuple[bool, ...]
+    # Of all layers
     axis: Axis
+    # Which layer is of which kind
     pattern: Pattern
 
     def __call__(self, of_kinds: Sequence[PyTree]) -> PyTree:

@@ -48,20 +48,17 @@ from .step import Call, Names, array_step
 
 @dataclasses.dataclass(frozen=True)
 class Layers:
-    """Layers of one kind, with their parts of the arguments.
+    """Layers of one kind, with their parts of the arguments."""
 
-    Attributes:
-        call: how a layer calls the user's function.
-        layout: puts one layer's arguments together from arrays.
-        arrays: the stacks, with the layers' axis in front.
-        shared: what every layer is given whole, on the device.
-        name: of the kind; None where the layers are of one kind.
-    """
-
+    # How a layer calls the user's function
     call: Call
+    # Puts one layer's arguments together from arrays
     layout: TreeLayout
+    # The stacks, with the layers' axis in front
     arrays: Arrays
+    # What every layer is given whole, on the device
     shared: Arrays
+    # Of the kind; None where the layers are of one kind
     name: str | None = None
 
     def untraced(self, static: PyTree, names: Names, *, whole: bool) -> UntracedLayer:
@@ -102,24 +99,21 @@ def map_layers(
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
-    """A loop over layers; build one with `of`.
+    """A loop over layers; build one with `of`."""
 
-    Attributes:
-        call: how each layer calls the user's function.
-        axis: the layers' axis; its name if only the arguments tell the size.
-        policy: what the backward pass keeps, offloads and recomputes.
-        pattern: which layer is of which kind; None for one kind.
-        reverse: whether the last layer runs first.
-        unroll: how many layers one iteration of the loop runs; True for all.
-        is_scanned: which arrays without a mark may be split over the layers.
-    """
-
+    # How each layer calls the user's function
     call: Call
+    # The layers' axis; its name if only the arguments tell the size
     axis: Axis | str
+    # What the backward pass keeps, offloads and recomputes
     policy: ScanCheckpointPolicy
+    # Which layer is of which kind; None for one kind
     pattern: Pattern | None = None
+    # Whether the last layer runs first
     reverse: bool = False
+    # How many layers one iteration of the loop runs; True for all
     unroll: int | bool = 1
+    # Which arrays without a mark may be split over the layers
     is_scanned: IsScanned = is_named_or_shaped_array
 
     def __post_init__(self):

@@ -46,24 +46,21 @@ Until: TypeAlias = Callable[[PyTree], Any]  # of a carry: whether to stop
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """How a loop calls the user's function.
+    """How a loop calls the user's function."""
 
-    Attributes:
-        caller: the operation, for errors.
-        verb: which of the three a loop is; says what the function takes and returns.
-        fn: what is called.
-        owner: the function whose name, signature and place errors show. It is not `fn`
-            where blocks are called: `fn` is `operator.call` then, and `owner` the
-            `__call__` of their class.
-        takes_block: whether the first argument is a block, in front of the carry.
-        until: stops the loop at a carry for which it is True; None if all steps run.
-    """
-
+    # The operation, for errors
     caller: Caller
+    # Which of the three a loop is; says what the function takes and returns
     verb: Verb
+    # What is called
     fn: Callable[..., Any]
+    # The function whose name, signature and place errors show. It is not `fn` where
+    # blocks are called: `fn` is `operator.call` then, and `owner` the `__call__` of
+    # their class.
     owner: Any
+    # Whether the first argument is a block, in front of the carry
     takes_block: bool = False
+    # Stops the loop at a carry for which it is True; None if all steps run
     until: Until | None = None
 
     def applied(

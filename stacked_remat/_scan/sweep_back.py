@@ -158,18 +158,16 @@ class _Part(NamedTuple):
     """What a visitor returns for one layer, or, stacked, for the layers of a kind.
 
     An entry is None for what the visitor leaves as it is: no stack is carried for it.
-
-    Attributes:
-        layers: the arrays of the layers and, as None, of their split arguments, in the
-            order of the sweep's stacks.
-        layer_state: the split arrays of the layers' state.
-        split_ct: the cotangents of split arguments, in the order of the sweep's stacks.
-        shared_ct: those of what the layers share, summed over the layers.
     """
 
+    # The arrays of the layers and, as None, of their split arguments, in the order of
+    # the sweep's stacks
     layers: list[PyTree]
+    # The split arrays of the layers' state
     layer_state: list[PyTree]
+    # The cotangents of split arguments, in the order of the sweep's stacks
     split_ct: list[PyTree]
+    # Those of what the layers share, summed over the layers
     shared_ct: list[PyTree]
 
     def with_layer(self, row: Index, new: "_Part") -> "_Part":
@@ -212,19 +210,16 @@ _NO_DERIVATIVES = (
 
 @dataclass(frozen=True)
 class _TreeVisitor:
-    """A user's visitor, as a visitor of lists of arrays that a sweep can call.
+    """A user's visitor, as a visitor of lists of arrays that a sweep can call."""
 
-    Attributes:
-        types: how trees are made of the arrays.
-        visitor: the user's.
-        static: what is no array in the visitor's state.
-        layer_states: the state of the layers of each kind, split: its layout, its
-            stacks before the sweep, and what all layers share of it.
-    """
-
+    # How trees are made of the arrays
     types: SweepTypes
+    # The user's
     visitor: Visitor
+    # What is no array in the visitor's state
     static: PyTree
+    # The state of the layers of each kind, split: its layout, its stacks before the
+    # sweep, and what all layers share of it
     layer_states: list[Split]
 
     def visit(

@@ -85,21 +85,18 @@ Visitor: TypeAlias = Callable[[LayerVisit, Any], LayerResult]
 
 @dataclass(frozen=True, eq=False)
 class KindTypes:
-    """The layers of one kind.
+    """The layers of one kind."""
 
-    Attributes:
-        kind: the same kind in the sweep, with the layer's jaxpr.
-        constants: how many of the arrays that the layers share come first and are no
-            arguments: what the user's function closes over.
-        name: of the kind, for `LayerVisit.kind`; None where layers are of one kind.
-        layout: puts the trees `((layer, *args), kwargs)` together.
-        y_tree: the structure of a layer's output, of its arrays alone.
-    """
-
+    # The same kind in the sweep, with the layer's jaxpr
     kind: Kind
+    # How many of the arrays that the layers share come first and are no arguments: what
+    # the user's function closes over
     constants: int
+    # Of the kind, for `LayerVisit.kind`; None where layers are of one kind
     name: str | None
+    # Puts the trees `((layer, *args), kwargs)` together
     layout: TreeLayout
+    # The structure of a layer's output, of its arrays alone
     y_tree: Any
 
     def layer(self, x: Arrays, shared: Arrays, *, cotangents: bool = False) -> PyTree:
@@ -118,30 +115,28 @@ class SweepTypes:
     It is the static part of a `SweepBack`, so it decides whether `jax.jit` takes two of
     them for the same type. A forward sweep makes a new one each time it is traced, with
     new functions and jaxprs in it, which are compared by what they compute.
-
-    Attributes:
-        template: the stack without its arrays.
-        has_output: whether a layer returns an output beside its carry (`scan_vjp`).
-        spec: the sweep on lists of arrays.
-        perturbed: which leaves are differentiated, so have cotangents.
-        kinds: the layers of each kind.
-        axis: the layers' axis.
-        join: makes one tree of those of each kind.
-        carry_tree: the structure of a carry's arrays.
-        carry_static: what is no array in a carry.
-        outputs: the types of what the forward sweep returned: the last carry, and the
-            stacked outputs.
     """
 
+    # The stack without its arrays
     template: PyTree
+    # Whether a layer returns an output beside its carry (`scan_vjp`)
     has_output: bool
+    # The sweep on lists of arrays
     spec: SweepSpec
+    # Which leaves are differentiated, so have cotangents
     perturbed: Perturbed
+    # The layers of each kind
     kinds: tuple[KindTypes, ...]
+    # The layers' axis
     axis: Axis
+    # Makes one tree of those of each kind
     join: Join
+    # The structure of a carry's arrays
     carry_tree: Any
+    # What is no array in a carry
     carry_static: Any
+    # The types of what the forward sweep returned: the last carry, and the stacked
+    # outputs
     outputs: PyTree
 
     def __eq__(self, other: object) -> bool:

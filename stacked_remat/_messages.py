@@ -1,5 +1,9 @@
 """Text that people read and write: messages with axes, lists and suggestions, and
 numbers of bytes.
+
+Errors of the whole library, and of `models/`, are written with these. Values and names
+from a file are of any length and may hold any letters, so messages have them by `shown`
+and `printable`, and lists of problems cut by `shortened`.
 """
 
 import difflib
@@ -45,10 +49,10 @@ def printable(text: str) -> str:
 
 def float_problems(dtypes: Mapping[str, str]) -> list[str]:
     """One line for each tensor of a safetensors file whose dtype is not a float."""
-    floats = ("F64", "F32", "F16", "BF16")
+    floats = ("F64", "F32", "F16", "BF16")  # as the format names them
+    expected = ", ".join(floats)
     return [
-        f"not a float: {printable(name)} is {dtype}, expected one of"
-        f" {', '.join(floats)}"
+        f"not a float: {printable(name)} is {dtype}, expected one of {expected}"
         for name, dtype in dtypes.items()
         if dtype not in floats
     ]
@@ -58,19 +62,18 @@ def entry_problems(expected: Mapping[str, Any], found: Mapping[str, Any]) -> lis
     """One line for each entry that is missing, unknown, or not as expected, such as in
     its shape.
     """
-    lines = [
-        f"missing: {key} {shape}" for key, shape in expected.items() if key not in found
-    ]
-    lines += [
-        f"unknown: {printable(key)} {shape}"
-        for key, shape in found.items()
+    missing, mismatched = [], []
+    for key, value in expected.items():
+        if key not in found:
+            missing.append(f"missing: {key} {value}")
+        elif found[key] != value:
+            mismatched.append(f"mismatched: {key} is {found[key]}, expected {value}")
+    unknown = [
+        f"unknown: {printable(key)} {value}"
+        for key, value in found.items()
         if key not in expected
     ]
-    return lines + [
-        f"mismatched: {key} is {found[key]}, expected {shape}"
-        for key, shape in expected.items()
-        if key in found and found[key] != shape
-    ]
+    return missing + unknown + mismatched
 
 
 def parse_bytes(size: int | str) -> int:
@@ -82,6 +85,7 @@ def parse_bytes(size: int | str) -> int:
     """
     if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
         return size
+    # A number of few enough digits that a float holds it, and a unit
     written = r"\s*(\d{1,20}(?:\.\d{1,20})?)\s*([KMGT]i?B|kB|B)\s*"
     match = re.fullmatch(written, size) if isinstance(size, str) else None
     if match is None:

@@ -245,7 +245,7 @@ class Tiles(Differentiable):
         traced, _ = batch_jaxpr(
             ClosedJaxpr(old.jaxpr, ()), axis, is_mapped, [True] * len(old.outputs)
         )
-        # The batch axis comes in front, of the arrays that are mapped and of all outputs
+        # The batch axis comes in front, of arrays that are mapped and of all outputs
         inputs = []
         for dim, mapped in zip(old.inputs, is_mapped, strict=True):
             inputs.append(dim if dim is None else dim + mapped)

@@ -119,7 +119,7 @@ class InitOf:
         self, layers: object, cls: type[S]
     ) -> Callable[..., Callable[..., S]]: ...
 
-    def __get__(self, layers: object, cls: Any) -> Any: ...
+    def __get__(self, layers: object, cls: Any) -> Any: ...  # never called
 
 
 class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
@@ -148,6 +148,8 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
         @property
         def remat(self) -> ScanCheckpointPolicy: ...
 
+        # One signature of `init` can't say both what arguments the block takes and that
+        # a subclass returns its own class.
         init = InitOf()
     else:
 
@@ -427,10 +429,14 @@ def loop_over(
     given = {name for name, value in written.items() if value is not None}
     if given and fn is None:
         _check_options(layers, method, given)
+    # Errors name arguments as the user's function does, or as the blocks' `__call__`.
+    # Of layers of several classes the first stands for all; without layers nothing is
+    # named.
     owner = fn or next((type(block).__call__ for block in layers._kinds), operator.call)
     names = argument_namer(owner, skip=1 if verb == "map" else 2, first=("stacked",))
     caller = Caller(f"{type(layers).__name__}.{method}", names)
     call = Call(caller, verb, fn or operator.call, owner, takes_block=True)
+    # All layers of a map run at once, so a policy has nothing to say
     policy = False if verb == "map" else layers.remat if remat is None else remat
     return Loop.of(call, layers.Layers, policy, layers._pattern, **options)
 
@@ -472,6 +478,8 @@ def _applied(
             carry, outputs = layers._run(loop, init, args, kwargs)
         if whole is None:
             return call.result(carry, outputs)
+        # A fold returns no outputs: the state is a second result. A scan has it in its
+        # outputs, in place of the states of layers.
         state, outputs = with_whole_state(outputs, whole, layers, what)
         return (carry, state) if call.verb == "fold" else call.result(carry, outputs)
 
@@ -480,7 +488,8 @@ def _applied(
 
 def block_builder(Block: Any, what: str) -> Callable[..., Any]:
     """The static `init` of a block, Haliax style, or the block itself."""
-    # Equinox's partial and jitted functions are modules too.
+    # A common mistake is a block instead of its class. Equinox's partial and jitted
+    # functions are modules too.
     is_block = isinstance(Block, eqx.Module) and not (
         isinstance(Block, eqx.Partial) or hasattr(Block, "__wrapped__")
     )

@@ -90,6 +90,8 @@ class BlockSeq(BlockFoldable[M]):
         """
         Lambda: Any = eqx.nn.Lambda
         blocks: Any = layers
+        # A `Sequential` gives its layers a state and a key only where they take them,
+        # and one layer in a `Sequential` is called as it would be there.
         if isinstance(layers, eqx.nn.Sequential):
             blocks = [eqx.nn.Sequential([layer]) for layer in layers]
         elif isinstance(layers, Sequence):
@@ -142,6 +144,7 @@ class BlockSeq(BlockFoldable[M]):
         arrays, rest = eqx.partition(((None, *args), kwargs), is_array)
         arguments = eqx.combine(jax.tree.map(jnp.asarray, arrays), rest)
         layer = layer_getter(arguments, self.Layers, caller)
+        # Arguments begin with the block in every loop over layers; here with None
         inputs = [
             (block, for_layer(layer(i), block)) for i, block in enumerate(self.blocks)
         ]

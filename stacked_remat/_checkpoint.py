@@ -111,6 +111,7 @@ def saving_internals(
     around = _saved_internals.value
     if names is True:
         return _saved_internals(around)
+    # What a region around this one drops, it drops within this one too
     own = frozenset(names)
     return _saved_internals(own if around is True else own & around)
 
@@ -137,6 +138,8 @@ def recomputed(
     """
 
     def checkpointed(*args: PyTree, **kwargs: PyTree) -> PyTree:
+        # The function too, since a module holds arrays. Others that it closes over are
+        # found by `jax.checkpoint`.
         arrays, static = eqx.partition((fun, args, kwargs), eqx.is_array)
 
         def of_arrays(arrays: PyTree) -> tuple[PyTree, Static]:

@@ -30,6 +30,7 @@ def shortened(items: Sequence[str], separator: str = ", ", most: int = 50) -> st
     return separator.join([*items[:most], *more])
 
 
+# How values from files are shown: a nested list of a config may be of any size
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 100
 _SHORT.maxlevel = 3
@@ -95,5 +96,6 @@ def parse_bytes(size: int | str) -> int:
             " '512MiB' or '1.5TiB'"
         )
     number, unit = match.groups()
+    # "KiB" and "kB" alike by their first letter; a binary unit has an i
     power = "BKMGT".index(unit[0].upper())
     return int(float(number) * (1024 if "i" in unit else 1000) ** power)

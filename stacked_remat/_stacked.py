@@ -124,6 +124,7 @@ class StackedKinds(BlockFoldable[M]):
         kwargs: dict[str, Any],
         **options: Any,
     ) -> tuple[PyTree, SweepBack]:
+        # As `_applied` of `_block_foldable.py`, without a state: a visitor has its own
         loop = loop_over(self, f"{verb}_vjp", verb, **options)
         check_unmarked(init)
         warn_of_ambiguous(init, ((None, *args), kwargs), self.Layers, loop.call.caller)
@@ -146,6 +147,7 @@ class StackedKinds(BlockFoldable[M]):
         if pattern:
             names = [pattern.names[kind] for kind in pattern.kinds]
         types = {name: layer_types(self._stacks[name]) for name in {*names}}
+        # Haliax reads one layer at a time, from a template with its shapes
         templates = [types[name] for name in names]
         layers = layers_from_state_dict(templates, state_dict, prefix)
 
@@ -265,6 +267,8 @@ class Stacked(StackedKinds[M]):
     """
 
     stacked: M
+    # Static, as the policy is, so that `jax.jit` traces anew for other numbers of
+    # layers
     Layers: Axis = eqx.field(static=True, converter=layers_axis)
     remat: ScanCheckpointPolicy = eqx.field(
         static=True, converter=resolve_policy, default=ScanCheckpointPolicy()
@@ -339,6 +343,7 @@ class Stacked(StackedKinds[M]):
         args: PyTree,
         kwargs: PyTree,
     ) -> PyTree:
+        # `jax.vmap` stacks arrays alone, and a state may begin as a Python number
         def build_one(*args: PyTree, **kwargs: PyTree) -> PyTree:
             return arrays_in_indices(build(*args, **kwargs))
 

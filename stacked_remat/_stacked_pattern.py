@@ -113,6 +113,7 @@ class StackedPattern(StackedKinds[M]):
         axis = layers_axis(Layers, what)
         policy = resolve_policy(remat)
         _check_pattern(pattern, kinds, what)
+        # The rest of a longer one would have no effect
         if len(pattern) > axis.size:
             raise ValueError(
                 f"{what}: the pattern is of {len(pattern)} layers, and `{axis.name}`"
@@ -147,6 +148,8 @@ class StackedPattern(StackedKinds[M]):
         return self.pattern[:number].count(self.pattern[number])
 
     def __iter__(self) -> Iterator[M]:
+        # Each kind's layers are in order in its stack, so its next one is the one to
+        # take
         layers = {name: iter(stack) for name, stack in self.stacks.items()}
         return (next(layers[name]) for name in self.pattern)
 

@@ -51,6 +51,7 @@ def layers_from_state_dict(
     # Haliax can't read NumPy's arrays into named ones where there are several devices.
     of_layers = {key: jnp.asarray(state_dict[key]) for key in expected}
     entries: Any = collections.ChainMap(of_layers, state_dict)
+    # Only arrays are in a state dict; what else a layer has is the template's
     arrays, rest = eqx.partition([*templates], is_array)
     filled = haliax.state_dict.from_state_dict(_with_lists(arrays), entries, prefix)
     # With the tuples that were made lists
@@ -66,6 +67,7 @@ def stack_as(stacked: M, layers: Sequence[M], axis: Axis) -> M:
     def choose(path: KeyPath, old: PyTree, new: PyTree, *of_layers: Any) -> PyTree:
         if is_split(old, axis) or not (is_named(old) or is_array(old)):
             return new
+        # A shared array is written once for each layer, and must be the same in all
         first = raw_array(of_layers[0])
         for index, leaf in enumerate(of_layers):
             if not np.array_equal(raw_array(leaf), first):

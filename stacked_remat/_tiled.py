@@ -161,6 +161,7 @@ def _apply(caller: _Caller, arguments: PyTree) -> PyTree:
         parts = 1
     own = size // parts  # positions of one device
     cut = Cut(own, parts, length=-(-own // caller.tiles))
+    # One tile has all positions
     if cut.size <= cut.length:
         args, kwargs = arguments
         return checkpoint(caller.fn)(*args, **kwargs)
@@ -219,6 +220,7 @@ def _trace(
     return eqx.combine(found, rest.value), closed
 
 
+# Unflattened with the array of a tile, a named array has the axes of the whole one.
 def _resized(leaf: Any) -> Any:
     """A named array with axes of the sizes of its array; anything else as it is."""
     if not is_named(leaf):
@@ -234,6 +236,8 @@ def _common_size(
     sizes = dict[str, int]()
     for (path, leaf, rule), dim in zip(entries, dims, strict=True):
         name = name_of(path)
+        # Over a dimension every plain array is split, so one without it may be a
+        # mistake
         is_plain = isinstance(caller.axis, int) and is_array(leaf) and leaf.ndim > 0
         if dim is not None:
             sizes[name] = raw_array(leaf).shape[dim]

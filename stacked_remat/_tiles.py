@@ -100,6 +100,7 @@ class Cut:
             shape = [*tile.shape]
             shape[dim] = self.parts * self.size
             return tile.update(shape=tuple(shape))
+        # Many small numbers are added: in bfloat16 late ones would be lost
         is_short = is_differentiable(tile.dtype) and jnp.finfo(tile.dtype).bits < 32
         return tile.update(dtype=jnp.dtype("float32")) if is_short else tile
 
@@ -130,6 +131,7 @@ class Cut:
                 self.write(total, dim, start, new) for total, dim, new in parts
             ], None
 
+        # XLA would fill them early otherwise, and hold them while the inputs are computed
         totals = zeros_after(arrays, [*map(self.total, types, outputs)])
         numbers = jnp.arange(self.size // self.length, dtype=jnp.int32)
         totals, _ = lax.scan(body, totals, numbers)
@@ -223,6 +225,7 @@ class Tiles(Differentiable):
         return tuple(active_outputs(self.tiling.jaxpr, nonzero))
 
     def tangent(self, nonzero: Mask, primals: PyTree, tangents: Arrays) -> Arrays:
+        # Outside of a trace the tangents are one program, which is compiled once
         if not is_eager():
             return super().tangent(nonzero, primals, tangents)
         active = self.active(nonzero)

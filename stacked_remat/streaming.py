@@ -63,11 +63,14 @@ def init(
     caller = Caller("streaming.init", argument_namer(build, skip=0))
 
     def build_stack(*args: PyTree, **kwargs: PyTree) -> Stacked:
+        # The stack with shapes for arrays: it checks the arguments, and computes
+        # nothing
         template = eqx.filter_eval_shape(make_on_device, *args, **kwargs)
         layout, arrays, shared = split_tree((args, kwargs), Layers, caller)
 
         def layer(slices: PyTree) -> list[PyTree]:
             args, kwargs = layout.layer(slices, shared)
+            # Python numbers of a block are in the template, the same for all layers
             block = eqx.filter(arrays_in_indices(build(*args, **kwargs)), is_array)
             placed = []
             for leaf in map(jnp.asarray, jax.tree.leaves(block)):

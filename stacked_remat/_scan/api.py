@@ -122,6 +122,7 @@ def _looped(
             "until is a function of the carry that returns one bool; got"
             f" {describe(until)}."
         )
+    # The first parameter of a fold or scan takes the carry, which is no argument here
     caller = Caller(verb, argument_namer(f, skip=0 if verb == "map" else 1))
     loop = Loop.of(Call(caller, verb, f, f, until=until), axis, remat, **options)
 
@@ -167,6 +168,7 @@ def lax_scan(
             outputs is no array.
     """
     check_steps(xs, length)
+    # Without a length there is only the axis's name: the arrays in `xs` tell its size
     axis = "steps" if length is None else Axis("steps", number_of_steps(length))
     options: Any = {"reverse": bool(reverse), "unroll": unroll_of_jax(unroll)}
     run = scan(f, axis, remat=remat, **options)

@@ -154,6 +154,7 @@ def check_keys(entries: Sequence[Entry], axis: Axis, caller: Caller) -> None:
     numbers.
     """
     for path, leaf, rule in entries:
+        # Names are found by the function's signature, so only for what may be keys
         may_be_keys = rule == "default" and _may_be_keys(raw_array(leaf))
         if may_be_keys and is_unsplit_key(name := caller.name_of(path), leaf):
             keyword = f"{name}=" if name.isidentifier() else ""
@@ -222,6 +223,8 @@ def warn_of_ambiguous(
     """
     leaves = jtu.tree_leaves(init, is_leaf=is_named)
     shapes = [jnp.shape(raw_array(leaf)) for leaf in leaves]
+    # The carry has no axis for the layers, so a dimension of their number is another
+    # one, say of heads, and an argument with that as its first may go with it.
     if axis.size < 2 or not any(axis.size in shape for shape in shapes):
         return
     for path, leaf, rule in take_marks_off(arguments)[0]:

@@ -28,6 +28,7 @@ from .marks import is_array, is_named, raw_array
 
 def layers_axis(axis: Any, what: str = "A stack") -> Axis:
     """The axis of layers; a number is an axis of this size with the name `layers`."""
+    # The number of layers decides the program: segments, slots, the shapes of stacks
     size = axis.size if isinstance(axis, Axis) else axis
     if isinstance(size, Tracer):
         raise TypeError(
@@ -90,13 +91,16 @@ def _fix_of_carry(what: str, path: str, old: Any, new: Any, of_pair: bool) -> st
         return f"Cast the result, y.astype({where}.dtype), or the initial {where}."
     if is_named(old) and is_named(new) and {*old.axes} == {*new.axes}:
         return f"Rearrange it: {what}.rearrange(x.axes)."
+    # A tuple came back as a list, or the reverse
     are_sequences = isinstance(old, tuple | list) and isinstance(new, tuple | list)
     if are_sequences and len(old) == len(new):
         return f"Return a {type(old).__name__}, as the carry is."
+    # As of a function that returns (output, carry)
     if of_pair and not are_arrays:
         return "The pair that is returned is (carry, output), in this order."
     if what == "carry" and not path and isinstance(new, tuple) and len(new) == 2:
         return "For a function that returns (carry, output) use scan."
+    # A visitor that returns a state where `sweep_back` was given none
     if old is None and not path and what.endswith("state"):
         return f"Pass the first {what} to sweep_back."
     return "Keep its axes and shape." if are_arrays else "Keep it as it is."
@@ -130,6 +134,7 @@ def difference(
             if found:
                 return found
         return None
+    # The nodes differ themselves: in a static field of a module, in keys, or in class
     is_same_class = type(a) is type(b) and dataclasses.is_dataclass(a)
     for field in dataclasses.fields(a) if is_same_class else ():
         values = getattr(a, field.name, None), getattr(b, field.name, None)

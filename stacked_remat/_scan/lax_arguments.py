@@ -41,7 +41,7 @@ def number_of_steps(length: Any) -> int:
     try:
         number: Any = int(length)
     except (TypeError, ValueError):
-        number = length
+        number = length  # for the error
     return whole_number("length", number, "the number of steps", least=0)
 
 
@@ -52,7 +52,7 @@ def unroll_of_jax(unroll: Any) -> int | bool:
     try:
         number = operator.index(unroll)
     except TypeError:
-        number = unroll
+        number = unroll  # for the error
     meaning = "a bool or a number of steps, 0 for all of them,"
     return whole_number("unroll", number, meaning, least=0) or True
 

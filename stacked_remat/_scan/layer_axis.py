@@ -118,6 +118,7 @@ class TreeLayout:
         # Where there are no layers, one is traced with a stack of one
         Stack = self.axis.resize(max(self.axis.size, 1))
         is_whole = zip(parts, self.unsliced, strict=True)
+        # Found by identity: an array of an unsliced field may still have been sliced
         whole = {id(part) for part, unsliced in is_whole if unsliced}
 
         def stack(field: PyTree) -> PyTree:
@@ -194,6 +195,7 @@ def split_tree(
     """Take a tree apart: its layout, the arrays that are split over `axis`, and those
     that are shared.
     """
+    # The size of the axis is known from here on, and that of all stacks agrees
     entries, tree, are_split, axis = _entries(tree, axis, caller, is_scanned)
     leaves = []
     arrays = []
@@ -341,6 +343,7 @@ class KindsJoin:
     ) -> Any:
         if is_per_kind:
             return PerKind(dict(zip(self.pattern.names, of_kinds, strict=True)))
+        # Some kinds may have None: a visitor returns cotangents for the others alone
         arrays = [part for part in of_kinds if is_array(raw_array(part))]
         if not arrays:
             return of_kinds[0]
@@ -363,12 +366,14 @@ def split_kinds(
     """As `split_tree`, for the layers of each kind; and what makes one tree of those
     for each kind.
     """
+    # Layers of one kind are not divided, so their axis may still be a name
     if pattern is None:
         return [split_tree(tree, axis, caller, is_scanned)], _only
     assert isinstance(axis, Axis)
     parts, join = divide(tree, axis, pattern, caller)
     split = []
     for number, part in enumerate(parts):
+        # Values of a `per_kind` are checked here, against the layers of their kind
         what = f"{caller.what} for kind {pattern.names[number]!r}"
         of_kind = axis.resize(len(pattern.layers_of(number)))
         split.append(split_tree(part, of_kind, caller._replace(what=what)))

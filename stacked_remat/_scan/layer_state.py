@@ -75,6 +75,7 @@ def divide_state(
 
     `stack` has the layers, and `own_part` finds what is theirs in a state.
     """
+    # A state of something else may be in the carry: the layers update it in turn
     for state in _nodes(init, State):
         if not _entries(state).keys().isdisjoint(_markers(stack)):
             raise ValueError(

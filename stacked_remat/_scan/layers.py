@@ -93,6 +93,8 @@ def map_layers(
         outputs, static = eqx.partition(f(*args, **kwargs), is_array)
         return outputs, Static(static)
 
+    # `jax.vmap` puts a dimension in front that named arrays have no axis for. Its size
+    # is given, since there may be no array to map.
     stacked, static = jax.vmap(one_layer, axis_size=layout.axis.size)(arrays)
     return name_stacked(eqx.combine(stacked, static.value), layout.axis, what)
 
@@ -132,6 +134,7 @@ class Loop:
         **options: Any,
     ) -> "Loop":
         """A loop with these options, and with the defaults for those that are None."""
+        # Methods pass on their options as they were given, and None where they were not
         given = {name: option for name, option in options.items() if option is not None}
         resolved = axis_or_name(axis, call.caller.what)
         return cls(call, resolved, resolve_policy(remat), pattern, **given)
@@ -157,6 +160,7 @@ class Loop:
         names = (None,) if self.pattern is None else self.pattern.names
         kinds = []
         for part, name in zip(parts, names, strict=True):
+            # What layers share is moved to the device once, and not by each layer.
             layout, *arrays = part
             stacks, shared = jax.tree.map(jnp.asarray, arrays)
             kinds.append(Layers(self.call, layout, stacks, on_device(shared), name))
@@ -219,6 +223,7 @@ def scan_unrolled(
                 outputs += ys
         return carry, outputs
 
+    # A profile shows the loop by the name of its axis
     with jax.named_scope(f"scan({axis.name})"):
         run_all = functools.partial(run, [*range(-count, 0), *parts])
         carry, outputs = _replayed_whole(run_all, remat)(init)
@@ -291,6 +296,7 @@ def _run_traced(
     """Trace a layer of each kind and run the loop from the first carry; the outputs are
     those of each kind.
     """
+    # A carry may hold what is no array, the same from layer to layer (`check_carry`)
     arrays, static = eqx.partition(first, eqx.is_array_like)
     names = remat.kept.names
     untraced = [kind.untraced(static, names, whole=True) for kind in kinds]
@@ -326,6 +332,7 @@ def layers_at_once(loop: Loop, init: None, arguments: PyTree) -> tuple[None, PyT
     kinds, _, _ = loop.split(arguments)
     what = loop.call.caller.what
 
+    # A scan stacks Python numbers among the outputs; `map_layers` would return one
     def run(*args: PyTree, **kwargs: PyTree) -> PyTree:
         return numbers_to_arrays(loop.call.applied(init, args, kwargs))
 
@@ -360,6 +367,7 @@ def _scan_kinds_unrolled(
     loop: Loop, kinds: Sequence[Layers], axis: Axis, init: PyTree
 ) -> tuple[PyTree, PyTree]:
     """`scan_layers` under `jax.disable_jit`: a Python loop, where values are known."""
+    # One kind is a pattern of one
     pattern = loop.pattern or Pattern((0,) * axis.size, ("",))
     carry, static = eqx.partition(init, eqx.is_array_like)
     untraced = [kind.untraced(static, True, whole=False) for kind in kinds]

@@ -65,6 +65,7 @@ def with_axes(array: Any, axes: tuple[Axis, ...] | None) -> Any:
     """The array with these axes, if any. Sizes are not checked: inside scan and vmap
     they may differ.
     """
+    # Haliax's constructor checks sizes; unflattening a PyTree does not
     return array if axes is None else NamedArray.tree_unflatten(axes, [array])
 
 
@@ -167,6 +168,7 @@ def per_layer(x: PyTree) -> PyTree:
     Raises:
         TypeError: there is no array in `x`.
     """
+    # A list of numbers is one value for each layer, which can only be meant as an array
     is_list = isinstance(x, list | tuple) and x
     if is_list and all(isinstance(value, NUMBER) for value in x):
         # Stacked, where `jnp.asarray` of a list is not of a weak type, as numbers are
@@ -244,6 +246,7 @@ class LayerStack(eqx.Module):
         of this property.
         """
 
+        # Named arrays of the stack have the layers' axis in front, as plain ones do
         def entry(leaf: Any) -> Any:
             if not is_split(leaf, self.axis_name):
                 return leaf

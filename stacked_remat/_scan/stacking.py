@@ -45,6 +45,7 @@ def take_rows(leaf: Any, axis: Axis, rows: Sequence[int]) -> Any:
     """An array that is split over `axis`, with these of its entries; a slice where they
     are evenly spaced.
     """
+    # The distances between neighbours: one, if the rows are evenly spaced
     steps = {after - before for before, after in itertools.pairwise(rows)}
     part: Any = np.asarray(rows, np.int32)
     step = min(steps, default=1)
@@ -122,6 +123,8 @@ def stack_outputs(outputs: Sequence[PyTree], axis: Axis, what: str) -> PyTree:
     """The outputs of layers that may differ, stacked along a new axis; None for no
     layers.
     """
+    # Outputs may differ in what is no array, of which a stack has that of the first
+    # layer; so they are compared before they are stacked.
     where = f"The outputs of {what} over `{axis.name}` cannot be stacked: layers"
     _refuse_unlike(outputs, form, where, "Let all layers return the same.")
     for path, leaf in jtu.tree_leaves_with_path(outputs[:1], is_leaf=is_named):

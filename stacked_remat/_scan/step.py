@@ -69,6 +69,7 @@ class Call:
         """What the function returns; a `TypeError` that shows its signature where that
         is another.
         """
+        # `f(carry, *args)`, `f(block, carry, *args)`, and `f(*args)` for a map
         given = [*args]
         if self.verb != "map":
             given.insert(int(self.takes_block), carry)
@@ -79,6 +80,7 @@ class Call:
             problem = signature_error(
                 self.owner, self.caller.what, first, given, kwargs
             )
+            # The call fits the signature: the error is of the user's own code
             if problem is None:
                 if self.takes_block:
                     _add_notes(error, args[0], carry)
@@ -174,6 +176,7 @@ def array_step(
         y, rest = eqx.partition(y, eqx.is_array_like)
         return eqx.filter(new_carry, eqx.is_array_like), (y, Static(rest))
 
+    # In errors, profiles and jaxprs of JAX a step has the name of the user's function.
     named = functools.update_wrapper(step, call.owner, updated=())
     # JAX takes names of arguments from the signature, for errors and debug information.
     # Those of the user's parameters are not those of these arguments.
@@ -192,6 +195,7 @@ def _add_notes(error: Exception, block: PyTree, carry: PyTree) -> None:
     message = str(error)
     if "NoneType" in message:
         _note_absent_fields(error, block)
+    # The lambda has its parameters the other way round, and calls the carry
     if message == f"'{type(carry).__name__}' object is not callable":
         error.add_note(
             "The block comes first, then the carry: lambda block, x: block(x)."

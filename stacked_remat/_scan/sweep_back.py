@@ -144,6 +144,8 @@ def _cotangents(types: SweepTypes, cotangent: PyTree) -> _Cotangents:
     carry, ys = types.outputs
     masks = types.perturbed
     source = "given to sweep_back"
+    # The outputs are one tree, whose leaves are those of the first kind, the second,
+    # ...
     leaves = cotangent_leaves(ys_ct, ys, sum(masks.ys, ()), "the outputs", source)
     of_kinds = []
     for mask in masks.ys:
@@ -230,6 +232,8 @@ class _TreeVisitor:
         """
         types_of_kind = self.types.kinds[kind.number]
         layout, stacks, shared = self.layer_states[kind.number]
+        # The stacks that the visitor writes are in the loop, the others are as they
+        # were
         stacks = eqx.combine(loop.parts[kind.number].layer_state, stacks)
         entries = read([*map(at_least_one, stacks)], row)
         entry = self.types.visit(types_of_kind, leaves, layout.layer(entries, shared))
@@ -266,11 +270,14 @@ def _visited(
     def xs_in(loop: _SweepState) -> OfKinds:
         return eqx.combine([part.layers for part in loop.parts], sweep._xs)
 
+    # What a loop carries are arrays of JAX, also where the user gave NumPy's or numbers
     stacks = [stacks for _, stacks, _ in layer_states]
     arrays, stacks = jax.tree.map(jnp.asarray, (arrays, stacks))
     parts = _first_parts(sweep, on_trees, cotangents, arrays, stacks)
     carry_ct = cotangents.carry
     loop = _SweepState(parts, arrays)
+    # Without layers the cotangent goes through, and the visitor was traced all the
+    # same, for the types of what it returns and for its errors.
     if types.spec.length:
         carry_ct, loop = sweep_back(
             types.spec,
@@ -313,6 +320,7 @@ def _joined(
     for kind, stacks, shared, part in zip(
         types.kinds, xs, sweep._shared, parts, strict=True
     ):
+        # The first argument is the stack: new layers, and no cotangents
         (layers, *_), _ = kind.stacked(stacks, shared, cotangents=False)
         (_, *args), kwargs = kind.stacked(
             part.split_ct, part.shared_ct, cotangents=True
@@ -354,6 +362,7 @@ def _first_parts(
     first = sweep._checkpoints.first()
     parts = []
     for kind, own, ys_ct in zip(types.spec.kinds, stacks, cotangents.ys, strict=True):
+        # Shapes and dtypes are all that counts of this visit, so any layer will do
         x = read([*map(at_least_one, own.layers)], 0)
         y_ct = read([*map(at_least_one, ys_ct)], 0)
         pullback = LayerPullback(kind, types.perturbed)
@@ -361,6 +370,8 @@ def _first_parts(
         example = pullback.visit(index, inputs, [], (cotangents.carry, y_ct))
         at = example, kind, index, _SweepState(nothing, state)
         new, _ = jax.eval_shape(lambda at=at: visitor.visit(*at)[1])
+        # The first stacks are the layers themselves, for those entries that are
+        # replaced
         layers, layer_state, split_ct, shared_ct = jax.tree.map(
             lambda entry, stack: None if entry is None else stack,
             new,
@@ -405,7 +416,7 @@ def _new_leaves(
     new_state = eqx.filter(_filled(result.state, state, "state"), eqx.is_array_like)
     args, kwargs = _argument_cotangents(visit, result)
     # The cotangents in the order of all arguments, of which the layer comes first
-    no_layer = eqx.filter(visit.layer, False)
+    no_layer = eqx.filter(visit.layer, False)  # the same structure, with None for all
     of_split, of_shared = kind.layout.arrays(((no_layer, *args), kwargs))
     new = _Part(
         layers=layer + [None] * (len(of_split) - len(layer)),
@@ -432,6 +443,7 @@ def _new_parts(
     old_leaves = jtu.tree_leaves(before, is_leaf=is_named)
     parts = []
     for leaf, changed, old in zip(leaves, filled, old_leaves, strict=False):
+        # What `eqx.combine` took from the old tree is the same object: it is unchanged
         changed = raw_array(changed)
         old = raw_array(old)
         is_shared = leaf.kind == "shared"
@@ -455,6 +467,7 @@ def _new_parts(
 def _argument_cotangents(
     visit: LayerVisit, result: LayerResult
 ) -> tuple[list[PyTree], dict[str, PyTree]]:
+    # None for all, or keywords that are left out, are zeros that cost nothing
     args = (None,) * len(visit.args) if result.args is None else result.args
     kwargs = {**dict.fromkeys(visit.kwargs), **(result.kwargs or {})}
     if (
@@ -503,6 +516,7 @@ def fold_forward(
     """
     kinds, join, axis = loop.split(arguments)
     remat = loop.policy.for_layers(axis.size)
+    # There would be nothing to sweep back from but the input of the whole stack
     if remat.carries is None:
         raise ValueError(
             f"{loop.policy!r} is not supported with a visitor. Keep the carry of each"
@@ -510,6 +524,7 @@ def fold_forward(
             ' "nested", max_carries=k).'
         )
     arrays, static = eqx.partition(init, eqx.is_array_like)
+    # A visitor is given one layer and may replace it, so no field is a whole stack here
     untraced = [kind.untraced(static, remat.kept.names, whole=False) for kind in kinds]
     traced = trace_layers(untraced, arrays, offloads=remat.offloads)
     first = traced[0]

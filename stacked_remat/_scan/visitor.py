@@ -182,6 +182,7 @@ class SweepTypes:
             y_ct = scatter_leaves(y_ct, self.perturbed.ys[of_kind.kind.number])
             cotangent = cotangent, jtu.tree_unflatten(of_kind.y_tree, y_ct)
         carry = jtu.tree_unflatten(self.carry_tree, leaves.carry)
+        # The index of the layer is the sweep's, and the same for trees
         return replace(
             leaves,
             layer=layer,
@@ -223,12 +224,14 @@ def cotangent_leaves(
     """The leaves of a cotangent that are in the mask, zeros for missing ones; checked
     as below.
     """
+    # Named arrays are leaves in the types; the checked cotangent has raw arrays there
     types, structure = jtu.tree_flatten(like, is_leaf=is_named)
     checked = checked_cotangent(cotangent, like, what, source)
     leaves = []
     for leaf, named_type, is_perturbed in zip(
         structure.flatten_up_to(checked), types, mask, strict=True
     ):
+        # A sweep takes no cotangents of leaves that depend on nothing differentiated
         if is_perturbed:
             type_ = raw_array(named_type)
             zeros = leaf is None
@@ -273,6 +276,7 @@ def _checked_leaf(where: str, type_: Any, leaf: Any, source: str) -> Any:
         raise TypeError(f"{problem}. Give an array, or None for zeros.")
     given = jnp.asarray(given)
     same_axes = getattr(leaf, "axes", None) == getattr(type_, "axes", None)
+    # With the same axes the error is about the arrays: their shapes or dtypes
     found, wanted = map(describe, (given, expected) if same_axes else (leaf, type_))
     if found != wanted:
         raise ValueError(

@@ -379,9 +379,9 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
     def __getitem__(self, index: slice) -> Self: ...
 
     def __getitem__(self, index: Any) -> PyTree:
-        return (
-            self._layers(index) if isinstance(index, slice) else self.get_layer(index)
-        )
+        if isinstance(index, slice):
+            return self._layers(index)
+        return self.get_layer(index)
 
     @abc.abstractmethod
     def _layers(self, rows: slice) -> Self:
@@ -481,7 +481,9 @@ def _applied(
         # A fold returns no outputs: the state is a second result. A scan has it in its
         # outputs, in place of the states of layers.
         state, outputs = with_whole_state(outputs, whole, layers, what)
-        return (carry, state) if call.verb == "fold" else call.result(carry, outputs)
+        if call.verb == "fold":
+            return (carry, state)
+        return call.result(carry, outputs)
 
     return run
 
@@ -503,7 +505,9 @@ def block_builder(Block: Any, what: str) -> Callable[..., Any]:
         return Block
     init = inspect.getattr_static(Block, "init", None)
     # An ordinary method of this name, which needs a block, is for something else.
-    return Block if init is None or inspect.isfunction(init) else getattr(Block, "init")  # noqa: B009
+    if init is None or inspect.isfunction(init):
+        return Block
+    return getattr(Block, "init")  # noqa: B009
 
 
 def axis_of_modules(layers: Any, Layers: Any, what: str) -> Axis:

@@ -145,9 +145,9 @@ class BlockSeq(BlockFoldable[M]):
         arguments = eqx.combine(jax.tree.map(jnp.asarray, arrays), rest)
         layer = layer_getter(arguments, self.Layers, caller)
         # Arguments begin with the block in every loop over layers; here with None
-        inputs = [
-            (block, for_layer(layer(i), block)) for i, block in enumerate(self.blocks)
-        ]
+        inputs = []
+        for index, block in enumerate(self.blocks):
+            inputs.append((block, for_layer(layer(index), block)))
         carry, ys = scan_unrolled(loop, init, inputs, arguments_of, self.Layers)
         return carry, stack_outputs_and_states(ys, self.Layers, caller.what)
 

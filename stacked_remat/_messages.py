@@ -21,7 +21,9 @@ def axes_text(axes: Iterable[Any]) -> str:
 def did_you_mean(name: str, valid: Collection[str]) -> str:
     """A space and "Did you mean `x`?", or nothing where no valid name is close."""
     close = difflib.get_close_matches(name, valid, n=1)
-    return f" Did you mean `{close[0]}`?" if close else ""
+    if close:
+        return f" Did you mean `{close[0]}`?"
+    return ""
 
 
 def shortened(items: Sequence[str], separator: str = ", ", most: int = 50) -> str:
@@ -45,7 +47,9 @@ def printable(text: str) -> str:
     """A text from a file, in quotes and cut where it is long or holds letters that
     can't be printed.
     """
-    return text if text.isprintable() and len(text) < 500 else reprlib.repr(text)
+    if text.isprintable() and len(text) < 500:
+        return text
+    return reprlib.repr(text)
 
 
 def float_problems(dtypes: Mapping[str, str]) -> list[str]:

@@ -200,7 +200,9 @@ class StackedKinds(BlockFoldable[M]):
     def _per_kind(self, fn: "Callable[[str, Stacked[M]], Any]") -> PyTree:
         """`fn` of each kind, as an argument of a loop."""
         of_kinds = {name: fn(name, stack) for name, stack in self._stacks.items()}
-        return per_kind(of_kinds) if self._pattern else of_kinds[""]
+        if self._pattern:
+            return per_kind(of_kinds)
+        return of_kinds[""]
 
     @property
     def _kinds(self) -> list[M]:
@@ -216,7 +218,9 @@ class StackedKinds(BlockFoldable[M]):
 
         def blocks(_: str, stack: "Stacked[M]") -> Marked:
             # `jax.vmap` slices all, unsliced fields too
-            return stack._stored if is_map else applied(stack.stacked)
+            if is_map:
+                return stack._stored
+            return applied(stack.stacked)
 
         run = layers_at_once if is_map else scan_layers
         return run(loop, init, ((self._per_kind(blocks), *args), kwargs))

@@ -8,6 +8,7 @@ Each argument that is split over all layers is divided into the parts of each ki
 (`divide` in `_scan/layer_axis.py`). Most methods are those of `StackedKinds`.
 """
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
@@ -119,7 +120,7 @@ class StackedPattern(StackedKinds[M]):
                 f"{what}: the pattern is of {len(pattern)} layers, and `{axis.name}`"
                 f" has {axis.size}. Give one that is not longer."
             )
-        names = [pattern[i % len(pattern)] for i in range(axis.size)] if pattern else []
+        names = [*itertools.islice(itertools.cycle(pattern), axis.size)]
         builders = {
             name: block_builder(Block, what) for name, Block in sorted(kinds.items())
         }

@@ -118,6 +118,8 @@ def _with_lists(tree: PyTree) -> PyTree:
     """The tree with tuples made lists: Haliax's state dicts support lists only."""
 
     def to_list(node: PyTree) -> PyTree:
-        return [*map(_with_lists, node)] if isinstance(node, tuple) else node
+        if isinstance(node, tuple):
+            return [*map(_with_lists, node)]
+        return node
 
     return jtu.tree_map(to_list, tree, is_leaf=lambda node: isinstance(node, tuple))

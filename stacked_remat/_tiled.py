@@ -133,9 +133,12 @@ class _Caller(NamedTuple):
         """The dimension of `leaf` along the axis, or None if it has none."""
         if isinstance(self.axis, int):
             rank = leaf.ndim if is_array(leaf) else 0
-            return self.axis % rank if -rank <= self.axis < rank else None
-        names = [axis.name for axis in leaf.axes] if is_named(leaf) else []
-        return names.index(self.axis) if self.axis in names else None
+            if -rank <= self.axis < rank:
+                return self.axis % rank
+            return None
+        if is_named(leaf):
+            return leaf.axis_indices(self.axis)
+        return None
 
     def output(self, leaf: Any) -> int | None:
         """The dimension of an output along the axis, or None for a sum."""

@@ -102,7 +102,9 @@ class Cut:
             return tile.update(shape=tuple(shape))
         # Many small numbers are added: in bfloat16 late ones would be lost
         is_short = is_differentiable(tile.dtype) and jnp.finfo(tile.dtype).bits < 32
-        return tile.update(dtype=jnp.dtype("float32")) if is_short else tile
+        if is_short:
+            return tile.update(dtype=jnp.dtype("float32"))
+        return tile
 
     def loop(
         self,
@@ -131,7 +133,7 @@ class Cut:
                 self.write(total, dim, start, new) for total, dim, new in parts
             ], None
 
-        # XLA would fill them early otherwise, and hold them while the inputs are computed
+        # Otherwise XLA would fill them early, and hold them while inputs are computed
         totals = zeros_after(arrays, [*map(self.total, types, outputs)])
         numbers = jnp.arange(self.size // self.length, dtype=jnp.int32)
         totals, _ = lax.scan(body, totals, numbers)

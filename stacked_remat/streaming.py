@@ -157,7 +157,9 @@ def to_host(model: T, *, where: Callable[[Any], Any] = lambda leaf: True) -> T:
                 and moves_to_host(array.shape[1:], array.dtype)
                 and where(array)
             )
-            return jax.tree.map(_to_host, leaf) if is_moved else leaf
+            if is_moved:
+                return jax.tree.map(_to_host, leaf)
+            return leaf
 
         stacked = jtu.tree_map_with_path(field, stack.stacked, is_leaf=is_named)
         return changed(stack, stacked=stacked)

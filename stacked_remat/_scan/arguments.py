@@ -11,6 +11,7 @@ tree with its path and the rule by which it is split, as in `marks.py`.
 
 import functools
 import inspect
+import itertools
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -63,7 +64,9 @@ class Caller(NamedTuple):
     @property
     def part(self) -> str:
         """What the loop goes through: the layers of a stack, or steps."""
-        return "step" if self.what.startswith(("fold", "scan", "map")) else "layer"
+        if self.what.startswith(("fold", "scan", "map")):
+            return "step"
+        return "layer"
 
 
 def argument_namer(
@@ -221,11 +224,10 @@ def warn_of_ambiguous(
     """Warn of an unmarked plain array that may be meant for every layer, as the carry
     has its size too.
     """
-    leaves = jtu.tree_leaves(init, is_leaf=is_named)
-    shapes = [jnp.shape(raw_array(leaf)) for leaf in leaves]
+    sizes = itertools.chain(*map(jnp.shape, jtu.tree_leaves(init)))
     # The carry has no axis for the layers, so a dimension of their number is another
     # one, say of heads, and an argument with that as its first may go with it.
-    if axis.size < 2 or not any(axis.size in shape for shape in shapes):
+    if axis.size < 2 or axis.size not in sizes:
         return
     for path, leaf, rule in take_marks_off(arguments)[0]:
         is_argument = len(path) == 2 and rule == "default"
@@ -270,18 +272,17 @@ def check_sizes(axis: Axis, split: Sequence[Entry], caller: Caller) -> None:
     """Refuse arguments whose size along `axis` is another; says how to mark one that is
     not to be split.
     """
-    wrong = [entry for entry in split if leaf_size(entry[1], axis) != axis.size]
-    if not wrong:
-        return
-    sizes = []
-    for path, leaf, _ in wrong:
-        sizes.append(f"{caller.name_of(path)} has {_size_text(leaf, axis)}")
-    path, leaf, rule = wrong[0]
-    fix = _fix_of_size(caller.name_of(path), leaf, rule, axis, caller.part)
-    raise ValueError(
-        f"{caller.what} over `{axis.name}` (size {axis.size}) was given inputs of"
-        f" different lengths: {shortened(sizes, '; ', most=3)}.{fix}"
-    )
+    wrong, fixes = [], []
+    for path, leaf, rule in split:
+        if leaf_size(leaf, axis) != axis.size:
+            name = caller.name_of(path)
+            wrong.append(f"{name} has {_size_text(leaf, axis)}")
+            fixes.append(_fix_of_size(name, leaf, rule, axis, caller.part))
+    if wrong:
+        raise ValueError(
+            f"{caller.what} over `{axis.name}` (size {axis.size}) was given inputs of"
+            f" different lengths: {shortened(wrong, '; ', most=3)}.{fixes[0]}"
+        )
 
 
 def _size_text(leaf: Any, axis: Axis) -> str:

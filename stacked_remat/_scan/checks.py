@@ -112,7 +112,9 @@ def form(leaf: Any) -> Any:
     """
     if is_named(leaf):
         return leaf.axes, eqx.is_array_like(leaf.array)
-    return jnp.shape(leaf) if eqx.is_array_like(leaf) else leaf
+    if eqx.is_array_like(leaf):
+        return jnp.shape(leaf)
+    return leaf
 
 
 def difference(
@@ -124,7 +126,9 @@ def difference(
     `are_alike` compares leaves; `path` leads to the trees.
     """
     if jtu.all_leaves([a, b], is_leaf=is_named):
-        return None if are_alike(a, b) else (path, a, b)
+        if are_alike(a, b):
+            return None
+        return (path, a, b)
     # One level at a time: the structure of a whole tree does not tell where two differ
     children, tree = _level(a)
     others, other_tree = _level(b)
@@ -170,4 +174,6 @@ def text(x: PyTree) -> str:
     """As `describe`, and the value of what is no array and no node."""
     is_leaf = jtu.all_leaves([x], is_leaf=is_named)
     is_value = is_leaf and not (is_named(x) or is_array(x))
-    return shown(x) if is_value else describe(x)
+    if is_value:
+        return shown(x)
+    return describe(x)

@@ -89,7 +89,9 @@ class TreeLayout:
     def unsliced(self) -> tuple[bool, ...]:
         """For which of the split arrays a layer is given the whole stack."""
         mask = tuple(leaf.unsliced for leaf in self.of_kind("split"))
-        return (*mask, False) if any(mask) else mask  # the indices are sliced
+        if any(mask):
+            return (*mask, False)  # the indices are sliced
+        return mask
 
     def layer(
         self, parts: Arrays, shared: Arrays, *, cotangents: bool = False
@@ -279,7 +281,9 @@ def layer_getter(tree: PyTree, axis: Axis, caller: Caller) -> Callable[[Any], Py
 def _axis_first(leaf: Any, axis: Axis) -> Any:
     """The array of a leaf that is split, with the axis in front."""
     position = leaf.axis_indices(axis.name) if is_named(leaf) else 0
-    return jnp.moveaxis(leaf.array, position, 0) if position else raw_array(leaf)
+    if position:
+        return jnp.moveaxis(leaf.array, position, 0)
+    return raw_array(leaf)
 
 
 def divide(
@@ -400,5 +404,7 @@ def _in_order(of_kinds: Sequence[PyTree], axis: Axis, pattern: Pattern) -> PyTre
     array = jnp.concatenate(arrays)[np.argsort(order)]
     if not is_named(first):
         return array
-    axes = tuple(axis if other.name == axis.name else other for other in first.axes)
-    return with_axes(jnp.moveaxis(array, 0, axes.index(axis)), axes)
+    position = first.axis_indices(axis.name)
+    axes = [*first.axes]
+    axes[position] = axis
+    return with_axes(jnp.moveaxis(array, 0, position), tuple(axes))

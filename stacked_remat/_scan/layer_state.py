@@ -41,7 +41,9 @@ def _map_nodes(fn: Callable[[Any], Any], tree: T, kind: type) -> T:
     """The tree with `fn` applied to each node of a class."""
 
     def mapped(node: PyTree) -> PyTree:
-        return fn(node) if isinstance(node, kind) else node
+        if isinstance(node, kind):
+            return fn(node)
+        return node
 
     return jtu.tree_map(mapped, tree, is_leaf=lambda node: isinstance(node, kind))
 

@@ -76,7 +76,9 @@ class Layers:
         ]
 
     def _unsliced(self, whole: bool) -> Sequence[bool]:
-        return self.layout.unsliced if whole else [False] * len(self.arrays)
+        if whole:
+            return self.layout.unsliced
+        return [False] * len(self.arrays)
 
     def named(self, stacked: PyTree) -> PyTree:
         """Their stacked outputs, with the axis of the layers."""
@@ -263,8 +265,7 @@ def scan_layers(loop: Loop, init: PyTree, arguments: PyTree) -> tuple[PyTree, Py
         )
     with jax.named_scope(f"scan({axis.name})"):
         carry, ys = _run_traced(loop, kinds, axis, remat, plain, first)
-    named = [kind.named(y) for kind, y in zip(kinds, ys, strict=True)]
-    return loop.call.last(carry), loop.outputs(named)
+    return loop.call.last(carry), loop.outputs([*map(Layers.named, kinds, ys)])
 
 
 def _plain_checkpoint(

@@ -65,8 +65,10 @@ def with_axes(array: Any, axes: tuple[Axis, ...] | None) -> Any:
     """The array with these axes, if any. Sizes are not checked: inside scan and vmap
     they may differ.
     """
+    if axes is None:
+        return array
     # Haliax's constructor checks sizes; unflattening a PyTree does not
-    return array if axes is None else NamedArray.tree_unflatten(axes, [array])
+    return NamedArray.tree_unflatten(axes, [array])
 
 
 def is_split(
@@ -94,7 +96,9 @@ def leaf_size(leaf: Any, axis: AxisSelector) -> int | None:
     split.
     """
     if not is_named(leaf):
-        return leaf.shape[0] if leaf.ndim else None
+        if leaf.ndim:
+            return leaf.shape[0]
+        return None
     for own in leaf.axes:
         if own.name == axis_name(axis):
             return own.size

@@ -54,12 +54,10 @@ def take_rows(leaf: Any, axis: Axis, rows: Sequence[int]) -> Any:
         part = slice(first, first + step * len(rows), step)
     if not is_named(leaf):
         return leaf[part]
-    axes = tuple(
-        other.resize(len(rows)) if other.name == axis.name else other
-        for other in leaf.axes
-    )
-    position = [other.name for other in axes].index(axis.name)
-    return with_axes(leaf.array[(slice(None),) * position + (part,)], axes)
+    position = leaf.axis_indices(axis.name)
+    axes = [*leaf.axes]
+    axes[position] = axis.resize(len(rows))
+    return with_axes(leaf.array[(slice(None),) * position + (part,)], tuple(axes))
 
 
 def stack_trees(trees: Sequence[T], axis: Axis) -> T:
@@ -70,7 +68,9 @@ def stack_trees(trees: Sequence[T], axis: Axis) -> T:
     def stack(*leaves: Any) -> PyTree:
         if is_named(leaves[0]):
             return hax.stack(axis, leaves)
-        return jnp.stack(leaves) if is_array(leaves[0]) else leaves[0]
+        if is_array(leaves[0]):
+            return jnp.stack(leaves)
+        return leaves[0]
 
     return jtu.tree_map(stack, *trees, is_leaf=is_named)
 
@@ -129,7 +129,9 @@ def stack_outputs(outputs: Sequence[PyTree], axis: Axis, what: str) -> PyTree:
     _refuse_unlike(outputs, form, where, "Let all layers return the same.")
     for path, leaf in jtu.tree_leaves_with_path(outputs[:1], is_leaf=is_named):
         _check_is_new(leaf, axis, path[1:], what)
-    return stack_trees([*map(numbers_to_arrays, outputs)], axis) if outputs else None
+    if outputs:
+        return stack_trees([*map(numbers_to_arrays, outputs)], axis)
+    return None
 
 
 def numbers_to_arrays(output: T) -> T:

@@ -136,7 +136,9 @@ class Call:
 
     def last(self, carry: PyTree) -> PyTree:
         """The user's carry, from what comes out of a step."""
-        return carry if self.until is None else carry[2]
+        if self.until is None:
+            return carry
+        return carry[2]
 
 
 def array_step(
@@ -187,7 +189,9 @@ def array_step(
 def _place_of(fn: Callable[..., Any]) -> str:
     name = getattr(fn, "__qualname__", type(fn).__name__)
     code = getattr(inspect.unwrap(fn), "__code__", None)
-    return f"{name}, {code.co_filename}:{code.co_firstlineno}" if code else name
+    if code:
+        return f"{name}, {code.co_filename}:{code.co_firstlineno}"
+    return name
 
 
 def _add_notes(error: Exception, block: PyTree, carry: PyTree) -> None:

@@ -201,7 +201,9 @@ def _without_derivatives(leaf: Any) -> Any:
     # Second derivatives go through the first carry alone, and a visitor's results
     # depend on others too.
     has_derivative = isinstance(leaf, jax.Array) and is_differentiable(leaf.dtype)
-    return not_differentiable(_NO_DERIVATIVES, leaf, ()) if has_derivative else leaf
+    if has_derivative:
+        return not_differentiable(_NO_DERIVATIVES, leaf, ())
+    return leaf
 
 
 _NO_DERIVATIVES = (

@@ -193,6 +193,7 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
                     "remat and gradient_checkpointing name one argument. Pass one of"
                     " them."
                 )
+            # Haliax's name for the policy, in code that was written for its `Stacked`
             given = gradient_checkpointing if remat is None else remat
             policy = resolve_policy(True if given is None else given)
             axis = layers_axis(Layers, what)
@@ -519,6 +520,7 @@ def axis_of_modules(layers: Any, Layers: Any, what: str) -> Axis:
         )
     for i, layer in enumerate(layers):
         check_module(layer, f"layers[{i}] of {what}")
+    # A name alone is an axis with as many layers as there are
     axis = axis_or_name(Layers, what)
     axis = Axis(axis, len(layers)) if isinstance(axis, str) else axis
     if axis.size != len(layers):

@@ -83,6 +83,7 @@ def checkpoint(
         )
     kept = Kept.of(save, offload)
 
+    # Not with the `__dict__` of a module, whose fields are no attributes of a function
     @functools.wraps(fun, updated=())
     def checkpointed(*args: P.args, **kwargs: P.kwargs) -> R:
         # With nothing traced there is nothing to differentiate, and values are known in

@@ -73,6 +73,7 @@ def opened_safetensors(path: Path) -> Iterator[Any]:
     """A safetensors file whose tensors are NumPy arrays; a ValueError where it can't be
     read as one.
     """
+    # Errors of reading a tensor within the `with` are of the file as well
     safetensors = import_safetensors()
     try:
         with safetensors.safe_open(path, "numpy") as file:
@@ -95,7 +96,9 @@ def written_safetensors(folder: Path) -> Iterator[None]:
         # Safetensors has the number of the error, as that of a full disk, only in the
         # message of its own.
         code = re.search(r"os error (\d+)", str(error))
-        number = int(code[1]) if code else getattr(error, "errno", None) or errno.EIO
+        number = getattr(error, "errno", None) or errno.EIO
+        if code:
+            number = int(code[1])
         raise OSError(number, os.strerror(number), str(folder)) from error
 
 

@@ -28,8 +28,10 @@ def did_you_mean(name: str, valid: Collection[str]) -> str:
 
 def shortened(items: Sequence[str], separator: str = ", ", most: int = 50) -> str:
     """The first items, and how many more there are."""
-    more = [f"and {len(items) - most} more"] if len(items) > most else []
-    return separator.join([*items[:most], *more])
+    shown_items = [*items[:most]]
+    if len(items) > most:
+        shown_items.append(f"and {len(items) - most} more")
+    return separator.join(shown_items)
 
 
 # How values from files are shown: a nested list of a config may be of any size

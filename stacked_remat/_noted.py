@@ -34,7 +34,8 @@ class Notes:
 
         What `jax.grad` and `jax.vmap` make of a call has its name and other arrays.
         """
-        rule, types = self.calls.get(str(equation.params.get("name")), (None, []))
+        name = str(equation.params.get("name"))
+        rule, types = self.calls.get(name, (None, []))
         is_call = rule == DERIVATIVE_OF_RESULT or types == _types(
             [*equation.invars, *equation.outvars]
         )

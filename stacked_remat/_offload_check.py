@@ -58,11 +58,13 @@ def check_offload() -> None:
     _check(device)
 
 
+# Once for each device: a compiler does not change while a process runs
 @functools.cache
 def _check(device: Any) -> None:
-    expected = _gradients(True)
+    expected = _gradients(True)  # all carries on the device
     wrong: list[str] = []
     for policy in _POLICIES:
+        # A compiler that refuses the program is as little use as one that is wrong
         try:
             gradients = _gradients(policy)
         except jax.errors.JaxRuntimeError as error:

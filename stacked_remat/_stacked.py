@@ -222,6 +222,7 @@ class StackedKinds(BlockFoldable[M]):
                 return stack._stored
             return applied(stack.stacked)
 
+        # The block comes first: `Call` puts the carry after it
         run = layers_at_once if is_map else scan_layers
         return run(loop, init, ((self._per_kind(blocks), *args), kwargs))
 

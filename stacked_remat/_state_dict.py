@@ -102,6 +102,7 @@ def _check_entries(
     found = {
         key: np.shape(value) for key, value in state_dict.items() if is_of_layers(key)
     }
+    # Most often the prefix is wrong, and a list of all entries would hide that
     if expected and state_dict and not found:
         raise ValueError(
             f"No key of the state dict starts with {with_prefix(prefix, '0')!r}; one is"

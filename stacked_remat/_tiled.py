@@ -101,6 +101,7 @@ def tiled(
     name, size = (axis.name, axis.size) if isinstance(axis, Axis) else (axis, None)
     caller = _Caller(fn, name, size, reduce, tiles)
 
+    # Not with the `__dict__` of a module, whose fields are no attributes of a function
     @functools.wraps(fn, updated=())
     def run(*args: PyTree, **kwargs: PyTree) -> PyTree:
         return _apply(caller, (args, kwargs))
@@ -157,6 +158,7 @@ def _apply(caller: _Caller, arguments: PyTree) -> PyTree:
         if is_array(raw_array(leaf)):
             of_arrays.append(dim)
     size = _common_size(caller, entries, dims)
+    # By Haliax's mapping of axes; plain arrays have no axis in it
     parts = 1
     if isinstance(caller.axis, str) and physical_axis_name(caller.axis) is not None:
         parts = physical_axis_size(caller.axis) or 1
@@ -191,6 +193,7 @@ def _by_tile(caller: _Caller, cut: Cut, arguments: PyTree, dims: Dims) -> PyTree
         return jax.tree.leaves(checkpoint(result)(arrays)[0])
 
     whole, _ = _trace(result, leaves)
+    # The types of a tile's arrays, by reading it
     first_tile = jax.make_jaxpr(
         lambda arrays: cut.read_all(arrays, dims, 0, cut.length)
     )

@@ -73,6 +73,7 @@ class Cut:
     ) -> Array:
         """`array` with this tile from `start` on; without the axis, their sum."""
         if dim is None:
+            # In the dtype of the sum, which `total` chose
             return array + tile.astype(array.dtype)
         own = self._by_device(array, dim)
         tile = self._by_device(tile, dim)

@@ -164,6 +164,7 @@ def to_host(model: T, *, where: Callable[[Any], Any] = lambda leaf: True) -> T:
         stacked = jtu.tree_map_with_path(field, stack.stacked, is_leaf=is_named)
         return changed(stack, stacked=stacked)
 
+    # An error if nothing is moved: the model would take the memory of the device
     on_host = _of_stacks(moved, model)
     if not _placement.has_host_arrays(on_host):
         raise ValueError(

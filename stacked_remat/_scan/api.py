@@ -126,6 +126,7 @@ def _looped(
     caller = Caller(verb, argument_namer(f, skip=0 if verb == "map" else 1))
     loop = Loop.of(Call(caller, verb, f, f, until=until), axis, remat, **options)
 
+    # `init` is positional, so that an argument of the step may have this name
     def run(init: PyTree, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
         check_unmarked(init)
         carry, outputs = scan_layers(loop, init, (args, kwargs))

@@ -184,6 +184,8 @@ def _may_be_keys(leaf: Any) -> bool:
     """Whether `leaf` is random keys, or could be one of JAX's old-style keys, or a
     stack of them.
     """
+    # Keys of `jax.random.key` have a dtype of their own, those of `jax.random.PRNGKey`
+    # are pairs of integers.
     if not is_array(leaf) or jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return is_array(leaf)
     return leaf.dtype == jnp.uint32 and leaf.ndim in (1, 2) and leaf.shape[-1] == 2

@@ -38,13 +38,15 @@ def layers_axis(axis: Any, what: str = "A stack") -> Axis:
         )
     if isinstance(axis, Axis):
         return axis
-    if isinstance(axis, int | np.integer) and not isinstance(axis, bool) and axis >= 0:
+    is_number = isinstance(axis, int | np.integer) and not isinstance(axis, bool)
+    if is_number and axis >= 0:
         return Axis("layers", int(axis))
     name = axis if isinstance(axis, str) else "layers"
     fix = f"Write hax.Axis({name!r}, size)."
     if isinstance(axis, str) and axis in ALIASES:
         # A policy in the place of the axis
         fix = f"Write remat={axis!r}."
+    # `Stacked.of(first, second)`: the second layer is where the axis goes
     elif isinstance(axis, eqx.Module) and what.endswith(".of"):
         fix = "Give the layers in a list."
     raise TypeError(

@@ -21,6 +21,7 @@ from .marks import is_array, is_named
 def check_steps(xs: PyTree, length: Any) -> None:
     """Refuse leaves of `xs` without a leading axis, and a length that nothing tells."""
     leaves = jtu.tree_leaves_with_path(xs, is_leaf=is_named)
+    # `scan` would pass a leaf without a leading axis to every step
     for path, leaf in leaves:
         where = f"lax_scan: xs{jtu.keystr(path)} is {text(leaf)}"
         if is_named(leaf):

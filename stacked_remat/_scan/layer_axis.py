@@ -250,6 +250,7 @@ def _entries(
     return entries, unmarked, are_split, axis
 
 
+# Kinds without layers need values too: the types of their outputs are found by tracing.
 def _check_per_kind(
     leaf: PerKind, rule: str, kinds: Sequence[str], caller: Caller, path: KeyPath
 ) -> None:

@@ -147,6 +147,7 @@ def part_of(
     The markers in `whole` are of one layer each, and have the value of that layer.
     """
     entries = _entries(state)
+    # For an error that says which layer's state is missing
     for path, node in jtu.tree_leaves_with_path(
         module, is_leaf=lambda node: isinstance(node, StateIndex)
     ):
@@ -193,6 +194,7 @@ def stack_outputs_and_states(
         without_values.append(_map_nodes(lambda _: _state_of({}), output, State))
     joint = {}
     for marker, values in by_marker.items():
+        # A marker of one layer alone has its value as it is, as `part_of` expects it
         joint[marker] = values[0] if len(values) == 1 else stack_trees(values, axis)
     stacked = stack_outputs(without_values, axis, what)
     return _map_nodes(lambda _: _state_of(joint), stacked, State)

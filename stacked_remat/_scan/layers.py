@@ -174,6 +174,7 @@ class Loop:
         if self.call.until is None:
             return init
         (layers,) = kinds  # a pattern of kinds has no `until`
+        # Where there are no layers, the inputs are zeros of the first one's types
         index = max(0, layers.layout.axis.size - 1) if self.reverse else 0
         return self.call.first(init, layers.inputs(index, whole=whole))
 
@@ -205,7 +206,9 @@ def scan_unrolled(
         remat = Remat(axis.size, EVERYTHING)
     # The layers of the schedule are numbered from 0, so the first ones are -count to -1
     count = remat.first_layers
-    parts = range(axis.size - count) if remat.schedule is None else remat.schedule.tree
+    parts = range(axis.size - count)
+    if remat.schedule is not None:
+        parts = remat.schedule.tree
     if all(isinstance(part, int) for part in parts):
         # No two layers share a segment, so each is checkpointed by itself.
         remat = dataclasses.replace(remat, schedule=None)
@@ -301,9 +304,13 @@ def _run_traced(
     arrays, static = eqx.partition(first, eqx.is_array_like)
     names = remat.kept.names
     untraced = [kind.untraced(static, names, whole=True) for kind in kinds]
+    # A sweep runs layers again in loops of its own, in which a `jax.Ref` that they
+    # close over has no derivative: that is an error here. In a plain scan it has one.
     traced = trace_layers(
         untraced, arrays, offloads=remat.offloads, replays=plain is None
     )
+    # Within a trace a plain scan is one of JAX, and so it is with a `jax.Ref`, which a
+    # primitive does not take.
     is_primitive = is_eager() and not has_refs([layer.shared for layer in traced])
     if is_primitive and remat.carries and axis.size:
         # Outside of a trace the backward pass of a plain scan has its arguments alone

@@ -348,6 +348,7 @@ def changed(module: T, **fields: Any) -> T:
 
 def check_unmarked(carry: PyTree) -> None:
     """Refuse marks in a carry."""
+    # `take_marks_off` is not called for carries, so a mark would reach the user's step
     for path, leaf in jtu.tree_flatten_with_path(carry, is_leaf=_is_named_or_marked)[0]:
         if isinstance(leaf, Marked | PerKind):
             raise TypeError(

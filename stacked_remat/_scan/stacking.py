@@ -92,6 +92,7 @@ def stack_layers(layers: Sequence[T], axis: Axis, what: str) -> T:
             # With their types, since 1 equals 1.0
             if len({(type(leaf), leaf) for leaf in leaves}) > 1:
                 return jnp.stack([*map(jnp.asarray, leaves)])
+        # The first layer stands for all, which have the same axes
         _check_is_new(leaves[0], axis, path, what)
         return stack_trees(leaves, axis)
 

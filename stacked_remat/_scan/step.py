@@ -175,6 +175,7 @@ def array_step(
             raise
         if call.until is not None:
             new_carry, y = _unless_done(call.until, carry, new_carry, y)
+        # Numbers of an output become arrays, which a loop can stack
         y, rest = eqx.partition(y, eqx.is_array_like)
         return eqx.filter(new_carry, eqx.is_array_like), (y, Static(rest))
 
@@ -223,6 +224,7 @@ def _unless_done(
 ) -> tuple[PyTree, PyTree]:
     """Once it is done, the carry stays as it is, and outputs are zeros."""
     done, first, carry = state
+    # Both are computed and one is chosen: under `jax.vmap` other examples still run.
     carry = jax.tree.map(functools.partial(_choose, done), carry, new_carry)
     y = jax.tree.map(lambda leaf: _choose(done, jnp.zeros_like(leaf), leaf), y)
     return (done | _is_done(until, carry), first, carry), y

@@ -117,8 +117,10 @@ class SweepBack(eqx.Module):
 
         # Outside of a trace an executable is found by the jaxpr, since a visitor is
         # often a new function at each call, which `jax.jit` would compile again.
-        is_eager = are_known(arrays)
-        result, rest = run(jax.jit(visited), arrays) if is_eager else visited(arrays)
+        if are_known(arrays):
+            result, rest = run(jax.jit(visited), arrays)
+        else:
+            result, rest = visited(arrays)
         result = eqx.combine(jax.tree.map(_without_derivatives, result), rest.value)
         return result._replace(layers=self._types.template._with_blocks(result.layers))
 
@@ -296,6 +298,7 @@ def _visited(
         stacks = eqx.combine(part.layer_state, stacks)
         new_states.append(layout.stacked(stacks, shared))
     layers, args, kwargs = _joined(sweep, xs_in(loop), loop.parts)
+    # Leaves of the carry that are not differentiated have None as their cotangent
     carry = types.carry_cotangent(carry_ct)
     state = eqx.combine(loop.visitor_state, static)
     return SweepResult(carry, layers, args, kwargs, state, join_states(new_states))
@@ -572,7 +575,7 @@ def _sweep_of(
         reverse=loop.reverse,
         unroll=loop.unroll_of(axis.size),
         pattern=loop.pattern,
-    )
+    )  # with all leaves of carries held, since a visitor may read any
     of_shared = []
     for layer in traced:
         arguments = layer.shared[layer.constants :]

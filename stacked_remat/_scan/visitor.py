@@ -99,6 +99,7 @@ class KindTypes:
     # The structure of a layer's output, of its arrays alone
     y_tree: Any
 
+    # `shared` has the constants too, which are no part of the trees
     def layer(self, x: Arrays, shared: Arrays, *, cotangents: bool = False) -> PyTree:
         """One layer's tree, from its entries of the stacks."""
         return self.layout.layer(x, shared[self.constants :], cotangents=cotangents)
@@ -277,7 +278,8 @@ def _checked_leaf(where: str, type_: Any, leaf: Any, source: str) -> Any:
     given = jnp.asarray(given)
     same_axes = getattr(leaf, "axes", None) == getattr(type_, "axes", None)
     # With the same axes the error is about the arrays: their shapes or dtypes
-    found, wanted = map(describe, (given, expected) if same_axes else (leaf, type_))
+    pair = (given, expected) if same_axes else (leaf, type_)
+    found, wanted = map(describe, pair)
     if found != wanted:
         raise ValueError(
             f"The cotangent of {where} {source} is {found}, and {where} is"

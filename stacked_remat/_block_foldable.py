@@ -194,8 +194,8 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
                     " them."
                 )
             # Haliax's name for the policy, in code that was written for its `Stacked`
-            given = gradient_checkpointing if remat is None else remat
-            policy = resolve_policy(True if given is None else given)
+            spec = gradient_checkpointing if remat is None else remat
+            policy = resolve_policy(True if spec is None else spec)
             axis = layers_axis(Layers, what)
             build = block_builder(Block, what)
             caller = Caller(what, argument_namer(build, skip=0))
@@ -427,9 +427,9 @@ def loop_over(
 ) -> Loop:
     """The loop of a method over layers, which calls `fn`, or the blocks themselves."""
     written = {"remat": remat, **options}
-    given = {name for name, value in written.items() if value is not None}
-    if given and fn is None:
-        _check_options(layers, method, given)
+    passed = {name for name, value in written.items() if value is not None}
+    if passed and fn is None:
+        _check_options(layers, method, passed)
     # Errors name arguments as the user's function does, or as the blocks' `__call__`.
     # Of layers of several classes the first stands for all; without layers nothing is
     # named.
@@ -442,10 +442,10 @@ def loop_over(
     return Loop.of(call, layers.Layers, policy, layers._pattern, **options)
 
 
-def _check_options(layers: BlockFoldable[Any], method: str, given: set[str]) -> None:
+def _check_options(layers: BlockFoldable[Any], method: str, names: set[str]) -> None:
     """Refuse options of a loop that may also be arguments of the blocks."""
     for kind in {*map(type, layers._kinds)}:
-        for name in sorted(given & {*signature_of(kind.__call__).parameters}):
+        for name in sorted(names & {*signature_of(kind.__call__).parameters}):
             via = (
                 f"{method.removesuffix('_vjp')}_via(lambda block, x: block(x,"
                 f" {name}=...), {name}=...)(x)"

@@ -113,8 +113,8 @@ def saving_internals(
     if names is True:
         return _saved_internals(around)
     # What a region around this one drops, it drops within this one too
-    own = frozenset(names)
-    return _saved_internals(own if around is True else own & around)
+    kept = frozenset(names)
+    return _saved_internals(kept if around is True else kept & around)
 
 
 def internals_are_saved(name: str | None = None) -> bool:

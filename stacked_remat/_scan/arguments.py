@@ -108,7 +108,7 @@ def signature_error(
     fn: Callable,
     what: str,
     first: Sequence[str],
-    given: Sequence[Any],
+    args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> str | None:
     """What is wrong with the signature of `fn` for a call that begins with `first`;
@@ -116,7 +116,7 @@ def signature_error(
     """
     signature = signature_of(fn)
     try:
-        signature.bind(*given, **kwargs)
+        signature.bind(*args, **kwargs)
     except TypeError as error:
         name = getattr(fn, "__qualname__", type(fn).__name__)
         return (

@@ -136,9 +136,9 @@ def difference(
     others, other_tree = _level(b)
     if tree == other_tree:
         for (at, child), (_, other) in zip(children, others, strict=True):
-            found = difference(child, other, are_alike, path + jtu.keystr(at))
-            if found:
-                return found
+            unlike = difference(child, other, are_alike, path + jtu.keystr(at))
+            if unlike:
+                return unlike
         return None
     # The nodes differ themselves: in a static field of a module, in keys, or in class
     is_same_class = type(a) is type(b) and dataclasses.is_dataclass(a)

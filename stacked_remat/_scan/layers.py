@@ -137,9 +137,9 @@ class Loop:
     ) -> "Loop":
         """A loop with these options, and with the defaults for those that are None."""
         # Methods pass on their options as they were given, and None where they were not
-        given = {name: option for name, option in options.items() if option is not None}
+        passed = {name: value for name, value in options.items() if value is not None}
         resolved = axis_or_name(axis, call.caller.what)
-        return cls(call, resolved, resolve_policy(remat), pattern, **given)
+        return cls(call, resolved, resolve_policy(remat), pattern, **passed)
 
     def unroll_of(self, length: int) -> int:
         """How many of so many layers one iteration runs."""

@@ -99,9 +99,9 @@ def leaf_size(leaf: Any, axis: AxisSelector) -> int | None:
         if leaf.ndim:
             return leaf.shape[0]
         return None
-    for own in leaf.axes:
-        if own.name == axis_name(axis):
-            return own.size
+    for other in leaf.axes:
+        if other.name == axis_name(axis):
+            return other.size
     return None
 
 

@@ -112,8 +112,8 @@ def _refuse_unlike(
 ) -> None:
     """Refuse trees where one has a leaf of another form than the first has."""
     for number, tree in enumerate(trees):
-        if found := difference(trees[0], tree, lambda a, b: form(a) == form(b)):
-            path, expected, value = found
+        if unlike := difference(trees[0], tree, lambda a, b: form(a) == form(b)):
+            path, expected, value = unlike
             raise ValueError(
                 f"{what}[0]{path} is {text(expected)}, and layers[{number}]{path} is"
                 f" {text(value)}. {fix}"

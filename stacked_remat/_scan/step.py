@@ -6,22 +6,17 @@ of it a function of arrays alone, `(shared, carry, inputs) -> (carry, y)`, which
 called and what its result means for `fold`, `scan` and `map`.
 
 With `until` all steps of the axis are in the program, and those after the last one
-change nothing. Then a triple `(done, first, carry)` is carried from step to step:
-
-- `done`: whether a carry was reached at which `until` is True;
-- `first`: the first carry and the first step's inputs, without derivatives;
-- `carry`: the user's.
-
-A step that is done is given `first`, with which it can run and has a derivative; with
-the last carry, or with inputs for steps that are not taken, it may divide by zero, and
-the zero cotangent of its result would become NaN.
+change nothing. Then an `UntilCarry` goes from step to step. A step that is done is
+given the first carry and inputs, with which it can run and has a derivative; with the
+last carry, or with inputs for steps that are not taken, it may divide by zero, and the
+zero cotangent of its result would become NaN.
 """
 
 import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import equinox as eqx
 import jax
@@ -42,6 +37,21 @@ Verb: TypeAlias = Literal["fold", "scan", "map"]
 # The checkpoint names of internals that are kept; True for all internals
 Names: TypeAlias = tuple[str, ...] | Literal[True]
 Until: TypeAlias = Callable[[PyTree], Any]  # of a carry: whether to stop
+
+
+class UntilCarry(NamedTuple):
+    """What goes from step to step with `until`.
+
+    `done` is its first leaf, by which a sweep stops (`SweepSpec.run`).
+    """
+
+    # Whether a carry was reached at which `until` is True
+    done: Array
+    # The first carry, and the first step's inputs that are split, without derivatives;
+    # None for an input that each step takes whole
+    first: tuple[PyTree, list[Array | None]]
+    # The user's carry
+    carry: PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,15 +80,15 @@ class Call:
         is another.
         """
         # `f(carry, *args)`, `f(block, carry, *args)`, and `f(*args)` for a map
-        given = [*args]
+        positional = [*args]
         if self.verb != "map":
-            given.insert(int(self.takes_block), carry)
+            positional.insert(int(self.takes_block), carry)
         try:
-            return self.fn(*given, **kwargs)
+            return self.fn(*positional, **kwargs)
         except (AttributeError, TypeError) as error:
             first = ["block"] * self.takes_block + ["carry"] * (self.verb != "map")
             problem = signature_error(
-                self.owner, self.caller.what, first, given, kwargs
+                self.owner, self.caller.what, first, positional, kwargs
             )
             # The call fits the signature: the error is of the user's own code
             if problem is None:
@@ -114,7 +124,7 @@ class Call:
         that are split.
         """
         assert self.until is not None
-        return _is_done(self.until, init), _fixed((init, [*inputs])), init
+        return UntilCarry(_is_done(self.until, init), _fixed((init, [*inputs])), init)
 
     def given(
         self, carry: PyTree, inputs: Sequence[Array]
@@ -122,23 +132,25 @@ class Call:
         """The carry and inputs that a step is given: once it is done the first ones."""
         if self.until is None:
             return carry, inputs
-        done, (first, first_inputs), carry = carry
+        done, (first, first_inputs), last = carry
         chosen = []
         for at_first, at_this in zip(first_inputs, inputs, strict=True):
             # None: a stack that every layer takes whole
             is_whole = at_first is None
             chosen.append(at_this if is_whole else _choose(done, at_first, at_this))
-        return jax.tree.map(functools.partial(_choose, done), first, carry), chosen
+        return jax.tree.map(functools.partial(_choose, done), first, last), chosen
 
     def is_done(self, carry: PyTree) -> bool:
         """Whether it is known that no step is left."""
-        return self.until is not None and is_concrete(carry[0]) and bool(carry[0])
+        if self.until is None:
+            return False
+        return is_concrete(carry.done) and bool(carry.done)
 
     def last(self, carry: PyTree) -> PyTree:
         """The user's carry, from what comes out of a step."""
         if self.until is None:
             return carry
-        return carry[2]
+        return carry.carry
 
 
 def array_step(
@@ -161,10 +173,10 @@ def array_step(
         shared: PyTree, arrays: PyTree, inputs: PyTree
     ) -> tuple[PyTree, tuple[PyTree, Static]]:
         carry = eqx.combine(arrays, static)
-        given, inputs = call.given(carry, inputs)
+        step_carry, inputs = call.given(carry, inputs)
         with saving_internals(names):
             args, kwargs = unpack(inputs, shared)
-            result = call.applied(given, args, kwargs)
+            result = call.applied(step_carry, args, kwargs)
         new_carry, y = call.outputs(result, (args, kwargs))
         # A state of Equinox that was updated can't be read
         carry = eqx.combine(arrays, static)
@@ -220,14 +232,14 @@ def _note_absent_fields(error: Exception, block: PyTree) -> None:
 
 
 def _unless_done(
-    until: Until, state: tuple[PyTree, PyTree, PyTree], new_carry: PyTree, y: PyTree
-) -> tuple[PyTree, PyTree]:
+    until: Until, state: UntilCarry, new_carry: PyTree, y: PyTree
+) -> tuple[UntilCarry, PyTree]:
     """Once it is done, the carry stays as it is, and outputs are zeros."""
     done, first, carry = state
     # Both are computed and one is chosen: under `jax.vmap` other examples still run.
     carry = jax.tree.map(functools.partial(_choose, done), carry, new_carry)
     y = jax.tree.map(lambda leaf: _choose(done, jnp.zeros_like(leaf), leaf), y)
-    return (done | _is_done(until, carry), first, carry), y
+    return UntilCarry(done | _is_done(until, carry), first, carry), y
 
 
 def _fixed(tree: PyTree) -> PyTree:

@@ -105,8 +105,8 @@ class SweepBack(eqx.Module):
                 "A visitor is a function (visit, state) -> LayerResult; got "
                 f"{describe(visitor)}. Write sweep_back(cotangent, visitor, state)."
             )
-        given = self, cotangent, state, layer_state
-        arrays, static = eqx.partition(given, eqx.is_array)
+        trees = self, cotangent, state, layer_state
+        arrays, static = eqx.partition(trees, eqx.is_array)
 
         def visited(arrays: PyTree) -> tuple[PyTree, Static]:
             sweep, cotangent, state, layer_state = eqx.combine(arrays, static)
@@ -366,12 +366,14 @@ def _first_parts(
     nothing = jax.tree.map(lambda _: None, stacks)
     first = sweep._checkpoints.first()
     parts = []
-    for kind, own, ys_ct in zip(types.spec.kinds, stacks, cotangents.ys, strict=True):
+    for kind, of_kind, ys_ct in zip(
+        types.spec.kinds, stacks, cotangents.ys, strict=True
+    ):
         # Shapes and dtypes are all that counts of this visit, so any layer will do
-        x = read([*map(at_least_one, own.layers)], 0)
+        x = read([*map(at_least_one, of_kind.layers)], 0)
         y_ct = read([*map(at_least_one, ys_ct)], 0)
         pullback = LayerPullback(kind, types.perturbed)
-        inputs = own.shared_ct, first, x
+        inputs = of_kind.shared_ct, first, x
         example = pullback.visit(index, inputs, [], (cotangents.carry, y_ct))
         at = example, kind, index, _SweepState(nothing, state)
         new, _ = jax.eval_shape(lambda at=at: visitor.visit(*at)[1])
@@ -380,7 +382,7 @@ def _first_parts(
         layers, layer_state, split_ct, shared_ct = jax.tree.map(
             lambda entry, stack: None if entry is None else stack,
             new,
-            own,
+            of_kind,
             is_leaf=lambda node: node is None,
         )
         part = _Part(

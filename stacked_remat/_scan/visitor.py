@@ -153,7 +153,9 @@ class SweepTypes:
         ]
         # The description of a layer's jaxpr leaves out the rules of `jax.custom_vjp`s;
         # the jaxpr of its pullback has what they compute.
-        pullbacks = [LayerPullback(of.kind, self.perturbed).jaxpr for of in self.kinds]
+        pullbacks = []
+        for kind_types in self.kinds:
+            pullbacks.append(LayerPullback(kind_types.kind, self.perturbed).jaxpr)
         static = (
             self.has_output,
             self.spec,
@@ -267,23 +269,23 @@ def checked_cotangent(
 
 
 def _checked_leaf(where: str, type_: Any, leaf: Any, source: str) -> Any:
-    given = raw_array(leaf)
+    array = raw_array(leaf)
     expected = raw_array(type_)
     # Integers and keys have no cotangent; JAX gives zeros of dtype float0 as theirs.
-    if given is None or not is_differentiable(expected.dtype):
+    if array is None or not is_differentiable(expected.dtype):
         return None
-    if not eqx.is_array_like(given):
+    if not eqx.is_array_like(array):
         problem = f"The cotangent of {where} {source} is {describe(leaf)}"
         raise TypeError(f"{problem}. Give an array, or None for zeros.")
-    given = jnp.asarray(given)
+    array = jnp.asarray(array)
     same_axes = getattr(leaf, "axes", None) == getattr(type_, "axes", None)
     # With the same axes the error is about the arrays: their shapes or dtypes
-    pair = (given, expected) if same_axes else (leaf, type_)
-    found, wanted = map(describe, pair)
-    if found != wanted:
+    pair = (array, expected) if same_axes else (leaf, type_)
+    actual, wanted = map(describe, pair)
+    if actual != wanted:
         raise ValueError(
-            f"The cotangent of {where} {source} is {found}, and {where} is"
+            f"The cotangent of {where} {source} is {actual}, and {where} is"
             f" {wanted}. Give it the same axes in the same order, and the same"
             " shape and dtype."
         )
-    return given
+    return array

@@ -75,11 +75,11 @@ class StackedPattern(StackedKinds[M]):
             )
         for name, stack in self.stacks.items():
             wanted = self.Layers.resize(self.pattern.count(name))
-            found = stack.Layers if isinstance(stack, Stacked) else type(stack).__name__
-            if found != wanted:
+            axis = stack.Layers if isinstance(stack, Stacked) else type(stack).__name__
+            if axis != wanted:
                 raise ValueError(
                     f"By the pattern stacks[{name!r}] is a Stacked of {wanted}; got"
-                    f" {found}. Build them by {what}.init(Layers, kinds, pattern)(...)."
+                    f" {axis}. Build them by {what}.init(Layers, kinds, pattern)(...)."
                 )
 
     @classmethod

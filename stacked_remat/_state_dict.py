@@ -99,16 +99,16 @@ def _check_entries(
         number = pattern.match(key)
         return key in expected or (number is not None and int(number[1]) >= count)
 
-    found = {
+    shapes = {
         key: np.shape(value) for key, value in state_dict.items() if is_of_layers(key)
     }
     # Most often the prefix is wrong, and a list of all entries would hide that
-    if expected and state_dict and not found:
+    if expected and state_dict and not shapes:
         raise ValueError(
             f"No key of the state dict starts with {with_prefix(prefix, '0')!r}; one is"
             f" {next(iter(state_dict))!r}. Give the prefix that it was written with."
         )
-    if problems := entry_problems(expected, found):
+    if problems := entry_problems(expected, shapes):
         raise ValueError(
             f"The state dict does not fit the stack of {count} layers at prefix"
             f" {prefix!r}:\n  " + shortened(problems, "\n  ", most=8)

@@ -164,8 +164,8 @@ def _apply(caller: _Caller, arguments: PyTree) -> PyTree:
         parts = physical_axis_size(caller.axis) or 1
     if size % parts:  # so the array is not divided over these devices
         parts = 1
-    own = size // parts  # positions of one device
-    cut = Cut(own, parts, length=-(-own // caller.tiles))
+    own_positions = size // parts  # positions of one device
+    cut = Cut(own_positions, parts, length=-(-own_positions // caller.tiles))
     # One tile has all positions
     if cut.size <= cut.length:
         args, kwargs = arguments
@@ -222,8 +222,8 @@ def _trace(
     fn: Callable[..., tuple[PyTree, Static]], types: Sequence[PyTree]
 ) -> tuple[PyTree, ClosedJaxpr]:
     """The result of `fn` with the types of its arrays, and its jaxpr."""
-    closed, (found, rest) = jax.make_jaxpr(fn, return_shape=True)(types)
-    return eqx.combine(found, rest.value), closed
+    closed, (outputs, rest) = jax.make_jaxpr(fn, return_shape=True)(types)
+    return eqx.combine(outputs, rest.value), closed
 
 
 # Unflattened with the array of a tile, a named array has the axes of the whole one.
@@ -276,10 +276,10 @@ def _check_part(caller: _Caller, cut: Cut, tile: PyTree, whole: PyTree) -> None:
     """
     of_tile = _described(caller, tile, cut.parts * cut.length)
     of_whole = _described(caller, whole, cut.parts * cut.size)
-    for own, of_all in itertools.zip_longest(of_tile, of_whole):
-        if own != of_all:
+    for in_tile, in_whole in itertools.zip_longest(of_tile, of_whole):
+        if in_tile != in_whole:
             raise ValueError(
-                f"{caller}: {own} for a tile, and {of_all} for all positions. The"
+                f"{caller}: {in_tile} for a tile, and {in_whole} for all positions. The"
                 " function must treat positions independently of each other; outputs"
                 ' that are sums over them need reduce="sum".'
             )

@@ -75,9 +75,9 @@ class Cut:
         if dim is None:
             # In the dtype of the sum, which `total` chose
             return array + tile.astype(array.dtype)
-        own = self._by_device(array, dim)
+        by_device = self._by_device(array, dim)
         tile = self._by_device(tile, dim)
-        return lax.dynamic_update_slice_in_dim(own, tile, start, dim + 1).reshape(
+        return lax.dynamic_update_slice_in_dim(by_device, tile, start, dim + 1).reshape(
             array.shape
         )
 
@@ -90,9 +90,9 @@ class Cut:
 
     def _by_device(self, array: Array, dim: int) -> Array:
         """The array with its positions in two dimensions: devices, and their own."""
-        own = array.shape[dim] // self.parts
+        length = array.shape[dim] // self.parts
         return array.reshape(
-            *array.shape[:dim], self.parts, own, *array.shape[dim + 1 :]
+            *array.shape[:dim], self.parts, length, *array.shape[dim + 1 :]
         )
 
     def total(self, tile: ShapedArray, dim: int | None) -> ShapedArray:

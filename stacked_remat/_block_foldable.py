@@ -1,4 +1,11 @@
-"""`BlockFoldable`: what `Stacked`, `StackedPattern` and `BlockSeq` have in common."""
+"""`BlockFoldable`: what `Stacked`, `StackedPattern` and `BlockSeq` have in common.
+
+The methods that apply layers (`fold`, `scan`, `vmap` and their `_via` forms) are all
+`_applied`: it makes a `Loop` (`loop_over`), divides an `eqx.nn.State` among the layers,
+and calls `_run`, which each class has: a loop of JAX over stacks, or a Python loop. The
+rest is what layers have in common with a list, the checks of what a user builds them
+of, and `init` with its types.
+"""
 
 import abc
 import functools
@@ -43,13 +50,13 @@ if TYPE_CHECKING:
     from ._block_seq import BlockSeq
     from ._stacked import Stacked
 
-P = ParamSpec("P")
-M = TypeVar("M", bound=eqx.Module)
-B = TypeVar("B", bound=eqx.Module)
+P = ParamSpec("P")  # the arguments that build a block
+M = TypeVar("M", bound=eqx.Module)  # the blocks of a stack
+B = TypeVar("B", bound=eqx.Module)  # the blocks that a class method builds or is given
 B_co = TypeVar("B_co", bound=eqx.Module, covariant=True)
-S = TypeVar("S")
-T = TypeVar("T")
-Y = TypeVar("Y")
+S = TypeVar("S")  # a subclass of a class of layers
+T = TypeVar("T")  # a carry
+Y = TypeVar("Y")  # an output
 
 
 class BuiltByInit(Protocol[P, B_co]):
@@ -113,7 +120,7 @@ class InitOf:
         self, layers: object, cls: type[S]
     ) -> Callable[..., Callable[..., S]]: ...
 
-    def __get__(self, layers: object, cls: Any) -> Any: ...
+    def __get__(self, layers: object, cls: Any) -> Any: ...  # never called
 
 
 class BlockFoldable(HaliaxStackNames, ModuleWithStateDictSerialization, Generic[M]):
@@ -129,6 +136,7 @@ class BlockFoldable(HaliaxStackNames, ModuleWithStateDictSerialization, Generic[
             another.
     """
 
+    # Tells `map_unsliced` to leave the fields of a stack within a layer to its own loop
     _slices_its_own_layers: ClassVar[bool] = True
 
     if (
@@ -141,6 +149,8 @@ class BlockFoldable(HaliaxStackNames, ModuleWithStateDictSerialization, Generic[
         @property
         def remat(self) -> ScanCheckpointPolicy: ...
 
+        # One signature of `init` can't say both what arguments the block takes and that
+        # a subclass returns its own class.
         init = InitOf()
     else:
 
@@ -184,9 +194,11 @@ class BlockFoldable(HaliaxStackNames, ModuleWithStateDictSerialization, Generic[
                     "remat and gradient_checkpointing name one argument. Pass one of"
                     " them."
                 )
-            given = gradient_checkpointing if remat is None else remat
-            policy = resolve_policy(True if given is None else given)
-            axis, build = layers_axis(Layers, what), block_builder(Block, what)
+            # Haliax's name for the policy, in code that was written for its `Stacked`
+            spec = gradient_checkpointing if remat is None else remat
+            policy = resolve_policy(True if spec is None else spec)
+            axis = layers_axis(Layers, what)
+            build = block_builder(Block, what)
             caller = Caller(what, argument_namer(build, skip=0))
 
             def build_layers(*args: PyTree, **kwargs: PyTree) -> PyTree:
@@ -364,9 +376,9 @@ class BlockFoldable(HaliaxStackNames, ModuleWithStateDictSerialization, Generic[
     def __getitem__(self, index: slice) -> Self: ...
 
     def __getitem__(self, index: Any) -> PyTree:
-        return (
-            self._layers(index) if isinstance(index, slice) else self.get_layer(index)
-        )
+        if isinstance(index, slice):
+            return self._layers(index)
+        return self.get_layer(index)
 
     @abc.abstractmethod
     def _layers(self, rows: slice) -> Self:
@@ -410,13 +422,26 @@ def loop_over(
     **options: Any,
 ) -> Loop:
     """The loop of a method over layers, which calls `fn`, or the blocks themselves."""
-    given = {
-        name for name, value in {"remat": remat, **options}.items() if value is not None
-    }
-    for kind in (
-        {type(block) for block in layers._kinds} if given and fn is None else ()
-    ):
-        for name in sorted(given & {*signature_of(kind.__call__).parameters}):
+    written = {"remat": remat, **options}
+    passed = {name for name, value in written.items() if value is not None}
+    if passed and fn is None:
+        _check_options(layers, method, passed)
+    # Errors name arguments as the user's function does, or as the blocks' `__call__`.
+    # Of layers of several classes the first stands for all; without layers nothing is
+    # named.
+    owner = fn or next((type(block).__call__ for block in layers._kinds), operator.call)
+    names = argument_namer(owner, skip=1 if verb == "map" else 2, first=("stacked",))
+    caller = Caller(f"{type(layers).__name__}.{method}", names)
+    call = Call(caller, verb, fn or operator.call, owner, takes_block=True)
+    # All layers of a map run at once, so a policy has nothing to say
+    policy = False if verb == "map" else layers.remat if remat is None else remat
+    return Loop.of(call, layers.Layers, policy, layers._pattern, **options)
+
+
+def _check_options(layers: BlockFoldable[Any], method: str, names: set[str]) -> None:
+    """Refuse options of a loop that may also be arguments of the blocks."""
+    for kind in {*map(type, layers._kinds)}:
+        for name in sorted(names & {*signature_of(kind.__call__).parameters}):
             via = (
                 f"{method.removesuffix('_vjp')}_via(lambda block, x: block(x,"
                 f" {name}=...), {name}=...)(x)"
@@ -425,12 +450,6 @@ def loop_over(
                 f"{name}= may be for {method} or for {kind.__name__}.__call__, which"
                 f" has a parameter `{name}` too. Rename that one, or write {via}."
             )
-    owner = fn or next((type(block).__call__ for block in layers._kinds), operator.call)
-    names = argument_namer(owner, skip=1 if verb == "map" else 2, first=("stacked",))
-    caller = Caller(f"{type(layers).__name__}.{method}", names)
-    call = Call(caller, verb, fn or operator.call, owner, takes_block=True)
-    policy = False if verb == "map" else layers.remat if remat is None else remat
-    return Loop.of(call, layers.Layers, policy, layers._pattern, **options)
 
 
 def _applied(
@@ -439,8 +458,12 @@ def _applied(
     fn: Callable[..., Any] | None,
     **options: Any,
 ) -> Callable[..., Any]:
+    """A function of the first carry, None for a map, and the arguments, which applies
+    the layers.
+    """
     loop = loop_over(layers, "vmap" if verb == "map" else verb, verb, fn, **options)
-    call, what = loop.call, loop.call.caller.what
+    call = loop.call
+    what = loop.call.caller.what
 
     def run(init: PyTree, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
         check_unmarked(init)
@@ -452,15 +475,20 @@ def _applied(
             carry, outputs = layers._run(loop, init, args, kwargs)
         if whole is None:
             return call.result(carry, outputs)
+        # A fold returns no outputs: the state is a second result. A scan has it in its
+        # outputs, in place of the states of layers.
         state, outputs = with_whole_state(outputs, whole, layers, what)
-        return (carry, state) if call.verb == "fold" else call.result(carry, outputs)
+        if call.verb == "fold":
+            return (carry, state)
+        return call.result(carry, outputs)
 
     return run
 
 
 def block_builder(Block: Any, what: str) -> Callable[..., Any]:
     """The static `init` of a block, Haliax style, or the block itself."""
-    # Equinox's partial and jitted functions are modules too.
+    # A common mistake is a block instead of its class. Equinox's partial and jitted
+    # functions are modules too.
     is_block = isinstance(Block, eqx.Module) and not (
         isinstance(Block, eqx.Partial) or hasattr(Block, "__wrapped__")
     )
@@ -470,11 +498,13 @@ def block_builder(Block: Any, what: str) -> Callable[..., Any]:
             f" calls it for every layer; got {describe(Block)}. Write {what}(Layers,"
             " Block)(...), or of layers that are built Stacked.of(layers)."
         )
-    init = (
-        inspect.getattr_static(Block, "init", None) if inspect.isclass(Block) else None
-    )
+    if not inspect.isclass(Block):
+        return Block
+    init = inspect.getattr_static(Block, "init", None)
     # An ordinary method of this name, which needs a block, is for something else.
-    return Block if init is None or inspect.isfunction(init) else getattr(Block, "init")  # noqa: B009
+    if init is None or inspect.isfunction(init):
+        return Block
+    return getattr(Block, "init")  # noqa: B009
 
 
 def axis_of_modules(layers: Any, Layers: Any, what: str) -> Axis:
@@ -486,6 +516,7 @@ def axis_of_modules(layers: Any, Layers: Any, what: str) -> Axis:
         )
     for i, layer in enumerate(layers):
         check_module(layer, f"layers[{i}] of {what}")
+    # A name alone is an axis with as many layers as there are
     axis = axis_or_name(Layers, what)
     axis = Axis(axis, len(layers)) if isinstance(axis, str) else axis
     if axis.size != len(layers):
@@ -509,7 +540,7 @@ def check_layer_index(index: Any, Layers: Axis) -> int:
     """The index counted from the front; an error outside of the axis."""
     try:
         position = operator.index(index)
-    except TracerIntegerConversionError:
+    except TracerIntegerConversionError:  # a `TypeError` that says what to do
         raise
     except TypeError:
         raise TypeError(

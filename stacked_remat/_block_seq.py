@@ -1,5 +1,10 @@
 """`BlockSeq`: layers that need not be alike, with the methods and the policies of
 `Stacked`.
+
+Its layers are not stacked, so no loop of JAX can run them: a Python loop does
+(`scan_unrolled` in `_scan/layers.py`), with the segments that the policy says as
+`jax.checkpoint`s. Arguments are split as for a `Stacked`, and each layer's part of them
+is read before the loop.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -85,18 +90,20 @@ class BlockSeq(BlockFoldable[M]):
         """
         Lambda: Any = eqx.nn.Lambda
         blocks: Any = layers
+        # A `Sequential` gives its layers a state and a key only where they take them,
+        # and one layer in a `Sequential` is called as it would be there.
         if isinstance(layers, eqx.nn.Sequential):
             blocks = [eqx.nn.Sequential([layer]) for layer in layers]
         elif isinstance(layers, Sequence):
-            as_it_is = eqx.Module | type
-            blocks = [
-                Lambda(x) if callable(x) and not isinstance(x, as_it_is) else x
-                for x in layers
-            ]
+            blocks = []
+            for layer in layers:
+                # A class is refused below, as what is no module
+                is_function = not isinstance(layer, eqx.Module | type)
+                is_function = is_function and callable(layer)
+                blocks.append(Lambda(layer) if is_function else layer)
         make: Any = cls
-        return make(
-            blocks, axis_of_modules(blocks, Layers, f"{cls.__name__}.of"), remat
-        )
+        axis = axis_of_modules(blocks, Layers, f"{cls.__name__}.of")
+        return make(blocks, axis, remat)
 
     @classmethod
     def _build_all(
@@ -107,10 +114,12 @@ class BlockSeq(BlockFoldable[M]):
         args: PyTree,
         kwargs: PyTree,
     ) -> list[PyTree]:
-        calls = map(layer_getter((args, kwargs), Layers, caller), range(Layers.size))
-        return [
-            build(*layer_args, **layer_kwargs) for layer_args, layer_kwargs in calls
-        ]
+        layer = layer_getter((args, kwargs), Layers, caller)
+        blocks = []
+        for index in range(Layers.size):
+            layer_args, layer_kwargs = layer(index)
+            blocks.append(build(*layer_args, **layer_kwargs))
+        return blocks
 
     def _own_part(self, state: State, what: str) -> State:
         return part_of(state, self.blocks, what, whole=of_one_layer(self.blocks))
@@ -130,13 +139,15 @@ class BlockSeq(BlockFoldable[M]):
             (_, *args), kwargs = for_layer(arguments, block)
             return [block, *args], kwargs
 
-        # Blocks keep their NumPy arrays, by which they may decide.
+        # Arguments become arrays of JAX, as in every loop. Blocks keep their NumPy
+        # arrays, by which they may decide.
         arrays, rest = eqx.partition(((None, *args), kwargs), is_array)
         arguments = eqx.combine(jax.tree.map(jnp.asarray, arrays), rest)
         layer = layer_getter(arguments, self.Layers, caller)
-        inputs = [
-            (block, for_layer(layer(i), block)) for i, block in enumerate(self.blocks)
-        ]
+        # Arguments begin with the block in every loop over layers; here with None
+        inputs = []
+        for index, block in enumerate(self.blocks):
+            inputs.append((block, for_layer(layer(index), block)))
         carry, ys = scan_unrolled(loop, init, inputs, arguments_of, self.Layers)
         return carry, stack_outputs_and_states(ys, self.Layers, caller.what)
 

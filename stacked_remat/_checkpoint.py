@@ -1,5 +1,11 @@
 """`checkpoint`: a region whose intermediate values are computed again, and names for
 those that are not.
+
+`recomputed` is `jax.checkpoint` of functions of any trees, for `checkpoint` and for
+the Python loop of `_scan/layers.py`. `checkpoint_name` tags values, and a *policy*
+chooses by these names what is kept. A block may ask, while it is traced, what the
+regions around it keep (`internals_are_saved`); loops and `checkpoint` say so by
+`saving_internals`.
 """
 
 import contextlib
@@ -77,19 +83,23 @@ def checkpoint(
         )
     kept = Kept.of(save, offload)
 
+    # Not with the `__dict__` of a module, whose fields are no attributes of a function
     @functools.wraps(fun, updated=())
     def checkpointed(*args: P.args, **kwargs: P.kwargs) -> R:
+        # With nothing traced there is nothing to differentiate, and values are known in
+        # `fun`, which `jax.checkpoint` would trace.
         if nothing_is_traced() or kept == EVERYTHING:
             return fun(*args, **kwargs)
+        region = recomputed(fun, kept.policy(), offloads=bool(kept.offloaded))
         with saving_internals(kept.names):
-            return recomputed(fun, kept.policy(), offloads=bool(kept.offloaded))(
-                *args, **kwargs
-            )
+            return region(*args, **kwargs)
 
     return checkpointed
 
 
-# True for everything, or a frozenset of names.
+# What the regions around a layer keep of its internals: True for everything, or a
+# frozenset of names. A context of JAX, so part of the keys of its caches: a block that
+# was traced for one policy is not taken for another.
 _saved_internals = jax.make_user_context(default_value=True)
 
 
@@ -102,8 +112,9 @@ def saving_internals(
     around = _saved_internals.value
     if names is True:
         return _saved_internals(around)
-    own = frozenset(names)
-    return _saved_internals(own if around is True else own & around)
+    # What a region around this one drops, it drops within this one too
+    kept = frozenset(names)
+    return _saved_internals(kept if around is True else kept & around)
 
 
 def internals_are_saved(name: str | None = None) -> bool:
@@ -128,17 +139,19 @@ def recomputed(
     """
 
     def checkpointed(*args: PyTree, **kwargs: PyTree) -> PyTree:
+        # The function too, since a module holds arrays. Others that it closes over are
+        # found by `jax.checkpoint`.
         arrays, static = eqx.partition((fun, args, kwargs), eqx.is_array)
 
         def of_arrays(arrays: PyTree) -> tuple[PyTree, Static]:
             fun, args, kwargs = eqx.combine(arrays, static)
-            found, rest = eqx.partition(fun(*args, **kwargs), eqx.is_array)
-            return found, Static(rest)
+            results, rest = eqx.partition(fun(*args, **kwargs), eqx.is_array)
+            return results, Static(rest)
 
         run = _without_ordered_effects(of_arrays, arrays) if offloads else of_arrays
-        found, rest = jax.checkpoint(run, policy=policy)(arrays)
+        results, rest = jax.checkpoint(run, policy=policy)(arrays)
         # Outside of jit JAX gives constants among the results back as Python numbers.
-        return eqx.combine(jax.tree.map(jnp.asarray, found), rest.value)
+        return eqx.combine(jax.tree.map(jnp.asarray, results), rest.value)
 
     return checkpointed
 
@@ -146,10 +159,14 @@ def recomputed(
 def _without_ordered_effects(
     fun: Callable[[PyTree], PyTree], arrays: PyTree
 ) -> Callable[[PyTree], PyTree]:
-    """`fun` for arguments like `arrays`, which is traced here."""
-    closed, found = jax.make_jaxpr(fun, return_shape=True)(arrays)
+    """`fun` for arguments like `arrays`, which is traced here; refuses ordered
+    effects.
+
+    JAX fails to compile them beside host memory, with an error that doesn't name them.
+    """
+    closed, results = jax.make_jaxpr(fun, return_shape=True)(arrays)
     check_effects(closed.jaxpr, (), offloads=True)
-    structure = jax.tree.structure(found)
+    structure = jax.tree.structure(results)
 
     def evaluate(arrays: PyTree) -> PyTree:
         leaves = eval_jaxpr(closed.jaxpr, closed.consts, *jax.tree.leaves(arrays))

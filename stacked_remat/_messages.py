@@ -1,5 +1,9 @@
 """Text that people read and write: messages with axes, lists and suggestions, and
 numbers of bytes.
+
+Errors of the whole library, and of `models/`, are written with these. Values and names
+from a file are of any length and may hold any letters, so messages have them by `shown`
+and `printable`, and lists of problems cut by `shortened`.
 """
 
 import difflib
@@ -17,15 +21,20 @@ def axes_text(axes: Iterable[Any]) -> str:
 def did_you_mean(name: str, valid: Collection[str]) -> str:
     """A space and "Did you mean `x`?", or nothing where no valid name is close."""
     close = difflib.get_close_matches(name, valid, n=1)
-    return f" Did you mean `{close[0]}`?" if close else ""
+    if close:
+        return f" Did you mean `{close[0]}`?"
+    return ""
 
 
 def shortened(items: Sequence[str], separator: str = ", ", most: int = 50) -> str:
     """The first items, and how many more there are."""
-    more = [f"and {len(items) - most} more"] if len(items) > most else []
-    return separator.join([*items[:most], *more])
+    shown_items = [*items[:most]]
+    if len(items) > most:
+        shown_items.append(f"and {len(items) - most} more")
+    return separator.join(shown_items)
 
 
+# How values from files are shown: a nested list of a config may be of any size
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 100
 _SHORT.maxlevel = 3
@@ -40,15 +49,17 @@ def printable(text: str) -> str:
     """A text from a file, in quotes and cut where it is long or holds letters that
     can't be printed.
     """
-    return text if text.isprintable() and len(text) < 500 else reprlib.repr(text)
+    if text.isprintable() and len(text) < 500:
+        return text
+    return reprlib.repr(text)
 
 
 def float_problems(dtypes: Mapping[str, str]) -> list[str]:
     """One line for each tensor of a safetensors file whose dtype is not a float."""
-    floats = ("F64", "F32", "F16", "BF16")
+    floats = ("F64", "F32", "F16", "BF16")  # as the format names them
+    expected = ", ".join(floats)
     return [
-        f"not a float: {printable(name)} is {dtype}, expected one of"
-        f" {', '.join(floats)}"
+        f"not a float: {printable(name)} is {dtype}, expected one of {expected}"
         for name, dtype in dtypes.items()
         if dtype not in floats
     ]
@@ -58,19 +69,18 @@ def entry_problems(expected: Mapping[str, Any], found: Mapping[str, Any]) -> lis
     """One line for each entry that is missing, unknown, or not as expected, such as in
     its shape.
     """
-    lines = [
-        f"missing: {key} {shape}" for key, shape in expected.items() if key not in found
-    ]
-    lines += [
-        f"unknown: {printable(key)} {shape}"
-        for key, shape in found.items()
+    missing, mismatched = [], []
+    for key, value in expected.items():
+        if key not in found:
+            missing.append(f"missing: {key} {value}")
+        elif found[key] != value:
+            mismatched.append(f"mismatched: {key} is {found[key]}, expected {value}")
+    unknown = [
+        f"unknown: {printable(key)} {value}"
+        for key, value in found.items()
         if key not in expected
     ]
-    return lines + [
-        f"mismatched: {key} is {found[key]}, expected {shape}"
-        for key, shape in expected.items()
-        if key in found and found[key] != shape
-    ]
+    return missing + unknown + mismatched
 
 
 def parse_bytes(size: int | str) -> int:
@@ -82,6 +92,7 @@ def parse_bytes(size: int | str) -> int:
     """
     if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
         return size
+    # A number of few enough digits that a float holds it, and a unit
     written = r"\s*(\d{1,20}(?:\.\d{1,20})?)\s*([KMGT]i?B|kB|B)\s*"
     match = re.fullmatch(written, size) if isinstance(size, str) else None
     if match is None:
@@ -91,5 +102,6 @@ def parse_bytes(size: int | str) -> int:
             " '512MiB' or '1.5TiB'"
         )
     number, unit = match.groups()
+    # "KiB" and "kB" alike by their first letter; a binary unit has an i
     power = "BKMGT".index(unit[0].upper())
     return int(float(number) * (1024 if "i" in unit else 1000) ** power)

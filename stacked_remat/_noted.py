@@ -1,4 +1,11 @@
-"""Tag calls, with a rule, so that a jaxpr interpreter recognises them."""
+"""Tag calls, with a rule, so that a jaxpr interpreter recognises them.
+
+`ghost/` interprets the jaxpr of a loss, and some operations it is to take whole, by a
+rule of their own: grouped experts, attention, cross entropy. In a jaxpr they would be
+many equations. So an operation calls its function by `noted(rule, fn)`. Within `noting`
+that is traced as one `jit` equation, and the `Notes` have its rule by its name;
+elsewhere it is the function itself.
+"""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -16,10 +23,10 @@ derivative of its result.
 
 @dataclass(eq=False)  # a context of jax.jit must have a hash
 class Notes:
-    """The calls that one trace noted: their rules and types, by the name of the call's
-    equation.
-    """
+    """The calls that one trace noted."""
 
+    # By the name of the call's equation: its rule, and the shapes and dtypes of its
+    # inputs and outputs
     calls: dict[str, tuple[Any, list[Any]]] = field(default_factory=dict)
 
     def rule_of(self, equation: Any) -> Any:
@@ -27,7 +34,8 @@ class Notes:
 
         What `jax.grad` and `jax.vmap` make of a call has its name and other arrays.
         """
-        rule, types = self.calls.get(str(equation.params.get("name")), (None, []))
+        name = str(equation.params.get("name"))
+        rule, types = self.calls.get(name, (None, []))
         is_call = rule == DERIVATIVE_OF_RESULT or types == _types(
             [*equation.invars, *equation.outvars]
         )
@@ -52,6 +60,8 @@ def noted(rule: Any, fn: Callable, otherwise: Callable | None = None) -> Callabl
     if not isinstance(notes, Notes):
         return notes(fn)
 
+    # A new function for each call, since `jax.jit` caches what it traced of one, and
+    # with it its name.
     def call(*args: PyTree) -> PyTree:
         return fn(*args)
 
@@ -59,15 +69,17 @@ def noted(rule: Any, fn: Callable, otherwise: Callable | None = None) -> Callabl
     notes.calls[name] = rule, []
 
     def noting_types(*args: PyTree) -> PyTree:
-        found = jax.jit(call)(*args)
-        notes.calls[name] = rule, _types(jax.tree.leaves((args, found)))
-        return found
+        results = jax.jit(call)(*args)
+        notes.calls[name] = rule, _types(jax.tree.leaves((args, results)))
+        return results
 
     return noting_types
 
 
 def _types(arrays: Iterable[Any]) -> list[Any]:
-    avals = (
-        array.aval if hasattr(array, "aval") else jax.typeof(array) for array in arrays
-    )
-    return [(aval.shape, aval.dtype) for aval in avals]
+    """The shapes and dtypes of arrays, or of a jaxpr's variables."""
+    types = []
+    for array in arrays:
+        aval = array.aval if hasattr(array, "aval") else jax.typeof(array)
+        types.append((aval.shape, aval.dtype))
+    return types

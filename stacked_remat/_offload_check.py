@@ -4,6 +4,11 @@ correctly.
 Offloading is an annotation that XLA carries out, and it has silently given wrong
 results: one release read offloaded residuals of a scan in the wrong order on GPUs
 (openxla/xla#46231).
+
+So the gradients of a small stack under each policy that offloads are compared with
+those of one that keeps all carries on the device. A compiler may be right for one
+program and wrong for another; the three policies offload by the three ways there are:
+carries of a plain scan, boundaries of a sweep, and internals of a layer by name.
 """
 
 import functools
@@ -24,12 +29,10 @@ _POLICIES: tuple[ScanCheckpointPolicy, ...] = (
     ScanCheckpointPolicy(save_carries=OFFLOAD, nested=True),
     ScanCheckpointPolicy(offload_block_internals=["hidden"]),
 )
+_LAYERS = Axis("layers", 8)
 # Slices of a whole tile: smaller ones fail on TPUs (jax#24115)
-_LAYERS, _WIDTH = (
-    Axis("layers", 8),
-    128,
-)
-# of the largest entry; a carry that is read out of order is wrong by its own size
+_WIDTH = 128
+# Of the largest entry; a carry that is read out of order is wrong by its own size
 _TOLERANCE = 1e-3
 
 
@@ -55,19 +58,21 @@ def check_offload() -> None:
     _check(device)
 
 
+# Once for each device: a compiler does not change while a process runs
 @functools.cache
 def _check(device: Any) -> None:
-    expected = _gradients(True)
+    expected = _gradients(True)  # all carries on the device
     wrong: list[str] = []
     for policy in _POLICIES:
+        # A compiler that refuses the program is as little use as one that is wrong
         try:
-            found = _gradients(policy)
+            gradients = _gradients(policy)
         except jax.errors.JaxRuntimeError as error:
             wrong.append(
                 f"{policy!r}: the compiler refuses it: {str(error).splitlines()[0]}"
             )
             continue
-        error = np.max(np.abs(found - expected)) / np.max(np.abs(expected))
+        error = np.max(np.abs(gradients - expected)) / np.max(np.abs(expected))
         if not error <= _TOLERANCE:  # NaN too
             wrong.append(f"{policy!r}: off by {error:.2g} of the largest entry")
     if wrong:
@@ -83,14 +88,15 @@ def _check(device: Any) -> None:
 
 
 def _gradients(remat: ScanCheckpointSpec) -> np.ndarray:
+    """The gradients of the weights of a stack under a policy."""
+
     def layer(x: Array, weight: Array) -> Array:
         return x + jnp.sin(checkpoint_name(jnp.sin(x @ weight), "hidden"))
 
     def loss(weights: Array, x: Array) -> Array:
         return jnp.sum(fold(layer, _LAYERS, remat=remat)(x, weights) ** 2)
 
-    weights = (
-        jax.random.normal(jax.random.key(0), (_LAYERS.size, _WIDTH, _WIDTH))
-        * _WIDTH**-0.5
-    )
+    # So scaled that products keep the size of what they are taken of
+    normal = jax.random.normal(jax.random.key(0), (_LAYERS.size, _WIDTH, _WIDTH))
+    weights = normal * _WIDTH**-0.5
     return np.asarray(jax.jit(jax.grad(loss))(weights, weights[0] * _WIDTH**0.5))

@@ -29,6 +29,7 @@ else:
     SavedInternals = bool | Names
 
 OFFLOAD = "offload"
+# Where the carries of layers are, by `save_carries`; None where none is kept
 _CARRIES: dict[bool | str, Any] = {True: "device", OFFLOAD: "host", False: None}
 
 
@@ -122,6 +123,7 @@ class ScanCheckpointPolicy(_haliax_names.HaliaxFields):
             checked["max_carries"] = whole_number(
                 "max_carries", self.max_carries, meaning, least=2
             )
+        # As they are compared: names as a sorted tuple, numbers of NumPy as Python's
         for name, value in checked.items():
             object.__setattr__(self, name, value)
         written = {
@@ -139,6 +141,7 @@ class ScanCheckpointPolicy(_haliax_names.HaliaxFields):
     def _contradictions(self) -> Iterator[tuple[str, str, str]]:
         """Two settings that can't be made both: why, and what to write instead."""
         yield from _haliax_names.contradictions(self)
+        # A pair contradicts where both fields differ from their defaults.
         yield "nested", "max_carries", "each says how the layers are cut. Keep one."
         if self.save_carries is False:
             for name in ("nested", "max_carries", "first_layers"):
@@ -159,6 +162,7 @@ class ScanCheckpointPolicy(_haliax_names.HaliaxFields):
                 " the carries."
             )
             yield name, "offload_block_internals", reason
+        # Those that follow contradict each other only where layers are not cut.
         if self.is_nested:
             return
         for name in ("save_block_internals", "offload_block_internals"):
@@ -239,6 +243,8 @@ class ScanCheckpointPolicy(_haliax_names.HaliaxFields):
 
     def for_layers(self, length: int) -> Remat:
         """What a scan over so many layers executes."""
+        # A schedule is computed from the number, in Python. A plain scan takes a
+        # symbolic one too (`jax.export`).
         is_cut = self.is_nested or self.first_layers > 0
         if is_cut and not isinstance(length, SupportsIndex):
             raise ValueError(
@@ -253,9 +259,12 @@ class ScanCheckpointPolicy(_haliax_names.HaliaxFields):
             Kept(internals, tuple(self.offload_block_internals)),
             _CARRIES[self.save_carries],
         )
+        # A single layer has no carries between layers, so it is checkpointed as it is
         if is_cut and length > 1:
             schedule = self.schedule(length - self.first_layers)
             return Remat(length, kept, carries, schedule, self.first_layers)
+        # With all internals kept the layers need not run again, whatever `save_carries`
+        # says.
         return Remat(length, kept, "device" if kept == EVERYTHING else carries)
 
     def schedule(self, length: int) -> Schedule:
@@ -296,6 +305,7 @@ def resolve_policy(spec: ScanCheckpointSpec) -> ScanCheckpointPolicy:
     if isinstance(spec, ScanCheckpointPolicy):
         # It set another field, which may be replaced from now on.
         return dataclasses.replace(spec, disable=False) if spec.disable else spec
+    # A class is callable too, but no policy
     if callable(spec) and not isinstance(spec, type):
         return ScanCheckpointPolicy(save_block_internals=spec)
     if not isinstance(spec, bool | str):
@@ -314,6 +324,8 @@ def resolve_policy(spec: ScanCheckpointSpec) -> ScanCheckpointPolicy:
     return ALIASES[spec]
 
 
+# What `remat` may be instead of a policy. `layers_axis` knows these names too, since an
+# alias may be passed by mistake where the axis is expected.
 ALIASES: dict[bool | str, ScanCheckpointPolicy] = {
     True: ScanCheckpointPolicy(),
     False: ScanCheckpointPolicy(save_block_internals=True),

@@ -1,8 +1,12 @@
 """`Stacked`: one copy of a block whose arrays have a leading `Layers` axis.
 
-A stack of layers of one kind is a single module with the layers' arrays stacked, so
+A *stack* of layers of one kind is a single module with the layers' arrays stacked, so
 that applying it is a scan: the block is traced and compiled once, however deep the
 stack. What a scan does is in `_scan/`.
+
+`StackedKinds` has what stacks of one kind and of several share (`_stacked_pattern.py`):
+a loop over the stacks of all kinds, the same with a visitor, and state dicts. What they
+share with a `BlockSeq`, whose layers are not stacked, is in `_block_foldable.py`.
 """
 
 import abc
@@ -116,14 +120,13 @@ class StackedKinds(BlockFoldable[M]):
         kwargs: dict[str, Any],
         **options: Any,
     ) -> tuple[PyTree, SweepBack]:
+        # As `_applied` of `_block_foldable.py`, without a state: a visitor has its own
         loop = loop_over(self, f"{verb}_vjp", verb, **options)
         check_unmarked(init)
         warn_of_ambiguous(init, ((None, *args), kwargs), self.Layers, loop.call.caller)
-        blocks = self._per_kind(lambda _, stack: Marked(stack.stacked, "stored"))
-        arguments, template = (
-            ((blocks, *args), kwargs),
-            eqx.filter(self, is_array, inverse=True),
-        )
+        blocks = self._per_kind(lambda _, stack: stack._stored)
+        arguments = ((blocks, *args), kwargs)
+        template = eqx.filter(self, is_array, inverse=True)
         return fold_forward(loop, init, arguments, template)
 
     def from_state_dict(self, state_dict: StateDict, prefix: str | None = None) -> Self:
@@ -135,30 +138,30 @@ class StackedKinds(BlockFoldable[M]):
                 arrays that all layers of a stack share and that differ there.
         """
         pattern = self._pattern
-        order = (
-            [pattern.names[kind] for kind in pattern.kinds]
-            if pattern
-            else [""] * self.Layers.size
-        )
-        types = {name: layer_types(self._stacks[name]) for name in {*order}}
-        layers = layers_from_state_dict(
-            [types[name] for name in order], state_dict, prefix
-        )
+        # The name of each layer's kind, which is empty where there is one kind
+        names = [""] * self.Layers.size
+        if pattern:
+            names = [pattern.names[kind] for kind in pattern.kinds]
+        types = {name: layer_types(self._stacks[name]) for name in {*names}}
+        # Haliax reads one layer at a time, from a template with its shapes
+        templates = [types[name] for name in names]
+        layers = layers_from_state_dict(templates, state_dict, prefix)
 
         def read(name: str, stack: "Stacked[M]") -> M:
-            own = [
-                layer
-                for layer, other in zip(layers, order, strict=True)
-                if other == name
-            ]
-            return stack_as(stack.stacked, own, stack.Layers) if own else stack.stacked
+            pairs = zip(layers, names, strict=True)
+            of_kind = [layer for layer, other in pairs if other == name]
+            if not of_kind:
+                return stack.stacked
+            return stack_as(stack.stacked, of_kind, stack.Layers)
 
         return self._with_blocks(self._per_kind(read))
 
     @property
     @abc.abstractmethod
     def _stacks(self) -> dict[str, "Stacked[M]"]:
-        """A stack of each kind, in alphabetical order."""
+        """A stack of each kind by its name, in alphabetical order; of one kind, the
+        stack itself by an empty name.
+        """
 
     @abc.abstractmethod
     def _with_blocks(self, blocks: PyTree) -> Self:
@@ -166,8 +169,10 @@ class StackedKinds(BlockFoldable[M]):
 
     def _per_kind(self, fn: "Callable[[str, Stacked[M]], Any]") -> PyTree:
         """`fn` of each kind, as an argument of a loop."""
-        found = {name: fn(name, stack) for name, stack in self._stacks.items()}
-        return per_kind(found) if self._pattern else found[""]
+        of_kinds = {name: fn(name, stack) for name, stack in self._stacks.items()}
+        if self._pattern:
+            return per_kind(of_kinds)
+        return of_kinds[""]
 
     @property
     def _kinds(self) -> list[M]:
@@ -182,8 +187,12 @@ class StackedKinds(BlockFoldable[M]):
         is_map = loop.call.verb == "map"
 
         def blocks(_: str, stack: "Stacked[M]") -> Marked:
-            return Marked(stack.stacked, "stored") if is_map else applied(stack.stacked)
+            # `jax.vmap` slices all, unsliced fields too
+            if is_map:
+                return stack._stored
+            return applied(stack.stacked)
 
+        # The block comes first: `Call` puts the carry after it
         run = layers_at_once if is_map else scan_layers
         return run(loop, init, ((self._per_kind(blocks), *args), kwargs))
 
@@ -194,18 +203,15 @@ def layer_types(stack: "Stacked[M]") -> M:
     """
 
     def first(stack: "Stacked") -> PyTree:
-        caller = Caller(type(stack).__name__, name_in_stack)
-        layout, arrays, shared = split_tree(
-            Marked(stack.stacked, "stored"), stack.Layers, caller
-        )
-        return on_device(
-            layout.layer([at_least_one(array)[0] for array in arrays], shared)
-        )
+        layout, arrays, shared = split_tree(stack._stored, stack.Layers, stack._caller)
+        entries = [at_least_one(array)[0] for array in arrays]
+        return on_device(layout.layer(entries, shared))
 
     return eqx.filter_eval_shape(first, stack)
 
 
 def name_in_stack(path: KeyPath) -> str:
+    """How errors name an array of a stack."""
     return f"stacked{jtu.keystr(path)}"
 
 
@@ -236,17 +242,18 @@ class Stacked(StackedKinds[M]):
     """
 
     stacked: M
+    # Static, as the policy is, so that `jax.jit` traces anew for other numbers of
+    # layers
     Layers: Axis = eqx.field(static=True, converter=layers_axis)
     remat: ScanCheckpointPolicy = eqx.field(
         static=True, converter=resolve_policy, default=ScanCheckpointPolicy()
     )
 
     def __check_init__(self):
-        what = type(self).__name__
-        stacked: Any = self.stacked
-        check_module(stacked, f"The stack of {what}")
+        what = self._caller.what
+        check_module(self.stacked, f"The stack of {what}")
         try:
-            check_stacked(stacked, self.Layers, Caller(what, name_in_stack))
+            check_stacked(self.stacked, self.Layers, self._caller)
         except ValueError as error:
             raise ValueError(
                 f"{error} Build the stack by {what}.init(Layers, Block)(...)."
@@ -287,19 +294,20 @@ class Stacked(StackedKinds[M]):
         """
         what = f"{cls.__name__}.of"
         build: Any = cls
-        if isinstance(layers, eqx.Module) and not isinstance(
-            axis := axis_or_name(Layers, what), str
-        ):
-            stacked = arrays_in_indices(name_stacked(layers, axis, what), (axis.size,))
-            return build(stacked, axis, remat)
-        given: Any = layers
-        axis = axis_of_modules(given, Layers, what)
-        if not given:
+        if isinstance(layers, eqx.Module):
+            axis = axis_or_name(Layers, what)
+            # One module does not tell how many layers it has, as a list does
+            if not isinstance(axis, str):
+                named = name_stacked(layers, axis, what)
+                return build(arrays_in_indices(named, (axis.size,)), axis, remat)
+        modules: Any = layers
+        axis = axis_of_modules(modules, Layers, what)
+        if not modules:
             raise ValueError(
                 f"{what} takes at least one layer. Build the stack by"
                 f" {cls.__name__}.init."
             )
-        return build(stack_layers(marked_alike(given), axis, what), axis, remat)
+        return build(stack_layers(marked_alike(modules), axis, what), axis, remat)
 
     @classmethod
     def _build_all(
@@ -310,18 +318,17 @@ class Stacked(StackedKinds[M]):
         args: PyTree,
         kwargs: PyTree,
     ) -> PyTree:
+        # `jax.vmap` stacks arrays alone, and a state may begin as a Python number
         def build_one(*args: PyTree, **kwargs: PyTree) -> PyTree:
             return arrays_in_indices(build(*args, **kwargs))
 
-        return map_layers(
-            build_one, *split_tree((args, kwargs), Layers, caller), caller.what
-        )
+        split = split_tree((args, kwargs), Layers, caller)
+        return map_layers(build_one, *split, caller.what)
 
     def get_layer(self, index: Any) -> M:
-        is_traced = isinstance(index, Tracer)
-        return self._layer_getter()(
-            index if is_traced else check_layer_index(index, self.Layers)
-        )
+        if not isinstance(index, Tracer):
+            index = check_layer_index(index, self.Layers)
+        return self._layer_getter()(index)
 
     def __iter__(self) -> Iterator[M]:
         return map(self._layer_getter(), range(self.Layers.size))
@@ -330,16 +337,14 @@ class Stacked(StackedKinds[M]):
         return self._at(range(self.Layers.size)[rows])
 
     def _at(self, rows: Sequence[int]) -> Self:
-        check_stacked(
-            self.stacked, self.Layers, Caller(type(self).__name__, name_in_stack)
-        )
+        """A stack of the layers at these rows."""
+        # `eqx.tree_at` and the like change arrays without a check
+        check_stacked(self.stacked, self.Layers, self._caller)
 
         def take(leaf: Any) -> Any:
-            return (
-                take_rows(leaf, self.Layers, rows)
-                if is_split(leaf, self.Layers)
-                else leaf
-            )
+            if not is_split(leaf, self.Layers):
+                return leaf
+            return take_rows(leaf, self.Layers, rows)
 
         stacked = jtu.tree_map(take, self.stacked, is_leaf=is_named)
         return changed(self, stacked=stacked, Layers=self.Layers.resize(len(rows)))
@@ -352,8 +357,17 @@ class Stacked(StackedKinds[M]):
         return changed(self, stacked=blocks)
 
     def _layer_getter(self) -> Callable[[Any], M]:
-        caller = Caller(type(self).__name__, name_in_stack)
-        return layer_getter(Marked(self.stacked, "stored"), self.Layers, caller)
+        return layer_getter(self._stored, self.Layers, self._caller)
+
+    @property
+    def _stored(self) -> Marked:
+        """The block, as an argument of a loop that slices all of its arrays."""
+        return Marked(self.stacked, "stored")
+
+    @property
+    def _caller(self) -> Caller:
+        """For errors about the stack's own arrays."""
+        return Caller(type(self).__name__, name_in_stack)
 
 
 # Haliax's maps of trees, quantization and state dicts go layer by layer through what is

@@ -1,7 +1,14 @@
 """`StackedPattern`: layers of several kinds, each kind a `Stacked`, applied in one
 scan.
+
+A *kind* has a name, a class of block and a *stack* of its layers. The *pattern* is the
+kind of each layer, in their order; `Pattern` in `_sweep/kinds.py` is the same with
+numbers, for the sweep, which finds by it in which stack a layer is, and at which row.
+Each argument that is split over all layers is divided into the parts of each kind
+(`divide` in `_scan/layer_axis.py`). Most methods are those of `StackedKinds`.
 """
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
@@ -68,11 +75,11 @@ class StackedPattern(StackedKinds[M]):
             )
         for name, stack in self.stacks.items():
             wanted = self.Layers.resize(self.pattern.count(name))
-            found = stack.Layers if isinstance(stack, Stacked) else type(stack).__name__
-            if found != wanted:
+            axis = stack.Layers if isinstance(stack, Stacked) else type(stack).__name__
+            if axis != wanted:
                 raise ValueError(
                     f"By the pattern stacks[{name!r}] is a Stacked of {wanted}; got"
-                    f" {found}. Build them by {what}.init(Layers, kinds, pattern)(...)."
+                    f" {axis}. Build them by {what}.init(Layers, kinds, pattern)(...)."
                 )
 
     @classmethod
@@ -104,30 +111,30 @@ class StackedPattern(StackedKinds[M]):
             ValueError, TypeError: as `Stacked.init`; for a pattern with unknown kinds.
         """
         what = f"{cls.__name__}.init"
-        axis, policy = layers_axis(Layers, what), resolve_policy(remat)
+        axis = layers_axis(Layers, what)
+        policy = resolve_policy(remat)
         _check_pattern(pattern, kinds, what)
+        # The rest of a longer one would have no effect
         if len(pattern) > axis.size:
             raise ValueError(
                 f"{what}: the pattern is of {len(pattern)} layers, and `{axis.name}`"
                 f" has {axis.size}. Give one that is not longer."
             )
-        names = [pattern[i % len(pattern)] for i in range(axis.size)] if pattern else []
+        names = [*itertools.islice(itertools.cycle(pattern), axis.size)]
         builders = {
             name: block_builder(Block, what) for name, Block in sorted(kinds.items())
         }
+        # All kinds take the same arguments, which errors name as the first one does
         caller = Caller(what, argument_namer(next(iter(builders.values())), skip=0))
-        named = Pattern.of(names, builders)
+        numbered = Pattern.of(names, builders)
 
         def build_stacks(*args: PyTree, **kwargs: PyTree) -> PyTree:
-            parts, _ = divide((args, kwargs), axis, named, caller)
+            parts, _ = divide((args, kwargs), axis, numbered, caller)
             stacks = {}
-            for (name, builder), (of_kind, by_name) in zip(
-                builders.items(), parts, strict=True
-            ):
-                make = Stacked.init(
-                    axis.resize(names.count(name)), builder, remat=policy
-                )
-                stacks[name] = make(*of_kind, **by_name)
+            for name, (own_args, own_kwargs) in zip(builders, parts, strict=True):
+                of_kind = axis.resize(names.count(name))
+                make = Stacked.init(of_kind, builders[name], remat=policy)
+                stacks[name] = make(*own_args, **own_kwargs)
             build: Any = cls
             return build(stacks, tuple(names), axis, policy)
 
@@ -135,28 +142,26 @@ class StackedPattern(StackedKinds[M]):
 
     def get_layer(self, index: Any) -> M:
         number = check_layer_index(index, self.Layers)
-        name = self.pattern[number]
-        return self.stacks[name].get_layer(self.pattern[:number].count(name))
+        return self.stacks[self.pattern[number]].get_layer(self._row(number))
+
+    def _row(self, number: int) -> int:
+        """The place of a layer in the stack of its kind."""
+        return self.pattern[:number].count(self.pattern[number])
 
     def __iter__(self) -> Iterator[M]:
+        # Each kind's layers are in order in its stack, so its next one is the one to
+        # take
         layers = {name: iter(stack) for name, stack in self.stacks.items()}
         return (next(layers[name]) for name in self.pattern)
 
     def _layers(self, rows: slice) -> Self:
-        kinds, chosen = self.pattern[rows], range(len(self))[rows]
-        stacks = {
-            name: stack._at(
-                [
-                    self.pattern[:i].count(name)
-                    for i in chosen
-                    if self.pattern[i] == name
-                ]
-            )
-            for name, stack in self.stacks.items()
-        }
-        return changed(
-            self, stacks=stacks, pattern=kinds, Layers=self.Layers.resize(len(kinds))
-        )
+        numbers = range(len(self))[rows]
+        stacks = {}
+        for name, stack in self.stacks.items():
+            of_kind = [number for number in numbers if self.pattern[number] == name]
+            stacks[name] = stack._at([*map(self._row, of_kind)])
+        resized = self.Layers.resize(len(numbers))
+        return changed(self, stacks=stacks, pattern=self.pattern[rows], Layers=resized)
 
     @property
     def _stacks(self) -> dict[str, Stacked[M]]:
@@ -174,26 +179,26 @@ class StackedPattern(StackedKinds[M]):
         return Pattern.of(self.pattern, self.stacks)
 
 
+def _are_names(names: Any) -> bool:
+    return all(isinstance(name, str) for name in names)
+
+
 def _check_pattern(pattern: Any, kinds: Any, what: str) -> None:
-    if (
-        not isinstance(kinds, Mapping)
-        or not kinds
-        or not all(isinstance(name, str) for name in kinds)
-    ):
+    """Refuse what is no dict of kinds, and no sequence of their names."""
+    if not isinstance(kinds, Mapping) or not kinds or not _are_names(kinds):
         raise TypeError(
             f"{what} takes the kinds of layers as a dict with a name for each, "
             f'{{"local": LocalBlock, "global": GlobalBlock}}; got {kinds!r}.'
         )
-    is_names = isinstance(pattern, Sequence) and all(
-        isinstance(name, str) for name in pattern
-    )
-    if isinstance(pattern, str) or not is_names:
+    is_sequence = isinstance(pattern, Sequence) and not isinstance(pattern, str)
+    if not is_sequence or not _are_names(pattern):
         raise TypeError(
             f'{what} takes a pattern of names, ("local", "local", "global"); got'
             f" {pattern!r}."
         )
-    if unknown := [name for name in pattern if name not in kinds]:
-        raise ValueError(
-            f"{what}: the pattern has a layer of kind {unknown[0]!r}, and the kinds are"
-            f" {', '.join(map(repr, kinds))}."
-        )
+    for name in pattern:
+        if name not in kinds:
+            raise ValueError(
+                f"{what}: the pattern has a layer of kind {name!r}, and the kinds are"
+                f" {', '.join(map(repr, kinds))}."
+            )

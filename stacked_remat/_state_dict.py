@@ -1,5 +1,11 @@
 """Converts layers to and from state dicts with keys like those of a torch `Sequential`:
 `prefix.0.key`.
+
+A state dict has the arrays of each layer apart, whether the layers are stacked or not,
+so stacks of any depth read the files of models that are written as lists of layers.
+Haliax's state dicts convert one layer; `layers_to_state_dict` and
+`layers_from_state_dict` call them with a list of layers, and `stack_as` stacks what was
+read. The methods of stacks are in `_block_foldable.py` and `_stacked.py`.
 """
 
 import collections
@@ -34,19 +40,23 @@ def layers_to_state_dict(layers: Iterable[eqx.Module], prefix: str | None) -> St
 def layers_from_state_dict(
     templates: Sequence[M], state_dict: StateDict, prefix: str | None
 ) -> list[M]:
-    """The layers, like the templates, with their arrays read from `state_dict`."""
+    """The layers, like the templates, with their arrays read from `state_dict`.
+
+    Raises:
+        ValueError: names every entry that is missing, unknown or of another shape.
+    """
     shapes = eqx.filter_eval_shape(layers_to_state_dict, templates, prefix)
     expected = {key: tuple(value.shape) for key, value in shapes.items()}
     _check_entries(expected, len(templates), state_dict, prefix)
     # Haliax can't read NumPy's arrays into named ones where there are several devices.
-    found: Any = collections.ChainMap(
-        {key: jnp.asarray(state_dict[key]) for key in expected}, state_dict
-    )
+    of_layers = {key: jnp.asarray(state_dict[key]) for key in expected}
+    entries: Any = collections.ChainMap(of_layers, state_dict)
+    # Only arrays are in a state dict; what else a layer has is the template's
     arrays, rest = eqx.partition([*templates], is_array)
-    filled = haliax.state_dict.from_state_dict(_with_lists(arrays), found, prefix)
-    return eqx.combine(
-        jtu.tree_unflatten(jtu.tree_structure(arrays), jtu.tree_leaves(filled)), rest
-    )
+    filled = haliax.state_dict.from_state_dict(_with_lists(arrays), entries, prefix)
+    # With the tuples that were made lists
+    leaves = jtu.tree_leaves(filled)
+    return eqx.combine(jtu.tree_unflatten(jtu.tree_structure(arrays), leaves), rest)
 
 
 def stack_as(stacked: M, layers: Sequence[M], axis: Axis) -> M:
@@ -57,9 +67,10 @@ def stack_as(stacked: M, layers: Sequence[M], axis: Axis) -> M:
     def choose(path: KeyPath, old: PyTree, new: PyTree, *of_layers: Any) -> PyTree:
         if is_split(old, axis) or not (is_named(old) or is_array(old)):
             return new
-        arrays = [raw_array(leaf) for leaf in of_layers]
-        for index, array in enumerate(arrays):
-            if not np.array_equal(array, arrays[0]):
+        # A shared array is written once for each layer, and must be the same in all
+        first = raw_array(of_layers[0])
+        for index, leaf in enumerate(of_layers):
+            if not np.array_equal(raw_array(leaf), first):
                 raise ValueError(
                     f"All layers of the stack share {jtu.keystr(path)[1:]}, but in the"
                     f" state dict layer {index} differs from layer 0. Give the array"
@@ -79,21 +90,25 @@ def _check_entries(
     prefix: str | None,
 ) -> None:
     """Refuse a state dict that does not fit so many layers."""
-    pattern = re.compile(re.escape("" if prefix is None else f"{prefix}.") + r"(\d+)\.")
+    # The state dict may hold a whole model: entries that are not of these layers, nor
+    # of further ones under their prefix, are not theirs to refuse.
+    start = "" if prefix is None else re.escape(f"{prefix}.")
+    pattern = re.compile(start + r"(\d+)\.")
 
     def is_of_layers(key: str) -> bool:
         number = pattern.match(key)
         return key in expected or (number is not None and int(number[1]) >= count)
 
-    found = {
+    shapes = {
         key: np.shape(value) for key, value in state_dict.items() if is_of_layers(key)
     }
-    if expected and state_dict and not found:
+    # Most often the prefix is wrong, and a list of all entries would hide that
+    if expected and state_dict and not shapes:
         raise ValueError(
             f"No key of the state dict starts with {with_prefix(prefix, '0')!r}; one is"
             f" {next(iter(state_dict))!r}. Give the prefix that it was written with."
         )
-    if problems := entry_problems(expected, found):
+    if problems := entry_problems(expected, shapes):
         raise ValueError(
             f"The state dict does not fit the stack of {count} layers at prefix"
             f" {prefix!r}:\n  " + shortened(problems, "\n  ", most=8)
@@ -104,8 +119,8 @@ def _with_lists(tree: PyTree) -> PyTree:
     """The tree with tuples made lists: Haliax's state dicts support lists only."""
 
     def to_list(node: PyTree) -> PyTree:
-        return (
-            [_with_lists(child) for child in node] if isinstance(node, tuple) else node
-        )
+        if isinstance(node, tuple):
+            return [*map(_with_lists, node)]
+        return node
 
     return jtu.tree_map(to_list, tree, is_leaf=lambda node: isinstance(node, tuple))

@@ -1,4 +1,9 @@
-"""Trees, and a static value among the leaves of one."""
+"""Trees, and a static value among the leaves of one.
+
+Functions that JAX transforms return arrays alone. What else a layer or a user's
+function returns (strings, functions, Python numbers) comes out of them in a `Static`,
+which has no leaves: it is part of the structure of the result.
+"""
 
 from typing import Any, TypeAlias
 
@@ -19,6 +24,7 @@ class Static:
         self.value = value
 
     def _key(self) -> Any:
+        """What is compared and hashed: JAX hashes structures, as keys of caches."""
         try:
             hash(self.value)
         except TypeError:

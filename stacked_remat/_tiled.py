@@ -1,5 +1,11 @@
-"""Functions applied tile by tile along an axis, so that their internals exist for one
-tile at a time.
+"""`tiled`: a function applied tile by tile along an axis, so that its internals exist
+for one tile at a time.
+
+An MLP treats the positions of a sequence independently of each other, so it may be
+applied to a part of them at a time: a *tile*. The loop over tiles is in `_tiles.py`,
+on lists of arrays. Here the arguments are taken apart, and the function is traced
+twice, for all positions and for one tile, to see whether the results of tiles are parts
+of the whole one. The method is that of ALST (Bekman et al. 2025).
 """
 
 import functools
@@ -95,6 +101,7 @@ def tiled(
     name, size = (axis.name, axis.size) if isinstance(axis, Axis) else (axis, None)
     caller = _Caller(fn, name, size, reduce, tiles)
 
+    # Not with the `__dict__` of a module, whose fields are no attributes of a function
     @functools.wraps(fn, updated=())
     def run(*args: PyTree, **kwargs: PyTree) -> PyTree:
         return _apply(caller, (args, kwargs))
@@ -103,12 +110,16 @@ def tiled(
 
 
 class _Caller(NamedTuple):
-    """What a user gave to `tiled`; a named axis by its name, and its size if known."""
+    """What a user gave to `tiled`."""
 
     fn: Callable[..., Any]
+    # The name of an axis, or a dimension of plain arrays
     axis: str | int
+    # Of the axis; None if the arguments are to tell it
     size: int | None
+    # What becomes of outputs that lack the axis; None refuses them
     reduce: Literal["sum"] | None
+    # How many tiles the axis is cut into
     tiles: int
 
     def __str__(self) -> str:
@@ -123,39 +134,42 @@ class _Caller(NamedTuple):
         """The dimension of `leaf` along the axis, or None if it has none."""
         if isinstance(self.axis, int):
             rank = leaf.ndim if is_array(leaf) else 0
-            return self.axis % rank if -rank <= self.axis < rank else None
-        names = [axis.name for axis in leaf.axes] if is_named(leaf) else []
-        return names.index(self.axis) if self.axis in names else None
+            if -rank <= self.axis < rank:
+                return self.axis % rank
+            return None
+        if is_named(leaf):
+            return leaf.axis_indices(self.axis)
+        return None
 
     def output(self, leaf: Any) -> int | None:
         """The dimension of an output along the axis, or None for a sum."""
-        return (
-            None
-            if isinstance(self.axis, int) and self.reduce == "sum"
-            else self.dimension(leaf)
-        )
+        # A plain array does not tell by its names whether it has the axis
+        is_sum = isinstance(self.axis, int) and self.reduce == "sum"
+        return None if is_sum else self.dimension(leaf)
 
 
 def _apply(caller: _Caller, arguments: PyTree) -> PyTree:
+    """The result for the arguments of a call, which may be marked."""
     entries, arguments = take_marks_off(arguments)
-    dims = [
-        None if rule == "shared" else caller.dimension(leaf)
-        for _, leaf, rule in entries
-    ]
-    size, parts = _common_size(caller, entries, dims), 1
+    dims, of_arrays = [], []
+    for _, leaf, rule in entries:
+        dim = None if rule == "shared" else caller.dimension(leaf)
+        dims.append(dim)
+        if is_array(raw_array(leaf)):
+            of_arrays.append(dim)
+    size = _common_size(caller, entries, dims)
+    # By Haliax's mapping of axes; plain arrays have no axis in it
+    parts = 1
     if isinstance(caller.axis, str) and physical_axis_name(caller.axis) is not None:
         parts = physical_axis_size(caller.axis) or 1
     if size % parts:  # so the array is not divided over these devices
         parts = 1
-    cut = Cut(size // parts, parts, -(-(size // parts) // caller.tiles))
+    own_positions = size // parts  # positions of one device
+    cut = Cut(own_positions, parts, length=-(-own_positions // caller.tiles))
+    # One tile has all positions
     if cut.size <= cut.length:
         args, kwargs = arguments
         return checkpoint(caller.fn)(*args, **kwargs)
-    of_arrays = [
-        dim
-        for dim, (_, leaf, _) in zip(dims, entries, strict=True)
-        if is_array(raw_array(leaf))
-    ]
     return _by_tile(caller, cut, arguments, tuple(of_arrays))
 
 
@@ -164,62 +178,55 @@ def _by_tile(caller: _Caller, cut: Cut, arguments: PyTree, dims: Dims) -> PyTree
     axis are given.
     """
     arrays, static = eqx.partition(arguments, is_array)
-    given, structure = jax.tree.flatten(arrays)
-    given = varying_alike([*map(jnp.asarray, given)])  # in `jax.shard_map`
-
-    def part(arrays: Sequence[PyTree], start: int, length: int) -> list[PyTree]:
-        return [
-            cut.read(array, dim, start, length)
-            for array, dim in zip(arrays, dims, strict=True)
-        ]
+    leaves, structure = jax.tree.flatten(arrays)
+    leaves = varying_alike([*map(jnp.asarray, leaves)])  # in `jax.shard_map`
 
     def result(arrays: Sequence[PyTree]) -> tuple[PyTree, Static]:
         filled = eqx.combine(jax.tree.unflatten(structure, arrays), static)
         args, kwargs = jax.tree.map(_resized, filled, is_leaf=is_named)
+        # A tile is computed again whole, whatever the policies around it keep.
         with saving_internals(()):
-            found, rest = eqx.partition(caller.fn(*args, **kwargs), is_array)
-        return found, Static(rest)
+            output, rest = eqx.partition(caller.fn(*args, **kwargs), is_array)
+        return output, Static(rest)
 
     def by_itself(arrays: Sequence[PyTree]) -> list[PyTree]:
         return jax.tree.leaves(checkpoint(result)(arrays)[0])
 
-    def plan() -> tuple[PyTree, Tiling, list[PyTree]]:
-        whole, _ = _trace(result, given)
-        types = jax.make_jaxpr(lambda arrays: part(arrays, 0, cut.length))(
-            given
-        ).out_avals
-        tile, closed = _trace(result, types)
-        _check_part(caller, cut, tile, whole)
-        leaves = jax.tree.leaves(whole, is_leaf=is_named)
-        outputs = [caller.output(leaf) for leaf in leaves if is_array(raw_array(leaf))]
-        return whole, *Tiling.of(replace(cut, size=first), closed, dims, outputs)
-
-    last = cut.size % cut.length
-    first = cut.size - last
-    whole, tiling, constants = plan()
-    inputs = part(given, 0, first) if last else given
-    found = (
-        run_tiles((tiling, constants), inputs)
-        if first > cut.length
-        else by_itself(inputs)
+    whole, _ = _trace(result, leaves)
+    # The types of a tile's arrays, by reading it
+    first_tile = jax.make_jaxpr(
+        lambda arrays: cut.read_all(arrays, dims, 0, cut.length)
     )
+    tile, closed = _trace(result, first_tile(leaves).out_avals)
+    _check_part(caller, cut, tile, whole)
+    outputs = []
+    for leaf in jax.tree.leaves(whole, is_leaf=is_named):
+        if is_array(raw_array(leaf)):
+            outputs.append(caller.output(leaf))
+    last = cut.size % cut.length
+    others = replace(cut, size=cut.size - last)
+    # A smaller last tile runs by itself. Its inputs and those of the others are copies.
+    inputs = cut.read_all(leaves, dims, 0, others.size) if last else leaves
+    if others.size > cut.length:
+        results = run_tiles(Tiling.of(others, closed, dims, outputs), inputs)
+    else:
+        results = by_itself(inputs)
     if last:
-        both = zip(
-            found, by_itself(part(given, first, last)), tiling.outputs, strict=True
-        )
-        found = [cut.joined(one, other, dim) for one, other, dim in both]
+        of_last = by_itself(cut.read_all(leaves, dims, others.size, last))
+        results = [*map(cut.joined, results, of_last, outputs)]
     types, rest = eqx.partition(whole, is_array)
-    return eqx.combine(jax.tree.unflatten(jax.tree.structure(types), found), rest)
+    return eqx.combine(jax.tree.unflatten(jax.tree.structure(types), results), rest)
 
 
 def _trace(
     fn: Callable[..., tuple[PyTree, Static]], types: Sequence[PyTree]
 ) -> tuple[PyTree, ClosedJaxpr]:
     """The result of `fn` with the types of its arrays, and its jaxpr."""
-    closed, (found, rest) = jax.make_jaxpr(fn, return_shape=True)(types)
-    return eqx.combine(found, rest.value), closed
+    closed, (outputs, rest) = jax.make_jaxpr(fn, return_shape=True)(types)
+    return eqx.combine(outputs, rest.value), closed
 
 
+# Unflattened with the array of a tile, a named array has the axes of the whole one.
 def _resized(leaf: Any) -> Any:
     """A named array with axes of the sizes of its array; anything else as it is."""
     if not is_named(leaf):
@@ -230,9 +237,13 @@ def _resized(leaf: Any) -> Any:
 def _common_size(
     caller: _Caller, entries: Sequence[Entry], dims: Sequence[int | None]
 ) -> int:
-    name_of, sizes = argument_namer(caller.fn, skip=0), dict[str, int]()
+    """The size along the axis of all arguments that have it."""
+    name_of = argument_namer(caller.fn, skip=0)
+    sizes = dict[str, int]()
     for (path, leaf, rule), dim in zip(entries, dims, strict=True):
         name = name_of(path)
+        # Over a dimension every plain array is split, so one without it may be a
+        # mistake
         is_plain = isinstance(caller.axis, int) and is_array(leaf) and leaf.ndim > 0
         if dim is not None:
             sizes[name] = raw_array(leaf).shape[dim]
@@ -263,41 +274,43 @@ def _check_part(caller: _Caller, cut: Cut, tile: PyTree, whole: PyTree) -> None:
     """Refuse a function whose result for a tile is not a part of that for all
     positions.
     """
-
-    def described(tree: PyTree, positions: int) -> Iterator[str]:
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_named):
-            array, dim = raw_array(leaf), caller.output(leaf)
-            shown = (
-                repr(leaf)
-                if type(leaf) in (bool, int, float, complex, str)
-                else "no array"
-            )
-            if is_array(array):
-                sizes = [*map(str, array.shape)]
-                if dim is not None:
-                    sizes[dim] = (
-                        "n"
-                        if array.shape[dim] == positions
-                        else f"{sizes[dim]} of {positions}"
-                    )
-                names = (
-                    [f"{axis.name}: " for axis in leaf.axes]
-                    if is_named(leaf)
-                    else [""] * len(sizes)
-                )
-                dims = map("".join, zip(names, sizes, strict=True))
-                shown = f"{array.dtype}[{', '.join(dims)}]"
-                if dim is None and caller.reduce is None:
-                    shown += f" and lacks the axis of {positions}"
-            yield f"output{jax.tree_util.keystr(path)} is {shown}"
-
-    of_tile = described(tile, cut.parts * cut.length)
-    for own, of_all in itertools.zip_longest(
-        of_tile, described(whole, cut.parts * cut.size)
-    ):
-        if own != of_all:
+    of_tile = _described(caller, tile, cut.parts * cut.length)
+    of_whole = _described(caller, whole, cut.parts * cut.size)
+    for in_tile, in_whole in itertools.zip_longest(of_tile, of_whole):
+        if in_tile != in_whole:
             raise ValueError(
-                f"{caller}: {own} for a tile, and {of_all} for all positions. The"
+                f"{caller}: {in_tile} for a tile, and {in_whole} for all positions. The"
                 " function must treat positions independently of each other; outputs"
                 ' that are sums over them need reduce="sum".'
             )
+
+
+def _described(caller: _Caller, tree: PyTree, positions: int) -> Iterator[str]:
+    """Each leaf of a result for so many positions, in words that are the same for a
+    tile and for all positions if the one is a part of the other.
+    """
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_named):
+        array = raw_array(leaf)
+        if is_array(array):
+            shown = _described_array(caller, leaf, positions)
+        elif type(leaf) in (bool, int, float, complex, str):
+            shown = repr(leaf)
+        else:
+            shown = "no array"
+        yield f"output{jax.tree_util.keystr(path)} is {shown}"
+
+
+def _described_array(caller: _Caller, leaf: Any, positions: int) -> str:
+    array = raw_array(leaf)
+    dim = caller.output(leaf)
+    sizes = [*map(str, array.shape)]
+    if dim is not None:
+        other_size = f"{sizes[dim]} of {positions}"
+        sizes[dim] = "n" if array.shape[dim] == positions else other_size
+    if is_named(leaf):
+        names = [f"{axis.name}: " for axis in leaf.axes]
+        sizes = map("".join, zip(names, sizes, strict=True))
+    shown = f"{array.dtype}[{', '.join(sizes)}]"
+    if dim is None and caller.reduce is None:
+        shown += f" and lacks the axis of {positions}"
+    return shown

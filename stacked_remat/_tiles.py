@@ -1,5 +1,11 @@
 """The loop over tiles as a JAX primitive: forwards and backwards, one tile exists at a
 time.
+
+`Cut` reads tiles from arrays and writes them; `Tiling` is a function's jaxpr for one
+tile, applied in a loop. `Tiles` is that as a primitive, whose reverse mode is another
+loop over tiles: it computes each tile again, and writes its cotangents where the tile
+was read. JAX's transpose of the first loop would add an array of the whole size for
+each tile. `_tiled.py` runs it by `run_tiles`.
 """
 
 import functools
@@ -24,18 +30,23 @@ from ._sweep.rules import Bound, Differentiable, moved, not_mapped, of_part, pri
 from ._sweep.slots import Arrays, Mask
 from ._sweep.store import zeros_after
 
+# Of each array the dimension along the axis; None if it has none
 Dims = tuple[int | None, ...]
 Derived = tuple["Tiling", Arrays]  # a tiling, and its constants
 
 
 @dataclass(frozen=True)
 class Cut:
-    """How `size` positions of each of so many devices are cut: a tile has `length`
-    positions of each.
+    """How positions are cut into tiles.
+
+    A tile has some positions of each device, so that all devices work on each tile.
     """
 
+    # How many positions each device has
     size: int
+    # How many devices the positions are divided over
     parts: int
+    # How many positions of each device a tile has
     length: int
 
     def read(
@@ -46,19 +57,27 @@ class Cut:
         """
         if dim is None:
             return array
-        part = lax.dynamic_slice_in_dim(
-            self._by_device(array, dim), start, length, dim + 1
-        )
+        by_device = self._by_device(array, dim)
+        part = lax.dynamic_slice_in_dim(by_device, start, length, dim + 1)
         return lax.collapse(part, dim, dim + 2)
+
+    def read_all(
+        self, arrays: Sequence[Array], dims: Dims, start: Array | int, length: int
+    ) -> Arrays:
+        """The same tile of each array."""
+        pairs = zip(arrays, dims, strict=True)
+        return [self.read(array, dim, start, length) for array, dim in pairs]
 
     def write(
         self, array: Array, dim: int | None, start: Array | int, tile: Array
     ) -> Array:
         """`array` with this tile from `start` on; without the axis, their sum."""
         if dim is None:
+            # In the dtype of the sum, which `total` chose
             return array + tile.astype(array.dtype)
-        own, tile = self._by_device(array, dim), self._by_device(tile, dim)
-        return lax.dynamic_update_slice_in_dim(own, tile, start, dim + 1).reshape(
+        by_device = self._by_device(array, dim)
+        tile = self._by_device(tile, dim)
+        return lax.dynamic_update_slice_in_dim(by_device, tile, start, dim + 1).reshape(
             array.shape
         )
 
@@ -70,23 +89,23 @@ class Cut:
         return lax.collapse(jnp.concatenate(both, dim + 1), dim, dim + 2)
 
     def _by_device(self, array: Array, dim: int) -> Array:
-        own = array.shape[dim] // self.parts
+        """The array with its positions in two dimensions: devices, and their own."""
+        length = array.shape[dim] // self.parts
         return array.reshape(
-            *array.shape[:dim], self.parts, own, *array.shape[dim + 1 :]
+            *array.shape[:dim], self.parts, length, *array.shape[dim + 1 :]
         )
 
     def total(self, tile: ShapedArray, dim: int | None) -> ShapedArray:
         """The type of all tiles of a type; sums of them are in float32 at least."""
         if dim is not None:
-            return tile.update(
-                shape=(
-                    *tile.shape[:dim],
-                    self.parts * self.size,
-                    *tile.shape[dim + 1 :],
-                )
-            )
+            shape = [*tile.shape]
+            shape[dim] = self.parts * self.size
+            return tile.update(shape=tuple(shape))
+        # Many small numbers are added: in bfloat16 late ones would be lost
         is_short = is_differentiable(tile.dtype) and jnp.finfo(tile.dtype).bits < 32
-        return tile.update(dtype=jnp.dtype("float32")) if is_short else tile
+        if is_short:
+            return tile.update(dtype=jnp.dtype("float32"))
+        return tile
 
     def loop(
         self,
@@ -96,44 +115,46 @@ class Cut:
         outputs: Dims,
         types: Sequence[Any],
     ) -> Arrays:
-        """Apply a rule tile by tile; for derivatives each tile is computed again."""
+        """Apply a rule tile by tile; for derivatives each tile is computed again.
+
+        `inputs` and `outputs` are the dimensions of the arrays that the rule takes and
+        returns, and `types` those that the results get, of which tiles may be sums.
+        """
 
         def of_tile(arrays: Sequence[Array], start: Array) -> Arrays:
-            pairs = zip(arrays, inputs, strict=True)
-            return rule(
-                [self.read(array, dim, start, self.length) for array, dim in pairs]
-            )
+            return rule(self.read_all(arrays, inputs, start, self.length))
 
         def body(totals: Arrays, i: Array) -> tuple[Arrays, None]:
             start = i * self.length
-            found = jax.checkpoint(of_tile, prevent_cse=False)(arrays, start)
-            parts = zip(totals, outputs, found, strict=True)
+            # The tile is read within the checkpoint, which so keeps the whole arrays,
+            # that are there anyway, and no copy of each tile.
+            results = jax.checkpoint(of_tile, prevent_cse=False)(arrays, start)
+            parts = zip(totals, outputs, results, strict=True)
             return [
                 self.write(total, dim, start, new) for total, dim, new in parts
             ], None
 
+        # Otherwise XLA would fill them early, and hold them while inputs are computed
         totals = zeros_after(arrays, [*map(self.total, types, outputs)])
-        totals, _ = lax.scan(
-            body, totals, jnp.arange(self.size // self.length, dtype=jnp.int32)
-        )
-        return [
-            total.astype(type_.dtype)
-            for total, type_ in zip(totals, types, strict=True)
-        ]
+        numbers = jnp.arange(self.size // self.length, dtype=jnp.int32)
+        totals, _ = lax.scan(body, totals, numbers)
+        pairs = zip(totals, types, strict=True)
+        return [total.astype(type_.dtype) for total, type_ in pairs]
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """A function of arrays, as a jaxpr for a tile, applied tile by tile.
+    """A function of arrays, as a jaxpr for a tile, applied tile by tile."""
 
-    Inputs and outputs have a dimension along the axis; None where tiles share it, or it
-    is a sum over tiles.
-    """
-
+    # How positions are cut into tiles, all of one length
     cut: Cut
+    # The function for the arrays of one tile
     jaxpr: Jaxpr = field(repr=False)
+    # Of its inputs, constants first; None for what tiles share
     inputs: Dims
+    # Of its outputs; None for a sum over tiles
     outputs: Dims
+    # `jax.jit` names programs by it
     __name__ = "tiles"
 
     def __call__(self, *arrays: Array) -> Arrays:
@@ -155,22 +176,21 @@ class Tiling:
     ) -> Derived:
         """A traced function's tiling, and its constants, which are the first inputs."""
         jaxpr, constants = without_constants(traced)
-        return Tiling(
-            cut, jaxpr, (*[None] * len(constants), *inputs), tuple(outputs)
-        ), constants
+        dims = (*[None] * len(constants), *inputs)
+        return Tiling(cut, jaxpr, dims, tuple(outputs)), constants
 
 
 def _pull_back(
     tiling: Tiling, nonzero: Mask, has_ct: Mask, arrays: Arrays, cotangents: Arrays
 ) -> Arrays:
     """The cotangents of some inputs of a tiling, from those of some outputs."""
-    jaxpr, count = tiling.jaxpr, len(arrays)
+    jaxpr = tiling.jaxpr
+    count = len(arrays)
 
     def rule(tile: Arrays) -> Arrays:
         of_tile = functools.partial(eval_jaxpr, jaxpr, ())
-        return jax.vjp(*of_part(of_tile, tile[:count], nonzero, has_ct))[1](
-            tile[count:]
-        )[0]
+        _, pullback = jax.vjp(*of_part(of_tile, tile[:count], nonzero, has_ct))
+        return pullback(tile[count:])[0]
 
     return tiling.cut.loop(
         rule,
@@ -182,6 +202,8 @@ def _pull_back(
 
 
 class Tiles(Differentiable):
+    """A tiling as a primitive; `Differentiable` says what each method is for."""
+
     tiling: Tiling
 
     def __init__(self, tiling: Tiling, types: Sequence[ShapedArray]) -> None:
@@ -206,6 +228,7 @@ class Tiles(Differentiable):
         return tuple(active_outputs(self.tiling.jaxpr, nonzero))
 
     def tangent(self, nonzero: Mask, primals: PyTree, tangents: Arrays) -> Arrays:
+        # Outside of a trace the tangents are one program, which is compiled once
         if not is_eager():
             return super().tangent(nonzero, primals, tangents)
         active = self.active(nonzero)
@@ -215,23 +238,23 @@ class Tiles(Differentiable):
         self, nonzero: Mask, has_ct: Mask, args: PyTree, cts: Arrays
     ) -> Arrays:
         back = Bound("tiles_back", _pull_back, (self.tiling, nonzero, has_ct))
-        return (
-            Rule(back, back, [*args], cts)([*args], cts)
-            if is_eager()
-            else jitted(back)([*args], cts)
-        )
+        arrays = [*args]
+        # Outside of a trace the executable is found by its jaxpr, as for any `Rule`
+        run_back = Rule(back, back, arrays, cts) if is_eager() else jitted(back)
+        return run_back(arrays, cts)
 
     def batch(self, axis: Any, args: PyTree, dims: PyTree) -> PyTree:
         if not_mapped(self, axis, dims):
             return self(*args), [None] * len(self.out_aval)
-        old, is_mapped = self.tiling, [dim is not None for dim in dims]
+        old = self.tiling
+        is_mapped = [dim is not None for dim in dims]
         traced, _ = batch_jaxpr(
             ClosedJaxpr(old.jaxpr, ()), axis, is_mapped, [True] * len(old.outputs)
         )
-        inputs = [
-            dim if dim is None else dim + is_
-            for dim, is_ in zip(old.inputs, is_mapped, strict=True)
-        ]
+        # The batch axis comes in front, of arrays that are mapped and of all outputs
+        inputs = []
+        for dim, mapped in zip(old.inputs, is_mapped, strict=True):
+            inputs.append(dim if dim is None else dim + mapped)
         outputs = [dim if dim is None else dim + 1 for dim in old.outputs]
         tiling = Tiling.of(old.cut, traced, inputs, outputs)
         return run_tiles(tiling, [*map(moved, args, dims)]), [0] * len(outputs)

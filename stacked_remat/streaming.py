@@ -1,7 +1,10 @@
 """Layers whose arrays are in host memory, and come to the device while they run.
 
-A sweep reads each layer of a stack on the host to the device when it runs, and writes
-its gradient, or what updates it, back to the host.
+A *sweep*, the loop over layers, reads each layer of a *stack* on the host to the device
+when it runs, and writes its gradient, or what updates it, back to the host
+(`_sweep/store.py`). So streaming is a matter of where a stack's arrays are, and this
+file only moves them: `to_host` and `to_device` for a model that exists, and `init` for
+one that is larger than the device, whose layers are built one at a time.
 """
 
 from collections.abc import Callable
@@ -60,26 +63,24 @@ def init(
     caller = Caller("streaming.init", argument_namer(build, skip=0))
 
     def build_stack(*args: PyTree, **kwargs: PyTree) -> Stacked:
+        # The stack with shapes for arrays: it checks the arguments, and computes
+        # nothing
         template = eqx.filter_eval_shape(make_on_device, *args, **kwargs)
         layout, arrays, shared = split_tree((args, kwargs), Layers, caller)
 
         def layer(slices: PyTree) -> list[PyTree]:
             args, kwargs = layout.layer(slices, shared)
+            # Python numbers of a block are in the template, the same for all layers
             block = eqx.filter(arrays_in_indices(build(*args, **kwargs)), is_array)
-            leaves = map(jnp.asarray, jax.tree.leaves(block))
-            return [
-                (
-                    _placement.to_host(leaf)
-                    if moves_to_host(leaf.shape, leaf.dtype)
-                    else leaf
-                )
-                for leaf in leaves
-            ]
+            placed = []
+            for leaf in map(jnp.asarray, jax.tree.leaves(block)):
+                is_moved = moves_to_host(leaf.shape, leaf.dtype)
+                placed.append(_placement.to_host(leaf) if is_moved else leaf)
+            return placed
 
         shapes, rest = eqx.partition(template.stacked, is_array)
-        made = jtu.tree_unflatten(
-            jtu.tree_structure(shapes), _stacked_on_host(layer, arrays, Layers.size)
-        )
+        leaves = _stacked_on_host(layer, arrays, Layers.size)
+        made = jtu.tree_unflatten(jtu.tree_structure(shapes), leaves)
         return changed(template, stacked=eqx.combine(made, rest))
 
     return build_stack
@@ -91,9 +92,11 @@ def _stacked_on_host(
     """What `layer` returns for each layer's slices of `arrays`, stacked."""
     first = layer([array[0] for array in arrays]) if length else []
     if not length or any(isinstance(leaf, Tracer) for leaf in first):
-        return lax.scan(
+        # In a traced program a loop; it tells the types of no layers too.
+        _, stacks = lax.scan(
             lambda _, slices: (None, layer(slices)), None, arrays, length=length
-        )[1]
+        )
+        return stacks
     stacks = [empty_stack(leaf, length) for leaf in first]
     # Not compiled as one program, whose products XLA may reorder: the bits are those of
     # Stacked.init.
@@ -103,6 +106,7 @@ def _stacked_on_host(
     return stacks
 
 
+# Donated, so that a layer is written in place and there is one copy of the stacks
 _write = jax.jit(write, donate_argnums=0)
 
 
@@ -153,23 +157,25 @@ def to_host(model: T, *, where: Callable[[Any], Any] = lambda leaf: True) -> T:
                 and moves_to_host(array.shape[1:], array.dtype)
                 and where(array)
             )
-            return jax.tree.map(_to_host, leaf) if is_moved else leaf
+            if is_moved:
+                return jax.tree.map(_to_host, leaf)
+            return leaf
 
-        return changed(
-            stack,
-            stacked=jtu.tree_map_with_path(field, stack.stacked, is_leaf=is_named),
-        )
+        stacked = jtu.tree_map_with_path(field, stack.stacked, is_leaf=is_named)
+        return changed(stack, stacked=stacked)
 
-    found = _of_stacks(moved, model)
-    if not _placement.has_host_arrays(found):
+    # An error if nothing is moved: the model would take the memory of the device
+    on_host = _of_stacks(moved, model)
+    if not _placement.has_host_arrays(on_host):
         raise ValueError(
             "The model has no Stacked with an array for to_host to move. Let its layers"
             " be a Stacked, and check where=."
         )
-    return found
+    return on_host
 
 
 def _to_host(array: Any) -> Any:
+    """An array in host memory; of a shape, one with a sharding there."""
     if not isinstance(array, jax.ShapeDtypeStruct):
         return _placement.to_host(array)
     sharding = array.sharding
@@ -199,9 +205,9 @@ def _of_stacks(fn: Callable[[str, Stacked], Stacked], model: T) -> T:
     """The model with `fn(name, stack)` in the place of each stack."""
 
     def replaced(path: Any, node: PyTree) -> PyTree:
-        return (
-            fn(f"model{jtu.keystr(path)}", node) if isinstance(node, Stacked) else node
-        )
+        if not isinstance(node, Stacked):
+            return node
+        return fn(f"model{jtu.keystr(path)}", node)
 
     return jtu.tree_map_with_path(
         replaced, model, is_leaf=lambda node: isinstance(node, Stacked)

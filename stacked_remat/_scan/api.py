@@ -1,8 +1,10 @@
 """Fold, scan and map over a named axis.
 
-The arguments are divided into arrays that are split over the axis and arrays that all
-layers share. That leaves a step on raw arrays, which `layers.py` runs under the
-checkpoint policy.
+These take a function, the *step*, which is given a part of the arguments at each place
+of the axis. `_looped` makes a `Loop` of it and of the options; when that is called,
+`scan_layers` in `layers.py` divides the arguments into arrays that are split over the
+axis and arrays that all steps share, and runs the step on them under the checkpoint
+*policy*. Methods of stacks (`Stacked.fold`) do the same in `_block_foldable.py`.
 """
 
 import functools
@@ -110,6 +112,9 @@ def _looped(
     until: Until | None = None,
     **options: Any,
 ) -> Callable[..., Any]:
+    """The function `(init, *args, **kwargs)` that runs the loop; `init` of a `map` is
+    None.
+    """
     if not callable(f):
         raise TypeError(f"{verb} takes a function first; got {describe(f)}.")
     if not (until is None or callable(until)):
@@ -117,9 +122,11 @@ def _looped(
             "until is a function of the carry that returns one bool; got"
             f" {describe(until)}."
         )
+    # The first parameter of a fold or scan takes the carry, which is no argument here
     caller = Caller(verb, argument_namer(f, skip=0 if verb == "map" else 1))
     loop = Loop.of(Call(caller, verb, f, f, until=until), axis, remat, **options)
 
+    # `init` is positional, so that an argument of the step may have this name
     def run(init: PyTree, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
         check_unmarked(init)
         carry, outputs = scan_layers(loop, init, (args, kwargs))
@@ -162,6 +169,7 @@ def lax_scan(
             outputs is no array.
     """
     check_steps(xs, length)
+    # Without a length there is only the axis's name: the arrays in `xs` tell its size
     axis = "steps" if length is None else Axis("steps", number_of_steps(length))
     options: Any = {"reverse": bool(reverse), "unroll": unroll_of_jax(unroll)}
     run = scan(f, axis, remat=remat, **options)

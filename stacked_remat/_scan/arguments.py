@@ -1,7 +1,17 @@
-"""Names of arguments for error messages, and checks of their sizes and keys."""
+"""Names of arguments for error messages, and checks of their sizes and keys.
+
+A loop over layers splits its arguments without being told which ones, so this file
+refuses what is probably a mistake: sizes that differ, one random key for all layers, a
+list with a value for each layer. Errors name an argument as the user's function does
+(`mask`, `mask.bias`, `args[2]`), by a `Caller`, and say what to write instead.
+
+`layer_axis.py` calls the checks while it splits a tree. An `Entry` is a leaf of that
+tree with its path and the rule by which it is split, as in `marks.py`.
+"""
 
 import functools
 import inspect
+import itertools
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +38,8 @@ from .marks import (
     take_marks_off,
 )
 
+# An array of two integers (uint32) may be a key of JAX's old style or just two numbers.
+# It counts as a key if a word of the argument's name is one of these.
 _NAMES_OF_KEYS = (
     "key",
     "keys",
@@ -42,40 +54,45 @@ _NAMES_OF_KEYS = (
 
 
 class Caller(NamedTuple):
-    """The operation that splits arguments over an axis, as the user writes it, and its
-    names of leaves.
-    """
+    """The operation that splits arguments over an axis, for its errors."""
 
+    # As the user writes it: `"scan"`, `"Stacked.fold"`
     what: str
+    # From the path of a leaf in the arguments to its name
     name_of: Callable[[KeyPath], str] = jtu.keystr
 
     @property
     def part(self) -> str:
         """What the loop goes through: the layers of a stack, or steps."""
-        return "step" if self.what.startswith(("fold", "scan", "map")) else "layer"
+        if self.what.startswith(("fold", "scan", "map")):
+            return "step"
+        return "layer"
 
 
 def argument_namer(
     fn: Callable, skip: int, first: tuple[str, ...] = ()
 ) -> Callable[[KeyPath], str]:
-    """How to name a path into `(args, kwargs)` by the parameters of `fn`, from `first`
-    on.
+    """How to name a path into `(args, kwargs)` by the parameters of `fn`.
+
+    The first positional arguments are named by `first`, and the next ones by the
+    parameters after as many as `skip`: those take a block and a carry.
     """
 
+    # Cached, and found when a name is first needed: most calls have no error.
     @functools.cache
     def parameters() -> tuple[list[str], str]:
-        own = [*signature_of(fn).parameters.values()][skip:]
-        named = [
-            p.name
-            for p in own
-            if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-        ]
-        return [*first, *named], next(
-            (p.name for p in own if p.kind is p.VAR_POSITIONAL), "args"
-        )
+        positional = [*first]
+        variadic = "args"
+        for parameter in [*signature_of(fn).parameters.values()][skip:]:
+            if parameter.kind is parameter.VAR_POSITIONAL:
+                variadic = parameter.name
+            elif parameter.kind <= parameter.POSITIONAL_OR_KEYWORD:
+                positional.append(parameter.name)
+        return positional, variadic
 
     def name_of(path: KeyPath) -> str:
-        (group, entry), (positional, variadic) = path[:2], parameters()
+        group, entry = path[:2]
+        positional, variadic = parameters()
         if group.idx == 1:
             root = str(entry.key)
         elif entry.idx < len(positional):
@@ -91,7 +108,7 @@ def signature_error(
     fn: Callable,
     what: str,
     first: Sequence[str],
-    given: Sequence[Any],
+    args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> str | None:
     """What is wrong with the signature of `fn` for a call that begins with `first`;
@@ -99,7 +116,7 @@ def signature_error(
     """
     signature = signature_of(fn)
     try:
-        signature.bind(*given, **kwargs)
+        signature.bind(*args, **kwargs)
     except TypeError as error:
         name = getattr(fn, "__qualname__", type(fn).__name__)
         return (
@@ -122,8 +139,11 @@ def resolve_axis(axis: AxisSelector, split: Sequence[Entry], what: str) -> Axis:
     """The axis with its size, which the arguments tell where only its name is given."""
     if isinstance(axis, Axis):
         return axis
-    named_first = sorted((leaf for _, leaf, _ in split), key=is_named, reverse=True)
-    for size in (leaf_size(leaf, axis) for leaf in named_first):
+    # A named array has the axis by its name, so its size counts before that of a plain
+    # array, whose first dimension may be meant for something else.
+    leaves = [leaf for _, leaf, _ in split]
+    for leaf in sorted(leaves, key=is_named, reverse=True):
+        size = leaf_size(leaf, axis)
         if size is not None:
             return Axis(axis, size)
     raise ValueError(
@@ -137,14 +157,15 @@ def check_keys(entries: Sequence[Entry], axis: Axis, caller: Caller) -> None:
     numbers.
     """
     for path, leaf, rule in entries:
-        may_be_one = rule == "default" and _may_be_keys(raw_array(leaf))
-        if may_be_one and is_unsplit_key(name := caller.name_of(path), leaf):
-            given = f"{name}=" if name.isidentifier() else ""
+        # Names are found by the function's signature, so only for what may be keys
+        may_be_keys = rule == "default" and _may_be_keys(raw_array(leaf))
+        if may_be_keys and is_unsplit_key(name := caller.name_of(path), leaf):
+            keyword = f"{name}=" if name.isidentifier() else ""
             raise ValueError(
                 f"{name} is a single random key, from which every {caller.part} of"
                 f" `{axis.name}` would draw the same numbers. Give each its own,"
-                f" {given}jax.random.split({name}, {axis.size}), or say that they share"
-                f" it, {given}stacked_remat.shared({name})."
+                f" {keyword}jax.random.split({name}, {axis.size}), or say that they"
+                f" share it, {keyword}stacked_remat.shared({name})."
             )
 
 
@@ -155,14 +176,16 @@ def is_unsplit_key(name: str, leaf: Any) -> bool:
     leaf = raw_array(leaf)
     if not _may_be_keys(leaf) or leaf.dtype != jnp.uint32:
         return _may_be_keys(leaf) and leaf.ndim == 0
-    words = {word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", name)}
-    return leaf.ndim == 1 and not words.isdisjoint(_NAMES_OF_KEYS)
+    words = re.findall(r"[A-Z]?[a-z]+|[A-Z]+", name)
+    return leaf.ndim == 1 and any(word.lower() in _NAMES_OF_KEYS for word in words)
 
 
 def _may_be_keys(leaf: Any) -> bool:
     """Whether `leaf` is random keys, or could be one of JAX's old-style keys, or a
     stack of them.
     """
+    # Keys of `jax.random.key` have a dtype of their own, those of `jax.random.PRNGKey`
+    # are pairs of integers.
     if not is_array(leaf) or jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return is_array(leaf)
     return leaf.dtype == jnp.uint32 and leaf.ndim in (1, 2) and leaf.shape[-1] == 2
@@ -173,21 +196,23 @@ def check_no_lists(arguments: PyTree, axis: Axis, caller: Caller) -> None:
     list.
     """
 
-    def may_be_of_a_layer(value: Any) -> bool:
-        is_value = isinstance(value, int | float | str)
-        return is_value or (
-            is_array(value) and leaf_size(value, axis) not in (None, axis.size)
-        )
+    def is_value_or_layer(value: Any) -> bool:
+        if isinstance(value, int | float | str):
+            return True
+        # An array of the axis's size is split itself, so its list may be meant
+        return is_array(value) and leaf_size(value, axis) not in (None, axis.size)
 
     nodes = jtu.tree_leaves_with_path(
         arguments, is_leaf=lambda node: isinstance(node, list | Marked)
     )
     for path, node in nodes:
-        is_list = (
-            isinstance(node, list) and len(path) == 2 and len(node) == axis.size > 1
-        )
-        if is_list and all(map(may_be_of_a_layer, node)):
-            name, part = caller.name_of(path), caller.part
+        # A path of two entries is that of a whole argument
+        is_argument = isinstance(node, list) and len(path) == 2
+        if not is_argument or not len(node) == axis.size > 1:
+            continue
+        if all(map(is_value_or_layer, node)):
+            name = caller.name_of(path)
+            part = caller.part
             raise ValueError(
                 f"{caller.what}: {name} is a list of {len(node)} values, one for each"
                 f" {part} of `{axis.name}`? Write jnp.stack({name}) to give each {part}"
@@ -201,87 +226,76 @@ def warn_of_ambiguous(
     """Warn of an unmarked plain array that may be meant for every layer, as the carry
     has its size too.
     """
-    shapes = [
-        jnp.shape(raw_array(leaf)) for leaf in jtu.tree_leaves(init, is_leaf=is_named)
-    ]
-    if axis.size < 2 or not any(axis.size in shape for shape in shapes):
+    sizes = itertools.chain(*map(jnp.shape, jtu.tree_leaves(init)))
+    # The carry has no axis for the layers, so a dimension of their number is another
+    # one, say of heads, and an argument with that as its first may go with it.
+    if axis.size < 2 or axis.size not in sizes:
         return
     for path, leaf, rule in take_marks_off(arguments)[0]:
-        is_whole = (
-            len(path) == 2
-            and rule == "default"
-            and is_array(leaf)
-            and not _may_be_keys(leaf)
-        )
-        if is_whole and leaf.shape[:1] == (axis.size,):
-            name, part = caller.name_of(path), caller.part
-            modules = [
-                frame.f_globals.get("__name__", "").split(".")[0]
-                for frame, *_ in inspect.stack(0)
-            ]
-            outside = next(
-                (
-                    level
-                    for level, module in enumerate(modules, 1)
-                    if module not in _OURS
-                ),
-                1,
-            )
-            warnings.warn(
+        is_argument = len(path) == 2 and rule == "default"
+        if not is_argument or not is_array(leaf) or _may_be_keys(leaf):
+            continue
+        if leaf.shape[:1] == (axis.size,):
+            name = caller.name_of(path)
+            part = caller.part
+            _warn_outside(
                 f"{caller.what} splits {name} over the {axis.size} {part}s of"
                 f" `{axis.name}`, and a dimension of the carry has that size too. Write"
                 f" per_layer({name}) if each {part} is to be given a part of it, or"
-                f" shared({name}) if every {part} is to be given all of it.",
-                stacklevel=outside,
+                f" shared({name}) if every {part} is to be given all of it."
             )
 
 
+def _warn_outside(message: str) -> None:
+    """Warn with the line of the user's program that called into the library."""
+    stacklevel = 1
+    for level, (frame, *_) in enumerate(inspect.stack(0), 1):
+        package = frame.f_globals.get("__name__", "").split(".")[0]
+        if package not in _OURS:
+            stacklevel = level
+            break
+    warnings.warn(message, stacklevel=stacklevel)
+
+
+# Packages whose frames are between a user's call and a warning
 _OURS = (__name__.split(".")[0], "jax", "equinox", "contextlib")
 
 
 def check_stacked(tree: PyTree, axis: Axis, caller: Caller) -> None:
     """Refuse a tree whose split leaves have another size than `axis`."""
-    leaves = jtu.tree_leaves_with_path(tree, is_leaf=is_named)
-    check_sizes(
-        axis,
-        [(*entry, "stored") for entry in leaves if is_split(entry[1], axis)],
-        caller,
-    )
+    split: list[Entry] = []
+    for path, leaf in jtu.tree_leaves_with_path(tree, is_leaf=is_named):
+        if is_split(leaf, axis):
+            split.append((path, leaf, "stored"))
+    check_sizes(axis, split, caller)
 
 
 def check_sizes(axis: Axis, split: Sequence[Entry], caller: Caller) -> None:
     """Refuse arguments whose size along `axis` is another; says how to mark one that is
     not to be split.
     """
-    wrong = [entry for entry in split if leaf_size(entry[1], axis) != axis.size]
-    if not wrong:
-        return
-    found = [
-        f"{caller.name_of(path)} has {_size_text(leaf, axis)}"
-        for path, leaf, _ in wrong
-    ]
-    path, leaf, rule = wrong[0]
-    fix = _fix_of_size(caller.name_of(path), leaf, rule, axis, caller.part)
-    raise ValueError(
-        f"{caller.what} over `{axis.name}` (size {axis.size}) was given inputs of"
-        f" different lengths: {shortened(found, '; ', most=3)}.{fix}"
-    )
+    wrong, fixes = [], []
+    for path, leaf, rule in split:
+        if leaf_size(leaf, axis) != axis.size:
+            name = caller.name_of(path)
+            wrong.append(f"{name} has {_size_text(leaf, axis)}")
+            fixes.append(_fix_of_size(name, leaf, rule, axis, caller.part))
+    if wrong:
+        raise ValueError(
+            f"{caller.what} over `{axis.name}` (size {axis.size}) was given inputs of"
+            f" different lengths: {shortened(wrong, '; ', most=3)}.{fixes[0]}"
+        )
 
 
 def _size_text(leaf: Any, axis: Axis) -> str:
     size = leaf_size(leaf, axis)
-    if is_named(leaf):
-        found = (
-            f"no axis `{axis.name}`"
-            if size is None
-            else f"`{axis.name}` of size {size}"
-        )
-        return f"{found} (axes {axes_text(leaf.axes)})"
-    return (
-        "no dimension to split"
-        if size is None
-        else f"leading dimension {size} (shape {leaf.shape})"
-    )
+    if not is_named(leaf):
+        if size is None:
+            return "no dimension to split"
+        return f"leading dimension {size} (shape {leaf.shape})"
+    along = f"`{axis.name}`"
+    of_axis = f"no axis {along}" if size is None else f"{along} of size {size}"
+    return f"{of_axis} (axes {axes_text(leaf.axes)})"
 
 
 def _fix_of_size(name: str, leaf: Any, rule: Rule, axis: Axis, part: str) -> str:
@@ -301,9 +315,9 @@ def _fix_of_size(name: str, leaf: Any, rule: Rule, axis: Axis, part: str) -> str
             f" Give {name} {axis.size} parts along its first dimension, one for each"
             f" {part}."
         )
-    shares = f"to give every {part} the whole array write stacked_remat.shared({name})."
+    if rule != "default":
+        return ""
     return (
-        f" Plain arrays are split along their first dimension; {shares}"
-        if rule == "default"
-        else ""
+        " Plain arrays are split along their first dimension; to give every"
+        f" {part} the whole array write stacked_remat.shared({name})."
     )

@@ -1,4 +1,9 @@
-"""The arguments of `jax.lax.scan`, as it takes them and refuses them."""
+"""The arguments of `jax.lax.scan`, as it takes them and refuses them.
+
+`lax_scan` of `api.py` stands in for `jax.lax.scan`, so it takes what that takes: a
+length as 4.0, an `unroll` of 0. And it refuses what that refuses and `scan` does not:
+leaves of `xs` without a leading axis, a carry or an output that is no array.
+"""
 
 import operator
 from typing import Any
@@ -16,6 +21,7 @@ from .marks import is_array, is_named
 def check_steps(xs: PyTree, length: Any) -> None:
     """Refuse leaves of `xs` without a leading axis, and a length that nothing tells."""
     leaves = jtu.tree_leaves_with_path(xs, is_leaf=is_named)
+    # `scan` would pass a leaf without a leading axis to every step
     for path, leaf in leaves:
         where = f"lax_scan: xs{jtu.keystr(path)} is {text(leaf)}"
         if is_named(leaf):
@@ -36,7 +42,7 @@ def number_of_steps(length: Any) -> int:
     try:
         number: Any = int(length)
     except (TypeError, ValueError):
-        number = length
+        number = length  # for the error
     return whole_number("length", number, "the number of steps", least=0)
 
 
@@ -47,13 +53,9 @@ def unroll_of_jax(unroll: Any) -> int | bool:
     try:
         number = operator.index(unroll)
     except TypeError:
-        number = unroll
-    return (
-        whole_number(
-            "unroll", number, "a bool or a number of steps, 0 for all of them,", least=0
-        )
-        or True
-    )
+        number = unroll  # for the error
+    meaning = "a bool or a number of steps, 0 for all of them,"
+    return whole_number("unroll", number, meaning, least=0) or True
 
 
 def check_arrays(tree: PyTree, what: str) -> None:

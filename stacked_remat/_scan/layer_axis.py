@@ -1,7 +1,18 @@
-"""How a tree is split over an axis, for layers of one or several kinds, and put
-together again.
+"""How a tree is split over an axis, for layers of one or several kinds, and joined.
+
+A loop runs on lists of arrays, and a user's step takes trees. `split_tree` takes the
+arguments apart into a *stack* for each leaf that is split, with the layers' axis in
+front, and the arrays that all layers share. Its `TreeLayout` puts trees together again:
+that of one layer, from its entries of the stacks (`layer`, `arguments`), or that of all
+(`stacked`). `layers.py`, `sweep_back.py` and the classes of layers call it.
+
+Layers of several kinds, a `StackedPattern`, have their stacks by kind. `divide` makes
+of one tree a marked tree for each kind, with the rows of its layers; `split_kinds`
+splits each of these; and a `Join` makes one tree of theirs. Which leaf is split, and
+how a user says so, is in `marks.py`.
 """
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -38,51 +49,65 @@ from .stacking import name_stacked, take_rows
 
 
 class Leaf(NamedTuple):
-    """How a leaf is put back: with the axes that a named array has, or as the value
-    that is no array.
-    """
+    """How a leaf is put back into its tree."""
 
+    # Whether the leaf is a stack, an array that all layers share, or no array
     kind: Literal["split", "shared", "static"]
+    # To the leaf, for errors
     path: KeyPath
+    # Of a named array, the layers' axis among them if it is split; None for a plain
+    # array
     axes: tuple[Axis, ...] | None = None
+    # Whether a layer is given the whole stack
     unsliced: bool = False
+    # Whether a shared array came from host memory, and goes back there
     on_host: bool = False
+    # What is no array
     value: PyTree = None
 
 
 @dataclass(frozen=True)
 class TreeLayout:
-    """The structure of a split tree. Where fields are unsliced, indices of layers
-    follow the split arrays.
+    """The structure of a split tree.
+
+    Where fields are unsliced, one more stack follows the others: the indices of the
+    layers. A layer reads its own entry of a stack that it takes whole by its index.
     """
 
+    # That the tree is split over
     axis: Axis
+    # Of the tree without marks, with named arrays as leaves
     treedef: Any
+    # How each leaf is put back, in the order of the tree
     leaves: tuple[Leaf, ...]
 
     def of_kind(self, kind: Literal["split", "shared"]) -> list[Leaf]:
+        """The leaves for the stacks, or for the shared arrays, in their order."""
         return [leaf for leaf in self.leaves if leaf.kind == kind]
 
     @property
     def unsliced(self) -> tuple[bool, ...]:
         """For which of the split arrays a layer is given the whole stack."""
         mask = tuple(leaf.unsliced for leaf in self.of_kind("split"))
-        return (*mask, False) if any(mask) else mask
+        if any(mask):
+            return (*mask, False)  # the indices are sliced
+        return mask
 
     def layer(
         self, parts: Arrays, shared: Arrays, *, cotangents: bool = False
     ) -> PyTree:
         """One layer's tree; in unsliced fields the layers' dimension has no name.
-        Cotangents may be None.
+
+        With `cotangents` the arrays may be None, and so is what is no array.
         """
-
-        def name(leaf: Leaf, part: PyTree) -> PyTree:
-            axes = leaf.axes and tuple(
-                axis for axis in leaf.axes if axis.name != self.axis.name
-            )
-            return with_axes(part, axes)
-
-        return self._build(map(name, self.of_kind("split"), parts), shared, cotangents)
+        named = []
+        # Not strict: indices of layers may follow, which are for `arguments`.
+        for leaf, part in zip(self.of_kind("split"), parts, strict=False):
+            axes = leaf.axes
+            if axes is not None:
+                axes = tuple(axis for axis in axes if axis.name != self.axis.name)
+            named.append(with_axes(part, axes))
+        return self._build(named, shared, cotangents)
 
     def arguments(self, parts: Arrays, shared: Arrays) -> PyTree:
         """One layer's arguments, with a `LayerStack` for each unsliced field; `parts`
@@ -92,14 +117,11 @@ class TreeLayout:
         if not any(self.unsliced):
             return arguments
         (first, *args), kwargs = arguments
-        # No layers are traced with a stack of one
+        # Where there are no layers, one is traced with a stack of one
         Stack = self.axis.resize(max(self.axis.size, 1))
-
-        whole = {
-            id(part)
-            for part, is_whole in zip(parts, self.unsliced, strict=True)
-            if is_whole
-        }
+        is_whole = zip(parts, self.unsliced, strict=True)
+        # Found by identity: an array of an unsliced field may still have been sliced
+        whole = {id(part) for part, unsliced in is_whole if unsliced}
 
         def stack(field: PyTree) -> PyTree:
             arrays = [*filter(is_array, jtu.tree_leaves(field))]
@@ -107,9 +129,8 @@ class TreeLayout:
                 # declared as unsliced, but on the host or on several devices: it was
                 # sliced
                 return field
-            return LayerStack(
-                name_stacked(field, Stack, "a stack"), parts[-1], Stack.name
-            )
+            named = name_stacked(field, Stack, "a stack")
+            return LayerStack(named, parts[-1], Stack.name)
 
         return (map_unsliced(stack, first), *args), kwargs
 
@@ -117,53 +138,53 @@ class TreeLayout:
         self, arrays: Arrays, shared: Arrays, *, cotangents: bool = False
     ) -> PyTree:
         """The whole tree, each array in its memory; `cotangents` as in `layer`."""
-
-        def name(leaf: Leaf, array: Any) -> Any:
-            position = (
-                0
-                if leaf.axes is None
-                else [axis.name for axis in leaf.axes].index(self.axis.name)
-            )
-            moved = (
-                jnp.moveaxis(array, 0, position)
-                if position and array is not None
-                else array
-            )
-            return with_axes(moved, leaf.axes)
-
+        named = []
+        for leaf, array in zip(self.of_kind("split"), arrays, strict=False):
+            names = [axis.name for axis in leaf.axes or ()]
+            position = names.index(self.axis.name) if names else 0
+            # An array that stays as it is is not copied, nor moved from the host.
+            if position and array is not None:
+                array = jnp.moveaxis(array, 0, position)
+            named.append(with_axes(array, leaf.axes))
         pairs = zip(self.of_kind("shared"), shared, strict=True)
         kept = [to_host(array) if leaf.on_host else array for leaf, array in pairs]
-        return self._build(map(name, self.of_kind("split"), arrays), kept, cotangents)
+        return self._build(named, kept, cotangents)
 
     def arrays(self, tree: PyTree) -> tuple[list[PyTree], list[PyTree]]:
         """The split and the shared arrays of a tree of this structure; None for missing
         ones and indices.
         """
-        leaves = [*zip(self.leaves, self.treedef.flatten_up_to(tree), strict=True)]
-        split, shared = (
-            [raw_array(value) for leaf, value in leaves if leaf.kind == kind]
-            for kind in ("split", "shared")
-        )
-        return split + [None] * (len(self.unsliced) - len(split)), shared
+        arrays: dict[str, list[PyTree]] = {"split": [], "shared": [], "static": []}
+        for leaf, value in zip(
+            self.leaves, self.treedef.flatten_up_to(tree), strict=True
+        ):
+            arrays[leaf.kind].append(raw_array(value))
+        split = arrays["split"]
+        missing = len(self.unsliced) - len(split)  # the indices of the layers
+        return split + [None] * missing, arrays["shared"]
 
     def _build(
         self, split: Iterable[PyTree], shared: Iterable[PyTree], cotangents: bool
     ) -> PyTree:
-        split, shared = iter(split), iter(shared)
+        """The tree with these leaves for those that are split, named already, and these
+        arrays for those that are shared.
+        """
+        split = iter(split)
+        shared = iter(shared)
 
         def fill(leaf: Leaf) -> PyTree:
             if leaf.kind == "static":
                 return None if cotangents else leaf.value
-            return (
-                next(split)
-                if leaf.kind == "split"
-                else with_axes(next(shared), leaf.axes)
-            )
+            if leaf.kind == "split":
+                return next(split)
+            return with_axes(next(shared), leaf.axes)
 
         return jtu.tree_unflatten(self.treedef, map(fill, self.leaves))
 
 
+# A tree that was split: its layout, the stacks, and the arrays that layers share
 Split: TypeAlias = tuple[TreeLayout, Arrays, Arrays]
+# Makes one tree of those of each kind
 Join: TypeAlias = Callable[[Sequence[PyTree]], PyTree]
 
 
@@ -176,11 +197,15 @@ def split_tree(
     """Take a tree apart: its layout, the arrays that are split over `axis`, and those
     that are shared.
     """
+    # The size of the axis is known from here on, and that of all stacks agrees
     entries, tree, are_split, axis = _entries(tree, axis, caller, is_scanned)
-    leaves, arrays, shared = [], [], []
-    for (path, leaf, rule), is_ in zip(entries, are_split, strict=True):
-        array, axes = raw_array(leaf), leaf.axes if is_named(leaf) else None
-        if is_:
+    leaves = []
+    arrays = []
+    shared = []
+    for (path, leaf, rule), split in zip(entries, are_split, strict=True):
+        array = raw_array(leaf)
+        axes = leaf.axes if is_named(leaf) else None
+        if split:
             arrays.append(_axis_first(leaf, axis))
             leaves.append(Leaf("split", path, axes, unsliced=rule == "unsliced"))
         elif is_named(leaf) or is_array(leaf):
@@ -206,17 +231,16 @@ def _entries(
     """
     entries, unmarked = take_marks_off(tree)
     are_split = [is_split(leaf, axis, is_scanned, rule) for _, leaf, rule in entries]
-    split = [entry for entry, is_ in zip(entries, are_split, strict=True) if is_]
-    if absent := [path for path, leaf, _ in split if raw_array(leaf) is None]:
-        name = caller.name_of(absent[0])
-        raise ValueError(
-            f"{caller.what}: {name} is None; did you forget eqx.combine(trained,"
-            " frozen)?"
-        )
+    split = [*itertools.compress(entries, are_split)]
+    for path, leaf, _ in split:
+        if raw_array(leaf) is None:  # a named array of a tree that was filtered
+            raise ValueError(
+                f"{caller.what}: {caller.name_of(path)} is None; did you forget"
+                " eqx.combine(trained, frozen)?"
+            )
     axis = resolve_axis(axis, split, caller.what)
-    if (
-        is_scanned is is_named_or_shaped_array
-    ):  # a predicate of the caller's decides about these too
+    if is_scanned is is_named_or_shaped_array:
+        # A predicate of the caller's decides about these too.
         check_no_lists(tree, axis, caller)
         check_keys(entries, axis, caller)
     check_sizes(axis, split, caller)
@@ -226,10 +250,12 @@ def _entries(
     return entries, unmarked, are_split, axis
 
 
+# Kinds without layers need values too: the types of their outputs are found by tracing.
 def _check_per_kind(
     leaf: PerKind, rule: str, kinds: Sequence[str], caller: Caller, path: KeyPath
 ) -> None:
-    what, name = caller.what, caller.name_of(path)
+    what = caller.what
+    name = caller.name_of(path)
     if not kinds or rule != "default":
         raise TypeError(
             f"{what}: per_kind for {name} is for an argument of a StackedPattern,"
@@ -254,8 +280,11 @@ def layer_getter(tree: PyTree, axis: Axis, caller: Caller) -> Callable[[Any], Py
 
 
 def _axis_first(leaf: Any, axis: Axis) -> Any:
+    """The array of a leaf that is split, with the axis in front."""
     position = leaf.axis_indices(axis.name) if is_named(leaf) else 0
-    return jnp.moveaxis(leaf.array, position, 0) if position else raw_array(leaf)
+    if position:
+        return jnp.moveaxis(leaf.array, position, 0)
+    return raw_array(leaf)
 
 
 def divide(
@@ -263,6 +292,9 @@ def divide(
 ) -> tuple[list[PyTree], Join]:
     """A marked tree for the layers of each kind, and what joins such again, and sums
     what is shared.
+
+    The marks say what was found for all layers, so that a split of a kind's tree, whose
+    axis has another size, comes to the same.
     """
     entries, tree, are_split, _ = _entries(
         tree, axis, caller, is_named_or_shaped_array, pattern.names
@@ -272,51 +304,57 @@ def divide(
     )
     are_per_kind = tuple(isinstance(leaf, PerKind) for _, leaf, _ in entries)
 
-    def part(number: int, leaf: Any, is_: bool) -> Any:
-        if isinstance(leaf, PerKind):
-            return leaf.values[pattern.names[number]]
+    parts = []
+    for number, name in enumerate(pattern.names):
         rows = pattern.layers_of(number)
-        return (
-            Marked(take_rows(leaf, axis, rows), "per_layer")
-            if is_
-            else Marked(leaf, "shared")
-        )
-
-    pairs = [*zip((leaf for _, leaf, _ in entries), are_split, strict=True)]
-    parts = (
-        [part(number, *pair) for pair in pairs] for number in range(len(pattern.names))
-    )
-    join = KindsJoin(treedef, are_per_kind, tuple(are_split), axis, pattern)
-    return [jtu.tree_unflatten(treedef, own) for own in parts], join
+        of_kind = []
+        for (_, leaf, _), split in zip(entries, are_split, strict=True):
+            if isinstance(leaf, PerKind):
+                part = leaf.values[name]
+            elif split:
+                part = Marked(take_rows(leaf, axis, rows), "per_layer")
+            else:
+                part = Marked(leaf, "shared")
+            of_kind.append(part)
+        parts.append(jtu.tree_unflatten(treedef, of_kind))
+    return parts, KindsJoin(treedef, are_per_kind, tuple(are_split), axis, pattern)
 
 
 @dataclass(frozen=True)
 class KindsJoin:
-    """Makes one tree of those of each kind, and sums what is shared."""
+    """Makes one tree of those of each kind, and sums what is shared.
 
+    A record, so that the `SweepTypes` that holds it compares by value.
+    """
+
+    # Of the tree that was divided
     treedef: Any
+    # For each of its leaves whether it is a `per_kind`
     are_per_kind: tuple[bool, ...]
+    # For each whether the layers have their own parts of it
     are_split: tuple[bool, ...]
+    # Of all layers
     axis: Axis
+    # Which layer is of which kind
     pattern: Pattern
 
     def __call__(self, of_kinds: Sequence[PyTree]) -> PyTree:
-        parts = zip(
-            *(self.treedef.flatten_up_to(tree) for tree in of_kinds), strict=True
-        )
-        return jtu.tree_unflatten(
-            self.treedef, map(self._joined, self.are_per_kind, self.are_split, parts)
-        )
+        parts = zip(*map(self.treedef.flatten_up_to, of_kinds), strict=True)
+        joined = map(self._joined, self.are_per_kind, self.are_split, parts)
+        return jtu.tree_unflatten(self.treedef, joined)
 
     def _joined(
-        self, is_per_kind: bool, is_split: bool, found: tuple[PyTree, ...]
+        self, is_per_kind: bool, is_split: bool, of_kinds: tuple[PyTree, ...]
     ) -> Any:
         if is_per_kind:
-            return PerKind(dict(zip(self.pattern.names, found, strict=True)))
-        there = [part for part in found if is_array(raw_array(part))]
-        if is_split and there:
-            return _in_order(found, self.axis, self.pattern)
-        return jax.tree.map(lambda *parts: sum(parts), *there) if there else found[0]
+            return PerKind(dict(zip(self.pattern.names, of_kinds, strict=True)))
+        # Some kinds may have None: a visitor returns cotangents for the others alone
+        arrays = [part for part in of_kinds if is_array(raw_array(part))]
+        if not arrays:
+            return of_kinds[0]
+        if is_split:
+            return _in_order(of_kinds, self.axis, self.pattern)
+        return jax.tree.map(lambda *parts: sum(parts), *arrays)
 
 
 def _only(of_kinds: Sequence[PyTree]) -> PyTree:
@@ -333,18 +371,18 @@ def split_kinds(
     """As `split_tree`, for the layers of each kind; and what makes one tree of those
     for each kind.
     """
+    # Layers of one kind are not divided, so their axis may still be a name
     if pattern is None:
         return [split_tree(tree, axis, caller, is_scanned)], _only
     assert isinstance(axis, Axis)
     parts, join = divide(tree, axis, pattern, caller)
-    return [
-        split_tree(
-            part,
-            axis.resize(len(pattern.layers_of(number))),
-            caller._replace(what=f"{caller.what} for kind {name!r}"),
-        )
-        for number, (name, part) in enumerate(zip(pattern.names, parts, strict=True))
-    ], join
+    split = []
+    for number, part in enumerate(parts):
+        # Values of a `per_kind` are checked here, against the layers of their kind
+        what = f"{caller.what} for kind {pattern.names[number]!r}"
+        of_kind = axis.resize(len(pattern.layers_of(number)))
+        split.append(split_tree(part, of_kind, caller._replace(what=what)))
+    return split, join
 
 
 def _in_order(of_kinds: Sequence[PyTree], axis: Axis, pattern: Pattern) -> PyTree:
@@ -352,17 +390,22 @@ def _in_order(of_kinds: Sequence[PyTree], axis: Axis, pattern: Pattern) -> PyTre
     that has None.
     """
     first = next(part for part in of_kinds if raw_array(part) is not None)
-    like, order, arrays = _axis_first(first, axis), [], []
+    like = _axis_first(first, axis)
+    order = []
+    arrays = []
     for kind, part in enumerate(of_kinds):
         rows = pattern.layers_of(kind)
         order += rows
-        is_there = raw_array(part) is not None
-        shape = (len(rows), *like.shape[1:])
-        arrays.append(
-            _axis_first(part, axis) if is_there else jnp.zeros_like(like, shape=shape)
-        )
+        if raw_array(part) is None:
+            shape = (len(rows), *like.shape[1:])
+            arrays.append(jnp.zeros_like(like, shape=shape))
+        else:
+            arrays.append(_axis_first(part, axis))
+    # `order` has the layer of each entry; sorting it gives the entry of each layer
     array = jnp.concatenate(arrays)[np.argsort(order)]
     if not is_named(first):
         return array
-    axes = tuple(axis if other.name == axis.name else other for other in first.axes)
-    return with_axes(jnp.moveaxis(array, 0, axes.index(axis)), axes)
+    position = first.axis_indices(axis.name)
+    axes = [*first.axes]
+    axes[position] = axis
+    return with_axes(jnp.moveaxis(array, 0, position), tuple(axes))

@@ -1,4 +1,18 @@
-"""Loops over layers under a checkpoint policy, rolled and unrolled."""
+"""Loops over layers under a checkpoint policy, rolled and unrolled.
+
+A *step* is the function that a user gives to `fold`, `scan` or `map`, or a block. A
+*layer* is that step traced on arrays, and a *stack* holds the arrays of all layers. The
+*policy* is what the user writes about memory; for a number of layers it becomes a
+`Remat`, the *program*: which layers run, which carries stay, what runs again.
+
+`Loop` is built by `api.py` and `_block_foldable.py`. `Loop.split` divides the arguments
+into stacks and shared arrays (`layer_axis.py`), and one of these runs them:
+
+- `scan_layers`: layers of one trace, as a plain scan of JAX or as a *sweep*, the loop
+  of `_sweep/` that keeps some carries and replays layers from them;
+- `scan_unrolled`: layers that may differ, for a `BlockSeq`;
+- `layers_at_once`: all layers in parallel, by `jax.vmap`.
+"""
 
 import dataclasses
 import functools
@@ -34,33 +48,37 @@ from .step import Call, Names, array_step
 
 @dataclasses.dataclass(frozen=True)
 class Layers:
-    """Layers of one kind, with their arguments: the arrays that are split and those
-    that all layers share.
-    """
+    """Layers of one kind, with their parts of the arguments."""
 
+    # How a layer calls the user's function
     call: Call
+    # Puts one layer's arguments together from arrays
     layout: TreeLayout
+    # The stacks, with the layers' axis in front
     arrays: Arrays
+    # What every layer is given whole, on the device
     shared: Arrays
+    # Of the kind; None where the layers are of one kind
     name: str | None = None
 
     def untraced(self, static: PyTree, names: Names, *, whole: bool) -> UntracedLayer:
         """A layer on arrays; where `whole`, unsliced fields are a `LayerStack`."""
-        layout = self.layout
-        unpack = layout.arguments if whole else layout.layer
+        unpack = self.layout.arguments if whole else self.layout.layer
         body = array_step(self.call, static, names, unpack)
-        unsliced = layout.unsliced if whole else [False] * len(self.arrays)
-        return UntracedLayer(body, self.shared, self.arrays, unsliced)
+        return UntracedLayer(body, self.shared, self.arrays, self._unsliced(whole))
 
     def inputs(self, index: int, *, whole: bool) -> list[Array | None]:
-        """What is split, for the layer at an index; None for what a layer takes the
-        whole of.
-        """
-        unsliced = self.layout.unsliced if whole else [False] * len(self.arrays)
-        pairs = zip(self.arrays, unsliced, strict=True)
+        """A layer's entry of each stack; None for a stack that it takes whole."""
+        pairs = zip(self.arrays, self._unsliced(whole), strict=True)
         return [
-            None if is_ else read(at_least_one(stack), index) for stack, is_ in pairs
+            None if takes_whole else read(at_least_one(stack), index)
+            for stack, takes_whole in pairs
         ]
+
+    def _unsliced(self, whole: bool) -> Sequence[bool]:
+        if whole:
+            return self.layout.unsliced
+        return [False] * len(self.arrays)
 
     def named(self, stacked: PyTree) -> PyTree:
         """Their stacked outputs, with the axis of the layers."""
@@ -74,25 +92,32 @@ def map_layers(
 
     def one_layer(slices: Arrays) -> tuple[PyTree, Static]:
         args, kwargs = layout.layer(slices, shared)
-        found, static = eqx.partition(f(*args, **kwargs), is_array)
-        return found, Static(static)
+        outputs, static = eqx.partition(f(*args, **kwargs), is_array)
+        return outputs, Static(static)
 
-    found, static = jax.vmap(one_layer, axis_size=layout.axis.size)(arrays)
-    return name_stacked(eqx.combine(found, static.value), layout.axis, what)
+    # `jax.vmap` puts a dimension in front that named arrays have no axis for. Its size
+    # is given, since there may be no array to map.
+    stacked, static = jax.vmap(one_layer, axis_size=layout.axis.size)(arrays)
+    return name_stacked(eqx.combine(stacked, static.value), layout.axis, what)
 
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
-    """A loop over layers; build one with `of`. `pattern` tells the kinds of layers, if
-    there are several.
-    """
+    """A loop over layers; build one with `of`."""
 
+    # How each layer calls the user's function
     call: Call
+    # The layers' axis; its name if only the arguments tell the size
     axis: Axis | str
+    # What the backward pass keeps, offloads and recomputes
     policy: ScanCheckpointPolicy
+    # Which layer is of which kind; None for one kind
     pattern: Pattern | None = None
+    # Whether the last layer runs first
     reverse: bool = False
+    # How many layers one iteration of the loop runs; True for all
     unroll: int | bool = 1
+    # Which arrays without a mark may be split over the layers
     is_scanned: IsScanned = is_named_or_shaped_array
 
     def __post_init__(self):
@@ -111,14 +136,10 @@ class Loop:
         **options: Any,
     ) -> "Loop":
         """A loop with these options, and with the defaults for those that are None."""
-        given = {name: option for name, option in options.items() if option is not None}
-        return cls(
-            call,
-            axis_or_name(axis, call.caller.what),
-            resolve_policy(remat),
-            pattern,
-            **given,
-        )
+        # Methods pass on their options as they were given, and None where they were not
+        passed = {name: value for name, value in options.items() if value is not None}
+        resolved = axis_or_name(axis, call.caller.what)
+        return cls(call, resolved, resolve_policy(remat), pattern, **passed)
 
     def unroll_of(self, length: int) -> int:
         """How many of so many layers one iteration runs."""
@@ -128,44 +149,40 @@ class Loop:
         """Whether the loop over so many layers stays one; over a symbolic number
         (`jax.export`) it does.
         """
-        return (
-            not isinstance(length, int | np.integer) or self.unroll_of(length) < length
-        )
+        is_symbolic = not isinstance(length, int | np.integer)
+        return is_symbolic or self.unroll_of(length) < length
 
     def split(self, arguments: PyTree) -> tuple[list[Layers], Join, Axis]:
         """The layers of each kind with their parts of the arguments, as of
         `split_kinds`, and their axis.
         """
-        caller = self.call.caller
-        split, join = split_kinds(
-            arguments, self.axis, self.pattern, caller, self.is_scanned
+        parts, join = split_kinds(
+            arguments, self.axis, self.pattern, self.call.caller, self.is_scanned
         )
         names = (None,) if self.pattern is None else self.pattern.names
         kinds = []
-        for (layout, *arrays), name in zip(split, names, strict=True):
-            arrays, shared = jax.tree.map(jnp.asarray, arrays)
-            kinds.append(Layers(self.call, layout, arrays, on_device(shared), name))
-        return (
-            kinds,
-            join,
-            self.axis if isinstance(self.axis, Axis) else kinds[0].layout.axis,
-        )
+        for part, name in zip(parts, names, strict=True):
+            # What layers share is moved to the device once, and not by each layer.
+            layout, *arrays = part
+            stacks, shared = jax.tree.map(jnp.asarray, arrays)
+            kinds.append(Layers(self.call, layout, stacks, on_device(shared), name))
+        axis = self.axis if isinstance(self.axis, Axis) else kinds[0].layout.axis
+        return kinds, join, axis
 
     def first(self, init: PyTree, kinds: Sequence[Layers], *, whole: bool) -> PyTree:
         """What goes into the first layer, from the first carry."""
         if self.call.until is None:
             return init
         (layers,) = kinds  # a pattern of kinds has no `until`
+        # Where there are no layers, the inputs are zeros of the first one's types
         index = max(0, layers.layout.axis.size - 1) if self.reverse else 0
         return self.call.first(init, layers.inputs(index, whole=whole))
 
     def outputs(self, of_kinds: Sequence[PyTree]) -> PyTree:
         """The outputs of each kind by name, or of the only one."""
-        return (
-            dict(zip(self.pattern.names, of_kinds, strict=True))
-            if self.pattern
-            else of_kinds[0]
-        )
+        if not self.pattern:
+            return of_kinds[0]
+        return dict(zip(self.pattern.names, of_kinds, strict=True))
 
 
 def scan_unrolled(
@@ -177,18 +194,23 @@ def scan_unrolled(
 ) -> tuple[PyTree, list[PyTree]]:
     """Run layers that may differ, one for each of the inputs, from any carry to any
     other.
+
+    The schedule is followed by nesting: each of its segments is a `jax.checkpoint`,
+    with the layers, or shorter segments, inside it.
     """
     backwards = -1 if loop.reverse else 1
     inputs = inputs[::backwards]
-    # Without jit the values are known in a layer, which jax.checkpoint would trace.
-    remat = (
-        Remat(axis.size, EVERYTHING)
-        if _without_jit()
-        else loop.policy.for_layers(axis.size)
-    )
+    remat = loop.policy.for_layers(axis.size)
+    if _without_jit():
+        # The values are known in a layer then, which jax.checkpoint would trace.
+        remat = Remat(axis.size, EVERYTHING)
+    # The layers of the schedule are numbered from 0, so the first ones are -count to -1
     count = remat.first_layers
-    parts = range(axis.size - count) if remat.schedule is None else remat.schedule.tree
+    parts = range(axis.size - count)
+    if remat.schedule is not None:
+        parts = remat.schedule.tree
     if all(isinstance(part, int) for part in parts):
+        # No two layers share a segment, so each is checkpointed by itself.
         remat = dataclasses.replace(remat, schedule=None)
     first = _unrolled_step(loop.call, arguments_of, Remat(count, EVERYTHING), axis)
     layer = _unrolled_step(loop.call, arguments_of, remat, axis)
@@ -197,18 +219,19 @@ def scan_unrolled(
         outputs = []
         for part in parts:
             if isinstance(part, int):
-                carry, y = (first if part < 0 else layer)(carry, inputs[count + part])
+                step = first if part < 0 else layer
+                carry, y = step(carry, inputs[count + part])
                 outputs.append(y)
             else:
-                carry, ys = _checkpoint_segment(
-                    functools.partial(run, part), remat, axis
-                )(carry)
+                segment = functools.partial(run, part)
+                carry, ys = _checkpoint_segment(segment, remat, axis)(carry)
                 outputs += ys
         return carry, outputs
 
+    # A profile shows the loop by the name of its axis
     with jax.named_scope(f"scan({axis.name})"):
-        every = functools.partial(run, [*range(-count, 0), *parts])
-        carry, outputs = _replayed_whole(every, remat)(init)
+        run_all = functools.partial(run, [*range(-count, 0), *parts])
+        carry, outputs = _replayed_whole(run_all, remat)(init)
     return carry, outputs[::backwards]
 
 
@@ -220,79 +243,94 @@ def _carry_name(remat: Remat, axis: Axis) -> str:
     """The name of the carries that are moved to the host one by one; empty if none
     are.
     """
-    return (
-        f"scan({axis.name}) carry"
-        if remat.carries == "host" and remat.schedule is None
-        else ""
-    )
+    each_offloaded = remat.carries == "host" and remat.schedule is None
+    return f"scan({axis.name}) carry" if each_offloaded else ""
 
 
 def scan_layers(loop: Loop, init: PyTree, arguments: PyTree) -> tuple[PyTree, PyTree]:
     """Run a loop from a first carry; returns the last carry, and the outputs."""
     kinds, _, axis = loop.split(arguments)
-    call, pattern = loop.call, loop.pattern
     if _without_jit():
         if all(kind.layout.axis.size for kind in kinds):
-            return _scan_kinds_unrolled(
-                loop, kinds, axis, loop.first(init, kinds, whole=False)
-            )
+            first = loop.first(init, kinds, whole=False)
+            return _scan_kinds_unrolled(loop, kinds, axis, first)
         # Only a traced layer tells the types of outputs that there are none of.
         with jax.disable_jit(False):
             return scan_layers(loop, init, arguments)
-    remat, plain, stops = (
-        loop.policy.for_layers(axis.size),
-        None,
-        call.until is not None,
-    )
-    arrays, static = eqx.partition(
-        loop.first(init, kinds, whole=True), eqx.is_array_like
-    )
-    xs = [kind.arrays for kind in kinds]
-    # A plain scan would keep what it reads from the host, and read nothing ahead.
-    is_swept = (
-        pattern
-        or stops
-        or (axis.size and (remat.schedule is not None or has_host_arrays(xs)))
-    )
-    if not is_swept or (remat.carries is None and not pattern):
-        options = remat.kept, _carry_name(remat, axis), loop.is_rolled(axis.size)
-        plain = Bound("checkpointed", _checkpointed, options)
-    if stops and (remat.offloads or plain is not None):
+    remat = loop.policy.for_layers(axis.size)
+    plain = _plain_checkpoint(loop, kinds, axis, remat)
+    first = loop.first(init, kinds, whole=True)
+    if loop.call.until is not None and (remat.offloads or plain is not None):
         raise ValueError(
             "With until=, a policy can neither offload nor drop what it keeps of the"
             ' steps that run. Let remat be False, True or "nested", or use max_carries,'
             " first_layers or save_block_internals."
         )
     with jax.named_scope(f"scan({axis.name})"):
-        untraced = [
-            kind.untraced(static, remat.kept.names, whole=True) for kind in kinds
-        ]
-        traced = trace_layers(
-            untraced, arrays, offloads=remat.offloads, replays=plain is None
-        )
-        is_primitive = is_eager() and not has_refs([layer.shared for layer in traced])
-        if is_primitive and remat.carries and axis.size:
-            plain = None
-        run = functools.partial(
-            run_layers,
-            traced,
-            [kind.layout.unsliced for kind in kinds],
-            plain=plain,
-            remat=remat.swept() if plain is None else remat,
-            pattern=pattern,
-            reverse=loop.reverse,
-            unroll=loop.unroll_of(axis.size),
-            stops=stops,
-        )
-        # In eager mode a plain scan is a primitive, which keeps its arguments alone.
-        replayed = (
-            run if is_primitive and plain is not None else _replayed_whole(run, remat)
-        )
-        carry, ys = replayed(traced[0].init, xs)
-    last = call.last(eqx.combine(carry, static))
-    return last, loop.outputs(
-        [kind.named(y) for kind, y in zip(kinds, ys, strict=True)]
+        carry, ys = _run_traced(loop, kinds, axis, remat, plain, first)
+    return loop.call.last(carry), loop.outputs([*map(Layers.named, kinds, ys)])
+
+
+def _plain_checkpoint(
+    loop: Loop, kinds: Sequence[Layers], axis: Axis, remat: Remat
+) -> Bound | None:
+    """What checkpoints each layer of a plain scan; None for a sweep."""
+    # A plain scan would keep what it reads from the host, and read nothing ahead.
+    on_host = has_host_arrays([kind.arrays for kind in kinds])
+    needs_sweep = axis.size and (remat.schedule is not None or on_host)
+    is_swept = loop.pattern or loop.call.until is not None or needs_sweep
+    # A policy that keeps no carry runs the layers twice as a plain scan, the second
+    # time with their carries kept. Layers of several kinds have no plain scan that does
+    # not copy their stacks.
+    if is_swept and (remat.carries is not None or loop.pattern):
+        return None
+    carry_name = _carry_name(remat, axis)
+    options = remat.kept, carry_name, loop.is_rolled(axis.size)
+    return Bound("checkpointed", _checkpointed, options)
+
+
+def _run_traced(
+    loop: Loop,
+    kinds: Sequence[Layers],
+    axis: Axis,
+    remat: Remat,
+    plain: Bound | None,
+    first: PyTree,
+) -> tuple[PyTree, list[PyTree]]:
+    """Trace a layer of each kind and run the loop from the first carry; the outputs are
+    those of each kind.
+    """
+    # A carry may hold what is no array, the same from layer to layer (`check_carry`)
+    arrays, static = eqx.partition(first, eqx.is_array_like)
+    names = remat.kept.names
+    untraced = [kind.untraced(static, names, whole=True) for kind in kinds]
+    # A sweep runs layers again in loops of its own, in which a `jax.Ref` that they
+    # close over has no derivative: that is an error here. In a plain scan it has one.
+    traced = trace_layers(
+        untraced, arrays, offloads=remat.offloads, replays=plain is None
     )
+    # Within a trace a plain scan is one of JAX, and so it is with a `jax.Ref`, which a
+    # primitive does not take.
+    is_primitive = is_eager() and not has_refs([layer.shared for layer in traced])
+    if is_primitive and remat.carries and axis.size:
+        # Outside of a trace the backward pass of a plain scan has its arguments alone
+        # and runs the layers again; a sweep keeps the carries that the policy says.
+        plain = None
+    run = functools.partial(
+        run_layers,
+        traced,
+        [kind.layout.unsliced for kind in kinds],
+        plain=plain,
+        remat=remat.swept() if plain is None else remat,
+        pattern=loop.pattern,
+        reverse=loop.reverse,
+        unroll=loop.unroll_of(axis.size),
+        stops=loop.call.until is not None,
+    )
+    if plain is None or not is_primitive:  # such a plain scan keeps its arguments alone
+        run = _replayed_whole(run, remat)
+    carry, ys = run(traced[0].init, [kind.arrays for kind in kinds])
+    return eqx.combine(carry, static), ys
 
 
 def layers_at_once(loop: Loop, init: None, arguments: PyTree) -> tuple[None, PyTree]:
@@ -300,20 +338,24 @@ def layers_at_once(loop: Loop, init: None, arguments: PyTree) -> tuple[None, PyT
     the memory of all.
     """
     kinds, _, _ = loop.split(arguments)
+    what = loop.call.caller.what
 
+    # A scan stacks Python numbers among the outputs; `map_layers` would return one
     def run(*args: PyTree, **kwargs: PyTree) -> PyTree:
         return numbers_to_arrays(loop.call.applied(init, args, kwargs))
 
-    what, parts = (
-        loop.call.caller.what,
-        [(kind.layout, kind.arrays, kind.shared) for kind in kinds],
-    )
-    return init, loop.outputs([map_layers(run, *part, what) for part in parts])
+    outputs = []
+    for kind in kinds:
+        outputs.append(map_layers(run, kind.layout, kind.arrays, kind.shared, what))
+    return init, loop.outputs(outputs)
 
 
 def _checkpointed(
     kept: Kept, carry_name: str, is_rolled: bool, layer: Callable
 ) -> Callable:
+    """A layer of a plain scan under `jax.checkpoint`; its carry goes to the host if it
+    has a name.
+    """
     if kept == EVERYTHING:
         return layer
 
@@ -332,7 +374,8 @@ def _checkpointed(
 def _scan_kinds_unrolled(
     loop: Loop, kinds: Sequence[Layers], axis: Axis, init: PyTree
 ) -> tuple[PyTree, PyTree]:
-    """`scan_layers` without `jax.jit`."""
+    """`scan_layers` under `jax.disable_jit`: a Python loop, where values are known."""
+    # One kind is a pattern of one
     pattern = loop.pattern or Pattern((0,) * axis.size, ("",))
     carry, static = eqx.partition(init, eqx.is_array_like)
     untraced = [kind.untraced(static, True, whole=False) for kind in kinds]
@@ -341,22 +384,21 @@ def _scan_kinds_unrolled(
     with jax.named_scope(f"scan({axis.name})"):
         for index in range(axis.size)[::backwards]:
             number = pattern.kinds[index]
-            layer, row = untraced[number], pattern.before[index, number]
-            x = on_device([stack[row] for stack in layer.stacks])
             if loop.call.is_done(carry) and outputs[number]:
-                outputs[number].append(
-                    jax.tree.map(jnp.zeros_like, outputs[number][-1])
-                )
+                # A first output tells the types of the zeros
+                zeros = jax.tree.map(jnp.zeros_like, outputs[number][-1])
+                outputs[number].append(zeros)
                 continue
+            layer = untraced[number]
+            row = pattern.before[index, number]
+            x = on_device([stack[row] for stack in layer.stacks])
             carry, (y, rest) = layer.body(layer.shared, carry, x)
             outputs[number].append(eqx.combine(y, rest.value))
     what = loop.call.caller.what
-    pairs = zip(outputs, kinds, strict=True)
-    ys = [
-        stack_outputs(of_kind[::backwards], kind.layout.axis, what)
-        for of_kind, kind in pairs
-    ]
-    return loop.call.last(eqx.combine(carry, static)), loop.outputs(ys)
+    stacked = []
+    for of_kind, kind in zip(outputs, kinds, strict=True):
+        stacked.append(stack_outputs(of_kind[::backwards], kind.layout.axis, what))
+    return loop.call.last(eqx.combine(carry, static)), loop.outputs(stacked)
 
 
 def _unrolled_step(
@@ -377,18 +419,22 @@ def _unrolled_step(
 
 
 def _replayed_whole(run: Callable, remat: Remat) -> Callable:
-    return (
-        run
-        if remat.carries
-        else recomputed(run, remat.kept.policy(), offloads=remat.offloads)
-    )
+    """All layers; where the policy keeps no carry they run again for the backward
+    pass.
+    """
+    if remat.carries:
+        return run
+    return recomputed(run, remat.kept.policy(), offloads=remat.offloads)
 
 
 def _checkpoint_segment(run: Callable, remat: Remat, axis: Axis) -> Callable:
+    """The layers of a segment, of which only the carry at its start is kept."""
     if remat.carries != "host":
         return recomputed(run, None)  # its carry is kept, as all arguments are
     boundary = f"scan({axis.name}) carry at a segment's start"
     policy = NOTHING.policy(boundary)
-    return recomputed(
-        lambda carry: run(checkpoint_name(carry, boundary)), policy, offloads=True
-    )
+
+    def named(carry: PyTree) -> PyTree:
+        return run(checkpoint_name(carry, boundary))
+
+    return recomputed(named, policy, offloads=True)

@@ -1,10 +1,14 @@
-"""Which parts of an argument are split over the layers and which are shared, and the
-marks that say so.
+"""Which parts of an argument are split over the layers, and the marks that say so.
 
 A named array is split if it has the axis, in any position. A plain array has no names,
 so it is split along its first dimension. Everything else (named arrays without the
 axis, scalars, functions, Python values) is shared by all layers. `shared` and
 `per_layer` override this for an argument.
+
+A mark is a node around a part of the arguments, a `Marked` or a `PerKind`, which the
+loop takes off again (`take_marks_off`) before it calls the user's step. A stack's own
+arrays are marked too (`applied`): for a field of the block that is declared `unsliced`
+each layer is given a `LayerStack`, with the arrays of all layers.
 """
 
 import copy
@@ -26,7 +30,10 @@ from .._static import PyTree
 
 T = TypeVar("T")
 NUMBER = int | float | complex  # and bool
+# For leaves without a mark, or for each leaf: whether it may be split
 IsScanned: TypeAlias = bool | Callable[[Any], bool]
+# By what a leaf is split: without a mark, by the mark of the user around it, or, of a
+# stack's own arrays, as an unmarked one (stored) or given whole to layers (unsliced)
 Rule: TypeAlias = Literal["default", "shared", "per_layer", "stored", "unsliced"]
 Entry: TypeAlias = tuple[KeyPath, Any, Rule]  # path, leaf, and its rule
 
@@ -58,7 +65,10 @@ def with_axes(array: Any, axes: tuple[Axis, ...] | None) -> Any:
     """The array with these axes, if any. Sizes are not checked: inside scan and vmap
     they may differ.
     """
-    return array if axes is None else NamedArray.tree_unflatten(axes, [array])
+    if axes is None:
+        return array
+    # Haliax's constructor checks sizes; unflattening a PyTree does not
+    return NamedArray.tree_unflatten(axes, [array])
 
 
 def is_split(
@@ -67,32 +77,38 @@ def is_split(
     is_scanned: IsScanned = is_named_or_shaped_array,
     rule: Rule = "default",
 ) -> bool:
-    """Whether a leaf is split, where sizes allow."""
-    if rule in ("shared", "per_layer"):
-        return rule == "per_layer" and (is_named(leaf) or is_array(leaf))
-    wanted = is_scanned if isinstance(is_scanned, bool) else is_scanned(leaf)
-    return wanted and (
-        leaf_size(leaf, axis) is not None if is_named(leaf) else is_array(leaf)
-    )
+    """Whether a leaf is split. Its size along the axis is checked later, by
+    `check_sizes`.
+    """
+    if rule == "shared":
+        return False
+    if rule == "per_layer":
+        return is_named(leaf) or is_array(leaf)
+    if not (is_scanned if isinstance(is_scanned, bool) else is_scanned(leaf)):
+        return False
+    if is_named(leaf):
+        return leaf_size(leaf, axis) is not None
+    return is_array(leaf)
 
 
 def leaf_size(leaf: Any, axis: AxisSelector) -> int | None:
     """The number of layers that a leaf holds, or None for one that has no dimension to
     split.
     """
-    if is_named(leaf):
-        return next(
-            (other.size for other in leaf.axes if other.name == axis_name(axis)), None
-        )
-    return leaf.shape[0] if leaf.ndim else None
+    if not is_named(leaf):
+        if leaf.ndim:
+            return leaf.shape[0]
+        return None
+    for other in leaf.axes:
+        if other.name == axis_name(axis):
+            return other.size
+    return None
 
 
 class Marked(eqx.Module):
-    """A tree and how it is split; `"stored"` are a stack's own arrays, split as
-    unmarked arguments are.
-    """
+    """A tree and how it is split."""
 
-    value: PyTree
+    value: PyTree  # any tree; a mark within it counts for what is in that
     rule: Rule = eqx.field(static=True)
 
 
@@ -104,6 +120,7 @@ def applied(blocks: PyTree) -> Marked:
     the whole stack, nor for gradient dot products.
     """
 
+    # Within `noting` a program is traced for gradient dot products.
     def mark(field: PyTree) -> PyTree:
         is_sliced = has_host_arrays(field) or on_several_devices(field) or noting.value
         return field if is_sliced else Marked(field, "unsliced")
@@ -155,17 +172,14 @@ def per_layer(x: PyTree) -> PyTree:
     Raises:
         TypeError: there is no array in `x`.
     """
-    if (
-        isinstance(x, list | tuple)
-        and x
-        and all(isinstance(value, NUMBER) for value in x)
-    ):
-        # Of a weak type, as the numbers are
-        x = jnp.stack([jnp.asarray(value) for value in x])
+    # A list of numbers is one value for each layer, which can only be meant as an array
+    is_list = isinstance(x, list | tuple) and x
+    if is_list and all(isinstance(value, NUMBER) for value in x):
+        # Stacked, where `jnp.asarray` of a list is not of a weak type, as numbers are
+        x = jnp.stack([*map(jnp.asarray, x)])
     leaves = jtu.tree_leaves(x, is_leaf=_is_named_or_marked)
-    if leaves and not any(
-        is_array(leaf) or _is_named_or_marked(leaf) for leaf in leaves
-    ):
+    has_arrays = any(is_array(leaf) or _is_named_or_marked(leaf) for leaf in leaves)
+    if leaves and not has_arrays:
         raise TypeError(
             f"per_layer splits arrays over the layers; {x!r} ({type(x).__name__}) holds"
             " none. Write per_layer(jnp.asarray(x)), or pass it without per_layer to"
@@ -177,8 +191,8 @@ def per_layer(x: PyTree) -> PyTree:
 class PerKind(eqx.Module):
     """Values that belong to layers of one kind each, by the name of the kind."""
 
-    values: dict[str, PyTree]
-    rule: ClassVar[str] = "per_kind"
+    values: dict[str, PyTree]  # of every kind, which may hold other marks
+    rule: ClassVar[str] = "per_kind"  # what it is called in errors, as of a `Marked`
 
 
 def per_kind(values: Mapping[str, Any]) -> PyTree:
@@ -236,6 +250,7 @@ class LayerStack(eqx.Module):
         of this property.
         """
 
+        # Named arrays of the stack have the layers' axis in front, as plain ones do
         def entry(leaf: Any) -> Any:
             if not is_split(leaf, self.axis_name):
                 return leaf
@@ -244,11 +259,9 @@ class LayerStack(eqx.Module):
             )
             return with_axes(array, leaf.axes[1:] if is_named(leaf) else None)
 
-        return (
-            jtu.tree_map(entry, self.stack, is_leaf=is_named)
-            if self.own is None
-            else self.own
-        )
+        if self.own is not None:
+            return self.own
+        return jtu.tree_map(entry, self.stack, is_leaf=is_named)
 
     @staticmethod
     def of(field: PyTree, axis_name: str = "layers") -> "LayerStack":
@@ -259,16 +272,13 @@ class LayerStack(eqx.Module):
             return field
 
         def of_one(leaf: Any) -> Any:
+            if not is_array(raw_array(leaf)):
+                return leaf
             axes = (Axis(axis_name, 1), *leaf.axes) if is_named(leaf) else None
-            return (
-                with_axes(raw_array(leaf)[None], axes)
-                if is_array(raw_array(leaf))
-                else leaf
-            )
+            return with_axes(raw_array(leaf)[None], axes)
 
-        return LayerStack(
-            jtu.tree_map(of_one, field, is_leaf=is_named), jnp.int32(0), axis_name
-        )
+        stack = jtu.tree_map(of_one, field, is_leaf=is_named)
+        return LayerStack(stack, jnp.int32(0), axis_name)
 
 
 def unsliced(**kwargs: Any) -> Any:
@@ -302,7 +312,7 @@ def unsliced(**kwargs: Any) -> Any:
     return eqx.field(metadata=metadata, **kwargs)
 
 
-_UNSLICED = "stacked_remat.unsliced"
+_UNSLICED = "stacked_remat.unsliced"  # a key of the field's metadata
 
 
 def map_unsliced(fn: Callable[[PyTree], PyTree], tree: T) -> T:
@@ -310,18 +320,19 @@ def map_unsliced(fn: Callable[[PyTree], PyTree], tree: T) -> T:
     inner stacks.
     """
     is_module = isinstance(tree, eqx.Module)
+    # A `Stacked` within a layer: its own loop decides about its fields
     is_inner = getattr(tree, "_slices_its_own_layers", False)
     if is_inner or not (is_module or isinstance(tree, tuple | list | dict)):
         return tree
     fields = dataclasses.fields(tree) if is_module else ()
     names = [field.name for field in fields if field.metadata.get(_UNSLICED)]
-    entries, treedef = jtu.tree_flatten_with_path(
+    children, treedef = jtu.tree_flatten_with_path(
         tree, is_leaf=lambda node: node is not tree
     )
-    mapped = [
-        fn(node) if getattr(path[0], "name", None) in names else map_unsliced(fn, node)
-        for path, node in entries
-    ]
+    mapped = []
+    for path, child in children:
+        is_unsliced = getattr(path[0], "name", None) in names
+        mapped.append(fn(child) if is_unsliced else map_unsliced(fn, child))
     return jtu.tree_unflatten(treedef, mapped)
 
 
@@ -336,6 +347,8 @@ def changed(module: T, **fields: Any) -> T:
 
 
 def check_unmarked(carry: PyTree) -> None:
+    """Refuse marks in a carry."""
+    # `take_marks_off` is not called for carries, so a mark would reach the user's step
     for path, leaf in jtu.tree_flatten_with_path(carry, is_leaf=_is_named_or_marked)[0]:
         if isinstance(leaf, Marked | PerKind):
             raise TypeError(
@@ -350,18 +363,22 @@ def take_marks_off(
 ) -> tuple[list[Entry], Any]:
     """Path, leaf and rule of every leaf, `per_kind`s among them, and the tree. The
     innermost mark counts.
+
+    `rule` and `path` are those of the marks around the tree, and to it.
     """
-    entries, parts = [], []
+    entries = []
+    nodes = []
     paths_and_nodes, treedef = jtu.tree_flatten_with_path(
         tree, is_leaf=_is_named_or_marked
     )
     for below, node in paths_and_nodes:
-        inside = [((*path, *below), node, rule)]
+        whole_path = *path, *below
+        inside = [(whole_path, node, rule)]
         if isinstance(node, Marked):
-            inside, node = take_marks_off(node.value, node.rule, (*path, *below))
+            inside, node = take_marks_off(node.value, node.rule, whole_path)
         entries += inside
-        parts.append(node)
-    return entries, jtu.tree_unflatten(treedef, parts)
+        nodes.append(node)
+    return entries, jtu.tree_unflatten(treedef, nodes)
 
 
 def _is_named_or_marked(leaf: Any) -> bool:

@@ -187,6 +187,26 @@ class LayerPullback:
         _, pullback, results = jax.vjp(differentiated, *parts, has_aux=True)
         return results, pullback
 
+    def _pullback_alone(self, inputs: LayerInputs) -> Any:
+        """The pullback of `_linearize`, without what only the layer's results need.
+
+        In a derivative of the visit JAX could not lower the tangents of results where a
+        `jax.custom_vjp` computes these, though nothing reads them.
+        """
+        structure: Any = None
+
+        def residuals(*inputs: Arrays) -> Arrays:
+            nonlocal structure
+            _, pullback = self._linearize(inputs)
+            leaves, structure = jax.tree.flatten(pullback)
+            return leaves
+
+        closed = jax.make_jaxpr(residuals)(*inputs)
+        is_read = [True] * len(closed.jaxpr.outvars)
+        jaxpr, _ = dce_jaxpr(closed.jaxpr, is_read, instantiate=True)
+        leaves = eval_jaxpr(jaxpr, closed.consts, *jax.tree.leaves(inputs))
+        return jax.tree.unflatten(structure, leaves)
+
     def save(self, inputs: LayerInputs) -> tuple[tuple[Carry, Arrays], Arrays]:
         """Run the layer; returns its carry and output, and the residuals that are
         saved.
@@ -220,7 +240,9 @@ class LayerPullback:
                 None; () for none.
         """
         residuals = self.residuals
-        if residuals is None:
+        if residuals is None and self.kind.in_forward_mode:
+            pullback = self._pullback_alone(inputs)
+        elif residuals is None:
             _, pullback = self._linearize(inputs)
         else:
             computed = eval_jaxpr(

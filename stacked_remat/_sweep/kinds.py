@@ -24,6 +24,7 @@ import jax
 import numpy as np
 from jax import lax
 from jax.core import eval_jaxpr
+from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr, Jaxpr, Var
 from jax.interpreters.partial_eval import dce_jaxpr
 
@@ -102,6 +103,22 @@ class Kind:
         outputs = eval_jaxpr(self.values_jaxpr or self.jaxpr, (), *shared, *carry, *x)
         return outputs[: self.carries], outputs[self.carries :]
 
+    def replayed(self, shared: Arrays, carry: Carry, x: Arrays) -> Carry:
+        """The carry that the layer returns; what only its outputs need is left out.
+
+        In a derivative of a replay, JAX could not lower the tangents of outputs where a
+        `jax.custom_vjp` computes these, though nothing reads them.
+        """
+        return eval_jaxpr(self._carry_jaxpr, (), *shared, *carry, *x)
+
+    @functools.cached_property
+    def _carry_jaxpr(self) -> Jaxpr:
+        jaxpr = self.values_jaxpr or self.jaxpr
+        outputs = len(jaxpr.outvars) - self.carries
+        is_needed = [True] * self.carries + [False] * outputs
+        carry_jaxpr, _ = dce_jaxpr(jaxpr, is_needed, instantiate=True)
+        return carry_jaxpr
+
     def write(self, stacks: OfKinds, row: Index, entry: Arrays) -> OfKinds:
         """The stacks of all kinds, with this entry in those of this kind."""
         written = [*stacks]
@@ -136,9 +153,15 @@ def _barrier(x: Any) -> Any:
     return x
 
 
-_barrier.defjvp(
-    lambda primals, tangents: (_barrier(*primals), lax.optimization_barrier(*tangents))
-)
+def _barrier_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
+    (tangent,) = tangents
+    # Zeros stay symbolic: what has no tangent is not differentiated further on.
+    if not isinstance(tangent, SymbolicZero):
+        tangent = lax.optimization_barrier(tangent)
+    return _barrier(*primals), tangent
+
+
+_barrier.defjvp(_barrier_jvp, symbolic_zeros=True)
 
 
 @dataclass(frozen=True)

@@ -218,7 +218,7 @@ class _Layers:
             x = spec.inputs(kind, self.xs_in(state), row, fetched)
             if bottom is None:
                 # XLA removes the output, which the forward sweep has stacked already.
-                carry, _ = kind.values(shared, carry, x)
+                carry = kind.replayed(shared, carry, x)
                 return spec.of_held(carry), saved
             pullback = self.pullbacks[kind.number]
             (carry, _), residuals = pullback.save((shared, carry, x))

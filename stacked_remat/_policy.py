@@ -73,9 +73,10 @@ class ScanCheckpointPolicy(_haliax_names.HaliaxFields):
             sublinear memory cost"). `True` cuts into segments that each have a layer
             less than the one before, which needs the fewest carries for one replay,
             √(2N); or, where the boundaries are offloaded, into √N of one length. Where
-            the internals of a layer take at most C/2, `True` keeps those of the segment
-            being reversed, which is of such a length that the memory is about the same,
-            and the FLOPs are 4·N·F. `k` cuts into k segments of one length, at most one
+            the internals of a layer take at most C/2, a gradient of layers of one kind
+            under `nested=True` alone keeps those of the segment being reversed, which
+            is of such a length that the memory is about the same, and the FLOPs are
+            4·N·F. `k` cuts into k segments of one length, at most one
             a layer.
         max_carries: keep at most so many carries alive instead, with the least
             recomputation that allows it (Griewank and Walther 2000, "Algorithm 799:
@@ -269,14 +270,14 @@ class ScanCheckpointPolicy(_haliax_names.HaliaxFields):
 
     def schedule(self, length: int) -> Schedule:
         """How `length` layers are cut, which also tells the carries alive and the
-        evaluations.
+        evaluations; where small internals are kept too (`nested`), they are fewer.
 
         A policy that is not nested keeps the carry of each layer. One with
         `first_layers` cuts those after them, so `length` is their number.
 
         Raises:
-            ValueError: `length` is not positive, or the cut is too small for so many
-                layers.
+            ValueError: `length` is not positive.
+            TypeError: `length` is no integer.
         """
         length = whole_number("length", length, "the number of layers")
         if not self.is_nested:

@@ -16,7 +16,7 @@ executed by a plain `lax.scan` under `jax.checkpoint`, or by a sweep (`_sweep/`)
     first_layers=3        device    1 1 1 1 1               3, which keep everything
 
 `names` are `save_block_internals=[...]`. So a sweep knows two things alone: first
-layers, of which all is kept until they are reversed, and a schedule.
+layers, whose inputs and `first_kept` stay until they are reversed, and a schedule.
 """
 
 import functools
@@ -85,7 +85,7 @@ class Kept:
         that has a name.
 
         Of names alone it is one of JAX's own, which are data and so survive
-        `JAX_REMAT3=1`.
+        `JAX_REMAT3=1`. Not for `EVERYTHING`: callers leave such a layer as it is.
         """
         offloaded = (carry_name, *self.offloaded) if carry_name else self.offloaded
         if not callable(self.internals):
@@ -104,8 +104,8 @@ class Kept:
         return _joined_policy(internals, offloaded) if offloaded else internals
 
     def checkpoint(self, layer: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a layer of a rolled loop; with the barriers of `jax.checkpoint` where
-        nothing is kept.
+        """Wrap a layer, of a rolled loop or for a trace; with the barriers of
+        `jax.checkpoint` where nothing is kept.
         """
         if self.internals is True:
             return layer
@@ -129,15 +129,17 @@ class Remat:
     carries: Carries = "device"
     # Of the layers after the first ones; None if they are not cut.
     schedule: Schedule | None = None
-    # How many layers, the first to run, keep their carries and `first_kept` beside a
-    # schedule.
+    # How many layers, the first to run, keep their carries and `first_kept`; the
+    # schedule is that of the others.
     first_layers: int = 0
     # The internals of the first layers that are kept.
     first_kept: Kept = EVERYTHING
 
     @property
     def offloads(self) -> bool:
-        """Whether anything is kept on the host."""
+        """Whether carries or names are kept on the host; what a policy of JAX offloads
+        is not seen.
+        """
         names = self.kept.offloaded or self.first_kept.offloaded
         return self.carries == "host" or bool(names)
 

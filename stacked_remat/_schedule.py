@@ -7,7 +7,7 @@ one layer, later slots hold later layers, and the top is consumed first.
 
     forward:  the input of each layer goes to a slot, where a later one may replace it;
               only those that stay need be written
-    reverse:  for each *run*: read the carry held at the top of the stack, run some
+    reverse:  for each *run*: read a carry that is held, mostly at the top, run some
               layers forward again, write their inputs to slots above it, then visit
               layers backwards, popping a slot each
 
@@ -69,7 +69,7 @@ class Run:
     start: int
     # The slot it is held in.
     slot: int
-    # The layers after it whose inputs are held once all up to the last of them ran
+    # The layers after it whose inputs are held once all before the last of them ran
     # forward again, in the slots that follow. An input in between is written where the
     # next one that is held goes.
     holds: tuple[int, ...]
@@ -118,7 +118,7 @@ class Schedule:
     length: int
     # Layer inputs held at once, at the most; the one being visited is among them.
     slots: int
-    # Lengths of the segments in forward order; empty for a binomial cut.
+    # Lengths of the segments in forward order; empty for one of `bounded`.
     segments: tuple[int, ...] = ()
 
     @cached_property
@@ -131,7 +131,7 @@ class Schedule:
     @cached_property
     def sources(self) -> int:
         """How many slots hold inputs that replays start from; visits alone read those
-        of later slots.
+        of later slots. Leaves that no visit reads need no more.
 
         The lowest slot that a run visits may be where a replay starts too: of the layer
         that it visits last.

@@ -78,7 +78,7 @@ class StackedKinds(BlockFoldable[M]):
         result = sweep_back(y_cotangent, visitor, state)
         ```
 
-        Arguments as in `fold`. A visitor is traced once for each kind of layers:
+        Arguments as in `fold`. A visitor is traced a few times for each kind of layers:
         `visit.layer` is a block of its kind, `visit.layer_index` counts all layers. The
         layers of the result are a stack of this class.
 

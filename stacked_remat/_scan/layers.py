@@ -6,7 +6,8 @@ A *step* is the function that a user gives to `fold`, `scan` or `map`, or a bloc
 `Remat`, the *program*: which layers run, which carries stay, what runs again.
 
 `Loop` is built by `api.py` and `_block_foldable.py`. `Loop.split` divides the arguments
-into stacks and shared arrays (`layer_axis.py`), and one of these runs them:
+into stacks and shared arrays (`layer_axis.py`; `_block_seq.py` divides those of a
+`BlockSeq`), and one of these runs them, or `sweep_back.fold_forward` for a visitor:
 
 - `scan_layers`: layers of one trace, as a plain scan of JAX or as a *sweep*, the loop
   of `_sweep/` that keeps some carries and replays layers from them;
@@ -142,7 +143,7 @@ class Loop:
         return cls(call, resolved, resolve_policy(remat), pattern, **passed)
 
     def unroll_of(self, length: int) -> int:
-        """How many of so many layers one iteration runs."""
+        """How many layers one iteration runs, of `length`."""
         return max(1, length if self.unroll is True else int(self.unroll))
 
     def is_rolled(self, length: int) -> bool:
@@ -309,8 +310,8 @@ def _run_traced(
     traced = trace_layers(
         untraced, arrays, offloads=remat.offloads, replays=plain is None
     )
-    # Within a trace a plain scan is one of JAX, and so it is with a `jax.Ref`, which a
-    # primitive does not take.
+    # Whether a plain scan would be a primitive here. Within a trace it is one of JAX,
+    # and so it is with a `jax.Ref`, which a primitive does not take.
     is_primitive = is_eager() and not has_refs([layer.shared for layer in traced])
     if is_primitive and remat.carries and axis.size:
         # Outside of a trace the backward pass of a plain scan has its arguments alone

@@ -2,7 +2,7 @@
 
 A *step* is a call of the user's function, or of a block, by a loop. `array_step` makes
 of it a function of arrays alone, `(shared, carry, inputs) -> (carry, y)`, which
-`layers.py` traces: the traced step is a *layer*. `Call` says how the function is
+`_sweep/trace.py` traces: the traced step is a *layer*. `Call` says how the function is
 called and what its result means for `fold`, `scan` and `map`.
 
 With `until` all steps of the axis are in the program, and those after the last one

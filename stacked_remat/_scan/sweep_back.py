@@ -8,7 +8,7 @@ runs the reverse sweep, where each layer is visited once, from the last to the f
 1. `_TreeVisitor` makes trees of the arrays that the sweep has of a layer
    (`SweepTypes.visit` in `visitor.py`) and calls the user's visitor.
 2. `_new_leaves` takes the `LayerResult` apart again and checks it.
-3. `_SweepState.with_layer` writes what is new into stacks, in place.
+3. `_Part.with_layer` writes what is new into stacks, in place.
 
 The replay reads the layers from the state that the visitor writes to (`xs_in`). A
 visitor that updates the weights so costs 0.09 stacks of temporaries; with a replay that
@@ -81,8 +81,8 @@ class SweepBack(eqx.Module):
         Args:
             cotangent: of what the forward sweep returned, in the same structure, shapes
                 and dtypes.
-            visitor: `(visit, state) -> LayerResult`, traced once for each loop and once
-                for its types.
+            visitor: `(visit, state) -> LayerResult`, traced once for its types and once
+                for each loop over layers; once for each layer if these are unrolled.
             state: the visitor's, any tree of arrays whose shapes and dtypes stay as
                 they are.
             layer_state: a state for each layer, a tree of arrays stacked over the

@@ -14,8 +14,9 @@ it also leaves checkpoints, from which `reverse.py` makes every layer's input ag
 
 An input stays if no later layer writes to its slot. There are two ways to keep just
 these, and which one is faster depends on the platform (`_run_scheduled`): a loop over
-layers that writes every input, most of them to be overwritten, or a loop over segments
-with a loop over layers in it, that writes at the start of each segment.
+layers that writes every input, most of them to be overwritten, or a loop over stretches
+from one input that stays to the next (`_by_segments`) with a loop over layers in it,
+that writes at the start of each. Stretches need not be segments of the schedule.
 
 Weights are read from their stacks by layer number, within the innermost loop: no
 segment's weights are copied. Stacks on the host are read one layer ahead, so that the
@@ -224,6 +225,8 @@ def _run_scheduled(
         # The last segment runs again from its first layer, so no further input of it
         # is needed.
         starts = starts[: schedule.sources]
+    # A leaf that no visit reads has slots for the sources of replays alone, so that not
+    # every input can be written.
     if (
         spec.stops
         or not all(is_read)

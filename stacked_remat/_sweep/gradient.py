@@ -13,8 +13,9 @@ What a reverse sweep does at a layer, once it has the layer's input:
     write_gradients                 adds cts.args to a sum, writes cts.layer to row i
 
 A pullback without `Residuals` runs the layer for that. With them, the part of the
-forward computation that the policy saves (`Kept`) has already run in a replay, and
-`LayerPullback` splits the layer in two jaxprs, found by tracing `jax.vjp` once:
+forward computation that the policy saves (`Kept`) has already run, in a replay or, for
+first layers, in the forward sweep, and `LayerPullback` splits the layer in two jaxprs,
+found by tracing `jax.vjp` once:
 
     forward   shared, carry, x -> the layer's results, and all that its pullback reads
     rest      shared, carry, x -> only what is read and not saved; often nothing
@@ -99,7 +100,7 @@ class Residuals(NamedTuple):
     pullback: Any
     # Which residuals are saved.
     is_saved: Mask
-    # Which leaves of the carry `rest` reads; all if it has effects.
+    # Which leaves of the carry `rest` reads.
     reads: Mask
     # Which leaves of the carry `rest` reads, or saved residuals depend on.
     all_reads: Mask
@@ -113,7 +114,10 @@ class Residuals(NamedTuple):
 
 
 class LayerCotangents(NamedTuple):
-    """What the `vjp` of a `LayerVisit` returns: None for leaves without a gradient."""
+    """What the `vjp` of a `LayerVisit` returns: None for leaves without a gradient.
+
+    To the default visitor it returns lists, of the perturbed leaves alone.
+    """
 
     carry: PyTree  # of the layer's input
     layer: PyTree  # of its weights, a tree like `LayerVisit.layer`
@@ -127,8 +131,8 @@ class LayerVisit:
     """One layer, as a visitor of the reverse sweep is given it.
 
     Attributes:
-        layer_index: its index on the axis, a traced integer: `blocks[layer_index]`,
-            whatever the policy.
+        layer_index: its index on the axis, whatever the policy: `blocks[layer_index]`.
+            An int32, or an int where the loop is unrolled.
         layer: the layer.
         carry: its input.
         args: its further arguments: slices of those that are split, and the shared
@@ -195,9 +199,9 @@ class LayerPullback:
         """
         structure: Any = None
 
-        def residuals(*inputs: Arrays) -> Arrays:
+        def residuals(shared: Arrays, carry: Carry, x: Arrays) -> Arrays:
             nonlocal structure
-            _, pullback = self._linearize(inputs)
+            _, pullback = self._linearize((shared, carry, x))
             leaves, structure = jax.tree.flatten(pullback)
             return leaves
 
@@ -345,7 +349,8 @@ class LayerPullback:
         """
         # With barriers on tangents other residuals would be found than without them.
         plain = replace(self, kind=replace(self.kind, in_forward_mode=False))
-        # JAX sets the mesh, which may have no axes, in the reverse sweep alone.
+        # In the backward pass JAX sets an abstract mesh, even one without axes; set
+        # here, both sweeps have one key.
         with jax.sharding.use_abstract_mesh(jax.sharding.get_abstract_mesh()):
             key = plain.kind.jaxpr, plain.perturbed, types, kept, flags, trace_context()
             known = plain.kind.residuals
@@ -455,8 +460,10 @@ def write_tangents(
 
 @jax.custom_jvp
 def _unread(old: PyTree, new: PyTree) -> PyTree:
-    """`old`, with derivatives of `new`: XLA removes what loops pass on, and no sums
-    that nothing reads.
+    """`old`, with derivatives of `new`.
+
+    XLA removes a value that a loop only passes on; it does not remove a sum, though
+    nothing reads it.
     """
     # Not `old` itself: `jax.vmap` must find it mapped where `new` is.
     return jax.tree.map(functools.partial(lax.select_n, False), old, new)

@@ -99,7 +99,7 @@ class Kind:
         return outputs[: self.carries], outputs[self.carries :]
 
     def values(self, shared: Arrays, carry: Carry, x: Arrays) -> tuple[Carry, Arrays]:
-        """What the layer returns, and not for derivatives."""
+        """The layer's results, where they are not differentiated."""
         outputs = eval_jaxpr(self.values_jaxpr or self.jaxpr, (), *shared, *carry, *x)
         return outputs[: self.carries], outputs[self.carries :]
 

@@ -19,8 +19,8 @@ from .store import Index
 
 
 def one_run_per_segment(schedule: Schedule) -> tuple[Run, ...]:
-    """The runs where boundaries are on the host: each is fetched to slot 0, its segment
-    fills the others.
+    """The runs where boundaries are on the host: the first input of a segment is
+    fetched to slot 0; its other inputs fill the slots above.
     """
     runs = []
     stop = schedule.length

@@ -117,7 +117,7 @@ class Sweep(Differentiable):
         self.effects = frozenset().union(*(kind.jaxpr.effects for kind in spec.kinds))
         super().__init__()
 
-    def expand(self, init: Carry, xs: Arrays, shared: Arrays) -> PyTree:
+    def expand(self, init: Carry, xs: OfKinds, shared: OfKinds) -> PyTree:
         carry, ys = run(self._program, init, xs, shared)
         return carry, self._weak(ys)
 
@@ -134,7 +134,7 @@ class Sweep(Differentiable):
     def _perturbed(self, nonzero: Mask, outputs: Mask | None = None) -> Perturbed:
         """The perturbed leaves where the inputs in the mask are differentiated.
 
-        `outputs` says which outputs have a cotangent, by default all of real numbers.
+        `outputs` says which outputs have a cotangent, by default all that can.
         """
         has_ct = floats(self.out_aval) if outputs is None else outputs
         _, ys = self.out_tree.unflatten(has_ct)
@@ -440,7 +440,7 @@ def _forward_reference(spec: SweepSpec, perturbed: Perturbed, *args: PyTree) -> 
 def sweep_forward(
     spec: SweepSpec, perturbed: Perturbed, *args: PyTree
 ) -> tuple[Carry, OfKinds, Checkpoints]:
-    """Sweep forward from `init, xs, shared`, and keep what the schedule says."""
+    """Sweep forward from `init, xs, shared`, and keep what the policy says."""
     bound = spec, perturbed
     return _by_rule("sweep_forward", forward, _forward_reference, bound, *args)
 

@@ -217,10 +217,10 @@ class _Layers:
             carry = spec.whole(held)
             x = spec.inputs(kind, self.xs_in(state), row, fetched)
             if bottom is None:
-                # XLA removes the output, which the forward sweep has stacked already.
                 carry = kind.replayed(shared, carry, x)
                 return spec.of_held(carry), saved
             pullback = self.pullbacks[kind.number]
+            # XLA removes the output, which the forward sweep has stacked already.
             (carry, _), residuals = pullback.save((shared, carry, x))
             saved = kind.write(saved, spec.entry(kind, number, bottom), residuals)
             return spec.of_held(carry), saved
@@ -409,6 +409,9 @@ class _AdvanceLoop(NamedTuple):
 def _advance(layers: _Layers, plan: Plan, r: Index, loop: _Loop) -> _Loop:
     """Run `plan.advances` layers again, from the start of the run, and write the inputs
     that the run holds to slots.
+
+    Where residuals are saved it advances to the lowest layer that is visited; `_save`
+    runs that one and all above it, the top one too.
     """
     if not plan.most_advances:
         return loop
@@ -513,9 +516,10 @@ def _visit(layers: _Layers, plan: Plan, r: Index, loop: _Loop) -> _Loop:
 def _visit_first(
     layers: _Layers, checkpoints: Checkpoints, carry_ct: Carry, state: PyTree
 ) -> tuple[Carry, PyTree]:
-    """Visit the first layers, whose inputs and residuals are all kept: one run without
-    a replay.
+    """Visit the first layers, whose inputs are all kept, with the residuals that
+    `first_kept` says: one run without a replay.
     """
+    # Only `_visit` executes this run, and reads its layers and slots alone.
     count = len(layers.numbers)
     run = Run(0, 0, tuple(range(1, count)), count)
     plan = Plan((run,), 0, False, checkpoints.ran)

@@ -1,7 +1,7 @@
 """What a sweep becomes where it is differentiated: its rules, held leaves and segments.
 
-Before the forward sweep of a gradient three things are settled, all by looking at the
-jaxpr of a layer, once:
+Before the forward sweep of a gradient three things are settled, from the jaxpr of a
+layer and a trace of its pullback:
 
 1. `differentiated`: a `jax.custom_vjp` or a primitive of hijax in a layer may compute
    other values where it is differentiated than elsewhere. The forward sweep and the
@@ -103,7 +103,7 @@ def for_reverse(
     no others.
 
     A leaf that they do not read is an output buffer that steps write to, or a sum that
-    they add to: nothing but the final carry depends on its value.
+    they add to: nothing but the final carry and outputs depends on its value.
     """
     if _surely_holds_all(spec):
         return replace(spec, held=(True,) * len(spec.carry_types))

@@ -129,9 +129,7 @@ class Differentiable(HiPrim):
         return self._tangents(primals, self.in_tree.flatten_up_to(tangents), zeros)
 
     def transpose(self, cotangents: PyTree, *args: PyTree) -> None:
-        """That of a primitive that is linear in some inputs: its reverse mode, from
-        zeros.
-        """
+        """The transpose in the linear inputs: reverse mode at zeros."""
         leaves = self.in_tree.flatten_up_to(args)
         linear = tuple(hasattr(leaf, "accum") for leaf in leaves)
         zeros = [
@@ -239,8 +237,8 @@ def primal_of(jaxpr: Jaxpr, nonzero: Sequence[bool]) -> ClosedJaxpr:
 def without_closures(
     jaxpr: Jaxpr, nonzero: Sequence[bool], active: Mask
 ) -> tuple[ClosedJaxpr, ClosedJaxpr]:
-    """A jaxpr whose custom rules close over nothing that is traced, which becomes
-    constants; and its values.
+    """The jaxpr with what its custom rules close over as constants, and a second one
+    that computes its values.
 
     `nonzero` and `active` are the inputs and outputs that are differentiated.
     """

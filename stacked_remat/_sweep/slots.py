@@ -55,7 +55,8 @@ class Checkpoints(NamedTuple):
     # The saved residuals of the first layers, stacked for each kind; None if there are
     # no such layers.
     residuals: OfKinds | None = None
-    # The first carry, where no slot has it, or none on the device; else None.
+    # The first carry, where no slot has it or none on the device, and where layers may
+    # stop; else None.
     origin: Carry | None = None
     # How many layers ran, a traced int32; None if none may stop.
     ran: Any = None
@@ -70,7 +71,7 @@ class Checkpoints(NamedTuple):
         """The input of the first layer."""
         if self.origin is not None:
             return self.origin
-        # The forward sweep leaves it in slot 0.
+        # The forward sweep leaves it in slot 0, or in that of the first layer.
         return [lax.index_in_dim(leaf, 0, keepdims=False) for leaf in self.source()]
 
     def from_first(self, first: Carry) -> "Checkpoints":

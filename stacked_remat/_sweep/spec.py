@@ -11,7 +11,8 @@ methods:
     run      the same, which ends early where layers may stop
     inputs   a layer's weights and other own inputs, read from their stacks
     fetch    the same of stacks on the host, for the layer that comes next
-    plain    the whole sweep as one `lax.scan`, for derivatives of its derivatives
+    plain    the whole sweep as one `lax.scan`: for the values of layers of one kind,
+             for policies that cut nothing, and for derivatives of derivatives
 
 Arrays are lists of leaves here (`slots.Arrays`), never trees; what differs by kind is a
 list with an entry for each kind (`slots.OfKinds`). Layers have up to three numbers:
@@ -125,9 +126,10 @@ class SweepSpec:
         `parts` have all numbers that the loop around calls it for: by default the
         schedule's layers.
 
-        `run` is traced once for each kind with layers, in a loop of its own that runs
-        once or not at all. There XLA updates the state in place; the branches of a
-        conditional copy stacks (GPUs) and carries (TPUs).
+        Of several kinds, where the number is traced, `run` is traced once for each kind
+        with layers, in a loop of its own that runs once or not at all. There XLA
+        updates the state in place; the branches of a conditional copy stacks (GPUs) and
+        carries (TPUs).
         """
         if self.pattern is None:
             return run(self.kinds[0], self.layer_index(number), state)
@@ -161,8 +163,8 @@ class SweepSpec:
     ) -> T:
         """Run `for k in range(trips): state = body(k, state)`.
 
-        The loop's name says how often it runs in all (`_trips.py`), where data don't
-        decide that.
+        Where trip counts come from a table, the loop's name says how often it runs in
+        all (`_trips.py`).
         """
         if self.unrolled and isinstance(trips, int):
             for k in range(trips):
@@ -318,7 +320,9 @@ class SweepSpec:
     def reference(
         self, init: Carry, xs: OfKinds, shared: OfKinds
     ) -> tuple[Carry, OfKinds]:
-        """Do the same by the plain checkpointed scan, which has all derivatives."""
+        """Run the whole sweep as a plain scan with checkpointed layers, which has all
+        derivatives.
+        """
         return self.plain(self.remat.kept.checkpoint, init, xs, shared)
 
     def perturbed(
@@ -350,8 +354,9 @@ class SweepSpec:
         pullbacks = [LayerPullback(kind, perturbed) for kind in self.kinds]
         if kept == NOTHING:
             return pullbacks
-        # The first leaf, which says whether the layers stop, chooses inputs: those are
-        # read again, as others are.
+        # Where layers may stop, the first leaf of the carry chooses between the first
+        # step's inputs and this step's. What depends on it and on inputs alone is
+        # computed again.
         flags = int(self.stops)
         for k, types in enumerate(self.input_types(xs, shared)):
             pullbacks[k] = pullbacks[k].with_residuals(types, kept, flags)
@@ -381,6 +386,7 @@ class SweepSpec:
         carries visits read beside these, over all leaves.
         """
         carries = self.kinds[0].carries
+        # A user's visitor, for which nothing is held back, may read any leaf.
         saves, is_read = False, (self.held is None,) * carries
         for pullback in pullbacks:
             residuals = pullback.residuals

@@ -21,7 +21,8 @@ from .._placement import has_host_arrays, is_on_host, on_device, to_host
 from .._static import PyTree
 from .._trips import known_trips
 
-Index: TypeAlias = int | Array  # of a layer, known or traced
+# Of a layer, a slot, a run, a trip or a row; known or traced.
+Index: TypeAlias = int | Array
 
 
 def empty_stack(entry: PyTree, size: int, on_host: bool = False) -> PyTree:
@@ -216,8 +217,8 @@ def read_ahead(
 
 
 def settle(fetched: list[Array], index: Index) -> tuple[list[Array], Any]:
-    """What was read ahead, and the layer's index, from which the next one that is to be
-    read is computed.
+    """What was read ahead, and the layer's number, from which the next one that is to
+    be read is computed.
 
     A loop's carry has one buffer, and XLA would begin the next transfer into it only
     after the last use of what is there; so that is first copied to another buffer, in a

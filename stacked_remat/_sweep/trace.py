@@ -2,8 +2,8 @@
 checked.
 
 A sweep needs a layer as data: to find what its derivative reads, to run it in loops of
-its own, to compare programs. `_scan/layers.py` has flattened the layer and its
-arguments to lists of arrays (`UntracedLayer`); here it becomes a jaxpr
+its own, to compare programs. `_scan/layers.py` has flattened stacks and what layers
+share to lists of arrays (`UntracedLayer`); here the layer becomes a jaxpr
 `(shared, carry, x) -> (carry, y)` (`TracedLayer`), from which `kinds_of` makes the
 kinds of a `SweepSpec`.
 
@@ -41,7 +41,8 @@ class TracedLayer(NamedTuple):
     jaxpr: Jaxpr
     # The leaves of the first carry, of the types of the layer's result.
     init: Carry
-    # What all layers share: what the layer closes over, then its shared arguments.
+    # What all layers share: what the layer closes over, its shared arguments, and
+    # leaves of the carry that no layer changes.
     shared: Arrays
     # How many of `shared` it closes over.
     constants: int
@@ -65,7 +66,7 @@ class TracedLayer(NamedTuple):
 
 
 class UntracedLayer(NamedTuple):
-    """A layer on trees."""
+    """A layer before its trace: carry and output are trees, the rest lists."""
 
     # `body(shared, carry, x) -> (carry, y)`.
     body: Callable[[Arrays, Any, Any], tuple[PyTree, PyTree]]

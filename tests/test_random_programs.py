@@ -17,6 +17,27 @@ SMALL = range(24)
 LARGE = range(1000, 1012)
 FOUND = [
     Spec(
+        seed=865,
+        entry="pattern",
+        layers=2,
+        parts=("gate",),
+        policy={"save_carries": True, "offload_block_internals": ("a",)},
+        transforms=("vjp", "jacfwd"),
+        unroll=True,
+        outputs="none",
+        differentiated=("own",),
+    ),
+    Spec(
+        seed=1116,
+        entry="streamed",
+        layers=1,
+        parts=("mlp",),
+        transforms=("shard_map", "vjp"),
+        reference="scan",
+        unroll=True,
+        outputs="none",
+    ),
+    Spec(
         seed=90,
         entry="bare",
         layers=2,

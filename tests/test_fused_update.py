@@ -516,5 +516,11 @@ class TestRefused:
             fused_update(mean_square, optax.adam(0.1), gradient_dtype=jnp.float32).init(
                 half
             )
+        growing = optax.GradientTransformation(
+            lambda model: [],
+            lambda updates, state, model=None: (updates, [jnp.ones(1)]),
+        )
+        with pytest.raises(ValueError, match="0 arrays before an update and 1 after"):
+            fused_update(loss, growing).init(weights())
         with pytest.raises(ValueError, match="max_grad_norm must be positive"):
             fused_update(loss, optax.sgd(0.1), max_grad_norm=0.0)

@@ -328,6 +328,17 @@ def test_what_is_no_call_with_a_state():
     assert isinstance(new, State) and counts(model, state.update(new)) == ([1] * 3, 0)
 
 
+def test_a_layer_of_a_sequence_returns_one_state():
+    model, state = counters(BlockSeq)
+
+    def twice(block, x, state):
+        _, new = block(x, state)
+        return x, (new, new)
+
+    with pytest.raises(ValueError, match="returned 2 States in one output"):
+        model.blocks.scan_via(twice)(jnp.zeros(()), state.substate(model.blocks))
+
+
 def test_layers_without_a_state_of_their_own_pass_it_on():
     model, state = counters()
     plain = Stacked.init(3, eqx.nn.Linear)(

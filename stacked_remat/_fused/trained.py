@@ -300,13 +300,16 @@ def _coupled(updated: str, read: str, paths: Sequence[str]) -> str:
 
 
 def _check_types(before: PyTree, after: PyTree) -> None:
-    # As far as both go; a structure that changes mostly shows as another path.
-    pairs = zip(
-        jtu.tree_leaves_with_path(before),
-        jtu.tree_leaves_with_path(after),
-        strict=False,
-    )
-    for (path, old), (new_path, new) in pairs:
+    old_leaves = jtu.tree_leaves_with_path(before)
+    new_leaves = jtu.tree_leaves_with_path(after)
+    if len(old_leaves) != len(new_leaves):
+        raise ValueError(
+            f"The optimizer's state has {len(old_leaves)} arrays before an update and"
+            f" {len(new_leaves)} after it, and a loop over layers keeps its structure."
+            " Use an optimizer whose init makes all arrays that its update returns."
+        )
+    # A structure that changes otherwise shows as another path.
+    for (path, old), (new_path, new) in zip(old_leaves, new_leaves, strict=True):
         if path != new_path or (old.shape, old.dtype) != (new.shape, new.dtype):
             raise ValueError(
                 f"The optimizer's state at {jtu.keystr(path)} is"

@@ -187,8 +187,13 @@ def stack_outputs_and_states(
     by_marker = collections.defaultdict(list)
     without_values = []
     for output in outputs:
-        # Of several states in one output only the first counts
-        for state in _nodes(output, State)[:1]:
+        states = _nodes(output, State)
+        if len(states) > 1:
+            raise ValueError(
+                f"{what}: a layer returned {len(states)} States in one output. Let it"
+                " return one, with all that it has set."
+            )
+        for state in states:
             for marker, value in _entries(state).items():
                 by_marker[marker].append(value)
         without_values.append(_map_nodes(lambda _: _state_of({}), output, State))

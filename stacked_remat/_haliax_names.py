@@ -1,8 +1,9 @@
 """What Haliax's users write: other names for what policies and stacks have here.
 
-Haliax's `ScanCheckpointPolicy` has fields for choices that are never open here, and for
-two that other fields make. They are accepted, so that code and configs written for
-Haliax keep their policies, and a policy's repr says what they come to.
+Of the fields of Haliax's `ScanCheckpointPolicy`, `disable` and `simple` say what other
+fields say here too; `save_inputs` and `prevent_cse` choose what no policy here leaves
+open. All are accepted, so that code and configs written for Haliax keep their policies.
+A policy's repr shows the settings that take effect.
 """
 
 import dataclasses
@@ -15,9 +16,7 @@ from haliax.nn import ScanCheckpointPolicy as HaliaxPolicy
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False, eq=False)
 class HaliaxFields:
-    """The fields of Haliax's `ScanCheckpointPolicy` that ours has only under their
-    names.
-    """
+    """Fields of Haliax's `ScanCheckpointPolicy` that are here for its users alone."""
 
     save_inputs: bool | Literal["offload"] = False
     """No effect: layers read their slices of the weights and other inputs where they

@@ -191,24 +191,35 @@ class LayerPullback:
         _, pullback, results = jax.vjp(differentiated, *parts, has_aux=True)
         return results, pullback
 
+    def traced(
+        self, inputs: Any, checkpoint: Checkpoint = lambda run: run
+    ) -> tuple[ClosedJaxpr, Any]:
+        """`_linearize` as a jaxpr of the layer's results and then the residuals that
+        the pullback reads, and the tree of which these are the leaves.
+
+        `inputs` are arrays or their types.
+        """
+        structure: Any = None
+
+        def forward(shared: Arrays, carry: Carry, x: Arrays) -> Arrays:
+            nonlocal structure
+            results, pullback = self._linearize((shared, carry, x), checkpoint)
+            leaves, structure = jax.tree.flatten(pullback)
+            return [*sum(results, []), *leaves]
+
+        return jax.make_jaxpr(forward)(*map(list, inputs)), structure
+
     def _pullback_alone(self, inputs: LayerInputs) -> Any:
         """The pullback of `_linearize`, without what only the layer's results need.
 
         In a derivative of the visit JAX could not lower the tangents of results where a
         `jax.custom_vjp` computes these, though nothing reads them.
         """
-        structure: Any = None
-
-        def residuals(shared: Arrays, carry: Carry, x: Arrays) -> Arrays:
-            nonlocal structure
-            _, pullback = self._linearize((shared, carry, x))
-            leaves, structure = jax.tree.flatten(pullback)
-            return leaves
-
-        closed = jax.make_jaxpr(residuals)(*inputs)
-        is_read = [True] * len(closed.jaxpr.outvars)
+        closed, structure = self.traced(inputs)
+        results = len(closed.jaxpr.outvars) - structure.num_leaves
+        is_read = [False] * results + [True] * structure.num_leaves
         jaxpr, _ = dce_jaxpr(closed.jaxpr, is_read, instantiate=True)
-        leaves = eval_jaxpr(jaxpr, closed.consts, *jax.tree.leaves(inputs))
+        leaves = eval_jaxpr(jaxpr, closed.consts, *sum(inputs, []))
         return jax.tree.unflatten(structure, leaves)
 
     def save(self, inputs: LayerInputs) -> tuple[tuple[Carry, Arrays], Arrays]:
@@ -362,15 +373,8 @@ class LayerPullback:
 def _residuals(
     pullback: LayerPullback, types: LayerTypes, kept: Kept, flags: int
 ) -> Residuals:
-    structure: Any = None
-
-    def forward(*inputs: Any) -> Arrays:
-        nonlocal structure
-        (carry, y), pulled_back = pullback._linearize(inputs, kept.checkpoint)
-        leaves, structure = jax.tree.flatten(pulled_back)
-        return [*carry, *y, *leaves]
-
-    jaxpr, constants = without_constants(jax.make_jaxpr(forward)(*map(list, types)))
+    closed, structure = pullback.traced(types, kept.checkpoint)
+    jaxpr, constants = without_constants(closed)
     results = len(jaxpr.outvars) - structure.num_leaves
     shared, carry, x = map(len, types)
     before_carry = [False] * (len(constants) + shared)

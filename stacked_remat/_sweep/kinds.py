@@ -24,7 +24,6 @@ import jax
 import numpy as np
 from jax import lax
 from jax.core import eval_jaxpr
-from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr, Jaxpr, Var
 from jax.interpreters.partial_eval import dce_jaxpr
 
@@ -153,15 +152,9 @@ def _barrier(x: Any) -> Any:
     return x
 
 
-def _barrier_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
-    (tangent,) = tangents
-    # Zeros stay symbolic: what has no tangent is not differentiated further on.
-    if not isinstance(tangent, SymbolicZero):
-        tangent = lax.optimization_barrier(tangent)
-    return _barrier(*primals), tangent
-
-
-_barrier.defjvp(_barrier_jvp, symbolic_zeros=True)
+_barrier.defjvp(
+    lambda primals, tangents: (_barrier(*primals), lax.optimization_barrier(*tangents))
+)
 
 
 @dataclass(frozen=True)

@@ -342,10 +342,10 @@ def restricted(spec: Spec) -> Spec:
         changes["reference"] = "loop"
         # A loop over none has no outputs to stack
         changes["layers"] = max(1, spec.layers)
-    if "shard_map" in spec.transforms and spec.run in ("mesh", "eager"):
+    # JAX moves nothing to the host in a jax.shard_map outside of jax.jit.
+    is_eager = spec.run in ("mesh", "eager") or spec.entry == "streamed"
+    if "shard_map" in spec.transforms and is_eager:
         changes["run"] = "jit"
-    if "shard_map" in spec.transforms and spec.entry == "streamed":
-        changes["run"] = "jit"  # JAX moves nothing to the host outside of it
     if "custom_jvp" in spec.parts:
         # lax.scan drops rules that are not derivatives of their functions from its
         # second derivatives (the hoisting of its partial evaluation, JAX 0.10.2 and

@@ -475,8 +475,15 @@ def visitor(program: Program, inputs: dict[str, Any]) -> Any:
     found = sweep_back(cotangent, visit, order, zeros)
     of_rest, of_shared = found.args
     by_number = {**found.layer_state[0], **found.layer_state[1], **of_rest}
+    # The reference has no gradient of a number that is no array.
+    of_carry = jax.tree.map(
+        lambda leaf, gradient: gradient if eqx.is_inexact_array(leaf) else None,
+        program.carry(inputs),
+        found.carry,
+        is_leaf=lambda leaf: leaf is None,
+    )
     gradients = {
-        **found.carry,
+        **of_carry,
         "weights": [by_number[n] for n in sorted(by_number)],
         "shared": of_shared,
     }

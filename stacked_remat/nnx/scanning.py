@@ -62,31 +62,23 @@ def remat_scan(
     dropout draws the same numbers.
 
     Args:
-        f: a function, or a method in the body of a class. Without it, `remat_scan` is a
-            decorator.
-        remat: as in `stacked_remat.scan`; by default `"nested"`, about √(2N) carries of
-            N layers. `lengths=(a, b)` of Linen's `remat_scan` is
+        f: a function, or a method in the body of a class; a decorator without it.
+        remat: as in `stacked_remat.scan`; by default about √(2N) carries of N layers.
+            `lengths=(a, b)` of Linen's `remat_scan` is
             `ScanCheckpointPolicy(nested=a)`.
         length: the number of layers, where nothing is split that tells it.
         reverse: from the last layer to the first.
         unroll: how many layers one iteration of the loop runs.
         in_axes: for each argument, or a tree of it: an axis to split over the layers,
             `None` to give all of it to every layer, `nnx.Carry` for one argument,
-            `nnx.StateAxes` for a module. What a layer writes to state under `None` is
-            dropped.
-        out_axes: where the layers' axis goes in each result, and `nnx.Carry` for the
-            carry.
+            `nnx.StateAxes` for a module. What a layer writes under `None` is dropped.
+        out_axes: where the layers' axis goes in each result, and `nnx.Carry`.
         transform_metadata: `{nnx.PARTITION_NAME: name}` removes that axis from the
-            sharding metadata of the variables that a layer gets, and puts it back.
-
-    Returns:
-        A function of the arguments of `f`, or a decorator.
+            sharding metadata of a layer's variables, and puts it back.
 
     Raises:
-        ValueError: for axes that contradict each other, arguments of different lengths,
-            a negative length, a carry that changes, a bound method, and where
-            `stacked_remat.scan` does.
-        TypeError: for a keyword-only argument, and axes of another kind.
+        ValueError, TypeError: as `stacked_remat.scan`; for axes that contradict each
+            other, a carry that changes, a bound method and a keyword-only argument.
 
     Cost: as `stacked_remat.scan`. What a layer does not change is not copied, but all
     of a carried module is a carry. `f` is traced at each call.
@@ -94,32 +86,13 @@ def remat_scan(
     options: dict[str, Any] = {"remat": remat, "reverse": reverse, "unroll": unroll}
     # Refuses an unknown policy, before there is a function.
     scan(_split_results, Axis("layers", 1), **options)
-    axes = _Axes(
-        in_axes,
-        out_axes if isinstance(out_axes, tuple) else (out_axes,),
-        transform_metadata or {},
-    )
     if length is not None and length < 0:
         raise ValueError(f"length={length} is negative. Give the number of layers.")
-
-    def decorated(f: Callable[..., Any]) -> Callable[..., Any]:
-        signature = inspect.signature(f)
-        # Flax's own scan is built for its checks alone: it refuses axes that contradict
-        # each other, and bound methods.
-        nnx_scan(f, in_axes=in_axes, out_axes=out_axes, graph=True, graph_updates=True)
-
-        @functools.wraps(f)
-        def scanned(*args: PyTree, **kwargs: PyTree) -> PyTree:
-            names, values = _positional(signature, args, kwargs, in_axes)
-            # Within, results are always a tuple, as `_Axes.of_results` is.
-            run = f if isinstance(out_axes, tuple) else lambda *args: (f(*args),)
-            with nnx.update_context(TAG):
-                results = _run(run, names, values, axes, length, options)
-            return results if isinstance(out_axes, tuple) else results[0]
-
-        return scanned
-
-    return decorated if f is None else decorated(f)
+    is_single = not isinstance(out_axes, tuple)
+    of_results = (out_axes,) if is_single else out_axes
+    axes = _Axes(in_axes, of_results, is_single, transform_metadata or {})
+    decorate = functools.partial(_decorated, axes, length, options)
+    return decorate if f is None else decorate(f)
 
 
 class _Axes(NamedTuple):
@@ -129,6 +102,8 @@ class _Axes(NamedTuple):
     of_args: Any
     # `out_axes`, always a tuple.
     of_results: tuple[Any, ...]
+    # Whether `out_axes` was no tuple, so that the function returns its one result.
+    is_single: bool
     # `transform_metadata`; empty if not given.
     metadata: Mapping[str, Any]
 
@@ -141,6 +116,25 @@ class _Axes(NamedTuple):
             return None
         entries = self.of_args if isinstance(self.of_args, tuple) else (self.of_args,)
         return entries.index(nnx.Carry), self.of_results.index(nnx.Carry)
+
+
+def _decorated(
+    axes: _Axes, length: int | None, options: Mapping[str, Any], f: Callable[..., Any]
+) -> Callable[..., PyTree]:
+    signature = inspect.signature(f)
+    # Flax's own scan is built for its checks alone: it refuses axes that contradict
+    # each other, and bound methods.
+    out_axes = axes.of_results[0] if axes.is_single else axes.of_results
+    nnx_scan(f, in_axes=axes.of_args, out_axes=out_axes, graph=True, graph_updates=True)
+
+    @functools.wraps(f)
+    def scanned(*args: PyTree, **kwargs: PyTree) -> PyTree:
+        names, values = _positional(signature, args, kwargs, axes.of_args)
+        with nnx.update_context(TAG):
+            results = _run(f, names, values, axes, length, options)
+        return results[0] if axes.is_single else results
+
+    return scanned
 
 
 @dataclasses.dataclass
@@ -181,8 +175,7 @@ def _positional(
         )
     names: list[str] = []
     for name, value in bound.arguments.items():
-        kind = bound.signature.parameters[name].kind
-        if kind is inspect.Parameter.VAR_POSITIONAL:
+        if signature.parameters[name].kind is inspect.Parameter.VAR_POSITIONAL:
             names += [f"{name}[{i}]" for i in range(len(value))]
         else:
             names.append(name)
@@ -232,19 +225,18 @@ def _run(
     scanned = scan(step, Axis(layers, length), **options)
     # From here the carry is the last one; outputs have the layers in front.
     carry, stacked = scanned(carry, **marked)
+    # An array that no layer changes is the one that went in.
+    values = inputs | carry
     leaves = []
     for name, axis in traced.leaves:
-        if axis is nnx.Carry:
-            leaves.append(carry[name])
-        elif name in stacked:
-            leaves.append(jnp.moveaxis(stacked[name], 0, axis))
-        elif name in inputs:
-            leaves.append(inputs[name])  # as no layer changes it
-        else:
+        if name in stacked:
+            values[name] = jnp.moveaxis(stacked[name], 0, axis)
+        if name not in values:
             raise ValueError(
                 f"The function adds {name}, and what a layer writes under axis None is"
                 " dropped. Give it an axis of its own in nnx.StateAxes."
             )
+        leaves.append(values[name])
     args, results = merged(jax.tree.unflatten(traced.structure, leaves), is_inner=False)
     if axes.carries is None:
         return results
@@ -263,7 +255,7 @@ def _step(
     """The step of the scan, a function of one layer's arrays by name.
 
     Args:
-        f: the user's function; its results are a tuple.
+        f: the user's function.
         names: of the arguments.
         leaf_names: of the arrays in the split arguments, in order.
         structure: of the split arguments.
@@ -304,6 +296,8 @@ def _split_results(
     Of the arguments modules and variables alone remain, whose state may have changed;
     the new carry moves to the place of the old one, so that both have the same names.
     """
+    if axes.is_single:
+        results = (results,)
     if not isinstance(results, tuple) or len(results) != len(axes.of_results):
         returned = type(results).__name__
         if isinstance(results, tuple):

@@ -27,8 +27,9 @@ from typing import Any, TypeAlias
 
 import jax
 
+from .. import ScanCheckpointPolicy, ScanCheckpointSpec
 from .._messages import parse_bytes
-from .._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
+from .._policy import resolve_policy
 from .._schedule import whole_number
 from .._static import PyTree
 from ._call import DoesNotFit, TracedCall, trace_call

@@ -8,7 +8,7 @@ program; `_plan.py` puts one for each policy into a `Trial`, and these into a
 
 import dataclasses
 
-from .._policy import ScanCheckpointPolicy, ScanCheckpointSpec
+from .. import ScanCheckpointPolicy, ScanCheckpointSpec
 from ._compiled_text import Buffer
 from ._flops import Flops
 from ._table import as_table, common_unit, readable_bytes, readable_count

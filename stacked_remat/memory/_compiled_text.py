@@ -225,8 +225,8 @@ def _sources(text: str) -> dict[str, str]:
     """
     header = text.partition("\n%")[0]
     # Names of functions have rows like those of files, and come after them.
-    files = dict(_FILE.findall(header.partition("\nFunctionNames")[0]))
-    places = {}
+    files: dict[str, str] = dict(_FILE.findall(header.partition("\nFunctionNames")[0]))
+    places: dict[str, str] = {}
     for number, file, line in _PLACE.findall(header):
         places[number] = f"{files[file]}:{line}"
     sources: dict[str, str] = {}

@@ -98,11 +98,11 @@ def count_flops(jaxpr: Any, *, trained: Sequence[bool] = ()) -> Flops:
     """
     cost = _Count().run(jaxpr, tuple(trained))
     # Mean trip counts are fractions, and so may the counts be that they multiply.
-    figures = [round(cost[name]) for name in _FIGURES]
-    reasons: dict[str, list[str]] = {"too_low": [], "too_high": []}
+    figures = {name: round(cost[name]) for name in _FIGURES}
+    reasons: dict[str, Any] = {"too_low": (), "too_high": ()}
     for key in sorted(cost.keys() - {*_FIGURES}):
-        reasons[key.field].append(key.text)
-    return Flops(*figures, *map(tuple, reasons.values()))
+        reasons[key.field] += (key.text,)
+    return Flops(**figures, **reasons)
 
 
 class _Reason(NamedTuple):
@@ -190,8 +190,8 @@ class _Count:
         body = eqn.params["jaxpr"]
         # Found from shapes, since the parameters that say it differ between versions of
         # JAX: only what is split or stacked has a dimension more outside of the body.
-        num_xs = _reshaped(eqn.invars, body.jaxpr.invars)
-        num_carry = len(eqn.outvars) - _reshaped(eqn.outvars, body.jaxpr.outvars)
+        num_xs = _reshaped(eqn.invars, _open(body).invars)
+        num_carry = len(eqn.outvars) - _reshaped(eqn.outvars, _open(body).outvars)
         inside = _active_in_loop(body, active, num_carry, num_xs)
         return _times(self.run(body, inside, products), eqn.params["length"])
 

@@ -230,10 +230,13 @@ class Search:
         # found here, before others are compiled for nothing.
         if slots == layers or _NEVER in map(self._cost, policies):
             return None
-        reports = [self.trial(policy).report for policy in policies]
-        if None in reports:
-            return None
-        of_all_carries, of_slots, of_internals = (report.total for report in reports)
+        totals = []
+        for policy in policies:
+            report = self.trial(policy).report
+            if report is None:
+                return None
+            totals.append(report.total)
+        of_all_carries, of_slots, of_internals = totals
         # A difference that XLA's other temporaries hide may be negative; 0 then.
         carry = max(0, of_all_carries - of_slots) / (layers - slots)
         segment = math.ceil(layers / slots)

@@ -26,7 +26,7 @@ import math
 import operator
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 from jax.extend import source_info_util
@@ -100,21 +100,14 @@ def count_flops(jaxpr: Any, *, trained: Sequence[bool] = ()) -> Flops:
     # Mean trip counts are fractions, and so may the counts be that they multiply.
     figures = {name: round(cost[name]) for name in _FIGURES}
     reasons: dict[str, Any] = {"too_low": (), "too_high": ()}
-    for key in sorted(cost.keys() - {*_FIGURES}):
-        reasons[key.field] += (key.text,)
+    for field, text in sorted(cost.keys() - {*_FIGURES}):
+        reasons[field] += (text,)
     return Flops(**figures, **reasons)
 
 
-class _Reason(NamedTuple):
-    """Why a figure is not exact."""
-
-    field: str  # of `Flops`: "too_low" or "too_high"
-    text: str
-
-
-# A cost while it is counted, with two kinds of keys: the names of figures, and reasons,
-# whose count says nothing. The sum of two adds figures, and their union (`|`) has the
-# larger of each; both have all reasons.
+# A cost while it is counted, with two kinds of keys: the names of figures, and reasons
+# why these are not exact, as `("too_low", text)`, whose count says nothing. The sum of
+# two adds figures, and their union (`|`) has the larger of each; both have all reasons.
 _Cost: TypeAlias = Counter[Any]
 _FIGURES = ("matmul", "bytes_from_host", "bytes_to_host")
 
@@ -124,7 +117,7 @@ def _times(cost: _Cost, factor: Any) -> _Cost:
 
 
 def _because(field: str, text: str) -> _Cost:
-    return Counter([_Reason(field, text)])
+    return Counter([(field, text)])
 
 
 class _Count:
@@ -322,8 +315,7 @@ def _active_in_loop(
 def _without_dead_code(jaxpr: Any, is_used: Sequence[bool] | None = None) -> Any:
     """An open jaxpr with all inputs and no equation that only unused outputs need."""
     jaxpr = _open(jaxpr)
-    if is_used is None:
-        is_used = [True] * len(jaxpr.outvars)
+    is_used = is_used or [True] * len(jaxpr.outvars)
     return partial_eval.dce_jaxpr(jaxpr, is_used, instantiate=True)[0]
 
 

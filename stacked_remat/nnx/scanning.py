@@ -30,7 +30,7 @@ from haliax import Axis
 
 from .. import ScanCheckpointSpec, per_layer, scan, shared
 from .._static import PyTree
-from .parts import TAG, change_metadata, is_node, merged, named_leaves, split
+from .parts import TAG, is_node, merged, named_leaves, split
 
 
 def remat_scan(
@@ -268,8 +268,7 @@ def _step(
     ) -> tuple[dict[str, PyTree], dict[str, PyTree]]:
         inputs = carry | arrays
         layer = jax.tree.unflatten(structure, [inputs[name] for name in leaf_names])
-        layer = change_metadata(layer, nnx.spmd.remove_axis, axes.metadata)
-        layer = merged(layer, is_inner=True)
+        layer = merged(layer, is_inner=True, metadata=axes.metadata)
         outputs = _split_results(layer, f(*layer), axes)
         layer, results = outputs
         traced.structure = jax.tree.structure(outputs)
@@ -317,8 +316,7 @@ def _split_results(
         results = _replaced(results, of_results, None)
     # One call, so that a module that is in both stays one object.
     axes_of_both = axes.of_args, axes.of_results
-    outputs = split((left, results), axes_of_both, "(args, results)")
-    return change_metadata(outputs, nnx.spmd.add_axis, axes.metadata)
+    return split((left, results), axes_of_both, "(args, results)", axes.metadata)
 
 
 def _check_references(before: PyTree, after: PyTree) -> None:

@@ -145,11 +145,11 @@ class TracedCall:
         target, versions and flags, and the code that reads the compiled text.
         """
         device = self.target.devices()[0]
-        versions = []
-        for package in importlib.metadata.distributions():
-            version = f"{package.name} {package.version}"
-            if version.startswith(("jax", "libtpu")):
-                versions.append(version)
+        versions = [
+            f"{package.name} {package.version}"
+            for package in importlib.metadata.distributions()
+            if package.name.startswith(("jax", "libtpu"))
+        ]
         parts = (
             self.target,
             self.devices,

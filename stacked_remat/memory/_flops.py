@@ -25,7 +25,7 @@ import itertools
 import math
 import operator
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -135,7 +135,8 @@ class _Count:
         self,
         jaxpr: Any,
         active: tuple[bool, ...] = (),
-        products: int | None = None,
+        *,
+        kernel_flops: int | None = None,
         is_used: tuple[bool, ...] | None = None,
     ) -> _Cost:
         """The cost of a jaxpr, open or closed.
@@ -144,7 +145,7 @@ class _Count:
             jaxpr: what is counted.
             active: for each of its inputs whether it depends on what is trained; `()`
                 where no backward pass is counted.
-            products: FLOPs of each kernel within it, from a named scope around it; None
+            kernel_flops: of each kernel within it, from a named scope around it; None
                 where no scope says them.
             is_used: for each of its outputs whether anything reads it; None for all.
         """
@@ -154,131 +155,136 @@ class _Count:
         read = {atom for atom in atoms if not isinstance(atom, Literal)}
         cost: _Cost = Counter()
         for eqn in live.eqns:
+            name = eqn.primitive.name
             operands = tuple(is_in(atom, active_vars) for atom in eqn.invars)
             # Names within a called jaxpr start anew, so what a scope around the call
             # says of kernels is handed down.
-            said = products_in(_scopes(eqn)) or products
-            if eqn.primitive.name == "call_hi_primitive":  # of `jax.experimental.hijax`
+            of_kernel = products_in(_scopes(eqn)) or kernel_flops
+            run = functools.partial(self.run, kernel_flops=of_kernel)
+            if name == "call_hi_primitive":  # of `jax.experimental.hijax`
                 # The dead code of the caller could not be removed within it.
                 results = tuple(out in read for out in eqn.outvars)
-                cost += self.run(self.expansion(eqn), operands, said, results)
+                cost += run(self.expansion(eqn), operands, is_used=results)
+            elif name in _RULES:
+                cost += _RULES[name](run, eqn, operands)
+            elif called := _called(eqn):
+                cost += run(called, operands)
             else:
-                cost += self._eqn(eqn, operands, said)
+                forward = _leaf(run, eqn, of_kernel)
+                cost += forward
+                # The backward pass has one product for each active operand, of the size
+                # of the forward one. A product has two factors; fused attention has
+                # more operands.
+                cost["matmul"] += forward["matmul"] * min(2, sum(operands))
         return cost
 
-    def _eqn(self, eqn: Any, active: tuple[bool, ...], products: int | None) -> _Cost:
-        """The cost of one equation; `active` is of its operands."""
-        rule = _RULES.get(eqn.primitive.name)
-        if rule is not None:
-            return rule(self, eqn, active, products)
-        if called := _called(eqn):
-            return self.run(called, active, products)
-        cost = self._leaf(eqn, products)
-        # The backward pass has one product for each active operand, of the size of the
-        # forward one. A product has two factors; fused attention has more operands.
-        gradients = min(2, sum(active))
-        return cost + Counter(matmul=gradients * cost["matmul"])
 
-    def _scan(self, eqn: Any, active: tuple[bool, ...], products: int | None) -> _Cost:
-        body = eqn.params["jaxpr"]
-        # Found from shapes, since the parameters that say it differ between versions of
-        # JAX: only what is split or stacked has a dimension more outside of the body.
-        num_xs = _reshaped(eqn.invars, _open(body).invars)
-        num_carry = len(eqn.outvars) - _reshaped(eqn.outvars, _open(body).outvars)
-        inside = _active_in_loop(body, active, num_carry, num_xs)
-        return _times(self.run(body, inside, products), eqn.params["length"])
+# Counts what is within an equation: `(jaxpr, active inputs) -> cost`.
+_Run: TypeAlias = Callable[..., _Cost]
 
-    def _while(self, eqn: Any, active: tuple[bool, ...], products: int | None) -> _Cost:
-        body = eqn.params["body_jaxpr"]
-        # Operands are the condition's constants, the body's, and the carry.
-        operands = active[eqn.params["cond_nconsts"] :]
-        inside = _active_in_loop(body, operands, len(eqn.outvars))
-        cost = self.run(body, inside, products)
-        condition = self.run(eqn.params["cond_jaxpr"], (), products)
-        trips, is_exact = trips_in(_scopes(eqn))
-        if trips is None:
-            counted, trips = "once", 1
-        elif is_exact:
-            return _times(cost + condition, trips) + condition
-        else:
-            counted = f"{trips} times"
-        return _times(cost + condition, trips) + _because(
-            "too_low",
-            f"a while loop{_where(eqn)} whose trip count is not known in advance is"
-            f" counted {counted}",
-        )
 
-    def _cond(self, eqn: Any, active: tuple[bool, ...], products: int | None) -> _Cost:
-        """By what is known of the index, best first: the platform or a constant
-        decides; a named scope says how often each branch is taken; or nothing, and then
-        the most expensive one counts, separately for each figure.
-        """
-        costs = []
-        for branch in eqn.params["branches"]:  # whose operands come after the index
-            costs.append(self.run(branch, active[1:], products))
-        # `lax.platform_dependent`: platforms of each branch, None for the default.
-        platforms_of = eqn.params.get("branches_platforms") or ()
-        for cost, platforms in zip(costs, platforms_of, strict=False):
-            if platforms is None or platform() in platforms:
-                return cost
-        index = eqn.invars[0]
-        if isinstance(index, Literal):
-            # JAX clamps the index of a conditional.
-            taken = max(int(index.val), 0)
-            return costs[min(taken, len(costs) - 1)]
-        shares = branches_in(_scopes(eqn))
-        if len(shares) == len(costs):
-            return sum(map(_times, costs, shares), Counter())
-        most = functools.reduce(operator.or_, costs)
-        if all(cost[name] == most[name] for cost in costs for name in _FIGURES):
-            return most
-        return most | _because(
-            "too_high",
-            f"a conditional that depends on data{_where(eqn)} counts its most expensive"
-            " branch",
-        )
+def _scan(run: _Run, eqn: Any, active: tuple[bool, ...]) -> _Cost:
+    body = eqn.params["jaxpr"]
+    # Found from shapes, since the parameters that say it differ between versions of
+    # JAX: only what is split or stacked has a dimension more outside of the body.
+    num_xs = _reshaped(eqn.invars, _open(body).invars)
+    num_carry = len(eqn.outvars) - _reshaped(eqn.outvars, _open(body).outvars)
+    inside = _active_in_loop(body, active, num_carry, num_xs)
+    return _times(run(body, inside), eqn.params["length"])
 
-    def _shard_map(
-        self, eqn: Any, active: tuple[bool, ...], products: int | None
-    ) -> _Cost:
-        # The body is what each device runs, and costs are sums over devices. Over
-        # axes that are not manual, the body is still of all their devices.
-        sizes = eqn.params["mesh"].shape
-        manual = eqn.params.get("manual_axes") or sizes
-        devices = math.prod(sizes[axis] for axis in manual)
-        return _times(self.run(eqn.params["jaxpr"], active, products), devices)
 
-    def _leaf(self, eqn: Any, products: int | None) -> _Cost:
-        """The cost of an equation that calls nothing with its own operands."""
-        # JAX binds cuDNN's attention as `dot_product_attention_fwd_wrapper`.
-        name = eqn.primitive.name.removesuffix("_wrapper")
-        if name == "device_put":
-            return _transfers(eqn)
-        if name in _MATMULS:
-            return Counter(matmul=_MATMULS[name](eqn))
-        if name in _NOT_COUNTED:
-            return _because("too_low", f"the arithmetic of {name!r} is not counted")
-        # Where a kernel skips blocks, as for causal attention, its grid says too much.
-        if name in _KERNELS and products is not None:
-            return Counter(matmul=products)
-        inside: _Cost = Counter()
-        for jaxpr in jaxprs_in_params(eqn.params):
-            inside += self.run(jaxpr, (), products)
-        steps = getattr(eqn.params.get("grid_mapping"), "grid", [None])
-        if all(isinstance(size, int) for size in steps):
-            return _times(inside, math.prod(steps))
-        if inside:
-            text = f"what is inside {name!r}{_where(eqn)} is counted once"
-            inside += _because("too_low", text)
-        return inside
+def _while(run: _Run, eqn: Any, active: tuple[bool, ...]) -> _Cost:
+    body = eqn.params["body_jaxpr"]
+    # Operands are the condition's constants, the body's, and the carry.
+    operands = active[eqn.params["cond_nconsts"] :]
+    inside = _active_in_loop(body, operands, len(eqn.outvars))
+    cost = run(body, inside)
+    condition = run(eqn.params["cond_jaxpr"])
+    trips, is_exact = trips_in(_scopes(eqn))
+    if trips is None:
+        counted, trips = "once", 1
+    elif is_exact:
+        return _times(cost + condition, trips) + condition
+    else:
+        counted = f"{trips} times"
+    return _times(cost + condition, trips) + _because(
+        "too_low",
+        f"a while loop{_where(eqn)} whose trip count is not known in advance is"
+        f" counted {counted}",
+    )
+
+
+def _cond(run: _Run, eqn: Any, active: tuple[bool, ...]) -> _Cost:
+    """By what is known of the index, best first: the platform or a constant
+    decides; a named scope says how often each branch is taken; or nothing, and then
+    the most expensive one counts, separately for each figure.
+    """
+    costs = []
+    for branch in eqn.params["branches"]:  # whose operands come after the index
+        costs.append(run(branch, active[1:]))
+    # `lax.platform_dependent`: platforms of each branch, None for the default.
+    platforms_of = eqn.params.get("branches_platforms") or ()
+    for cost, platforms in zip(costs, platforms_of, strict=False):
+        if platforms is None or platform() in platforms:
+            return cost
+    index = eqn.invars[0]
+    if isinstance(index, Literal):
+        # JAX clamps the index of a conditional.
+        taken = max(int(index.val), 0)
+        return costs[min(taken, len(costs) - 1)]
+    shares = branches_in(_scopes(eqn))
+    if len(shares) == len(costs):
+        return sum(map(_times, costs, shares), Counter())
+    most = functools.reduce(operator.or_, costs)
+    if all(cost[name] == most[name] for cost in costs for name in _FIGURES):
+        return most
+    return most | _because(
+        "too_high",
+        f"a conditional that depends on data{_where(eqn)} counts its most expensive"
+        " branch",
+    )
+
+
+def _shard_map(run: _Run, eqn: Any, active: tuple[bool, ...]) -> _Cost:
+    # The body is what each device runs, and costs are sums over devices. Over
+    # axes that are not manual, the body is still of all their devices.
+    sizes = eqn.params["mesh"].shape
+    manual = eqn.params.get("manual_axes") or sizes
+    devices = math.prod(sizes[axis] for axis in manual)
+    return _times(run(eqn.params["jaxpr"], active), devices)
+
+
+def _leaf(run: _Run, eqn: Any, of_kernel: int | None) -> _Cost:
+    """The cost of an equation that calls nothing with its own operands."""
+    # JAX binds cuDNN's attention as `dot_product_attention_fwd_wrapper`.
+    name = eqn.primitive.name.removesuffix("_wrapper")
+    if name == "device_put":
+        return _transfers(eqn)
+    if name in _MATMULS:
+        return Counter(matmul=_MATMULS[name](eqn))
+    if name in _NOT_COUNTED:
+        return _because("too_low", f"the arithmetic of {name!r} is not counted")
+    # Where a kernel skips blocks, as for causal attention, its grid says too much.
+    if name in _KERNELS and of_kernel is not None:
+        return Counter(matmul=of_kernel)
+    inside: _Cost = Counter()
+    for jaxpr in jaxprs_in_params(eqn.params):
+        inside += run(jaxpr)
+    steps = getattr(eqn.params.get("grid_mapping"), "grid", [None])
+    if all(isinstance(size, int) for size in steps):
+        return _times(inside, math.prod(steps))
+    if inside:
+        text = f"what is inside {name!r}{_where(eqn)} is counted once"
+        inside += _because("too_low", text)
+    return inside
 
 
 # What runs a jaxpr several times, or one of several.
 _RULES = {
-    "scan": _Count._scan,
-    "while": _Count._while,
-    "cond": _Count._cond,
-    "shard_map": _Count._shard_map,
+    "scan": _scan,
+    "while": _while,
+    "cond": _cond,
+    "shard_map": _shard_map,
 }
 
 

@@ -117,6 +117,14 @@ class _Axes(NamedTuple):
         entries = self.of_args if isinstance(self.of_args, tuple) else (self.of_args,)
         return entries.index(nnx.Carry), self.of_results.index(nnx.Carry)
 
+    def result_names(self, names: list[str]) -> list[str]:
+        """Names of the results; that of the carry is the argument's, by `names`."""
+        result_names = [f"the output[{i}]" for i in range(len(self.of_results))]
+        if self.carries is not None:
+            of_args, of_results = self.carries
+            result_names[of_results] = names[of_args]
+        return result_names
+
 
 def _decorated(
     axes: _Axes, length: int | None, options: Mapping[str, Any], f: Callable[..., Any]
@@ -145,12 +153,6 @@ class _Traced:
     structure: Any = None
     # Name and axis of each array in it, in order.
     leaves: list[tuple[str, Any]] = dataclasses.field(default_factory=list)
-
-
-def _replaced(
-    values: tuple[PyTree, ...], index: int, value: PyTree
-) -> tuple[PyTree, ...]:
-    return (*values[:index], value, *values[index + 1 :])
 
 
 def _positional(
@@ -237,11 +239,8 @@ def _run(
                 " dropped. Give it an axis of its own in nnx.StateAxes."
             )
         leaves.append(values[name])
-    args, results = merged(jax.tree.unflatten(traced.structure, leaves), is_inner=False)
-    if axes.carries is None:
-        return results
-    of_args, of_results = axes.carries
-    return _replaced(results, of_results, args[of_args])
+    _, results = merged(jax.tree.unflatten(traced.structure, leaves), is_inner=False)
+    return results
 
 
 def _step(
@@ -269,13 +268,13 @@ def _step(
         inputs = carry | arrays
         layer = jax.tree.unflatten(structure, [inputs[name] for name in leaf_names])
         layer = merged(layer, is_inner=True, metadata=axes.metadata)
-        outputs = _split_results(layer, f(*layer), axes)
-        layer, results = outputs
-        traced.structure = jax.tree.structure(outputs)
+        left, results = _split_results(layer, f(*layer), axes)
+        traced.structure = jax.tree.structure((left, results))
         traced.leaves = []
         carry = {}
         changed = {}
-        for name, leaf, axis in named_leaves([*names, "the output"], (*layer, results)):
+        all_names = [*names, *axes.result_names(names)]
+        for name, leaf, axis in named_leaves(all_names, (*left, *results)):
             traced.leaves.append((name, axis))
             if axis is nnx.Carry:
                 carry[name] = leaf
@@ -292,8 +291,8 @@ def _split_results(
 ) -> tuple[PyTree, PyTree]:
     """What is left after a layer, split: its arguments, and its results.
 
-    Of the arguments modules and variables alone remain, whose state may have changed;
-    the new carry moves to the place of the old one, so that both have the same names.
+    Of the arguments modules and variables alone remain, whose state may have changed,
+    without the carry, which is among the results.
     """
     if axes.is_single:
         results = (results,)
@@ -312,8 +311,7 @@ def _split_results(
     if axes.carries is not None:
         of_args, of_results = axes.carries
         _check_references(args[of_args], results[of_results])
-        left = _replaced(left, of_args, results[of_results])
-        results = _replaced(results, of_results, None)
+        left = (*left[:of_args], None, *left[of_args + 1 :])
     # One call, so that a module that is in both stays one object.
     axes_of_both = axes.of_args, axes.of_results
     return split((left, results), axes_of_both, "(args, results)", axes.metadata)

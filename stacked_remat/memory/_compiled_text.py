@@ -274,15 +274,17 @@ def _sent_in(kind: str, starts: bool, size: float, group: int) -> float:
         size: in bytes.
         group: g.
     """
-    if starts and kind != "all-reduce":
-        size /= {"all-gather": 1 + 1 / group, "reduce-scatter": 1 + group}.get(kind, 2)
     ring = (group - 1) / group
-    factors = {
-        "all-reduce": 2 * ring,
-        "reduce-scatter": group - 1,
-        "collective-permute": 1,
-    }
-    return size * factors.get(kind, ring)
+    # Of a kind: what `-start` returns, and what is sent, as multiples of the result.
+    returned, share = {
+        "all-gather": (1 + 1 / group, ring),
+        "all-reduce": (1, 2 * ring),
+        "reduce-scatter": (1 + group, group - 1),
+        "collective-permute": (2, 1),
+    }.get(kind, (2, ring))
+    if starts:
+        size /= returned
+    return size * share
 
 
 def _group(text: str, devices: int) -> int:
@@ -298,4 +300,5 @@ def _group(text: str, devices: int) -> int:
     # `'x':(2)4` is a part of size 4 of the axis x.
     axis_sizes = dict(re.findall(r"'([^']+)'=(\d+)", mesh))
     parts = re.findall(r"'([^']+)'(?::\(\d+\)(\d+))?", axes)
-    return math.prod(int(part or axis_sizes[name]) for name, part in parts)
+    sizes = [int(part or axis_sizes[name]) for name, part in parts]
+    return math.prod(sizes)

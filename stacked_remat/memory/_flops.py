@@ -313,8 +313,10 @@ def _active_in_loop(
     """
     end = len(active) - num_xs
     start = end - num_carry
-    consts, carry, xs = active[:start], active[start:end], active[end:]
-    carry = active_carry([(_without_dead_code(body), consts, xs)], carry)
+    consts = active[:start]
+    xs = active[end:]
+    layer = _without_dead_code(body), consts, xs
+    carry = active_carry([layer], active[start:end])
     return (*consts, *carry, *xs)
 
 

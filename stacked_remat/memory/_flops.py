@@ -161,10 +161,11 @@ class _Count:
             # says of kernels is handed down.
             of_kernel = products_in(_scopes(eqn)) or kernel_flops
             run = functools.partial(self.run, kernel_flops=of_kernel)
-            if name == "call_hi_primitive":  # of `jax.experimental.hijax`
+            expanded = self.expansion(eqn)
+            if expanded is not None:
                 # The dead code of the caller could not be removed within it.
                 results = tuple(out in read for out in eqn.outvars)
-                cost += run(self.expansion(eqn), operands, is_used=results)
+                cost += run(expanded, operands, is_used=results)
             elif name in _RULES:
                 cost += _RULES[name](run, eqn, operands)
             elif called := _called(eqn):

@@ -100,6 +100,7 @@ def pattern(
         name = _kind_of(layer, kinds)
         kinds.setdefault(name, []).append(layer)
         order.append(name)
+    # A block's static half is that of the first of its kind: all others equal it.
     stacks = {}
     for name, kind in kinds.items():
         blocks = [ModuleBlock(*nnx.split(layer)) for layer in kind]

@@ -138,6 +138,7 @@ def _decorated(
     @functools.wraps(f)
     def scanned(*args: PyTree, **kwargs: PyTree) -> PyTree:
         names, values = _positional(signature, args, kwargs, axes.of_args)
+        # Within it Flax remembers which modules of the caller the results stand for.
         with nnx.update_context(TAG):
             results = _run(f, names, values, axes, length, options)
         return results[0] if axes.is_single else results
@@ -202,6 +203,7 @@ def _run(
 ) -> PyTree:
     """Scan `f` over the layers, return its results and update the caller's modules."""
     tree = split(args, axes.of_args, "args")
+    # Arrays go to the scan by name, so that its errors say which one is wrong.
     inputs: dict[str, PyTree] = {}
     carry: dict[str, PyTree] = {}
     marked: dict[str, PyTree] = {}
@@ -311,6 +313,7 @@ def _split_results(
     if axes.carries is not None:
         of_args, of_results = axes.carries
         _check_references(args[of_args], results[of_results])
+        # Else it would be twice in the carry of the scan.
         left = (*left[:of_args], None, *left[of_args + 1 :])
     # One call, so that a module that is in both stays one object.
     axes_of_both = axes.of_args, axes.of_results
@@ -335,6 +338,7 @@ def _check_references(before: PyTree, after: PyTree) -> None:
 
 def _layers_first(name: str, leaf: Any, axis: int) -> Any:
     """An array with the axis of the layers moved to the front."""
+    # A Python number in a tree of arrays has no dimension.
     rank = getattr(leaf, "ndim", 0)
     if not -rank <= axis < rank:
         raise ValueError(

@@ -250,10 +250,8 @@ def forwarded_inputs(jaxpr: core.Jaxpr) -> list[int | None]:
     ]
 
 
-def expansion(equation: core.JaxprEqn, fn: Callable | None = None) -> Any:
-    """What a primitive that expands into others does, or `fn` in its place, closed;
-    None for any other.
-    """
+def expansion(equation: core.JaxprEqn) -> Any:
+    """What a primitive that expands into others does, closed; None for any other."""
     if equation.primitive.name != "call_hi_primitive":
         return None
     primitive = equation.params["_prim"]
@@ -261,7 +259,7 @@ def expansion(equation: core.JaxprEqn, fn: Callable | None = None) -> Any:
     with equation.ctx.manager:
         mesh = jax.sharding.get_abstract_mesh()
         axes = [(name, mesh.shape[name]) for name in mesh.manual_axes]
-        trace = jax.make_jaxpr(fn or primitive.expand, axis_env=axes)
+        trace = jax.make_jaxpr(primitive.expand, axis_env=axes)
         return trace(*primitive.in_avals)
 
 

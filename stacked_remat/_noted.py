@@ -70,7 +70,8 @@ def noted(rule: Any, fn: Callable, otherwise: Callable | None = None) -> Callabl
 
     def noting_types(*args: PyTree) -> PyTree:
         results = jax.jit(call)(*args)
-        notes.calls[name] = rule, _types(jax.tree.leaves((args, results)))
+        arrays = jax.tree.leaves((args, results))
+        notes.calls[name] = rule, _types(arrays)
         return results
 
     return noting_types

@@ -7,6 +7,7 @@ file only moves them: `to_host` and `to_device` for a model that exists, and `in
 one that is larger than the device, whose layers are built one at a time.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -140,38 +141,41 @@ def to_host(model: T, *, where: Callable[[Any], Any] = lambda leaf: True) -> T:
 
     Cost: one copy. Shardings stay as they are.
     """
-
-    def moved(name: str, stack: Stacked) -> Stacked:
-        def field(path: Any, leaf: Any) -> Any:
-            if not is_split(leaf, stack.Layers):
-                return leaf
-            if is_named(leaf) and leaf.axes[0].name != stack.Layers.name:
-                raise ValueError(
-                    f"{name}.stacked{jtu.keystr(path)} ({axes_text(leaf.axes)}) has its"
-                    " layers not in front, so that a layer can't be moved by itself."
-                    f" Rearrange it: array.rearrange(({stack.Layers.name!r}, ...))."
-                )
-            array = raw_array(leaf)
-            is_moved = (
-                array is not None
-                and moves_to_host(array.shape[1:], array.dtype)
-                and where(array)
-            )
-            if is_moved:
-                return jax.tree.map(_to_host, leaf)
-            return leaf
-
-        stacked = jtu.tree_map_with_path(field, stack.stacked, is_leaf=is_named)
-        return changed(stack, stacked=stacked)
-
+    on_host = _of_stacks(functools.partial(_stack_to_host, where), model)
     # An error if nothing is moved: the model would take the memory of the device
-    on_host = _of_stacks(moved, model)
     if not _placement.has_host_arrays(on_host):
         raise ValueError(
             "The model has no Stacked with an array for to_host to move. Let its layers"
             " be a Stacked, and check where=."
         )
     return on_host
+
+
+def _stack_to_host(where: Callable[[Any], Any], name: str, stack: Stacked) -> Stacked:
+    """A stack with the matrices of its layers on the host, of those that `where`
+    chooses.
+    """
+
+    def moved(path: Any, leaf: Any) -> Any:
+        if not is_split(leaf, stack.Layers):
+            return leaf
+        if is_named(leaf) and leaf.axes[0].name != stack.Layers.name:
+            raise ValueError(
+                f"{name}.stacked{jtu.keystr(path)} ({axes_text(leaf.axes)}) has its"
+                " layers not in front, so that a layer can't be moved by itself."
+                f" Rearrange it: array.rearrange(({stack.Layers.name!r}, ...))."
+            )
+        array = raw_array(leaf)
+        if (
+            array is not None
+            and moves_to_host(array.shape[1:], array.dtype)
+            and where(array)
+        ):
+            return jax.tree.map(_to_host, leaf)
+        return leaf
+
+    stacked = jtu.tree_map_with_path(moved, stack.stacked, is_leaf=is_named)
+    return changed(stack, stacked=stacked)
 
 
 def _to_host(array: Any) -> Any:

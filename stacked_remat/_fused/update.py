@@ -130,17 +130,6 @@ def fused_update(
     these are donated. Compute: that of the two steps; with `max_grad_norm` one more
     backward pass over the stacks.
     """
-    if not callable(loss) or not hasattr(optimizer, "update"):
-        got = f"{type(loss).__name__} and {type(optimizer).__name__}"
-        raise TypeError(
-            "fused_update takes a loss function and then an optimizer of Optax; got"
-            f" {got}. Write fused_update(loss, optax.adamw(1e-3))."
-        )
-    if max_grad_norm is not None and not max_grad_norm > 0:
-        raise ValueError(
-            f"max_grad_norm must be positive; got {max_grad_norm}. For no clipping"
-            " leave it out."
-        )
     return FusedUpdate(
         loss, optimizer, trainable, has_aux, max_grad_norm, gradient_dtype
     )
@@ -156,6 +145,19 @@ class FusedUpdate:
     has_aux: bool
     max_grad_norm: float | None
     gradient_dtype: DTypeLike | None
+
+    def __post_init__(self) -> None:
+        if not callable(self.loss) or not hasattr(self.optimizer, "update"):
+            got = f"{type(self.loss).__name__} and {type(self.optimizer).__name__}"
+            raise TypeError(
+                "fused_update takes a loss function and then an optimizer of Optax; got"
+                f" {got}. Write fused_update(loss, optax.adamw(1e-3))."
+            )
+        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
+            raise ValueError(
+                f"max_grad_norm must be positive; got {self.max_grad_norm}. For no"
+                " clipping leave it out."
+            )
 
     def init(self, model: PyTree) -> FusedState:
         """The optimizer's state for a model.

@@ -83,17 +83,43 @@ class TracedCall:
             with compiled_for(self.target.devices()[0]):
                 lowered = self.traced.lower()
             if cache is None:
-                return self._report(_compiled(lowered, self.target, self.devices))
-            path = Path(cache) / f"{_key(lowered, self.target, self.devices)}.json"
+                return self._report(self._compiled(lowered))
+            path = Path(cache) / f"{self._key(lowered)}.json"
             with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
                 return self._report(read_json_fields(path))
-            fields = _compiled(lowered, self.target, self.devices)
+            fields = self._compiled(lowered)
         with contextlib.suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
             # Whole or not at all: other processes may read the folder.
             with replaced_whole(path, shared=True) as unfinished:
                 unfinished.write_text(json.dumps(fields), encoding="utf-8")
         return self._report(fields)
+
+    def _compiled(self, lowered: Any) -> dict[str, Any]:
+        """Compile a `jax.stages.Lowered`, and return the fields of a `MemoryReport`
+        that the compiler knows, as JSON has them.
+
+        Raises:
+            DoesNotFit: with the largest buffers.
+        """
+        start = time.perf_counter()
+        platform = self.target.devices()[0].platform
+        compiled, text = compiled_with_text(lowered, platform)
+        seconds = time.perf_counter() - start
+        largest = largest_buffers(text)
+        if isinstance(compiled, jax.errors.JaxRuntimeError):
+            message = f"compiling for {self.target.name!r}: {compiled}"
+            if largest:
+                listed = "".join(map("\n  {}".format, largest))
+                message += f"\nThe largest buffers beside the arguments:{listed}"
+            raise DoesNotFit(message) from compiled
+        stats = compiled.memory_analysis()
+        return _bytes(stats, "") | {
+            "host": _bytes(stats, "host_"),
+            "sent": sent_bytes(text, self.devices) if self.devices > 1 else 0,
+            "largest": largest,
+            "compile_seconds": seconds,
+        }
 
     def _report(self, fields: dict[str, Any]) -> MemoryReport:
         """A report with the fields that `_compiled` found, maybe long ago."""
@@ -113,6 +139,31 @@ class TracedCall:
             least_time=TimeBound.of(self.flops, target, self.devices),
             **fields,
         )
+
+    def _key(self, lowered: Any) -> str:
+        """A hash of everything that decides what a report says: the program, the
+        target, versions and flags, and the code that reads the compiled text.
+        """
+        device = self.target.devices()[0]
+        versions = [
+            f"{package.name} {package.version}"
+            for package in importlib.metadata.distributions()
+            if package.name.startswith(("jax", "libtpu"))
+        ]
+        parts = (
+            self.target,
+            self.devices,
+            getattr(getattr(device, "client", None), "platform_version", ""),
+            device.device_kind,
+            os.environ.get("XLA_FLAGS"),
+            os.environ.get("LIBTPU_INIT_ARGS"),
+            sorted(versions),
+            inspect.getsource(_compiled_text),
+            # Without lines of source: after an edit that moves lines alone, what is
+            # read from the folder still names the old ones.
+            lowered.as_text(),
+        )
+        return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
 def report(
@@ -212,8 +263,8 @@ def trace_call(
             traced = jax.jit(run, donate_argnums=0).trace(donated, kept)
         flops = count_flops(traced.jaxpr)
     # Making arguments moves them to the host, which the user's program does not.
-    bytes_made = sum(map(bytes_of, host_shapes))
-    flops += Flops(bytes_to_host=-bytes_made)
+    moved = flops.bytes_to_host - sum(map(bytes_of, host_shapes))
+    flops = dataclasses.replace(flops, bytes_to_host=moved)
     return TracedCall(target, mesh.size, traced, flops)
 
 
@@ -326,31 +377,6 @@ def _donated_of(call: Call, donate: str | Sequence[str]) -> PyTree:
     )
 
 
-def _compiled(lowered: Any, target: Target, devices: int) -> dict[str, Any]:
-    """Compile a `jax.stages.Lowered`, and return the fields of a `MemoryReport` that
-    the compiler knows, as JSON has them.
-
-    Raises:
-        DoesNotFit: with the largest buffers.
-    """
-    start = time.perf_counter()
-    compiled, text = compiled_with_text(lowered, target.devices()[0].platform)
-    if isinstance(compiled, jax.errors.JaxRuntimeError):
-        message = f"compiling for {target.name!r}: {compiled}"
-        if largest := largest_buffers(text):
-            listed = "".join(map("\n  {}".format, largest))
-            message += f"\nThe largest buffers beside the arguments:{listed}"
-        raise DoesNotFit(message) from compiled
-    seconds = time.perf_counter() - start
-    stats = compiled.memory_analysis()
-    return _bytes(stats, "") | {
-        "host": _bytes(stats, "host_"),
-        "sent": sent_bytes(text, devices) if devices > 1 else 0,
-        "largest": largest_buffers(text),
-        "compile_seconds": seconds,
-    }
-
-
 def _bytes(stats: Any, where: str) -> dict[str, int]:
     """XLA's figures of one memory, "" for the device's, by our names."""
     return {
@@ -359,29 +385,3 @@ def _bytes(stats: Any, where: str) -> dict[str, int]:
         "temporaries": getattr(stats, f"{where}temp_size_in_bytes"),
         "aliased": getattr(stats, f"{where}alias_size_in_bytes"),
     }
-
-
-def _key(lowered: Any, target: Target, devices: int) -> str:
-    """A hash of everything that decides what a report says: the program, the target,
-    versions and flags, and the code that reads the compiled text.
-    """
-    device = target.devices()[0]
-    versions = []
-    for package in importlib.metadata.distributions():
-        version = f"{package.name} {package.version}"
-        if version.startswith(("jax", "libtpu")):
-            versions.append(version)
-    parts = (
-        repr(target),
-        str(devices),
-        getattr(getattr(device, "client", None), "platform_version", ""),
-        device.device_kind,
-        os.environ.get("XLA_FLAGS", ""),
-        os.environ.get("LIBTPU_INIT_ARGS", ""),
-        *sorted(versions),
-        inspect.getsource(_compiled_text),
-        # Without lines of source: after an edit that moves lines alone, what is read
-        # from the folder still names the old ones.
-        lowered.as_text(),
-    )
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()

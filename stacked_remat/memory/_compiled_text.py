@@ -34,11 +34,17 @@ _CALLED = re.compile(
     r"(?:body|condition|to_apply|calls|\w+_computations?)=(%[\w.\-]+|\{.*?\})"
 )
 _NAME = re.compile(r"%([\w.\-]+)")
-# An entry of a row in the tables of source lines.
-_ENTRY = re.compile(r"(\w+)=(\d+)")
-# The path of named scopes that JAX gives an operation.
-_SCOPES = re.compile(r'op_name="([^"]*)"')
-_FRAME = re.compile(r"stack_frame_id=(\d+)")
+# Rows of the tables of source lines: files, places in a file, and stack frames, whose
+# last number is that of the caller, plus one.
+_FILE = re.compile(r'^(\d+) "(.*)"$', re.MULTILINE)
+_PLACE = re.compile(r"^(\d+) \{file_name_id=(\d+) .*?\bline=(\d+)", re.MULTILINE)
+_FRAME = re.compile(
+    r"^(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))?", re.MULTILINE
+)
+# The path of named scopes that JAX gives an operation, and its stack frame.
+_SCOPES = re.compile(r'op_name="([^"]+)"')
+_FRAME_OF = re.compile(r"stack_frame_id=(\d+)")
+_CONDITION = re.compile(r"condition=%([\w.\-]+)")
 _TRIPS = re.compile(r'known_trip_count":\{"n":"(\d+)"')
 # `[groups,size]<=…`, or `{{0,1},{2,3}}`, or a mesh and those of its axes that form a
 # group.
@@ -141,13 +147,10 @@ def _origin(
     if instruction.kind == "fusion":
         for name in reversed(instruction.called):
             texts += [inner.rest for inner in reversed(computations.get(name, []))]
-    operation = source = ""
-    for text in texts:
-        if not operation and (scopes := _SCOPES.search(text)):
-            operation = scopes[1]
-        if not source and (frame := _FRAME.search(text)):
-            source = sources.get(frame[1], "")
-    return operation or instruction.kind, source
+    text = "\n".join(texts)
+    scopes = _SCOPES.search(text)
+    known = filter(None, map(sources.get, _FRAME_OF.findall(text)))
+    return scopes[1] if scopes else instruction.kind, next(known, "")
 
 
 def sent_bytes(program: str, devices: int) -> int:
@@ -220,27 +223,19 @@ def _sources(text: str) -> dict[str, str]:
     For a line in this package, Equinox or Haliax, it is that of the nearest caller
     elsewhere.
     """
-    # Each table is its name on a line, then rows of a number and entries.
-    tables: dict[str, dict[str, str]] = {}
-    rows: dict[str, str] = {}
-    for line in text.partition("\n%")[0].splitlines():
-        number, _, row = line.partition(" ")
-        if number.isdecimal():
-            rows[number] = row
-        elif line:
-            rows = tables.setdefault(line, {})
+    header = text.partition("\n%")[0]
+    # Names of functions have rows like those of files, and come after them.
+    files: dict[str, str] = dict(_FILE.findall(header.partition("\nFunctionNames")[0]))
+    places: dict[str, str] = {}
+    for number, file, line in _PLACE.findall(header):
+        places[number] = f"{files[file]}:{line}"
     sources: dict[str, str] = {}
-    for frame, row in tables.get("StackFrames", {}).items():
-        entry = dict(_ENTRY.findall(row))
-        place = tables["FileLocations"][entry["file_location_id"]]
-        place = dict(_ENTRY.findall(place))
-        file = tables["FileNames"][place["file_name_id"]].strip('"')
-        # The caller's number plus one; frames come after their callers.
-        caller = int(entry.get("parent_frame_id", 1)) - 1
-        source = f"{file}:{place['line']}"
-        if file.startswith(_LIBRARIES):
-            source = sources.get(str(caller), source)
-        sources[frame] = source
+    # Frames come after their callers.
+    for number, place, caller in _FRAME.findall(header):
+        source = places[place]
+        if source.startswith(_LIBRARIES):
+            source = sources.get(str(int(caller or 1) - 1), source)
+        sources[number] = source
     return sources
 
 
@@ -256,10 +251,9 @@ def _trips(loop: _Instruction, computations: dict[str, list[_Instruction]]) -> f
             return float(trips)
     # XLA for TPUs says no count. The condition of a loop that counts up from 0 compares
     # with the one integer constant in it.
-    bodies = (computations[name] for name in loop.called)
-    condition = next(body for body in bodies if body[-1].results[0].shape == "pred[]")
+    condition = _CONDITION.search(loop.rest)
     limits = []
-    for instruction in condition:
+    for instruction in computations[condition[1]] if condition else ():
         is_integer = instruction.results[0].shape in ("s32[]", "u32[]")
         if instruction.kind == "constant" and is_integer:
             limits.append(int(instruction.rest.split(")")[0]))
@@ -280,15 +274,17 @@ def _sent_in(kind: str, starts: bool, size: float, group: int) -> float:
         size: in bytes.
         group: g.
     """
-    if starts and kind != "all-reduce":
-        size /= {"all-gather": 1 + 1 / group, "reduce-scatter": 1 + group}.get(kind, 2)
     ring = (group - 1) / group
-    factors = {
-        "all-reduce": 2 * ring,
-        "reduce-scatter": group - 1,
-        "collective-permute": 1,
-    }
-    return size * factors.get(kind, ring)
+    # Of a kind: what `-start` returns, and what is sent, as multiples of the result.
+    returned, share = {
+        "all-gather": (1 + 1 / group, ring),
+        "all-reduce": (1, 2 * ring),
+        "reduce-scatter": (1 + group, group - 1),
+        "collective-permute": (2, 1),
+    }.get(kind, (2, ring))
+    if starts:
+        size /= returned
+    return size * share
 
 
 def _group(text: str, devices: int) -> int:
@@ -304,4 +300,5 @@ def _group(text: str, devices: int) -> int:
     # `'x':(2)4` is a part of size 4 of the axis x.
     axis_sizes = dict(re.findall(r"'([^']+)'=(\d+)", mesh))
     parts = re.findall(r"'([^']+)'(?::\(\d+\)(\d+))?", axes)
-    return math.prod(int(part or axis_sizes[name]) for name, part in parts)
+    sizes = [int(part or axis_sizes[name]) for name, part in parts]
+    return math.prod(sizes)

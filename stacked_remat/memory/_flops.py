@@ -24,8 +24,9 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Sequence
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import jax
 from jax.extend import source_info_util
@@ -34,7 +35,6 @@ from jax.interpreters import partial_eval
 
 from .._activity import active_carry, active_variables, bytes_of, expansion, is_in
 from .._placement import platform
-from .._static import PyTree
 from .._trips import branches_in, products_in, trips_in
 
 
@@ -42,8 +42,6 @@ from .._trips import branches_in, products_in, trips_in
 class Flops:
     """FLOPs and transfers of one call of a program, summed over all the devices it runs
     on.
-
-    Two of them add up, and one can be multiplied by a number of calls.
 
     Attributes:
         matmul: of matrix products and convolutions, a multiply-add being two.
@@ -63,24 +61,6 @@ class Flops:
     too_low: tuple[str, ...] = ()
     too_high: tuple[str, ...] = ()
 
-    def __add__(self, other: "Flops") -> "Flops":
-        return Flops(
-            *map(operator.add, self.counts, other.counts),
-            too_low=tuple(sorted({*self.too_low, *other.too_low})),
-            too_high=tuple(sorted({*self.too_high, *other.too_high})),
-        )
-
-    def __mul__(self, times: Any) -> "Flops":
-        if times == 0:
-            return Flops()
-        counts = (count * times for count in self.counts)
-        return Flops(*counts, too_low=self.too_low, too_high=self.too_high)
-
-    @property
-    def counts(self) -> tuple[int, int, int]:
-        """`matmul`, `bytes_from_host` and `bytes_to_host`."""
-        return self.matmul, self.bytes_from_host, self.bytes_to_host
-
     @property
     def moved(self) -> int:
         """Bytes moved between host and device, in both directions."""
@@ -88,7 +68,7 @@ class Flops:
 
     @property
     def exact(self) -> bool:
-        return not self.too_low and not self.too_high
+        return not self.reasons
 
     @property
     def reasons(self) -> tuple[str, ...]:
@@ -116,13 +96,31 @@ def count_flops(jaxpr: Any, *, trained: Sequence[bool] = ()) -> Flops:
         `while` loops are counted once, those of divided experts (`over` of
         `grouped_experts`) as often as an even routing takes, and named in `too_low`.
     """
-    cost = _Counter().run(jaxpr, tuple(trained))
+    cost = _Count().run(jaxpr, tuple(trained))
     # Mean trip counts are fractions, and so may the counts be that they multiply.
-    counts = map(round, cost.counts)
-    return Flops(*counts, too_low=cost.too_low, too_high=cost.too_high)
+    figures = {name: round(cost[name]) for name in _FIGURES}
+    reasons: dict[str, Any] = {"too_low": (), "too_high": ()}
+    for field, text in sorted(cost.keys() - {*_FIGURES}):
+        reasons[field] += (text,)
+    return Flops(**figures, **reasons)
 
 
-class _Counter:
+# A cost while it is counted, with two kinds of keys: the names of figures, and reasons
+# why these are not exact, as `("too_low", text)`, whose count says nothing. The sum of
+# two adds figures, and their union (`|`) has the larger of each; both have all reasons.
+_Cost: TypeAlias = Counter[Any]
+_FIGURES = ("matmul", "bytes_from_host", "bytes_to_host")
+
+
+def _times(cost: _Cost, factor: Any) -> _Cost:
+    return Counter({key: count * factor for key, count in cost.items()})
+
+
+def _because(field: str, text: str) -> _Cost:
+    return Counter([(field, text)])
+
+
+class _Count:
     """Counts one program.
 
     JAX traces a function that is called several times into one jaxpr, and a sweep over
@@ -131,235 +129,217 @@ class _Counter:
 
     def __init__(self) -> None:
         self.run = functools.cache(self._run)
-        self._expansion = functools.cache(_expansion)
+        self.expansion = functools.cache(expansion)
 
     def _run(
-        self, jaxpr: Any, active: tuple[bool, ...] = (), products: int | None = None
-    ) -> Flops:
+        self,
+        jaxpr: Any,
+        active: tuple[bool, ...] = (),
+        *,
+        kernel_flops: int | None = None,
+        is_used: tuple[bool, ...] | None = None,
+    ) -> _Cost:
         """The cost of a jaxpr, open or closed.
 
         Args:
             jaxpr: what is counted.
             active: for each of its inputs whether it depends on what is trained; `()`
                 where no backward pass is counted.
-            products: FLOPs of each kernel within it, from a named scope around it; None
+            kernel_flops: of each kernel within it, from a named scope around it; None
                 where no scope says them.
+            is_used: for each of its outputs whether anything reads it; None for all.
         """
-        live = _without_dead_code(jaxpr)
+        live = _without_dead_code(jaxpr, is_used)
         active_vars = active_variables(live, itertools.compress(live.invars, active))
-        used = set(_variables(live.outvars))
+        atoms = itertools.chain(live.outvars, *(eqn.invars for eqn in live.eqns))
+        read = {atom for atom in atoms if not isinstance(atom, Literal)}
+        cost: _Cost = Counter()
         for eqn in live.eqns:
-            used.update(_variables(eqn.invars))
-        cost = Flops()
-        for eqn in live.eqns:
+            name = eqn.primitive.name
             operands = tuple(is_in(atom, active_vars) for atom in eqn.invars)
-            cost += self._eqn(eqn, operands, products, used)
+            # Names within a called jaxpr start anew, so what a scope around the call
+            # says of kernels is handed down.
+            of_kernel = products_in(_scopes(eqn)) or kernel_flops
+            run = functools.partial(self.run, kernel_flops=of_kernel)
+            expanded = self.expansion(eqn)
+            if expanded is not None:
+                # The dead code of the caller could not be removed within it.
+                results = tuple(out in read for out in eqn.outvars)
+                cost += run(expanded, operands, is_used=results)
+            elif name in _RULES:
+                cost += _RULES[name](run, eqn, operands)
+            elif called := _called(eqn):
+                cost += run(called, operands)
+            else:
+                forward = _leaf(run, eqn, of_kernel)
+                cost += forward
+                # The backward pass has one product for each active operand, of the size
+                # of the forward one. A product has two factors; fused attention has
+                # more operands.
+                cost["matmul"] += forward["matmul"] * min(2, sum(operands))
         return cost
 
-    def _eqn(
-        self, eqn: Any, active: tuple[bool, ...], products: int | None, used: set[Any]
-    ) -> Flops:
-        """The cost of one equation; `active` is of its operands, and `used` has the
-        variables that anything reads.
-        """
-        name = eqn.primitive.name
-        params = eqn.params
-        scopes = str(eqn.source_info.name_stack)
-        # Names within a called jaxpr start anew, so what a scope around the call says
-        # of kernels is handed down.
-        products = products_in(scopes) or products
-        if name == "scan":
-            body = params["jaxpr"]
-            inside = _active_in_loop(body, active, *_scan_parts(eqn))
-            return self.run(body, inside, products) * params["length"]
-        if name == "while":
-            return self._while(eqn, scopes, active, products)
-        if name == "cond":
-            costs = []
-            for branch in params["branches"]:  # whose operands come after the index
-                costs.append(self.run(branch, active[1:], products))
-            return _of_branches(eqn, scopes, costs)
-        if name == "shard_map":
-            # The body is what each device runs, and costs are sums over devices. Over
-            # axes that are not manual, the body is still of all their devices.
-            sizes = params["mesh"].shape
-            manual = params.get("manual_axes") or sizes
-            devices = math.prod(sizes[axis] for axis in manual)
-            return self.run(params["jaxpr"], active, products) * devices
-        if name in ("pallas_call", "mpmd_map"):
-            cost = self._kernel(eqn, products)
-        elif called := self._called(eqn, used):
-            return self.run(called, active, products)
-        else:
-            cost = self._leaf(eqn, products)
-        # The backward pass has one product for each active operand, of the size of the
-        # forward one. A product has two factors; fused attention has more operands.
-        gradients = min(2, sum(active))
-        return dataclasses.replace(cost, matmul=cost.matmul * (1 + gradients))
 
-    def _called(self, eqn: Any, used: set[Any]) -> Any:
-        """The jaxpr that an equation calls with its own operands; None for any other
-        equation.
-        """
-        if eqn.primitive.name == "call_hi_primitive":  # of `jax.experimental.hijax`
-            return self._expansion(eqn, tuple(out in used for out in eqn.outvars))
-        # Calls, checkpoints and custom rules, whose parameters differ in name. One with
-        # another number of inputs is no call of the operands.
-        for key in ("jaxpr", "call_jaxpr", "fun_jaxpr", "fwd_jaxpr", "call"):
-            called = eqn.params.get(key)
-            if called is not None:
-                inputs = getattr(called, "jaxpr", called).invars
-                if len(inputs) == len(eqn.invars):
-                    return called
+# Counts what is within an equation: `(jaxpr, active inputs) -> cost`.
+_Run: TypeAlias = Callable[..., _Cost]
+
+
+def _scan(run: _Run, eqn: Any, active: tuple[bool, ...]) -> _Cost:
+    body = eqn.params["jaxpr"]
+    # Found from shapes, since the parameters that say it differ between versions of
+    # JAX: only what is split or stacked has a dimension more outside of the body.
+    num_xs = _reshaped(eqn.invars, _open(body).invars)
+    num_carry = len(eqn.outvars) - _reshaped(eqn.outvars, _open(body).outvars)
+    inside = _active_in_loop(body, active, num_carry, num_xs)
+    return _times(run(body, inside), eqn.params["length"])
+
+
+def _while(run: _Run, eqn: Any, active: tuple[bool, ...]) -> _Cost:
+    body = eqn.params["body_jaxpr"]
+    # Operands are the condition's constants, the body's, and the carry.
+    operands = active[eqn.params["cond_nconsts"] :]
+    inside = _active_in_loop(body, operands, len(eqn.outvars))
+    cost = run(body, inside)
+    condition = run(eqn.params["cond_jaxpr"])
+    trips, is_exact = trips_in(_scopes(eqn))
+    if trips is None:
+        counted, trips = "once", 1
+    elif is_exact:
+        return _times(cost + condition, trips) + condition
+    else:
+        counted = f"{trips} times"
+    return _times(cost + condition, trips) + _because(
+        "too_low",
+        f"a while loop{_where(eqn)} whose trip count is not known in advance is"
+        f" counted {counted}",
+    )
+
+
+def _cond(run: _Run, eqn: Any, active: tuple[bool, ...]) -> _Cost:
+    """By what is known of the index, best first: the platform or a constant
+    decides; a named scope says how often each branch is taken; or nothing, and then
+    the most expensive one counts, separately for each figure.
+    """
+    costs = []
+    for branch in eqn.params["branches"]:  # whose operands come after the index
+        costs.append(run(branch, active[1:]))
+    # `lax.platform_dependent`: platforms of each branch, None for the default.
+    platforms_of = eqn.params.get("branches_platforms") or ()
+    for cost, platforms in zip(costs, platforms_of, strict=False):
+        if platforms is None or platform() in platforms:
+            return cost
+    index = eqn.invars[0]
+    if isinstance(index, Literal):
+        # JAX clamps the index of a conditional.
+        taken = max(int(index.val), 0)
+        return costs[min(taken, len(costs) - 1)]
+    shares = branches_in(_scopes(eqn))
+    if len(shares) == len(costs):
+        return sum(map(_times, costs, shares), Counter())
+    most = functools.reduce(operator.or_, costs)
+    if all(cost[name] == most[name] for cost in costs for name in _FIGURES):
+        return most
+    return most | _because(
+        "too_high",
+        f"a conditional that depends on data{_where(eqn)} counts its most expensive"
+        " branch",
+    )
+
+
+def _shard_map(run: _Run, eqn: Any, active: tuple[bool, ...]) -> _Cost:
+    # The body is what each device runs, and costs are sums over devices. Over
+    # axes that are not manual, the body is still of all their devices.
+    sizes = eqn.params["mesh"].shape
+    manual = eqn.params.get("manual_axes") or sizes
+    devices = math.prod(sizes[axis] for axis in manual)
+    return _times(run(eqn.params["jaxpr"], active), devices)
+
+
+def _leaf(run: _Run, eqn: Any, of_kernel: int | None) -> _Cost:
+    """The cost of an equation that calls nothing with its own operands."""
+    # JAX binds cuDNN's attention as `dot_product_attention_fwd_wrapper`.
+    name = eqn.primitive.name.removesuffix("_wrapper")
+    if name == "device_put":
+        return _transfers(eqn)
+    if name in _MATMULS:
+        return Counter(matmul=_MATMULS[name](eqn))
+    if name in _NOT_COUNTED:
+        return _because("too_low", f"the arithmetic of {name!r} is not counted")
+    # Where a kernel skips blocks, as for causal attention, its grid says too much.
+    if name in _KERNELS and of_kernel is not None:
+        return Counter(matmul=of_kernel)
+    inside: _Cost = Counter()
+    for jaxpr in jaxprs_in_params(eqn.params):
+        inside += run(jaxpr)
+    steps = getattr(eqn.params.get("grid_mapping"), "grid", [None])
+    if all(isinstance(size, int) for size in steps):
+        return _times(inside, math.prod(steps))
+    if inside:
+        text = f"what is inside {name!r}{_where(eqn)} is counted once"
+        inside += _because("too_low", text)
+    return inside
+
+
+# What runs a jaxpr several times, or one of several.
+_RULES = {
+    "scan": _scan,
+    "while": _while,
+    "cond": _cond,
+    "shard_map": _shard_map,
+}
+
+
+def _called(eqn: Any) -> Any:
+    """The jaxpr that an equation calls with its own operands; None for any other
+    equation.
+    """
+    # The inputs of a kernel are references, to results too.
+    if eqn.primitive.name in _KERNELS:
         return None
-
-    def _kernel(self, eqn: Any, products: int | None) -> Flops:
-        """A Pallas kernel: what a named scope says, or its body times the steps of its
-        grid.
-        """
-        # Where a kernel skips blocks, as for causal attention, the grid says too much.
-        if products is not None:
-            return Flops(matmul=products)
-        if "grid_mapping" not in eqn.params:
-            return self._leaf(eqn, products)
-        grid = eqn.params["grid_mapping"].grid
-        body = self.run(eqn.params["jaxpr"])
-        if not all(isinstance(size, int) for size in grid):
-            reason = f"a kernel with a dynamic grid{_where(eqn)} is counted once"
-            return body + Flops(too_low=(reason,))
-        return body * math.prod(grid)
-
-    def _leaf(self, eqn: Any, products: int | None) -> Flops:
-        """The cost of an equation that calls nothing with its own operands."""
-        # JAX binds cuDNN's attention as `dot_product_attention_fwd_wrapper`.
-        name = eqn.primitive.name.removesuffix("_wrapper")
-        if name == "device_put":
-            return _transfers(eqn)
-        if name in _MATMULS:
-            return Flops(matmul=_MATMULS[name](eqn))
-        if name in _NOT_COUNTED:
-            return Flops(too_low=(f"the arithmetic of {name!r} is not counted",))
-        inside = Flops()
-        for jaxpr in jaxprs_in_params(eqn.params):
-            inside += self.run(jaxpr, (), products)
-        if inside == Flops():
-            return inside
-        reason = f"what is inside {name!r}{_where(eqn)} is counted once"
-        return inside + Flops(too_low=(reason,))
-
-    def _while(
-        self, eqn: Any, scopes: str, active: tuple[bool, ...], products: int | None
-    ) -> Flops:
-        params = eqn.params
-        num_carry = len(eqn.outvars)
-        body = params["body_jaxpr"]
-        # Operands are the condition's constants, the body's, and the carry.
-        operands = active[params["cond_nconsts"] :]
-        inside = _active_in_loop(body, operands, len(operands) - num_carry, num_carry)
-        cost = self.run(body, inside, products)
-        condition = self.run(params["cond_jaxpr"], (), products)
-        trips, is_exact = trips_in(scopes)
-        if is_exact and trips is not None:
-            return cost * trips + condition * (trips + 1)
-        counted = "once" if trips is None else f"{trips} times"
-        reason = (
-            f"a while loop{_where(eqn)} whose trip count is not known in advance is"
-            f" counted {counted}"
-        )
-        repeated = (cost + condition) * (1 if trips is None else trips)
-        return repeated + Flops(too_low=(reason,))
+    # Calls, checkpoints and custom rules, whose parameters differ in name. One with
+    # another number of inputs is no call of the operands.
+    for key in ("jaxpr", "call_jaxpr", "fun_jaxpr", "fwd_jaxpr", "call"):
+        called = eqn.params.get(key)
+        if called is not None and len(_open(called).invars) == len(eqn.invars):
+            return called
+    return None
 
 
 def _active_in_loop(
-    body: Any, active: tuple[bool, ...], num_consts: int, num_carry: int
+    body: Any, active: tuple[bool, ...], num_carry: int, num_xs: int = 0
 ) -> tuple[bool, ...]:
     """Which inputs of a loop's body, `(consts, carry, xs)`, are active on some trip.
 
     The carry may become active on a later trip than the first.
     """
-    end = num_consts + num_carry
-    consts = active[:num_consts]
-    carry = active[num_consts:end]
+    end = len(active) - num_xs
+    start = end - num_carry
+    consts = active[:start]
     xs = active[end:]
-    carry = active_carry([(_without_dead_code(body), consts, xs)], carry)
+    layer = _without_dead_code(body), consts, xs
+    carry = active_carry([layer], active[start:end])
     return (*consts, *carry, *xs)
 
 
-def _without_dead_code(jaxpr: Any) -> Any:
-    """An open jaxpr with all inputs and no unused equation."""
-    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-    all_outputs = [True] * len(jaxpr.outvars)
-    return partial_eval.dce_jaxpr(jaxpr, all_outputs, instantiate=True)[0]
+def _without_dead_code(jaxpr: Any, is_used: Sequence[bool] | None = None) -> Any:
+    """An open jaxpr with all inputs and no equation that only unused outputs need."""
+    jaxpr = _open(jaxpr)
+    is_used = is_used or [True] * len(jaxpr.outvars)
+    return partial_eval.dce_jaxpr(jaxpr, is_used, instantiate=True)[0]
 
 
-def _variables(atoms: Sequence[Any]) -> list[Any]:
-    return [atom for atom in atoms if not isinstance(atom, Literal)]
-
-
-def _of_branches(eqn: Any, scopes: str, costs: Sequence[Flops]) -> Flops:
-    """The cost of a conditional, by what is known of its index, best first: the
-    platform or a constant decides; a named scope says how often each is taken; or
-    nothing, and then the most expensive branch counts, separately for each figure.
-    """
-    shares = branches_in(scopes)
-    index = eqn.invars[0]
-    # `lax.platform_dependent`: platforms of each branch, None for the default.
-    for cost, platforms in zip(
-        costs, eqn.params.get("branches_platforms") or (), strict=False
-    ):
-        if platforms is None or platform() in platforms:
-            return cost
-    if isinstance(index, Literal):
-        # JAX clamps the index of a conditional.
-        taken = max(int(index.val), 0)
-        return costs[min(taken, len(costs) - 1)]
-    if len(shares) == len(costs):
-        return sum(map(operator.mul, costs, shares), Flops())
-    counts = [cost.counts for cost in costs]
-    most = Flops(*map(max, zip(*counts, strict=True)))
-    if len(set(counts)) > 1:
-        reason = (
-            f"a conditional that depends on data{_where(eqn)} counts its most expensive"
-            " branch"
-        )
-        most += Flops(too_high=(reason,))
-    for cost in costs:
-        most += Flops(too_low=cost.too_low, too_high=cost.too_high)
-    return most
-
-
-def _scan_parts(eqn: Any) -> tuple[int, int]:
-    """How many constants and how many carries a `scan` has.
-
-    Found from shapes, since the parameters that say it differ between versions of JAX:
-    only what is split or stacked has a dimension more outside of the body.
-    """
-    body = getattr(eqn.params["jaxpr"], "jaxpr", eqn.params["jaxpr"])
-    num_xs = _reshaped(eqn.invars, body.invars)
-    num_carry = len(eqn.outvars) - _reshaped(eqn.outvars, body.outvars)
-    return len(eqn.invars) - num_xs - num_carry, num_carry
+def _open(jaxpr: Any) -> Any:
+    return getattr(jaxpr, "jaxpr", jaxpr)
 
 
 def _reshaped(outside: Sequence[Any], inside: Sequence[Any]) -> int:
+    """How many variables have another shape in a loop's body."""
     pairs = zip(outside, inside, strict=True)
     return sum(outer.aval.shape != inner.aval.shape for outer, inner in pairs)
 
 
-def _expansion(eqn: Any, is_used: tuple[bool, ...]) -> Any:
-    """The jaxpr that a hijax primitive expands into, with 0 in place of each unused
-    result.
-
-    What only that result needs is dead code then, as it is for XLA: the dead code of
-    the caller's jaxpr cannot be removed within a primitive that is not expanded yet.
-    """
-    primitive = eqn.params["_prim"]
-
-    def expand(*operands: PyTree) -> PyTree:
-        results = primitive.out_tree.flatten_up_to(primitive.expand(*operands))
-        pairs = zip(results, is_used, strict=True)
-        return [result if used else 0 for result, used in pairs]
-
-    return expansion(eqn, expand)
+def _scopes(eqn: Any) -> str:
+    return str(eqn.source_info.name_stack)
 
 
 def _where(eqn: Any) -> str:
@@ -368,17 +348,17 @@ def _where(eqn: Any) -> str:
     return f" ({place.rpartition('/')[2]})"
 
 
-def _transfers(eqn: Any) -> Flops:
-    from_host = to_host = 0
+def _transfers(eqn: Any) -> _Cost:
+    cost: _Cost = Counter()
+    figures = {
+        jax.memory.Space.Host: "bytes_to_host",
+        jax.memory.Space.Device: "bytes_from_host",
+    }
     for source, result in zip(eqn.invars, eqn.outvars, strict=True):
         memory = result.aval.memory_space
-        if memory == source.aval.memory_space:
-            continue
-        if memory == jax.memory.Space.Host:
-            to_host += bytes_of(result.aval)
-        elif memory == jax.memory.Space.Device:
-            from_host += bytes_of(result.aval)
-    return Flops(0, from_host, to_host)
+        if memory != source.aval.memory_space and memory in figures:
+            cost[figures[memory]] += bytes_of(result.aval)
+    return cost
 
 
 def _size(atom: Any) -> int:
@@ -409,9 +389,8 @@ def _ragged_dot(eqn: Any) -> int:
     numbers = eqn.params["ragged_dot_dimension_numbers"]
     (_, contracted), (_, batch) = numbers.dot_dimension_numbers
     not_free = {*contracted, *batch, *numbers.rhs_group_dimensions}
-    free = 1
-    for axis, size in enumerate(eqn.invars[1].aval.shape):
-        free *= 1 if axis in not_free else size
+    sizes = enumerate(eqn.invars[1].aval.shape)
+    free = math.prod(size for axis, size in sizes if axis not in not_free)
     return 2 * _size(eqn.invars[0]) * free
 
 
@@ -424,12 +403,10 @@ def _attention(eqn: Any) -> int:
     """
     batch, queries, heads, head_size = eqn.invars[0].aval.shape
     keys = eqn.invars[1].aval.shape[1]
-    mask, window = eqn.params.get("mask_type"), eqn.params.get("sliding_window_length")
-    is_causal = "CAUSAL" in str(getattr(mask, "name", mask)).upper()
     pairs = queries * keys
-    if is_causal:
+    if "CAUSAL" in str(eqn.params["mask_type"]):
         pairs //= 2
-    if window:
+    if window := eqn.params["sliding_window_length"]:
         pairs = min(pairs, queries * window)
     products = 5 if "bwd" in eqn.primitive.name else 2
     return products * 2 * batch * heads * head_size * pairs
@@ -446,6 +423,8 @@ _MATMULS = {
     "dot_product_attention_bwd": _attention,
 }
 
+# Primitives of Pallas.
+_KERNELS = ("pallas_call", "mpmd_map")
 # Primitives with more than elementwise work, of unknown or other cost than a product.
 _NOT_COUNTED = frozenset(
     "cholesky cholesky_update eig eigh fft geqp3 geqrf hessenberg householder_product"

@@ -27,8 +27,9 @@ from typing import Any, TypeAlias
 
 import jax
 
+from .. import ScanCheckpointPolicy, ScanCheckpointSpec
 from .._messages import parse_bytes
-from .._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
+from .._policy import resolve_policy
 from .._schedule import whole_number
 from .._static import PyTree
 from ._call import DoesNotFit, TracedCall, trace_call
@@ -62,6 +63,17 @@ class BudgetError(RuntimeError):
 class Plan:
     """The policy to use, and how it was found.
 
+    FLOPs are those of matrix products; of equals, the policy comes first that moves
+    fewer bytes between device and host, or, with `layers`, runs fewer layers again. A
+    larger budget never plans more of them, for the same place of the weights.
+
+    With `layers`, candidates with as many `first_layers`, or `max_carries`, as fit are
+    considered too, and for `nested=True` cuts that keep the internals of a segment
+    while it is reversed (`nested=k, save_block_internals=True`): then no layer runs
+    more than twice. For layers that are alike, the plan takes at most 1.05 times the
+    FLOPs of any order of the same operations where such a cut fits, and up to 1.2 times
+    as many below that.
+
     Attributes:
         policy: of those that fit, the one with the fewest FLOPs: a candidate as it was
             given, or one with `first_layers`, more `max_carries` or another cut.
@@ -80,11 +92,7 @@ class Plan:
     def __str__(self) -> str:
         name = Trial(self.policy, self.report, streamed=self.streamed).name
         note = f"{name} fits {readable_bytes(self.budget)} a device"
-        return str(
-            dataclasses.replace(
-                self.tried, title="plan", notes=(*self.tried.notes, note)
-            )
-        )
+        return str(Comparison(self.tried.trials, "plan", (*self.tried.notes, note)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,20 +191,16 @@ class Search:
     ) -> Iterator[tuple[_OfCount, int]]:
         """The families around a policy, each with the count to start above."""
         if not base.saves_everything and base.max_carries is None:
-
-            def with_first_layers(count: int) -> ScanCheckpointPolicy:
-                return dataclasses.replace(base, first_layers=count)
-
-            yield with_first_layers, base.first_layers
+            yield (
+                lambda count: dataclasses.replace(base, first_layers=count),
+                base.first_layers,
+            )
         is_plain_cut = (
             base.nested is True and base.save_carries is True and not base.first_layers
         )
         if is_plain_cut or base.max_carries is not None:
-
-            def with_carries(count: int) -> ScanCheckpointPolicy:
-                return dataclasses.replace(base, nested=False, max_carries=count)
-
-            yield with_carries, 1
+            cut = dataclasses.replace(base, nested=False)
+            yield lambda count: dataclasses.replace(cut, max_carries=count), 1
         if is_plain_cut and (of_count := self._cut_with_internals(base, layers)):
             yield of_count, -1
 
@@ -229,10 +233,9 @@ class Search:
         totals = []
         for policy in policies:
             report = self.trial(policy).report
-            if report is not None:
-                totals.append(report.total)
-        if len(totals) < len(policies):
-            return None
+            if report is None:
+                return None
+            totals.append(report.total)
         of_all_carries, of_slots, of_internals = totals
         # A difference that XLA's other temporaries hide may be negative; 0 then.
         carry = max(0, of_all_carries - of_slots) / (layers - slots)
@@ -272,9 +275,9 @@ class Search:
                 cheapest = of_count(high - 1)
                 policy = of_count(middle)
             except ValueError:  # a policy refuses the count
-                break
+                return
             if self._cost(cheapest) >= least:
-                break
+                return
             if self.fits(self.trial(policy)):
                 low = middle
             else:
@@ -346,40 +349,23 @@ def plan(
     show: Callable[[Trial], None] = lambda _: None,
     **kwargs: PyTree,
 ) -> Plan:
-    """Find the policy with the fewest FLOPs among those that fit in a budget. Nothing
-    is executed.
-
-    FLOPs are those of matrix products; of equals, the policy comes first that moves
-    fewer bytes between device and host, or, with `layers`, runs fewer layers again. A
-    larger budget never plans more of them, for the same place of the weights.
-
-    With `layers`, candidates with as many `first_layers`, or `max_carries`, as fit are
-    considered too, and for `nested=True` cuts that keep the internals of a segment
-    while it is reversed (`nested=k, save_block_internals=True`): then no layer runs
-    more than twice. For layers that are alike, the plan takes at most 1.05 times the
-    FLOPs of any order of the same operations where such a cut fits, and up to 1.2 times
-    as many below that.
+    """Find the policy with the fewest FLOPs among those that fit in a budget, as `Plan`
+    says. Nothing is executed.
 
     Args:
         fn_of_policy: makes the function to compile from a policy, for example `lambda
             remat: lambda blocks, x: train_step(blocks, x, remat=remat)`. It should be
-            what will run: the whole training step, with its optimizer state and
-            donation.
+            the whole training step, with its optimizer state and donation.
         *args: its arguments; these, `target`, `donate`, `cache` and `**kwargs` are as
             for `report`.
         budget: memory of each device, arguments and results included: bytes, or text
-            such as `"80GiB"` or `"80GB"`. The compiler does not count all
-            (fragmentation, library workspaces, other programs): nine tenths of the
-            device is a usual figure.
-        host_budget: the same for the host memory that one device uses; None for no
-            limit.
+            such as `"80GiB"` or `"80GB"`. Nine tenths of the device is a usual figure,
+            since the compiler does not count all (fragmentation, other programs).
+        host_budget: of the host memory that one device uses; None for no limit.
         candidates: the policies, in any order.
-        layers: how many layers the stack has, or steps the loop, to search for
-            `first_layers` and cuts.
+        layers: of the stack, or steps of the loop, to search for more policies.
         streamed: the arguments with weights on the host, such as
-            `(streaming.to_host(model), x)` of shapes. If no candidate fits, they are
-            tried again with these; the table says whether the transfers hide behind
-            compute (see `TimeBound`).
+            `(streaming.to_host(model), x)` of shapes, to be tried where nothing fits.
         show: called with each trial once it is compiled.
 
     Raises:
@@ -389,41 +375,32 @@ def plan(
         ValueError, TypeError, TargetError: as `report`; for a wrong `budget`,
             `candidates` or `layers`.
 
-    Cost: one compilation if a policy fits that recomputes nothing. Otherwise one
-    tracing for each candidate, and a compilation for each with fewer FLOPs than the
-    first that fits; with `streamed` at most twice that. With `layers` up to three more,
-    and at most `log2(layers)` for each way to keep more.
+    Cost: a compilation for each candidate with fewer FLOPs than the first that fits,
+    and a tracing for each, unless one fits that recomputes nothing; with `streamed`
+    twice that. With `layers` three more, and `log2(layers)` for each way to keep more.
     """
     most = parse_bytes(budget)
     most_on_host = math.inf if host_budget is None else parse_bytes(host_budget)
+    _check_policies(candidates)
+    _check_options(layers, streamed, args)
+    trials: list[Trial] = []
+    # Streamed weights cost transfers, so they come second.
+    for arguments in (args,) if streamed is None else (args, streamed):
+        traced = _tracer(fn_of_policy, arguments, kwargs, target, donate)
+        is_streamed = arguments is streamed
+        search = Search(traced, most, most_on_host, cache, show, is_streamed, layers)
+        found = search.least(candidates)
+        trials += search.compiled.values()
+        if found is not None and found.report is not None:
+            tried = _compared(trials)
+            return Plan(found.policy, found.report, tried, most, is_streamed)
+    raise BudgetError(_nothing_fits(_compared(trials), most, most_on_host))
+
+
+def _check_options(layers: Any, streamed: Any, args: Sequence[PyTree]) -> None:
     if layers is not None:
         meaning = "the number of layers or steps"
         whole_number("layers", layers, meaning, "Leave it out if not known.")
-    _check_policies(candidates)
-    _check_streamed(streamed, args)
-
-    def search(arguments: Sequence[PyTree], is_streamed: bool) -> Search:
-        traced = _tracer(fn_of_policy, arguments, kwargs, target, donate)
-        return Search(traced, most, most_on_host, cache, show, is_streamed, layers)
-
-    # Streamed weights cost transfers, so they are tried only where nothing fits with
-    # weights on the device.
-    searches = [search(args, False)]
-    chosen = searches[0].least(candidates)
-    if chosen is None and streamed is not None:
-        searches.append(search(streamed, True))
-        chosen = searches[1].least(candidates)
-    trials: list[Trial] = []
-    for finished in searches:
-        trials += finished.compiled.values()
-    tried = _compared(trials)
-    if chosen is None:
-        raise BudgetError(_nothing_fits(tried, most, most_on_host))
-    assert chosen.report is not None
-    return Plan(chosen.policy, chosen.report, tried, most, chosen.streamed)
-
-
-def _check_streamed(streamed: Any, args: Sequence[PyTree]) -> None:
     if streamed is None:
         return
     if not isinstance(streamed, tuple | list) or len(streamed) != len(args):
@@ -443,27 +420,18 @@ def _tracer(
     """What a `Search` traces the program under a policy with."""
 
     def traced(policy: ScanCheckpointSpec) -> TracedCall:
-        call = _program(fn_of_policy, policy), args, kwargs
-        return trace_call(call, target, donate)
+        try:
+            fn = fn_of_policy(policy)
+        except (AttributeError, TypeError) as error:
+            raise TypeError(
+                "plan and compare call their first argument with a policy, and for"
+                f" {policy!r} it raised {type(error).__name__}: {error}. Write a"
+                " function of the policy that returns the program: lambda remat: lambda"
+                " blocks, x: train_step(blocks, x, remat=remat)."
+            ) from error
+        return trace_call((fn, args, kwargs), target, donate)
 
     return traced
-
-
-def _program(
-    fn_of_policy: Callable[..., Any], policy: ScanCheckpointSpec
-) -> Callable[..., Any]:
-    """The function that a policy makes; says how to write one that can't be called with
-    a policy alone.
-    """
-    try:
-        return fn_of_policy(policy)
-    except (AttributeError, TypeError) as error:
-        raise TypeError(
-            "plan and compare call their first argument with a policy, and for"
-            f" {policy!r} it raised {type(error).__name__}: {error}. Write a function"
-            " of the policy that returns the program: lambda remat: lambda blocks, x:"
-            " train_step(blocks, x, remat=remat)."
-        ) from error
 
 
 def _check_policies(candidates: Any) -> None:
@@ -487,14 +455,10 @@ def _compared(trials: Iterable[Trial]) -> Comparison:
     memory, that error is raised: it is one of the program, not of the policies.
     """
     comparison = Comparison(tuple(trials))
-    error = None
-    for trial in comparison.trials:
-        if trial.report is not None:
-            return comparison
-        if trial.failure and not isinstance(trial.failure, DoesNotFit):
-            error = trial.failure
-    if error is not None:
-        raise error
+    if not any(trial.report for trial in comparison.trials):
+        for trial in comparison.trials:
+            if trial.failure and not isinstance(trial.failure, DoesNotFit):
+                raise trial.failure
     return comparison
 
 

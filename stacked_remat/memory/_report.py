@@ -8,7 +8,7 @@ program; `_plan.py` puts one for each policy into a `Trial`, and these into a
 
 import dataclasses
 
-from .._policy import ScanCheckpointPolicy, ScanCheckpointSpec
+from .. import ScanCheckpointPolicy, ScanCheckpointSpec
 from ._compiled_text import Buffer
 from ._flops import Flops
 from ._table import as_table, common_unit, readable_bytes, readable_count
@@ -219,15 +219,18 @@ class Comparison:
             max(report.total, report.host.total, report.flops.moved)
             for report in reports
         )
-        cells = [_cells(trial.report, size, fewest) for trial in self.trials]
-        filled = set().union(*cells)
-        headings = [name for name in _COLUMNS if name in filled]
-        rows = [["policy", *headings]]
-        for trial, row in zip(self.trials, cells, strict=True):
-            figures = [row.get(heading, "") for heading in headings]
-            rows.append([trial.name, *figures])
-        title = f"{self.title}; sizes in {unit}"
-        return as_table(title, rows, self._notes(reports, headings, fewest))
+        rows = [["policy", *_COLUMNS]]
+        for trial in self.trials:
+            rows.append([trial.name, *_cells(trial.report, size, fewest)])
+        # A column that no row has a figure for is left out.
+        names, *columns = zip(*rows, strict=True)
+        columns = [column for column in columns if any(column[1:])]
+        headings = [column[0] for column in columns]
+        return as_table(
+            f"{self.title}; sizes in {unit}",
+            [*zip(names, *columns, strict=True)],
+            self._notes(reports, headings, fewest),
+        )
 
     def _notes(
         self, reports: list[MemoryReport], headings: list[str], fewest: int
@@ -239,11 +242,9 @@ class Comparison:
         if fewest:
             count = readable_count(fewest)
             notes.append(f"FLOPs / least: {count} FLOP in matrix products")
-        reasons = set()
-        for report in reports:
-            reasons.update(report.flops.reasons)
+        reasons = set().union(*(report.flops.reasons for report in reports))
         notes += map("?: {}".format, sorted(reasons))
-        notes += filter(None, map(_COLUMNS.__getitem__, headings))
+        notes += filter(None, map(_COLUMNS.get, headings))
         for trial in self.trials:
             if trial.failure:
                 # The compiler's message goes on for pages.
@@ -253,7 +254,6 @@ class Comparison:
 
 
 # The columns of a comparison, left to right, and what is said of each below the table.
-# One that no row has a figure for is left out.
 _COLUMNS = {
     "total": "",
     "temp.": "",
@@ -266,30 +266,32 @@ _COLUMNS = {
 }
 
 
-def _cells(report: MemoryReport | None, unit: int, fewest: int) -> dict[str, str]:
+def _cells(report: MemoryReport | None, unit: int, fewest: int) -> list[str]:
     """The figures of a row, by column: sizes in units, FLOPs relative to the fewest.
 
     `?` marks FLOPs that are not exact.
     """
     if report is None:
-        return {"total": "refused"}
-    sizes = {
-        "total": report.total,
-        "temp.": report.temporaries,
-        "host": report.host.total,
-        "moved": report.flops.moved,
-        "sent": report.sent,
-    }
-    # A zero is left out, but not one of temporaries: policies change these.
-    cells = {}
-    for name, size in sizes.items():
-        if size or name == "temp.":
-            cells[name] = f"{size / unit:.2f}"
+        return ["refused"] + [""] * (len(_COLUMNS) - 1)
+
+    def size(count: int) -> str:
+        return f"{count / unit:.2f}" if count else ""
+
+    link = flops = ""
     least = report.least_time
     if least and least.transfer:
-        cells["link"] = "hidden" if least.hidden else f"{least.transfer:.3g}"
+        link = "hidden" if least.hidden else f"{least.transfer:.3g}"
     if fewest:
         mark = "" if report.flops.exact else " ?"
-        cells["FLOPs"] = f"{report.flops.matmul / fewest:.2f}{mark}"
-    cells["compiled"] = f"{report.compile_seconds:.1f}"
-    return cells
+        flops = f"{report.flops.matmul / fewest:.2f}{mark}"
+    return [
+        size(report.total),
+        # A zero of these is shown: policies change them.
+        size(report.temporaries) or "0.00",
+        size(report.host.total),
+        size(report.flops.moved),
+        size(report.sent),
+        link,
+        flops,
+        f"{report.compile_seconds:.1f}",
+    ]

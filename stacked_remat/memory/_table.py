@@ -15,34 +15,25 @@ def as_table(title: str, rows: Sequence[Sequence[str]], notes: Iterable[str]) ->
 
     Names in the first column break into lines, figures do not.
     """
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    gaps = 2 * (len(widths) - 1)
-    free = _WIDTH - sum(widths[1:]) - gaps
-    widths[0] = min(widths[0], max(_LEAST, free))
-    rule = "-" * (sum(widths) + gaps)
-    lines = _wrapped(title)
-    for number, (row_name, *figures) in enumerate(rows):
-        name, *more_name = textwrap.wrap(row_name, widths[0]) or [""]
-        cells = [name.ljust(widths[0])]
-        cells += map(str.rjust, figures, widths[1:])
+    first, *widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    of_figures = sum(widths) + 2 * len(widths)
+    first = min(first, max(_LEAST, _WIDTH - of_figures))
+    lines = []
+    for row_name, *figures in rows:
+        name, *more_name = textwrap.wrap(row_name, first) or [""]
+        cells = [name.ljust(first)]
+        cells += map(str.rjust, figures, widths)
         lines.append("  ".join(cells).rstrip())
         lines += more_name
-        if number == 0:
-            lines.append(rule)
-    for note in notes:
-        lines += _wrapped(note)
-    return "\n".join(lines)
+    # Headings are on one line.
+    lines.insert(1, "-" * (first + of_figures))
+    return "\n".join([_wrap(title), *lines, *map(_wrap, notes)])
 
 
-def _wrapped(text: str) -> list[str]:
-    """A text in lines, each but the first indented; paths are left whole."""
-    return textwrap.wrap(
-        text,
-        _WIDTH,
-        subsequent_indent="  ",
-        break_long_words=False,
-        break_on_hyphens=False,
-    ) or [""]
+# Breaks a text into lines, each but the first indented; paths are left whole.
+_wrap = textwrap.TextWrapper(
+    _WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+).fill
 
 
 _BINARY_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")

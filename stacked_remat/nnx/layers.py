@@ -51,8 +51,7 @@ def stack(layers: Sequence[nnx.Module], axis_name: str = "layers") -> Any:
 
     Cost: a copy of all variables.
     """
-    _check_modules(layers)
-    _check_apart(layers)
+    _check(layers)
     for number, layer in enumerate(layers):
         if difference := _difference(layers[0], layer):
             raise ValueError(
@@ -94,14 +93,14 @@ def pattern(
 
     Cost: a copy of all variables.
     """
-    _check_modules(layers)
-    _check_apart(layers)
+    _check(layers)
     kinds: dict[str, list[nnx.Module]] = {}
     order = []
     for layer in layers:
         name = _kind_of(layer, kinds)
         kinds.setdefault(name, []).append(layer)
         order.append(name)
+    # A block's static half is that of the first of its kind: all others equal it.
     stacks = {}
     for name, kind in kinds.items():
         blocks = [ModuleBlock(*nnx.split(layer)) for layer in kind]
@@ -153,15 +152,24 @@ def _variables(state: PyTree) -> dict[str, Any]:
     return {jtu.keystr(path): leaf for path, leaf in jtu.tree_leaves_with_path(state)}
 
 
-def _check_apart(layers: Sequence[nnx.Module]) -> None:
-    """Refuse layers that share a variable, of which each would train its own copy."""
+def _check(layers: Sequence[nnx.Module]) -> None:
+    """Refuse what is no list of modules, and layers that share a variable, of which
+    each would train its own copy.
+    """
+    if not layers:
+        raise ValueError("There are no layers. Give a list of modules.")
     # The layer that has a variable, by the variable's identity.
     owners: dict[int, int] = {}
     for number, layer in enumerate(layers):
-        for path, variable in nnx.iter_graph(layer):
-            if not isinstance(variable, nnx.Variable):
+        if not isinstance(layer, nnx.Module):
+            raise TypeError(
+                f"Layer {number} is a {type(layer).__name__}. Give a list of"
+                " nnx.Modules."
+            )
+        for path, node in nnx.iter_graph(layer):
+            if not isinstance(node, nnx.Variable):
                 continue
-            owner = owners.setdefault(id(variable), number)
+            owner = owners.setdefault(id(node), number)
             if owner != number:
                 name = ".".join(map(str, path))
                 raise ValueError(
@@ -169,17 +177,6 @@ def _check_apart(layers: Sequence[nnx.Module]) -> None:
                     " each would train its own copy. Pass what layers share as an"
                     " argument of the function."
                 )
-
-
-def _check_modules(layers: Sequence[nnx.Module]) -> None:
-    if not layers:
-        raise ValueError("There are no layers. Give a list of modules.")
-    for number, layer in enumerate(layers):
-        if not isinstance(layer, nnx.Module):
-            raise TypeError(
-                f"Layer {number} is a {type(layer).__name__}. Give a list of"
-                " nnx.Modules."
-            )
 
 
 def _difference(first: nnx.Module, second: nnx.Module) -> str | None:

@@ -30,13 +30,17 @@ def is_node(x: PyTree) -> bool:
     return isinstance(x, nnx.Variable) or nnx.graphlib.is_graph_node(x)
 
 
-def split(tree: PyTree, prefix: Any, what: str) -> PyTree:
+def split(
+    tree: PyTree, prefix: Any, what: str, metadata: Mapping[str, Any] | None = None
+) -> PyTree:
     """A tree with parts in place of its modules, variables and arrays.
 
     Args:
         tree: the arguments, or the results.
         prefix: its axes, as `in_axes` and `out_axes` give them.
         what: name of the tree, for errors.
+        metadata: `remat_scan`'s `transform_metadata`, if the arrays are of one layer;
+            the sharding metadata of their variables get the layers' axis.
 
     Raises:
         TypeError: an axis is of another kind; names what it was given for.
@@ -61,6 +65,7 @@ def split(tree: PyTree, prefix: Any, what: str) -> PyTree:
             lambda value: value if hasattr(value, "shape") else jnp.asarray(value),
             states,
         )
+        states = _changed(nnx.spmd.add_axis, states, axes.axes, metadata)
         return nnx.NodeStates.from_split(graphdef, *states, metadata=tuple(axes.axes))
 
     return nnx.to_tree(
@@ -68,18 +73,40 @@ def split(tree: PyTree, prefix: Any, what: str) -> PyTree:
     )
 
 
-def merged(tree: PyTree, *, is_inner: bool) -> PyTree:
-    """The inverse of `split`: new modules with `is_inner`, for a layer; else the
-    caller's own, updated.
+def merged(
+    tree: PyTree, *, is_inner: bool, metadata: Mapping[str, Any] | None = None
+) -> PyTree:
+    """The inverse of `split`: new modules with `is_inner`, for a layer, whose sharding
+    metadata lose the layers' axis; else the caller's own, updated.
     """
 
     def merge(
         context: nnx.MergeContext, path: Any, prefix: Any, part: nnx.NodeStates
     ) -> PyTree:
-        is_module = isinstance(part.metadata, tuple)
-        return context.merge(part.graphdef, *part.states) if is_module else part.state
+        axes = part.metadata
+        if not isinstance(axes, tuple):
+            return part.state
+        states = _changed(nnx.spmd.remove_axis, part.states, axes, metadata)
+        return context.merge(part.graphdef, *states)
 
     return nnx.from_tree(tree, merge_fn=merge, is_inner=is_inner, ctxtag=TAG)
+
+
+def _changed(
+    change: Callable[..., Any],
+    states: Sequence[PyTree],
+    axes: Sequence[Any],
+    metadata: Mapping[str, Any] | None,
+) -> Sequence[PyTree]:
+    """States with other sharding metadata, if `metadata` name an axis."""
+    if not metadata or nnx.PARTITION_NAME not in metadata:
+        return states
+    changed = []
+    # Only where the layers are an axis of the array has a layer's array one less.
+    for state, axis in zip(states, axes, strict=True):
+        is_split = isinstance(axis, int)
+        changed.append(change(state, axis, metadata) if is_split else state)
+    return changed
 
 
 def _is_part(x: PyTree) -> bool:
@@ -101,30 +128,3 @@ def named_leaves(
             for state, axis in zip(part.states, axes, strict=True):
                 for below, leaf in jtu.tree_leaves_with_path(state):
                     yield name + jtu.keystr((*path, *below)), leaf, axis
-
-
-def change_metadata(
-    tree: PyTree, change: Callable[..., Any], metadata: Mapping[str, Any]
-) -> PyTree:
-    """Put the layers' axis into the sharding metadata of split variables, or take it
-    out: `change` is `nnx.spmd.add_axis` or `remove_axis`.
-
-    `metadata` is `remat_scan`'s `transform_metadata`; without the name of an axis in it
-    nothing changes.
-    """
-    if nnx.PARTITION_NAME not in metadata:
-        return tree
-
-    def changed(part: nnx.NodeStates) -> nnx.NodeStates:
-        axes = part.metadata
-        if not isinstance(axes, tuple):
-            return part
-        # Only where the layers are an axis of the array has a layer's array one less.
-        states = []
-        for state, axis in zip(part.states, axes, strict=True):
-            if isinstance(axis, int):
-                state = change(state, axis, metadata)
-            states.append(state)
-        return part.replace(states=tuple(states))
-
-    return jax.tree.map(changed, tree, is_leaf=_is_part)

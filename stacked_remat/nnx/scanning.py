@@ -30,7 +30,7 @@ from haliax import Axis
 
 from .. import ScanCheckpointSpec, per_layer, scan, shared
 from .._static import PyTree
-from .parts import TAG, change_metadata, is_node, merged, named_leaves, split
+from .parts import TAG, is_node, merged, named_leaves, split
 
 
 def remat_scan(
@@ -62,31 +62,23 @@ def remat_scan(
     dropout draws the same numbers.
 
     Args:
-        f: a function, or a method in the body of a class. Without it, `remat_scan` is a
-            decorator.
-        remat: as in `stacked_remat.scan`; by default `"nested"`, about √(2N) carries of
-            N layers. `lengths=(a, b)` of Linen's `remat_scan` is
+        f: a function, or a method in the body of a class; a decorator without it.
+        remat: as in `stacked_remat.scan`; by default about √(2N) carries of N layers.
+            `lengths=(a, b)` of Linen's `remat_scan` is
             `ScanCheckpointPolicy(nested=a)`.
         length: the number of layers, where nothing is split that tells it.
         reverse: from the last layer to the first.
         unroll: how many layers one iteration of the loop runs.
         in_axes: for each argument, or a tree of it: an axis to split over the layers,
             `None` to give all of it to every layer, `nnx.Carry` for one argument,
-            `nnx.StateAxes` for a module. What a layer writes to state under `None` is
-            dropped.
-        out_axes: where the layers' axis goes in each result, and `nnx.Carry` for the
-            carry.
+            `nnx.StateAxes` for a module. What a layer writes under `None` is dropped.
+        out_axes: where the layers' axis goes in each result, and `nnx.Carry`.
         transform_metadata: `{nnx.PARTITION_NAME: name}` removes that axis from the
-            sharding metadata of the variables that a layer gets, and puts it back.
-
-    Returns:
-        A function of the arguments of `f`, or a decorator.
+            sharding metadata of a layer's variables, and puts it back.
 
     Raises:
-        ValueError: for axes that contradict each other, arguments of different lengths,
-            a negative length, a carry that changes, a bound method, and where
-            `stacked_remat.scan` does.
-        TypeError: for a keyword-only argument, and axes of another kind.
+        ValueError, TypeError: as `stacked_remat.scan`; for axes that contradict each
+            other, a carry that changes, a bound method and a keyword-only argument.
 
     Cost: as `stacked_remat.scan`. What a layer does not change is not copied, but all
     of a carried module is a carry. `f` is traced at each call.
@@ -94,32 +86,13 @@ def remat_scan(
     options: dict[str, Any] = {"remat": remat, "reverse": reverse, "unroll": unroll}
     # Refuses an unknown policy, before there is a function.
     scan(_split_results, Axis("layers", 1), **options)
-    axes = _Axes(
-        in_axes,
-        out_axes if isinstance(out_axes, tuple) else (out_axes,),
-        transform_metadata or {},
-    )
     if length is not None and length < 0:
         raise ValueError(f"length={length} is negative. Give the number of layers.")
-
-    def decorated(f: Callable[..., Any]) -> Callable[..., Any]:
-        signature = inspect.signature(f)
-        # Flax's own scan is built for its checks alone: it refuses axes that contradict
-        # each other, and bound methods.
-        nnx_scan(f, in_axes=in_axes, out_axes=out_axes, graph=True, graph_updates=True)
-
-        @functools.wraps(f)
-        def scanned(*args: PyTree, **kwargs: PyTree) -> PyTree:
-            names, values = _positional(signature, args, kwargs, in_axes)
-            # Within, results are always a tuple, as `_Axes.of_results` is.
-            run = f if isinstance(out_axes, tuple) else lambda *args: (f(*args),)
-            with nnx.update_context(TAG):
-                results = _run(run, names, values, axes, length, options)
-            return results if isinstance(out_axes, tuple) else results[0]
-
-        return scanned
-
-    return decorated if f is None else decorated(f)
+    is_single = not isinstance(out_axes, tuple)
+    of_results = (out_axes,) if is_single else out_axes
+    axes = _Axes(in_axes, of_results, is_single, transform_metadata or {})
+    decorate = functools.partial(_decorated, axes, length, options)
+    return decorate if f is None else decorate(f)
 
 
 class _Axes(NamedTuple):
@@ -129,6 +102,8 @@ class _Axes(NamedTuple):
     of_args: Any
     # `out_axes`, always a tuple.
     of_results: tuple[Any, ...]
+    # Whether `out_axes` was no tuple, so that the function returns its one result.
+    is_single: bool
     # `transform_metadata`; empty if not given.
     metadata: Mapping[str, Any]
 
@@ -142,6 +117,34 @@ class _Axes(NamedTuple):
         entries = self.of_args if isinstance(self.of_args, tuple) else (self.of_args,)
         return entries.index(nnx.Carry), self.of_results.index(nnx.Carry)
 
+    def result_names(self, names: list[str]) -> list[str]:
+        """Names of the results; that of the carry is the argument's, by `names`."""
+        result_names = [f"the output[{i}]" for i in range(len(self.of_results))]
+        if self.carries is not None:
+            of_args, of_results = self.carries
+            result_names[of_results] = names[of_args]
+        return result_names
+
+
+def _decorated(
+    axes: _Axes, length: int | None, options: Mapping[str, Any], f: Callable[..., Any]
+) -> Callable[..., PyTree]:
+    signature = inspect.signature(f)
+    # Flax's own scan is built for its checks alone: it refuses axes that contradict
+    # each other, and bound methods.
+    out_axes = axes.of_results[0] if axes.is_single else axes.of_results
+    nnx_scan(f, in_axes=axes.of_args, out_axes=out_axes, graph=True, graph_updates=True)
+
+    @functools.wraps(f)
+    def scanned(*args: PyTree, **kwargs: PyTree) -> PyTree:
+        names, values = _positional(signature, args, kwargs, axes.of_args)
+        # Within it Flax remembers which modules of the caller the results stand for.
+        with nnx.update_context(TAG):
+            results = _run(f, names, values, axes, length, options)
+        return results[0] if axes.is_single else results
+
+    return scanned
+
 
 @dataclasses.dataclass
 class _Traced:
@@ -151,12 +154,6 @@ class _Traced:
     structure: Any = None
     # Name and axis of each array in it, in order.
     leaves: list[tuple[str, Any]] = dataclasses.field(default_factory=list)
-
-
-def _replaced(
-    values: tuple[PyTree, ...], index: int, value: PyTree
-) -> tuple[PyTree, ...]:
-    return (*values[:index], value, *values[index + 1 :])
 
 
 def _positional(
@@ -181,8 +178,7 @@ def _positional(
         )
     names: list[str] = []
     for name, value in bound.arguments.items():
-        kind = bound.signature.parameters[name].kind
-        if kind is inspect.Parameter.VAR_POSITIONAL:
+        if signature.parameters[name].kind is inspect.Parameter.VAR_POSITIONAL:
             names += [f"{name}[{i}]" for i in range(len(value))]
         else:
             names.append(name)
@@ -207,6 +203,7 @@ def _run(
 ) -> PyTree:
     """Scan `f` over the layers, return its results and update the caller's modules."""
     tree = split(args, axes.of_args, "args")
+    # Arrays go to the scan by name, so that its errors say which one is wrong.
     inputs: dict[str, PyTree] = {}
     carry: dict[str, PyTree] = {}
     marked: dict[str, PyTree] = {}
@@ -232,24 +229,20 @@ def _run(
     scanned = scan(step, Axis(layers, length), **options)
     # From here the carry is the last one; outputs have the layers in front.
     carry, stacked = scanned(carry, **marked)
+    # An array that no layer changes is the one that went in.
+    values = inputs | carry
     leaves = []
     for name, axis in traced.leaves:
-        if axis is nnx.Carry:
-            leaves.append(carry[name])
-        elif name in stacked:
-            leaves.append(jnp.moveaxis(stacked[name], 0, axis))
-        elif name in inputs:
-            leaves.append(inputs[name])  # as no layer changes it
-        else:
+        if name in stacked:
+            values[name] = jnp.moveaxis(stacked[name], 0, axis)
+        if name not in values:
             raise ValueError(
                 f"The function adds {name}, and what a layer writes under axis None is"
                 " dropped. Give it an axis of its own in nnx.StateAxes."
             )
-    args, results = merged(jax.tree.unflatten(traced.structure, leaves), is_inner=False)
-    if axes.carries is None:
-        return results
-    of_args, of_results = axes.carries
-    return _replaced(results, of_results, args[of_args])
+        leaves.append(values[name])
+    _, results = merged(jax.tree.unflatten(traced.structure, leaves), is_inner=False)
+    return results
 
 
 def _step(
@@ -263,7 +256,7 @@ def _step(
     """The step of the scan, a function of one layer's arrays by name.
 
     Args:
-        f: the user's function; its results are a tuple.
+        f: the user's function.
         names: of the arguments.
         leaf_names: of the arrays in the split arguments, in order.
         structure: of the split arguments.
@@ -276,15 +269,14 @@ def _step(
     ) -> tuple[dict[str, PyTree], dict[str, PyTree]]:
         inputs = carry | arrays
         layer = jax.tree.unflatten(structure, [inputs[name] for name in leaf_names])
-        layer = change_metadata(layer, nnx.spmd.remove_axis, axes.metadata)
-        layer = merged(layer, is_inner=True)
-        outputs = _split_results(layer, f(*layer), axes)
-        layer, results = outputs
-        traced.structure = jax.tree.structure(outputs)
+        layer = merged(layer, is_inner=True, metadata=axes.metadata)
+        left, results = _split_results(layer, f(*layer), axes)
+        traced.structure = jax.tree.structure((left, results))
         traced.leaves = []
         carry = {}
         changed = {}
-        for name, leaf, axis in named_leaves([*names, "the output"], (*layer, results)):
+        all_names = [*names, *axes.result_names(names)]
+        for name, leaf, axis in named_leaves(all_names, (*left, *results)):
             traced.leaves.append((name, axis))
             if axis is nnx.Carry:
                 carry[name] = leaf
@@ -301,9 +293,11 @@ def _split_results(
 ) -> tuple[PyTree, PyTree]:
     """What is left after a layer, split: its arguments, and its results.
 
-    Of the arguments modules and variables alone remain, whose state may have changed;
-    the new carry moves to the place of the old one, so that both have the same names.
+    Of the arguments modules and variables alone remain, whose state may have changed,
+    without the carry, which is among the results.
     """
+    if axes.is_single:
+        results = (results,)
     if not isinstance(results, tuple) or len(results) != len(axes.of_results):
         returned = type(results).__name__
         if isinstance(results, tuple):
@@ -319,12 +313,11 @@ def _split_results(
     if axes.carries is not None:
         of_args, of_results = axes.carries
         _check_references(args[of_args], results[of_results])
-        left = _replaced(left, of_args, results[of_results])
-        results = _replaced(results, of_results, None)
+        # Else it would be twice in the carry of the scan.
+        left = (*left[:of_args], None, *left[of_args + 1 :])
     # One call, so that a module that is in both stays one object.
     axes_of_both = axes.of_args, axes.of_results
-    outputs = split((left, results), axes_of_both, "(args, results)")
-    return change_metadata(outputs, nnx.spmd.add_axis, axes.metadata)
+    return split((left, results), axes_of_both, "(args, results)", axes.metadata)
 
 
 def _check_references(before: PyTree, after: PyTree) -> None:
@@ -345,6 +338,7 @@ def _check_references(before: PyTree, after: PyTree) -> None:
 
 def _layers_first(name: str, leaf: Any, axis: int) -> Any:
     """An array with the axis of the layers moved to the front."""
+    # A Python number in a tree of arrays has no dimension.
     rank = getattr(leaf, "ndim", 0)
     if not -rank <= axis < rank:
         raise ValueError(

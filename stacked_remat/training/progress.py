@@ -18,7 +18,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from ..memory._table import readable_bytes
+from ..memory import readable_bytes
 
 _SECONDS_BETWEEN_LINES = 15.0
 _BAR, _STATUS = BarColumn(bar_width=None), TextColumn("{task.fields[status]}")

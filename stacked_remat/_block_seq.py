@@ -18,6 +18,7 @@ from haliax import Axis
 from haliax.state_dict import StateDict
 
 from ._block_foldable import BlockFoldable, M, axis_of_modules, check_layer_index
+from ._placement import on_device
 from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
 from ._scan.arguments import Caller
 from ._scan.checks import layers_axis
@@ -28,8 +29,9 @@ from ._scan.layer_state import (
     part_of,
     stack_outputs_and_states,
 )
-from ._scan.layers import Loop, scan_unrolled
+from ._scan.layers import scan_unrolled
 from ._scan.marks import changed, is_array
+from ._scan.step import FoldCall
 from ._state_dict import layers_from_state_dict
 from ._static import PyTree
 
@@ -129,27 +131,26 @@ class BlockSeq(BlockFoldable[M]):
         return self.blocks
 
     def _run(
-        self, loop: Loop, init: PyTree, args: PyTree, kwargs: PyTree
+        self, call: FoldCall, init: PyTree, args: PyTree, kwargs: PyTree
     ) -> tuple[PyTree, PyTree]:
-        caller = loop.call.caller
-
-        def arguments_of(inputs: PyTree) -> tuple[list[PyTree], dict[str, PyTree]]:
-            block, arguments = inputs
+        def step(carry: PyTree, inputs: PyTree) -> tuple[PyTree, PyTree]:
+            block, arguments = on_device(inputs)
             # A copy of its state, which can't be read once it is old.
             (_, *args), kwargs = for_layer(arguments, block)
-            return [block, *args], kwargs
+            args = [block, *args]
+            return call.outputs(call.applied(carry, args, kwargs), (args, kwargs))
 
         # Arguments become arrays of JAX, as in every loop. Blocks keep their NumPy
         # arrays, by which they may decide.
         arrays, rest = eqx.partition(((None, *args), kwargs), is_array)
         arguments = eqx.combine(jax.tree.map(jnp.asarray, arrays), rest)
-        layer = layer_getter(arguments, self.Layers, caller)
+        layer = layer_getter(arguments, self.Layers, call.caller)
         # Arguments begin with the block in every loop over layers; here with None
         inputs = []
         for index, block in enumerate(self.blocks):
             inputs.append((block, for_layer(layer(index), block)))
-        carry, ys = scan_unrolled(loop, init, inputs, arguments_of, self.Layers)
-        return carry, stack_outputs_and_states(ys, self.Layers, caller.what)
+        carry, ys = scan_unrolled(call, init, inputs, step, self.Layers)
+        return carry, stack_outputs_and_states(ys, self.Layers, call.caller.what)
 
     def fold_vjp(self, *args: PyTree, **kwargs: PyTree) -> NoReturn:
         """Not supported: a `TypeError` that says what to use instead."""

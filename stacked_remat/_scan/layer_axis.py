@@ -182,8 +182,17 @@ class TreeLayout:
         return jtu.tree_unflatten(self.treedef, map(fill, self.leaves))
 
 
-# A tree that was split: its layout, the stacks, and the arrays that layers share
-Split: TypeAlias = tuple[TreeLayout, Arrays, Arrays]
+class Split(NamedTuple):
+    """A tree that was split over the layers, of one kind where there are several."""
+
+    # Puts trees together again
+    layout: TreeLayout
+    # The arrays that are split, with the layers' axis in front
+    stacks: Arrays
+    # The arrays that every layer is given whole
+    shared: Arrays
+
+
 # Makes one tree of those of each kind
 Join: TypeAlias = Callable[[Sequence[PyTree]], PyTree]
 
@@ -216,7 +225,7 @@ def split_tree(
     if any(leaf.unsliced for leaf in leaves):
         arrays.append(jnp.arange(axis.size))
     treedef = jtu.tree_structure(tree, is_leaf=is_named)
-    return TreeLayout(axis, treedef, tuple(leaves)), arrays, shared
+    return Split(TreeLayout(axis, treedef, tuple(leaves)), arrays, shared)
 
 
 def _entries(

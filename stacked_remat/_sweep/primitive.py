@@ -59,13 +59,12 @@ from .rules import (
 )
 from .slots import Arrays, Carry, Checkpoints, Mask, OfKinds, inverted, types_of
 from .spec import SweepSpec
-from .trace import TracedLayer, has_refs, kinds_of, weak_as, without_passed_on
+from .trace import TracedLayers, has_refs, weak_as, without_passed_on
 
 
 def run_layers(
-    traced: Sequence[TracedLayer],
-    unsliced: Sequence[Sequence[bool]],
-    init: Sequence[PyTree],
+    traced: TracedLayers,
+    init: Carry,
     stacks: OfKinds,
     *,
     plain: Checkpoint | None = None,
@@ -74,8 +73,7 @@ def run_layers(
     """Run traced layers of each kind from one first carry.
 
     Args:
-        traced: the layer of each kind.
-        unsliced: for each kind, which of its stacks a layer takes whole.
+        traced: the layers.
         init: the leaves of the first carry.
         stacks: the layers' own inputs.
         plain: a checkpoint of each layer, for a plain scan; None for a sweep.
@@ -84,17 +82,14 @@ def run_layers(
     Returns:
         The last carry and a list of the outputs of each kind, as trees.
     """
-    carry_tree = traced[0].carry_tree
-    traced = [layer._replace(init=[*init]) for layer in traced]
-    traced, passed_on = without_passed_on(traced)
-    spec = SweepSpec(kinds_of(traced, unsliced), **fields)
-    shared = [layer.shared for layer in traced]
+    layers, passed_on = without_passed_on(traced._replace(init=[*init]))
+    spec = SweepSpec(layers.kinds, **fields)
     scanned = sweep_of if plain is None else functools.partial(plain_scan, plain)
-    carry, ys = scanned(spec, traced[0].init, stacks, shared)
+    carry, ys = scanned(spec, layers.init, stacks, layers.shared)
     carry = [*map(weak_as, carry, spec.carry_types)]
-    outputs = [layer.output(y) for layer, y in zip(traced, ys, strict=True)]
+    outputs = [*map(layers.output, layers.kinds, ys)]
     carry = merge(init, carry, inverted(passed_on))
-    return jax.tree.unflatten(carry_tree, carry), outputs
+    return jax.tree.unflatten(layers.carry_tree, carry), outputs
 
 
 class Sweep(Differentiable):

@@ -422,9 +422,9 @@ def call_of(
     """A call of a method of layers, of which each step calls `fn`, or the block."""
     # Methods pass on their options as they were given, and None where they were not
     options = {name: value for name, value in options.items() if value is not None}
-    if fn is None:
-        names = [*options] if remat is None else [*options, "remat"]
-        _check_options(layers, method, names)
+    given = [*options] if remat is None else [*options, "remat"]
+    if fn is None and given:
+        _check_options(layers, method, given)
     # Errors name arguments as the user's function does, or as the blocks' `__call__`.
     # Of layers of several classes the first stands for all; without layers nothing is
     # named.
@@ -435,10 +435,10 @@ def call_of(
     return FoldCall(
         Caller(f"{type(layers).__name__}.{method}", names),
         verb,
-        fn or operator.call,
-        owner,
-        layers.Layers,
-        resolve_policy(policy),
+        fn=fn or operator.call,
+        owner=owner,
+        axis=layers.Layers,
+        policy=resolve_policy(policy),
         takes_block=True,
         pattern=layers._pattern,
         **options,
@@ -449,8 +449,6 @@ def _check_options(
     layers: BlockFoldable[Any], method: str, names: Sequence[str]
 ) -> None:
     """Refuse options of a method that may also be arguments of the blocks."""
-    if not names:
-        return
     for kind in {*map(type, layers._kinds)}:
         for name in sorted({*names} & {*signature_of(kind.__call__).parameters}):
             via = (

@@ -93,16 +93,7 @@ def scan(
     Cost: `f` once for each step, and again as the policy says. The program does not
     grow with the axis.
     """
-    return _called(
-        "scan",
-        f,
-        axis,
-        remat,
-        until,
-        reverse=reverse,
-        unroll=unroll,
-        is_scanned=is_scanned,
-    )
+    return _called("scan", f, axis, remat, until, reverse, unroll, is_scanned)
 
 
 def _called(
@@ -110,8 +101,10 @@ def _called(
     f: Callable,
     axis: Any,
     remat: ScanCheckpointSpec,
-    until: Until | None = None,
-    **options: Any,
+    until: Until | None,
+    reverse: bool,
+    unroll: int | bool,
+    is_scanned: IsScanned,
 ) -> Callable[..., Any]:
     """The function `(init, *args, **kwargs)` that runs the loop; `init` of a `map` is
     None.
@@ -125,8 +118,18 @@ def _called(
         )
     # The first parameter of a fold or scan takes the carry, which is no argument here
     caller = Caller(verb, argument_namer(f, skip=0 if verb == "map" else 1))
-    resolved = axis_or_name(axis, verb), resolve_policy(remat)
-    call = FoldCall(caller, verb, f, f, *resolved, until=until, **options)
+    call = FoldCall(
+        caller,
+        verb,
+        fn=f,
+        owner=f,
+        axis=axis_or_name(axis, verb),
+        policy=resolve_policy(remat),
+        until=until,
+        reverse=reverse,
+        unroll=unroll,
+        is_scanned=is_scanned,
+    )
 
     # `init` is positional, so that an argument of the step may have this name
     def run(init: PyTree, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
@@ -207,16 +210,7 @@ def fold(
 
     with arguments, costs and errors as in `scan`.
     """
-    return _called(
-        "fold",
-        f,
-        axis,
-        remat,
-        until,
-        reverse=reverse,
-        unroll=unroll,
-        is_scanned=is_scanned,
-    )
+    return _called("fold", f, axis, remat, until, reverse, unroll, is_scanned)
 
 
 def map(
@@ -234,7 +228,5 @@ def map(
     args), ...) for i in range(axis.size)])`. It holds one part's internals at a time,
     where `haliax.vmap` holds all and is faster. Arguments and errors as in `scan`.
     """
-    loop = _called(
-        "map", f, axis, remat, reverse=reverse, unroll=unroll, is_scanned=is_mapped
-    )
-    return functools.partial(loop, None)
+    run = _called("map", f, axis, remat, None, reverse, unroll, is_mapped)
+    return functools.partial(run, None)

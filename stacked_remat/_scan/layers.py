@@ -42,7 +42,7 @@ from .layer_axis import Join, Split, split_kinds
 from .marks import is_array
 from .stacking import name_stacked, numbers_to_arrays, stack_outputs
 from .step import FoldCall, array_step
-from .until import UntilCarry
+from .until import Until, UntilCarry
 
 
 def split_arguments(
@@ -112,7 +112,7 @@ def scan_layers(call: FoldCall, init: PyTree, arguments: PyTree) -> Any:
     outputs.
     """
     splits, _, axis = split_arguments(call, arguments)
-    first = _first_carry(call, splits, init)
+    first = init if call.until is None else _first_carry(call.until, call, splits, init)
     if _without_jit():
         if all(split.layout.axis.size for split in splits):
             return _scan_kinds_unrolled(call, splits, axis, first)
@@ -153,26 +153,23 @@ def scan_layers(call: FoldCall, init: PyTree, arguments: PyTree) -> Any:
         if plain is None or not is_primitive:
             run = _replayed_whole(run, remat)
         carry, ys = run(traced.init, [split.stacks for split in splits])
-    carry = _last_carry(call, eqx.combine(carry, static))
+    carry = eqx.combine(carry, static)
+    if call.until is not None:
+        carry = carry.carry
     return carry, named_outputs(call, splits, ys)
 
 
-def _last_carry(call: FoldCall, carry: PyTree) -> PyTree:
-    """The user's carry, from what comes out of the last layer."""
-    return carry if call.until is None else carry.carry
-
-
-def _first_carry(call: FoldCall, splits: Sequence[Split], init: PyTree) -> PyTree:
-    """What goes into the first layer, from the first carry."""
-    if call.until is None:
-        return init
+def _first_carry(
+    until: Until, call: FoldCall, splits: Sequence[Split], init: PyTree
+) -> UntilCarry:
+    """What goes into the first layer of a loop that may stop."""
     (split,) = splits  # a pattern of kinds has no `until`
     # Where there are no layers, the inputs are zeros of the first one's types
     index = max(0, split.layout.axis.size - 1) if call.reverse else 0
     inputs = []
     for stack, is_whole in zip(split.stacks, split.layout.unsliced, strict=True):
         inputs.append(None if is_whole else read(at_least_one(stack), index))
-    return UntilCarry.of(call.until, init, inputs)
+    return UntilCarry.of(until, init, inputs)
 
 
 def _plain_checkpoint(
@@ -283,7 +280,9 @@ def _scan_kinds_unrolled(
     for split, of_kind in zip(splits, outputs, strict=True):
         in_order = of_kind[::-1] if call.reverse else of_kind
         stacked.append(stack_outputs(in_order, split.layout.axis, call.caller.what))
-    carry = _last_carry(call, eqx.combine(carry, static))
+    carry = eqx.combine(carry, static)
+    if call.until is not None:
+        carry = carry.carry
     return carry, named_outputs(call, splits, stacked)
 
 

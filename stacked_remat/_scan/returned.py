@@ -51,9 +51,11 @@ class Returned(NamedTuple):
         def added(total: Any, ct: Any) -> PyTree:
             return total if ct is None else total + ct
 
-        stacks = jax.tree.map(written, self[:3], new[:3], is_leaf=is_none)
+        layers, layer_state, split_ct = jax.tree.map(
+            written, self[:3], new[:3], is_leaf=is_none
+        )
         sums = jax.tree.map(added, self.shared_ct, new.shared_ct, is_leaf=is_none)
-        return Returned(*stacks, sums)
+        return Returned(layers, layer_state, split_ct, sums)
 
 
 def is_none(node: Any) -> bool:
@@ -159,17 +161,13 @@ def _argument_cotangents(
             f" keys among {sorted(visit.kwargs)}; got {describe(args)}, and the keys"
             f" {sorted(kwargs)}."
         )
-
-    def checked(cotangent: PyTree, argument: Any, name: str) -> PyTree:
-        arrays = eqx.filter(argument, is_array)
-        return checked_cotangent(cotangent, arrays, name, _BY_VISITOR)
-
-    of_args = []
-    for i, (cotangent, argument) in enumerate(zip(args, visit.args, strict=True)):
-        of_args.append(checked(cotangent, argument, f"args[{i}]"))
-    of_kwargs = {}
-    for name, argument in visit.kwargs.items():
-        of_kwargs[name] = checked(kwargs[name], argument, f"kwargs[{name!r}]")
+    of_args, of_kwargs = [], {}
+    arrays = eqx.filter((visit.args, visit.kwargs), is_array)
+    for i, like in enumerate(arrays[0]):
+        of_args.append(checked_cotangent(args[i], like, f"args[{i}]", _BY_VISITOR))
+    for name, like in arrays[1].items():
+        what = f"kwargs[{name!r}]"
+        of_kwargs[name] = checked_cotangent(kwargs[name], like, what, _BY_VISITOR)
     return of_args, of_kwargs
 
 

@@ -139,10 +139,9 @@ def array_step(
         The step; its `y` is a pair, the arrays of the output and the rest of it.
     """
     if call.until is not None:
-        step = array_step(
-            dataclasses.replace(call, until=None), static.carry, names, unpack
-        )
-        return until_step(step, call.until, static)
+        not_stopping = dataclasses.replace(call, until=None)
+        inner = array_step(not_stopping, static.carry, names, unpack)
+        return until_step(inner, call.until, static)
 
     def step(
         shared: PyTree, arrays: PyTree, inputs: PyTree

@@ -157,12 +157,9 @@ class SweepBack(eqx.Module):
             )
         of_kind = types.spec.kinds[names.index(kind)]
         input_types = types.spec.input_types(self._xs, self._shared)[of_kind.number]
-        zeros = []
-        for leaf_types, mask in zip(
-            input_types, types.perturbed.of_layer(of_kind), strict=True
-        ):
-            zeros.append([*map(zeros_of, pick(leaf_types, mask))])
-        return types.cotangents(of_kind, zeros)
+        masks = types.perturbed.of_layer(of_kind)
+        shared, carry, x = jax.tree.map(zeros_of, [*map(pick, input_types, masks)])
+        return types.cotangents(of_kind, (shared, carry, x))
 
 
 def _cotangents(types: SweepTypes, cotangent: PyTree) -> tuple[Arrays, OfKinds]:
@@ -285,7 +282,7 @@ def _visited(
     on_trees = _TreeVisitor(types, visitor, static, layer_states)
     returned = []
     for kind in types.spec.kinds:
-        returned.append(_first_returned(sweep, on_trees, kind, carry_ct, ys_ct, arrays))
+        returned.append(_first_returned(sweep, on_trees, kind, arrays))
     loop = _SweepState(returned, arrays)
 
     def xs_in(loop: _SweepState) -> OfKinds:
@@ -305,35 +302,44 @@ def _visited(
             loop,
             xs_in=xs_in,
         )
-    of_kinds, states = [], []
-    for kind, xs, shared, before, returned in zip(
-        types.spec.kinds,
-        xs_in(loop),
-        sweep._shared,
-        layer_states,
-        loop.returned,
-        strict=True,
-    ):
-        layout = types.layouts[kind.number]
-        # The first argument is the stack: new layers, and no cotangents
-        (layers, *_), _ = layout.stacked(xs, types.arguments(kind, shared))
-        shared_ct = types.arguments(kind, returned.shared_ct)
-        (_, *args), kwargs = layout.stacked(
-            returned.split_ct, shared_ct, cotangents=True
-        )
-        of_kinds.append(((layers, *args), kwargs))
-        stacks = eqx.combine(returned.layer_state, before.stacks)
+    xs = xs_in(loop)
+    layers, args, kwargs = _joined(sweep, xs, loop.returned)
+    states = []
+    for before, of_kind in zip(layer_states, loop.returned, strict=True):
+        stacks = eqx.combine(of_kind.layer_state, before.stacks)
         states.append(before.layout.stacked(stacks, before.shared))
-    (layers, *args), kwargs = types.join(of_kinds)
     return SweepResult(
         # Leaves of the carry that are not differentiated have None as their cotangent
         types.carry_cotangent(carry_ct),
         layers,
-        tuple(args),
+        args,
         kwargs,
         eqx.combine(loop.visitor_state, static),
         join_states(states),
     )
+
+
+def _joined(
+    sweep: SweepBack, xs: OfKinds, returned: Sequence[Returned]
+) -> tuple[PyTree, tuple[PyTree, ...], dict[str, PyTree]]:
+    """The layers of all kinds, and the cotangents of positional and keyword
+    arguments.
+    """
+    types = sweep._types
+    of_kinds = []
+    for kind, stacks, shared, of_kind in zip(
+        types.spec.kinds, xs, sweep._shared, returned, strict=True
+    ):
+        layout = types.layouts[kind.number]
+        # The first argument is the stack: new layers, and no cotangents
+        (layers, *_), _ = layout.stacked(stacks, types.arguments(kind, shared))
+        shared_ct = types.arguments(kind, of_kind.shared_ct)
+        (_, *args), kwargs = layout.stacked(
+            of_kind.split_ct, shared_ct, cotangents=True
+        )
+        of_kinds.append(((layers, *args), kwargs))
+    (layers, *args), kwargs = types.join(of_kinds)
+    return layers, tuple(args), kwargs
 
 
 def _split_states(types: SweepTypes, layer_state: PyTree) -> tuple[list[Split], Join]:
@@ -351,36 +357,27 @@ def _split_states(types: SweepTypes, layer_state: PyTree) -> tuple[list[Split], 
 
 
 def _first_returned(
-    sweep: SweepBack,
-    visitor: _TreeVisitor,
-    kind: Kind,
-    carry_ct: Arrays,
-    ys_ct: OfKinds,
-    state: PyTree,
+    sweep: SweepBack, visitor: _TreeVisitor, kind: Kind, state: PyTree
 ) -> Returned:
     """What a sweep carries first for a kind: a stack, or zeros, for all that the
     visitor returns of its layers.
 
     What it returns is found by a visit of one layer, which is traced and not run.
     """
-    number = kind.number
-    xs, shared = sweep._xs[number], sweep._shared[number]
-    # Shapes and dtypes are all that counts of this visit, so any layer will do
-    first = jnp.int32(0)
-    x = read([*map(at_least_one, xs)], 0)
-    y_ct = read([*map(at_least_one, ys_ct[number])], 0)
-    visit = LeafVisit(
-        LayerPullback(kind, visitor.types.perturbed),
-        index=first,
-        row=first,
-        inputs=(shared, sweep._checkpoints.first(), x),
-        saved=[],
-        cotangents=(carry_ct, y_ct),
-        writes_to_host=False,
-    )
+    spec, number = sweep._types.spec, kind.number
+    pullback = LayerPullback(kind, sweep._types.perturbed)
+    input_types = spec.input_types(sweep._xs, sweep._shared)[number]
     stacks = visitor.layer_states[number].stacks
-    new = jax.eval_shape(lambda: visitor.visited(visit, stacks, state)[1])
+    first = jnp.int32(0)  # any layer will do
+
+    def visited(inputs: PyTree, cotangents: PyTree, *states: PyTree) -> Returned:
+        inputs = tuple(map(list, inputs))
+        visit = LeafVisit(pullback, first, first, inputs, [], cotangents, False)
+        return visitor.visited(visit, *states)[1]
+
+    new = jax.eval_shape(visited, input_types, pullback.cotangent_types, stacks, state)
     # The first stacks are the layers themselves, for those entries that are replaced
+    xs, shared = sweep._xs[number], sweep._shared[number]
     layers, layer_state, split_ct, shared_ct = jax.tree.map(
         lambda entry, stack: None if entry is None else stack,
         new,

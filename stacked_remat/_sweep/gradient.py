@@ -223,22 +223,22 @@ class LayerPullback:
         return self._transposed(pullback, cotangents, totals)
 
     @property
+    def cotangent_types(self) -> tuple[list[Any], list[Any]]:
+        """The types of the cotangents of the perturbed leaves of carry and output."""
+        carries = self.kind.carries
+        types = [type_.to_ct_aval() for type_ in types_of(self.kind.jaxpr.outvars)]
+        of_carry = pick(types[:carries], self.perturbed.carry)
+        return of_carry, pick(types[carries:], self.perturbed.ys[self.kind.number])
+
+    @property
     def jaxpr(self) -> ClosedJaxpr:
         """The product as a jaxpr of `(inputs, cotangents)`."""
-        jaxpr, carries = self.kind.jaxpr, self.kind.carries
-        inputs = self.kind.split(types_of(jaxpr.invars))
-        carry_vars = pick(jaxpr.outvars[:carries], self.perturbed.carry)
-        y_vars = pick(jaxpr.outvars[carries:], self.perturbed.ys[self.kind.number])
-        ct_types = []
-        for variables in (carry_vars, y_vars):
-            ct_types.append([var.aval.to_ct_aval() for var in variables])
+        inputs = self.kind.split(types_of(self.kind.jaxpr.invars))
 
-        def product(
-            shared: Arrays, carry: Carry, x: Arrays, carry_ct: Carry, y_ct: Arrays
-        ) -> LayerInputs:
-            return self((shared, carry, x), [], (carry_ct, y_ct))
+        def product(inputs: LayerInputs, cotangents: PyTree) -> LayerInputs:
+            return self(inputs, [], cotangents)
 
-        return jax.make_jaxpr(product)(*inputs, *ct_types)
+        return jax.make_jaxpr(product)(inputs, self.cotangent_types)
 
     def _transposed(
         self, pullback: Any, cotangents: PyTree, totals: Sequence[PyTree]

@@ -51,10 +51,10 @@ class Returned(NamedTuple):
         def added(total: Any, ct: Any) -> PyTree:
             return total if ct is None else total + ct
 
+        sums = jax.tree.map(added, self.shared_ct, new.shared_ct, is_leaf=is_none)
         layers, layer_state, split_ct = jax.tree.map(
             written, self[:3], new[:3], is_leaf=is_none
         )
-        sums = jax.tree.map(added, self.shared_ct, new.shared_ct, is_leaf=is_none)
         return Returned(layers, layer_state, split_ct, sums)
 
 

@@ -397,10 +397,10 @@ def write_gradients(visit: LeafVisit, state: list[Any]) -> tuple[Carry, list[Any
     # Without the barrier XLA for TPUs holds a layer's internals until its gradients are
     # in their stacks.
     entries = barrier_on(("tpu",), pick(x_ct, is_sliced))
+    sums = [*map(lax.add, sums, shared_ct)]
     written = write(pick(stacks, is_sliced), visit.row, entries)
     state = [*state]
-    new_sums = [*map(lax.add, sums, shared_ct)]
-    state[kind.number] = new_sums, merge(x_ct, written, is_sliced)
+    state[kind.number] = sums, merge(x_ct, written, is_sliced)
     return carry_ct, state
 
 

@@ -422,9 +422,9 @@ def call_of(
     """A call of a method of layers, of which each step calls `fn`, or the block."""
     # Methods pass on their options as they were given, and None where they were not
     options = {name: value for name, value in options.items() if value is not None}
-    given = [*options] if remat is None else [*options, "remat"]
-    if fn is None and given:
-        _check_options(layers, method, given)
+    written = [*options] if remat is None else [*options, "remat"]
+    if fn is None and written:
+        _check_options(layers, method, written)
     # Errors name arguments as the user's function does, or as the blocks' `__call__`.
     # Of layers of several classes the first stands for all; without layers nothing is
     # named.

@@ -22,7 +22,7 @@ from ._placement import on_device
 from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
 from ._scan.arguments import Caller
 from ._scan.checks import layers_axis
-from ._scan.layer_axis import layer_getter
+from ._scan.layer_axis import split_tree
 from ._scan.layer_state import (
     for_layer,
     of_one_layer,
@@ -116,10 +116,10 @@ class BlockSeq(BlockFoldable[M]):
         args: PyTree,
         kwargs: PyTree,
     ) -> list[PyTree]:
-        layer = layer_getter((args, kwargs), Layers, caller)
+        split = split_tree((args, kwargs), Layers, caller)
         blocks = []
         for index in range(Layers.size):
-            layer_args, layer_kwargs = layer(index)
+            layer_args, layer_kwargs = split.layer(index)
             blocks.append(build(*layer_args, **layer_kwargs))
         return blocks
 
@@ -144,11 +144,11 @@ class BlockSeq(BlockFoldable[M]):
         # arrays, by which they may decide.
         arrays, rest = eqx.partition(((None, *args), kwargs), is_array)
         arguments = eqx.combine(jax.tree.map(jnp.asarray, arrays), rest)
-        layer = layer_getter(arguments, self.Layers, call.caller)
+        split = split_tree(arguments, self.Layers, call.caller)
         # Arguments begin with the block in every loop over layers; here with None
         inputs = []
         for index, block in enumerate(self.blocks):
-            inputs.append((block, for_layer(layer(index), block)))
+            inputs.append((block, for_layer(split.layer(index), block)))
         carry, ys = scan_unrolled(call, init, inputs, step, self.Layers)
         return carry, stack_outputs_and_states(ys, self.Layers, call.caller.what)
 

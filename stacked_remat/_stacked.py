@@ -35,7 +35,7 @@ from ._placement import on_device
 from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
 from ._scan.arguments import Caller, check_stacked, warn_of_ambiguous
 from ._scan.checks import axis_or_name, layers_axis
-from ._scan.layer_axis import layer_getter, split_tree
+from ._scan.layer_axis import Split, split_tree
 from ._scan.layer_state import arrays_in_indices, marked_alike, part_of
 from ._scan.layers import layers_at_once, map_layers, scan_layers
 from ._scan.marks import (
@@ -203,9 +203,9 @@ def layer_types(stack: "Stacked[M]") -> M:
     """
 
     def first(stack: "Stacked") -> PyTree:
-        layout, arrays, shared = split_tree(stack._stored, stack.Layers, stack._caller)
-        entries = [at_least_one(array)[0] for array in arrays]
-        return on_device(layout.layer(entries, shared))
+        layout, stacks, shared = stack._split
+        at_least_one_layer = Split(layout, [*map(at_least_one, stacks)], shared)
+        return on_device(at_least_one_layer.layer(0))
 
     return eqx.filter_eval_shape(first, stack)
 
@@ -328,10 +328,10 @@ class Stacked(StackedKinds[M]):
     def get_layer(self, index: Any) -> M:
         if not isinstance(index, Tracer):
             index = check_layer_index(index, self.Layers)
-        return self._layer_getter()(index)
+        return self._split.layer(index)
 
     def __iter__(self) -> Iterator[M]:
-        return map(self._layer_getter(), range(self.Layers.size))
+        return map(self._split.layer, range(self.Layers.size))
 
     def _layers(self, rows: slice) -> Self:
         return self._at(range(self.Layers.size)[rows])
@@ -356,8 +356,10 @@ class Stacked(StackedKinds[M]):
     def _with_blocks(self, blocks: PyTree) -> Self:
         return changed(self, stacked=blocks)
 
-    def _layer_getter(self) -> Callable[[Any], M]:
-        return layer_getter(self._stored, self.Layers, self._caller)
+    @property
+    def _split(self) -> Split:
+        """The arrays of the block, split over the layers."""
+        return split_tree(self._stored, self.Layers, self._caller)
 
     @property
     def _stored(self) -> Marked:

@@ -192,6 +192,11 @@ class Split(NamedTuple):
     # The arrays that every layer is given whole
     shared: Arrays
 
+    def layer(self, index: Any) -> PyTree:
+        """The tree of one layer, with an index that is not checked."""
+        entries = [stack[index] for stack in self.stacks]
+        return self.layout.layer(entries, self.shared)
+
 
 # Makes one tree of those of each kind
 Join: TypeAlias = Callable[[Sequence[PyTree]], PyTree]
@@ -278,14 +283,6 @@ def _check_per_kind(
             f" {', '.join(map(repr, leaf.values)) or 'none'}. Give one for each, with"
             " layers or not."
         )
-
-
-def layer_getter(tree: PyTree, axis: Axis, caller: Caller) -> Callable[[Any], PyTree]:
-    """A function of an index, which is not checked, to the tree of that layer. Errors
-    as of `split_tree`.
-    """
-    layout, arrays, shared = split_tree(tree, axis, caller)
-    return lambda index: layout.layer([array[index] for array in arrays], shared)
 
 
 def _axis_first(leaf: Any, axis: Axis) -> Any:

@@ -338,13 +338,13 @@ def scan_unrolled(
 
 def _checkpointed_step(step: Callable, remat: Remat, axis: Axis) -> Callable:
     """A step of a Python loop, which knows what is kept of its internals."""
-    carry_name = _carry_name(remat, axis)
 
-    def named(carry: PyTree, inputs: PyTree) -> tuple[PyTree, PyTree]:
-        carry = checkpoint_name(carry, carry_name) if carry_name else carry
+    def run(carry: PyTree, inputs: PyTree) -> tuple[PyTree, PyTree]:
         with saving_internals(remat.kept.names):
             return step(carry, inputs)
 
+    carry_name = _carry_name(remat, axis)
+    named = _with_named_carry(run, carry_name) if carry_name else run
     if remat.kept == EVERYTHING:
         return named
     return recomputed(named, remat.kept.policy(carry_name), offloads=remat.offloads)
@@ -363,11 +363,19 @@ def _checkpointed_segment(run: Callable, remat: Remat, axis: Axis) -> Callable:
     if remat.carries != "host":
         return recomputed(run, None)  # its carry is kept, as all arguments are
     boundary = f"scan({axis.name}) carry at a segment's start"
-
-    def named(carry: PyTree) -> PyTree:
-        return run(checkpoint_name(carry, boundary))
-
+    named = _with_named_carry(run, boundary)
     return recomputed(named, NOTHING.policy(boundary), offloads=True)
+
+
+def _with_named_carry(run: Callable, name: str) -> Callable:
+    """A function of a carry and inputs, with a name by which a policy finds the
+    carry.
+    """
+
+    def named(carry: PyTree, *inputs: PyTree) -> PyTree:
+        return run(checkpoint_name(carry, name), *inputs)
+
+    return named
 
 
 def _replayed_whole(run: Callable, remat: Remat) -> Callable:

@@ -69,13 +69,13 @@ def until_step(step: ArrayStep, until: Until, static: UntilCarry) -> ArrayStep:
         done, first, carry = state
         choose = functools.partial(jnp.where, done)
         first_carry, first_inputs = first
-        given = []
+        step_inputs = []
         for at_first, at_this in zip(first_inputs, inputs, strict=True):
             # None: a stack that every step takes whole
             is_whole = at_first is None
-            given.append(at_this if is_whole else choose(at_first, at_this))
+            step_inputs.append(at_this if is_whole else choose(at_first, at_this))
         new_carry, (y, rest) = step(
-            shared, jax.tree.map(choose, first_carry, carry), given
+            shared, jax.tree.map(choose, first_carry, carry), step_inputs
         )
         # Both are computed and one is chosen: under `jax.vmap` other examples still
         # run. Once it is done, the carry stays as it is, and outputs are zeros.

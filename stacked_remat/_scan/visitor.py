@@ -253,7 +253,7 @@ class SweepTypes:
         )
 
     def _vjp(self, visit: LeafVisit) -> LayerCotangents:
-        found = self.cotangents(visit.pullback.kind, visit.vjp())
+        cotangents = self.cotangents(visit.pullback.kind, visit.vjp())
         on_host = self.spec.remat.boundaries_on_host
         platforms = ("cuda", "tpu") if on_host else ("tpu",)
 
@@ -261,6 +261,6 @@ class SweepTypes:
             # Without the barrier XLA keeps a layer's internals until the visitor has
             # used its gradients; one barrier for all would keep what the visitor does
             # not use.
-            return barrier_on(platforms, (part, found.carry))[0]
+            return barrier_on(platforms, (part, cotangents.carry))[0]
 
-        return LayerCotangents(found.carry, *map(apart, found[1:]))
+        return LayerCotangents(cotangents.carry, *map(apart, cotangents[1:]))

@@ -114,6 +114,10 @@ class Residuals(NamedTuple):
         return any(type_.memory_space == jax.memory.Space.Host for type_ in self.types)
 
 
+# Asks `with_refs` for a cotangent as a value; any leaf that is not a reference does.
+_VALUE = 0
+
+
 @dataclass(frozen=True)
 class LayerPullback:
     """The vector-Jacobian product of a layer of one kind."""
@@ -334,10 +338,6 @@ def _residuals(
     )
 
 
-# Asks `with_refs` for a cotangent as a value; any leaf that is not a reference does.
-_VALUE = 0
-
-
 class LeafVisit(NamedTuple):
     """One layer, as a visitor of a sweep is given it, on lists of arrays."""
 
@@ -366,22 +366,32 @@ class LeafVisit(NamedTuple):
         return apart_from_transfers(compute) if self.writes_to_host else compute()
 
 
+class Gradients(NamedTuple):
+    """The gradients of the layers of a kind that were visited so far, of perturbed
+    leaves.
+    """
+
+    shared: Arrays  # of what layers share, summed
+    stacks: Arrays  # of their own inputs; zeros for layers that are still to visit
+
+
 def zero_gradients(
     perturbed: Perturbed, shared: Sequence[Arrays], xs: Sequence[Arrays]
-) -> list[Any]:
-    """The first state of `write_gradients`: of each kind a pair of lists of zeros, for
-    the perturbed leaves of what layers share, and of their own stacks.
-    """
+) -> list[Gradients]:
+    """The first state of `write_gradients`, for each kind."""
     state = []
     masks = zip(perturbed.shared, perturbed.xs, strict=True)
     for (shared_mask, x_mask), leaves, stacks in zip(masks, shared, xs, strict=True):
         of_shared = [*map(jnp.zeros_like, pick(leaves, shared_mask))]
         # In the memory of the stack: on the host for weights on the host.
-        state.append((of_shared, [*map(zeros_like, pick(stacks, x_mask))]))
+        of_stacks = [*map(zeros_like, pick(stacks, x_mask))]
+        state.append(Gradients(of_shared, of_stacks))
     return state
 
 
-def write_gradients(visit: LeafVisit, state: list[Any]) -> tuple[Carry, list[Any]]:
+def write_gradients(
+    visit: LeafVisit, state: list[Gradients]
+) -> tuple[Carry, list[Gradients]]:
     """The default visitor: sums the gradients of shared inputs, and writes each layer's
     own in place.
 
@@ -400,11 +410,13 @@ def write_gradients(visit: LeafVisit, state: list[Any]) -> tuple[Carry, list[Any
     sums = [*map(lax.add, sums, shared_ct)]
     written = write(pick(stacks, is_sliced), visit.row, entries)
     state = [*state]
-    state[kind.number] = sums, merge(x_ct, written, is_sliced)
+    state[kind.number] = Gradients(sums, merge(x_ct, written, is_sliced))
     return carry_ct, state
 
 
-def write_tangents(visit: LeafVisit, state: list[Any]) -> tuple[Carry, list[Any]]:
+def write_tangents(
+    visit: LeafVisit, state: list[Gradients]
+) -> tuple[Carry, list[Gradients]]:
     """`write_gradients` for derivatives of the gradients, whose own values nothing
     reads.
 

@@ -171,15 +171,15 @@ class TreeLayout:
         """
         split = iter(split)
         shared = iter(shared)
-
-        def fill(leaf: Leaf) -> PyTree:
-            if leaf.kind == "static":
-                return None if cotangents else leaf.value
+        leaves = []
+        for leaf in self.leaves:
             if leaf.kind == "split":
-                return next(split)
-            return with_axes(next(shared), leaf.axes)
-
-        return jtu.tree_unflatten(self.treedef, map(fill, self.leaves))
+                leaves.append(next(split))
+            elif leaf.kind == "shared":
+                leaves.append(with_axes(next(shared), leaf.axes))
+            else:
+                leaves.append(None if cotangents else leaf.value)
+        return jtu.tree_unflatten(self.treedef, leaves)
 
 
 class Split(NamedTuple):

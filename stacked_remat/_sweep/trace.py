@@ -213,17 +213,15 @@ def _same_types(init: PyTree, carry: PyTree, *, weak: bool = True) -> bool:
     """Whether two carries have one structure, and the same shapes, dtypes and, with
     `weak`, weak types.
     """
-
-    def types(tree: PyTree) -> list[PyTree]:
-        leaf_types = []
-        for leaf in jax.tree.leaves(tree):
-            is_weak = weak and getattr(leaf, "weak_type", False)
-            leaf_types.append((leaf.shape, leaf.dtype, is_weak))
-        return leaf_types
-
     if jax.tree.structure(init) != jax.tree.structure(carry):
         return False
-    return types(init) == types(carry)
+    for old, new in zip(jax.tree.leaves(init), jax.tree.leaves(carry), strict=True):
+        if (old.shape, old.dtype) != (new.shape, new.dtype):
+            return False
+        # Of keys only the type says that they are not weak
+        if weak and jax.typeof(old).weak_type != jax.typeof(new).weak_type:
+            return False
+    return True
 
 
 def has_refs(arrays: PyTree) -> bool:

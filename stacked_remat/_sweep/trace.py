@@ -32,7 +32,7 @@ from .._static import PyTree
 from .gradient import pick
 from .kinds import Kind
 from .slots import Arrays, Carry, OfKinds, inverted, types_of
-from .store import at_least_one, read_layer, varying_as
+from .store import layer_types, varying_as
 
 
 class TracedLayers(NamedTuple):
@@ -109,8 +109,7 @@ def _trace(
     """Trace a layer until its carry stays as it is: its jaxpr, the structure of its
     output, and the first carry.
     """
-    # By types alone, and of a stack without layers too.
-    x = jax.eval_shape(lambda: read_layer([*map(at_least_one, stacks)], 0, unsliced))
+    x = layer_types(stacks, unsliced)
     while True:
         closed, (carry, y) = jax.make_jaxpr(body, return_shape=True)(shared, init, x)
         settled = _settled(body, (shared, init, x), closed.out_avals, carry)

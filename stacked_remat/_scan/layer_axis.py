@@ -28,7 +28,7 @@ from jax.tree_util import KeyPath
 from .._placement import is_on_host, to_host
 from .._static import PyTree
 from .._sweep.kinds import Pattern
-from .._sweep.slots import Arrays
+from .._sweep.slots import Arrays, Mask
 from .arguments import Caller, check_keys, check_no_lists, check_sizes, resolve_axis
 from .marks import (
     Entry,
@@ -58,8 +58,6 @@ class Leaf(NamedTuple):
     # Of a named array, the layers' axis among them if it is split; None for a plain
     # array
     axes: tuple[Axis, ...] | None = None
-    # Whether a layer is given the whole stack
-    unsliced: bool = False
     # Whether a shared array came from host memory, and goes back there
     on_host: bool = False
     # What is no array
@@ -80,18 +78,12 @@ class TreeLayout:
     treedef: Any
     # How each leaf is put back, in the order of the tree
     leaves: tuple[Leaf, ...]
+    # For each stack whether a layer is given all of it
+    unsliced: Mask
 
     def of_kind(self, kind: Literal["split", "shared"]) -> list[Leaf]:
         """The leaves for the stacks, or for the shared arrays, in their order."""
         return [leaf for leaf in self.leaves if leaf.kind == kind]
-
-    @property
-    def unsliced(self) -> tuple[bool, ...]:
-        """For which of the split arrays a layer is given the whole stack."""
-        mask = tuple(leaf.unsliced for leaf in self.of_kind("split"))
-        if any(mask):
-            return (*mask, False)  # the indices are sliced
-        return mask
 
     def layer(
         self, parts: Arrays, shared: Arrays, *, cotangents: bool = False
@@ -214,23 +206,27 @@ def split_tree(
     # The size of the axis is known from here on, and that of all stacks agrees
     entries, tree, are_split, axis = _entries(tree, axis, caller, is_scanned)
     leaves = []
-    arrays = []
+    stacks = []
+    unsliced = []
     shared = []
     for (path, leaf, rule), split in zip(entries, are_split, strict=True):
         array = raw_array(leaf)
         axes = leaf.axes if is_named(leaf) else None
         if split:
-            arrays.append(_axis_first(leaf, axis))
-            leaves.append(Leaf("split", path, axes, unsliced=rule == "unsliced"))
+            stacks.append(_axis_first(leaf, axis))
+            unsliced.append(rule == "unsliced")
+            leaves.append(Leaf("split", path, axes))
         elif is_named(leaf) or is_array(leaf):
             shared.append(array)
             leaves.append(Leaf("shared", path, axes, on_host=is_on_host(array)))
         else:
             leaves.append(Leaf("static", path, value=leaf))
-    if any(leaf.unsliced for leaf in leaves):
-        arrays.append(jnp.arange(axis.size))
+    if any(unsliced):
+        stacks.append(jnp.arange(axis.size))
+        unsliced.append(False)
     treedef = jtu.tree_structure(tree, is_leaf=is_named)
-    return Split(TreeLayout(axis, treedef, tuple(leaves)), arrays, shared)
+    layout = TreeLayout(axis, treedef, tuple(leaves), tuple(unsliced))
+    return Split(layout, stacks, shared)
 
 
 def _entries(

@@ -115,7 +115,7 @@ def scan_layers(call: FoldCall, init: PyTree, arguments: PyTree) -> Any:
     first = init if call.until is None else _first_carry(call.until, call, splits, init)
     if _without_jit():
         if all(split.layout.axis.size for split in splits):
-            return _scan_kinds_unrolled(call, splits, axis, first)
+            return _scan_without_jit(call, splits, axis, first)
         # Only a traced layer tells the types of outputs that there are none of.
         with jax.disable_jit(False):
             return scan_layers(call, init, arguments)
@@ -249,7 +249,7 @@ def _without_jit() -> bool:
     return bool(getattr(jax.config, "jax_disable_jit", False))
 
 
-def _scan_kinds_unrolled(
+def _scan_without_jit(
     call: FoldCall, splits: Sequence[Split], axis: Axis, first: PyTree
 ) -> tuple[PyTree, PyTree]:
     """`scan_layers` under `jax.disable_jit`: a Python loop, where values are known."""

@@ -164,11 +164,15 @@ def _argument_cotangents(
     of_args, of_kwargs = [], {}
     arrays = eqx.filter((visit.args, visit.kwargs), is_array)
     for i, like in enumerate(arrays[0]):
-        of_args.append(checked_cotangent(args[i], like, f"args[{i}]", _BY_VISITOR))
+        of_args.append(_checked_tree(args[i], like, f"args[{i}]"))
     for name, like in arrays[1].items():
-        what = f"kwargs[{name!r}]"
-        of_kwargs[name] = checked_cotangent(kwargs[name], like, what, _BY_VISITOR)
+        of_kwargs[name] = _checked_tree(kwargs[name], like, f"kwargs[{name!r}]")
     return of_args, of_kwargs
+
+
+def _checked_tree(cotangent: PyTree, like: PyTree, what: str) -> PyTree:
+    leaves, structure = _checked_leaves(cotangent, like, what, _BY_VISITOR)
+    return jtu.tree_unflatten(structure, leaves)
 
 
 def _filled(new: PyTree, before: PyTree, what: str) -> PyTree:
@@ -188,25 +192,22 @@ def cotangent_leaves(
     """The leaves of a cotangent that are in the mask, zeros for missing ones; checked
     as below.
     """
-    # Named arrays are leaves in the types; the checked cotangent has raw arrays there
-    types, structure = jtu.tree_flatten(like, is_leaf=is_named)
-    checked = checked_cotangent(cotangent, like, what, source)
+    types = map(raw_array, jtu.tree_leaves(like, is_leaf=is_named))
+    checked, _ = _checked_leaves(cotangent, like, what, source)
     leaves = []
-    for leaf, named_type, is_perturbed in zip(
-        structure.flatten_up_to(checked), types, mask, strict=True
-    ):
+    for leaf, type_, is_perturbed in zip(checked, types, mask, strict=True):
         # A sweep takes no cotangents of leaves that depend on nothing differentiated
         if is_perturbed:
-            type_ = raw_array(named_type)
             zeros = leaf is None
             leaves.append(jnp.zeros(type_.shape, type_.dtype) if zeros else leaf)
     return leaves
 
 
-def checked_cotangent(
+def _checked_leaves(
     cotangent: PyTree, like: PyTree, what: str, source: str
-) -> PyTree:
-    """A cotangent of `like` with raw arrays as leaves, and None for missing ones.
+) -> tuple[list[PyTree], Any]:
+    """The raw arrays of a cotangent of `like`, None for missing ones, and the structure
+    of which these are the leaves.
 
     `what` says in errors what it is the cotangent of, and `source` where it is from.
     """
@@ -226,7 +227,7 @@ def checked_cotangent(
     for (path, type_), leaf in zip(paths_and_types, leaves, strict=True):
         where = f"{what}{jtu.keystr(path)}"
         checked.append(_checked_leaf(where, type_, leaf, source))
-    return jtu.tree_unflatten(structure, checked)
+    return checked, structure
 
 
 def _checked_leaf(where: str, type_: Any, leaf: Any, source: str) -> Any:

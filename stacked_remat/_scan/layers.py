@@ -36,6 +36,7 @@ from .._static import PyTree, Static
 from .._sweep.kinds import Pattern
 from .._sweep.primitive import run_layers
 from .._sweep.rules import Bound
+from .._sweep.spec import SweepSpec
 from .._sweep.store import at_least_one, read
 from .._sweep.trace import TracedLayers, has_refs, trace_layers
 from .layer_axis import Join, Split, split_kinds
@@ -93,6 +94,20 @@ def trace_kinds(
     return traced, static
 
 
+def sweep_spec(
+    call: FoldCall, traced: TracedLayers, remat: Remat, axis: Axis
+) -> SweepSpec:
+    """The sweep, or the plain scan, over traced layers, as the call says."""
+    return SweepSpec(
+        traced.kinds,
+        remat,
+        reverse=call.reverse,
+        unroll=call.unroll_of(axis.size),
+        pattern=call.pattern,
+        stops=call.until is not None,
+    )
+
+
 def named_outputs(
     call: FoldCall, splits: Sequence[Split], stacked: Sequence[PyTree]
 ) -> PyTree:
@@ -139,16 +154,9 @@ def scan_layers(call: FoldCall, init: PyTree, arguments: PyTree) -> Any:
             # alone and runs the layers again; a sweep keeps the carries that the policy
             # says.
             plain = None
-        run = functools.partial(
-            run_layers,
-            traced,
-            plain=plain,
-            remat=remat.swept() if plain is None else remat,
-            pattern=call.pattern,
-            reverse=call.reverse,
-            unroll=call.unroll_of(axis.size),
-            stops=call.until is not None,
-        )
+        program = remat.swept() if plain is None else remat
+        spec = sweep_spec(call, traced, program, axis)
+        run = functools.partial(run_layers, traced, spec, plain)
         # A primitive of a plain scan keeps its arguments alone.
         if plain is None or not is_primitive:
             run = _replayed_whole(run, remat)

@@ -47,7 +47,7 @@ from .._sweep.trace import TracedLayers
 from .arguments import Caller, signature_error
 from .checks import describe
 from .layer_axis import Join, Split, split_kinds
-from .layers import named_outputs, split_arguments, trace_kinds
+from .layers import named_outputs, split_arguments, sweep_spec, trace_kinds
 from .marks import Marked, PerKind, is_array
 from .returned import Returned, checked_result, cotangent_leaves, is_none
 from .step import FoldCall
@@ -409,13 +409,8 @@ def fold_forward(
             ' "nested", max_carries=k).'
         )
     traced, static = trace_kinds(call, splits, init, remat)
-    spec = SweepSpec(
-        traced.kinds,
-        remat.swept(),
-        reverse=call.reverse,
-        unroll=call.unroll_of(axis.size),
-        pattern=call.pattern,
-    )  # with all leaves of carries held, since a visitor may read any
+    # With all leaves of carries held, since a visitor may read any
+    spec = sweep_spec(call, traced, remat.swept(), axis)
     xs = [split.stacks for split in splits]
     spec, perturbed, shared = _differentiated(spec, traced, splits)
     with jax.named_scope(f"scan({axis.name})"):

@@ -64,26 +64,25 @@ from .trace import TracedLayers, has_refs, weak_as, without_passed_on
 
 def run_layers(
     traced: TracedLayers,
+    spec: SweepSpec,
+    plain: Checkpoint | None,
     init: Carry,
     stacks: OfKinds,
-    *,
-    plain: Checkpoint | None = None,
-    **fields: Any,
 ) -> tuple[Any, list[PyTree]]:
     """Run traced layers of each kind from one first carry.
 
     Args:
         traced: the layers.
+        spec: the sweep over them.
+        plain: a checkpoint of each layer, for a plain scan; None for a sweep.
         init: the leaves of the first carry.
         stacks: the layers' own inputs.
-        plain: a checkpoint of each layer, for a plain scan; None for a sweep.
-        **fields: the other fields of the `SweepSpec`.
 
     Returns:
         The last carry and a list of the outputs of each kind, as trees.
     """
     layers, passed_on = without_passed_on(traced._replace(init=[*init]))
-    spec = SweepSpec(layers.kinds, **fields)
+    spec = replace(spec, kinds=layers.kinds)
     scanned = sweep_of if plain is None else functools.partial(plain_scan, plain)
     carry, ys = scanned(spec, layers.init, stacks, layers.shared)
     carry = [*map(weak_as, carry, spec.carry_types)]

@@ -259,10 +259,11 @@ class _Layers:
                 # For GPUs XLA keeps a layer's internals twice where its carry comes
                 # from the host.
                 carry, cotangents = barrier_on(("cuda",), (carry, cotangents))
+            index = spec.layer_index(number)
             x = spec.inputs(kind, self.xs_in(state), row, fetched)
             visit = LeafVisit(
                 self.pullbacks[kind.number],
-                spec.layer_index(number),
+                index,
                 row,
                 (self.shared[kind.number], carry, x),
                 residuals,

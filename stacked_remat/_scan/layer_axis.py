@@ -52,7 +52,7 @@ class Leaf(NamedTuple):
     """How a leaf is put back into its tree."""
 
     # Whether the leaf is a stack, an array that all layers share, or no array
-    kind: Literal["split", "shared", "static"]
+    role: Literal["split", "shared", "static"]
     # To the leaf, for errors
     path: KeyPath
     # Of a named array, the layers' axis among them if it is split; None for a plain
@@ -81,9 +81,9 @@ class TreeLayout:
     # For each stack whether a layer is given all of it
     unsliced: Mask
 
-    def of_kind(self, kind: Literal["split", "shared"]) -> list[Leaf]:
+    def with_role(self, role: Literal["split", "shared"]) -> list[Leaf]:
         """The leaves for the stacks, or for the shared arrays, in their order."""
-        return [leaf for leaf in self.leaves if leaf.kind == kind]
+        return [leaf for leaf in self.leaves if leaf.role == role]
 
     def layer(
         self, parts: Arrays, shared: Arrays, *, cotangents: bool = False
@@ -94,7 +94,7 @@ class TreeLayout:
         """
         named = []
         # Not strict: indices of layers may follow, which are for `arguments`.
-        for leaf, part in zip(self.of_kind("split"), parts, strict=False):
+        for leaf, part in zip(self.with_role("split"), parts, strict=False):
             axes = leaf.axes
             if axes is not None:
                 axes = tuple(axis for axis in axes if axis.name != self.axis.name)
@@ -131,14 +131,14 @@ class TreeLayout:
     ) -> PyTree:
         """The whole tree, each array in its memory; `cotangents` as in `layer`."""
         named = []
-        for leaf, array in zip(self.of_kind("split"), arrays, strict=False):
+        for leaf, array in zip(self.with_role("split"), arrays, strict=False):
             names = [axis.name for axis in leaf.axes or ()]
             position = names.index(self.axis.name) if names else 0
             # An array that stays as it is is not copied, nor moved from the host.
             if position and array is not None:
                 array = jnp.moveaxis(array, 0, position)
             named.append(with_axes(array, leaf.axes))
-        pairs = zip(self.of_kind("shared"), shared, strict=True)
+        pairs = zip(self.with_role("shared"), shared, strict=True)
         kept = [to_host(array) if leaf.on_host else array for leaf, array in pairs]
         return self._build(named, kept, cotangents)
 
@@ -150,7 +150,7 @@ class TreeLayout:
         for leaf, value in zip(
             self.leaves, self.treedef.flatten_up_to(tree), strict=True
         ):
-            arrays[leaf.kind].append(raw_array(value))
+            arrays[leaf.role].append(raw_array(value))
         split = arrays["split"]
         missing = len(self.unsliced) - len(split)  # the indices of the layers
         return split + [None] * missing, arrays["shared"]
@@ -165,9 +165,9 @@ class TreeLayout:
         shared = iter(shared)
         leaves = []
         for leaf in self.leaves:
-            if leaf.kind == "split":
+            if leaf.role == "split":
                 leaves.append(next(split))
-            elif leaf.kind == "shared":
+            elif leaf.role == "shared":
                 leaves.append(with_axes(next(shared), leaf.axes))
             else:
                 leaves.append(None if cotangents else leaf.value)

@@ -126,8 +126,8 @@ def _new_entries(
         # What `eqx.combine` took from the old tree is the same object: it is unchanged
         changed = raw_array(changed)
         old = raw_array(old)
-        is_shared = leaf.kind == "shared"
-        if leaf.kind == "split":
+        is_shared = leaf.role == "shared"
+        if leaf.role == "split":
             parts.append(None if changed is old else changed)
         elif changed is not old and (is_shared or is_array(changed) or changed != old):
             of_all = (

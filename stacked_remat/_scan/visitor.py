@@ -208,7 +208,7 @@ class SweepTypes:
         """Of what layers of a kind share, the arguments: what they close over is in
         front.
         """
-        count = len(self.layouts[kind.number].of_kind("shared"))
+        count = len(self.layouts[kind.number].with_role("shared"))
         return shared[len(shared) - count :]
 
     def carry_cotangent(self, leaves: Arrays) -> PyTree:

@@ -55,7 +55,7 @@ from .store import (
     Index,
     at_least_one,
     empty_stack,
-    layer_types,
+    entry_types,
     on_all_devices,
     read_ahead,
     read_layer,
@@ -370,7 +370,7 @@ class SweepSpec:
         types = []
         for kind in self.kinds:
             shared_types = tuple(map(jax.typeof, shared[kind.number]))
-            x_types = tuple(layer_types(xs[kind.number], kind.unsliced))
+            x_types = tuple(entry_types(xs[kind.number], kind.unsliced))
             types.append((shared_types, tuple(self.carry_types), x_types))
         return types
 

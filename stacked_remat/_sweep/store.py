@@ -204,7 +204,7 @@ def read_layer(
     return [part(place, stack) for place, stack in enumerate(stacks)]
 
 
-def layer_types(stacks: list[Array], unsliced: Sequence[bool]) -> list[ShapedArray]:
+def entry_types(stacks: list[Array], unsliced: Sequence[bool]) -> list[ShapedArray]:
     """The types of what `read_layer` returns; of stacks without layers too."""
     types = []
     for stack, is_whole in zip(stacks, unsliced, strict=True):

@@ -32,7 +32,7 @@ from .._static import PyTree
 from .gradient import pick
 from .kinds import Kind
 from .slots import Arrays, Carry, OfKinds, inverted, types_of
-from .store import layer_types, varying_as
+from .store import entry_types, varying_as
 
 
 class TracedLayers(NamedTuple):
@@ -109,7 +109,7 @@ def _trace(
     """Trace a layer until its carry stays as it is: its jaxpr, the structure of its
     output, and the first carry.
     """
-    x = layer_types(stacks, unsliced)
+    x = entry_types(stacks, unsliced)
     while True:
         closed, (carry, y) = jax.make_jaxpr(body, return_shape=True)(shared, init, x)
         settled = _settled(body, (shared, init, x), closed.out_avals, carry)

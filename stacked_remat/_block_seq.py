@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn, Self
 
 import equinox as eqx
-import jax
-import jax.numpy as jnp
 from equinox.nn import State
 from haliax import Axis
 from haliax.state_dict import StateDict
@@ -30,7 +28,7 @@ from ._scan.layer_state import (
     stack_outputs_and_states,
 )
 from ._scan.layers import scan_unrolled
-from ._scan.marks import changed, is_array
+from ._scan.marks import changed
 from ._scan.step import FoldCall
 from ._state_dict import layers_from_state_dict
 from ._static import PyTree
@@ -140,12 +138,11 @@ class BlockSeq(BlockFoldable[M]):
             args = [block, *args]
             return call.outputs(call.applied(carry, args, kwargs), (args, kwargs))
 
-        # Arguments become arrays of JAX, as in every loop. Blocks keep their NumPy
-        # arrays, by which they may decide.
-        arrays, rest = eqx.partition(((None, *args), kwargs), is_array)
-        arguments = eqx.combine(jax.tree.map(jnp.asarray, arrays), rest)
-        split = split_tree(arguments, self.Layers, call.caller)
         # Arguments begin with the block in every loop over layers; here with None
+        split = split_tree(((None, *args), kwargs), self.Layers, call.caller)
+        # They become arrays of JAX, as in every loop. Blocks keep their NumPy arrays,
+        # by which they may decide.
+        split = split.in_jax()
         inputs = []
         for index, block in enumerate(self.blocks):
             inputs.append((block, for_layer(split.layer(index), block)))

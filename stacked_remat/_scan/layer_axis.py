@@ -184,6 +184,11 @@ class Split(NamedTuple):
     # The arrays that every layer is given whole
     shared: Arrays
 
+    def in_jax(self) -> "Split":
+        """The same with arrays of JAX, where a user gave NumPy's."""
+        stacks, shared = jax.tree.map(jnp.asarray, self[1:])
+        return Split(self.layout, stacks, shared)
+
     def layer(self, index: Any) -> PyTree:
         """The tree of one layer, with an index that is not checked."""
         entries = [stack[index] for stack in self.stacks]

@@ -56,10 +56,9 @@ def split_arguments(
         arguments, call.axis, call.pattern, call.caller, call.is_scanned
     )
     splits = []
-    for layout, *arrays in parts:
+    for split in map(Split.in_jax, parts):
         # What layers share is moved to the device once, and not by each layer.
-        stacks, shared = jax.tree.map(jnp.asarray, arrays)
-        splits.append(Split(layout, stacks, on_device(shared)))
+        splits.append(split._replace(shared=on_device(split.shared)))
     axis = call.axis if isinstance(call.axis, Axis) else splits[0].layout.axis
     return splits, join, axis
 

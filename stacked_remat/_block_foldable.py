@@ -1,8 +1,9 @@
 """`BlockFoldable`: what `Stacked`, `StackedPattern` and `BlockSeq` have in common.
 
 The methods that apply layers (`fold`, `scan`, `vmap` and their `_via` forms) are all
-`_applied`: it makes a `Loop` (`loop_over`), divides an `eqx.nn.State` among the layers,
-and calls `_run`, which each class has: a loop of JAX over stacks, or a Python loop. The
+`_applied`: it makes a `FoldCall` (`call_of`), divides an `eqx.nn.State` among the
+layers, and calls `_run`, which each class has: a loop of JAX over stacks, or a Python
+loop. The
 rest is what layers have in common with a list, the checks of what a user builds them
 of, and `init` with its types.
 """
@@ -39,9 +40,8 @@ from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
 from ._scan.arguments import Caller, argument_namer, signature_of, warn_of_ambiguous
 from ._scan.checks import axis_or_name, describe, layers_axis, text
 from ._scan.layer_state import divide_state, only_own_state, with_whole_state
-from ._scan.layers import Loop
 from ._scan.marks import changed, check_unmarked
-from ._scan.step import Call, Verb
+from ._scan.step import FoldCall, Verb
 from ._state_dict import layers_to_state_dict
 from ._static import PyTree
 from ._sweep.kinds import Pattern
@@ -402,17 +402,15 @@ class BlockFoldable(HaliaxStackNames, ModuleWithStateDictSerialization, Generic[
 
     @abc.abstractmethod
     def _run(
-        self, loop: Loop, init: PyTree, args: PyTree, kwargs: PyTree
+        self, call: FoldCall, init: PyTree, args: PyTree, kwargs: PyTree
     ) -> tuple[PyTree, PyTree]:
-        """Run a loop over the layers with further arguments; the last carry, and the
-        outputs.
-        """
+        """Apply the layers with further arguments; the last carry, and the outputs."""
 
 
 # Functions, because Equinox makes a module of a method for each call.
 
 
-def loop_over(
+def call_of(
     layers: BlockFoldable[Any],
     method: str,
     verb: Verb,
@@ -420,28 +418,39 @@ def loop_over(
     *,
     remat: ScanCheckpointSpec | None = None,
     **options: Any,
-) -> Loop:
-    """The loop of a method over layers, which calls `fn`, or the blocks themselves."""
-    written = {"remat": remat, **options}
-    passed = {name for name, value in written.items() if value is not None}
-    if passed and fn is None:
-        _check_options(layers, method, passed)
+) -> FoldCall:
+    """A call of a method of layers, of which each step calls `fn`, or the block."""
+    # Methods pass on their options as they were given, and None where they were not
+    options = {name: value for name, value in options.items() if value is not None}
+    written = [*options] if remat is None else [*options, "remat"]
+    if fn is None and written:
+        _check_options(layers, method, written)
     # Errors name arguments as the user's function does, or as the blocks' `__call__`.
     # Of layers of several classes the first stands for all; without layers nothing is
     # named.
     owner = fn or next((type(block).__call__ for block in layers._kinds), operator.call)
     names = argument_namer(owner, skip=1 if verb == "map" else 2, first=("stacked",))
-    caller = Caller(f"{type(layers).__name__}.{method}", names)
-    call = Call(caller, verb, fn or operator.call, owner, takes_block=True)
     # All layers of a map run at once, so a policy has nothing to say
     policy = False if verb == "map" else layers.remat if remat is None else remat
-    return Loop.of(call, layers.Layers, policy, layers._pattern, **options)
+    return FoldCall(
+        Caller(f"{type(layers).__name__}.{method}", names),
+        verb,
+        fn=fn or operator.call,
+        owner=owner,
+        axis=layers.Layers,
+        policy=resolve_policy(policy),
+        takes_block=True,
+        pattern=layers._pattern,
+        **options,
+    )
 
 
-def _check_options(layers: BlockFoldable[Any], method: str, names: set[str]) -> None:
-    """Refuse options of a loop that may also be arguments of the blocks."""
+def _check_options(
+    layers: BlockFoldable[Any], method: str, names: Sequence[str]
+) -> None:
+    """Refuse options of a method that may also be arguments of the blocks."""
     for kind in {*map(type, layers._kinds)}:
-        for name in sorted(names & {*signature_of(kind.__call__).parameters}):
+        for name in sorted({*names} & {*signature_of(kind.__call__).parameters}):
             via = (
                 f"{method.removesuffix('_vjp')}_via(lambda block, x: block(x,"
                 f" {name}=...), {name}=...)(x)"
@@ -461,9 +470,8 @@ def _applied(
     """A function of the first carry, None for a map, and the arguments, which applies
     the layers.
     """
-    loop = loop_over(layers, "vmap" if verb == "map" else verb, verb, fn, **options)
-    call = loop.call
-    what = loop.call.caller.what
+    call = call_of(layers, "vmap" if verb == "map" else verb, verb, fn, **options)
+    what = call.caller.what
 
     def run(init: PyTree, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
         check_unmarked(init)
@@ -472,14 +480,13 @@ def _applied(
         )
         warn_of_ambiguous(init, ((None, *args), kwargs), layers.Layers, call.caller)
         with only_own_state(whole, what):
-            carry, outputs = layers._run(loop, init, args, kwargs)
-        if whole is None:
-            return call.result(carry, outputs)
-        # A fold returns no outputs: the state is a second result. A scan has it in its
-        # outputs, in place of the states of layers.
-        state, outputs = with_whole_state(outputs, whole, layers, what)
-        if call.verb == "fold":
-            return (carry, state)
+            carry, outputs = layers._run(call, init, args, kwargs)
+        if whole is not None:
+            state, outputs = with_whole_state(outputs, whole, layers, what)
+            # A fold returns no outputs: the state is a second result. A scan has it in
+            # its outputs, in place of the states of layers.
+            if verb == "fold":
+                return carry, state
         return call.result(carry, outputs)
 
     return run

@@ -11,25 +11,25 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn, Self
 
 import equinox as eqx
-import jax
-import jax.numpy as jnp
 from equinox.nn import State
 from haliax import Axis
 from haliax.state_dict import StateDict
 
 from ._block_foldable import BlockFoldable, M, axis_of_modules, check_layer_index
+from ._placement import on_device
 from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
 from ._scan.arguments import Caller
 from ._scan.checks import layers_axis
-from ._scan.layer_axis import layer_getter
+from ._scan.layer_axis import split_tree
 from ._scan.layer_state import (
     for_layer,
     of_one_layer,
     part_of,
     stack_outputs_and_states,
 )
-from ._scan.layers import Loop, scan_unrolled
-from ._scan.marks import changed, is_array
+from ._scan.layers import scan_unrolled
+from ._scan.marks import changed
+from ._scan.step import FoldCall
 from ._state_dict import layers_from_state_dict
 from ._static import PyTree
 
@@ -114,10 +114,10 @@ class BlockSeq(BlockFoldable[M]):
         args: PyTree,
         kwargs: PyTree,
     ) -> list[PyTree]:
-        layer = layer_getter((args, kwargs), Layers, caller)
+        split = split_tree((args, kwargs), Layers, caller)
         blocks = []
         for index in range(Layers.size):
-            layer_args, layer_kwargs = layer(index)
+            layer_args, layer_kwargs = split.layer(index)
             blocks.append(build(*layer_args, **layer_kwargs))
         return blocks
 
@@ -129,27 +129,25 @@ class BlockSeq(BlockFoldable[M]):
         return self.blocks
 
     def _run(
-        self, loop: Loop, init: PyTree, args: PyTree, kwargs: PyTree
+        self, call: FoldCall, init: PyTree, args: PyTree, kwargs: PyTree
     ) -> tuple[PyTree, PyTree]:
-        caller = loop.call.caller
-
-        def arguments_of(inputs: PyTree) -> tuple[list[PyTree], dict[str, PyTree]]:
-            block, arguments = inputs
+        def step(carry: PyTree, inputs: PyTree) -> tuple[PyTree, PyTree]:
+            block, arguments = on_device(inputs)
             # A copy of its state, which can't be read once it is old.
             (_, *args), kwargs = for_layer(arguments, block)
-            return [block, *args], kwargs
+            args = [block, *args]
+            return call.outputs(call.applied(carry, args, kwargs), (args, kwargs))
 
-        # Arguments become arrays of JAX, as in every loop. Blocks keep their NumPy
-        # arrays, by which they may decide.
-        arrays, rest = eqx.partition(((None, *args), kwargs), is_array)
-        arguments = eqx.combine(jax.tree.map(jnp.asarray, arrays), rest)
-        layer = layer_getter(arguments, self.Layers, caller)
         # Arguments begin with the block in every loop over layers; here with None
+        split = split_tree(((None, *args), kwargs), self.Layers, call.caller)
+        # They become arrays of JAX, as in every loop. Blocks keep their NumPy arrays,
+        # by which they may decide.
+        split = split.in_jax()
         inputs = []
         for index, block in enumerate(self.blocks):
-            inputs.append((block, for_layer(layer(index), block)))
-        carry, ys = scan_unrolled(loop, init, inputs, arguments_of, self.Layers)
-        return carry, stack_outputs_and_states(ys, self.Layers, caller.what)
+            inputs.append((block, for_layer(split.layer(index), block)))
+        carry, ys = scan_unrolled(call, init, inputs, step, self.Layers)
+        return carry, stack_outputs_and_states(ys, self.Layers, call.caller.what)
 
     def fold_vjp(self, *args: PyTree, **kwargs: PyTree) -> NoReturn:
         """Not supported: a `TypeError` that says what to use instead."""

@@ -27,17 +27,17 @@ from ._block_foldable import (
     BlockFoldable,
     M,
     axis_of_modules,
+    call_of,
     check_layer_index,
     check_module,
-    loop_over,
 )
 from ._placement import on_device
 from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
 from ._scan.arguments import Caller, check_stacked, warn_of_ambiguous
 from ._scan.checks import axis_or_name, layers_axis
-from ._scan.layer_axis import layer_getter, split_tree
+from ._scan.layer_axis import Split, split_tree
 from ._scan.layer_state import arrays_in_indices, marked_alike, part_of
-from ._scan.layers import Loop, layers_at_once, map_layers, scan_layers
+from ._scan.layers import layers_at_once, map_layers, scan_layers
 from ._scan.marks import (
     Marked,
     applied,
@@ -49,7 +49,7 @@ from ._scan.marks import (
     per_kind,
 )
 from ._scan.stacking import name_stacked, stack_layers, take_rows
-from ._scan.step import Verb
+from ._scan.step import FoldCall, Verb
 from ._scan.sweep_back import SweepBack, fold_forward
 from ._state_dict import layers_from_state_dict, stack_as
 from ._static import PyTree
@@ -121,13 +121,13 @@ class StackedKinds(BlockFoldable[M]):
         **options: Any,
     ) -> tuple[PyTree, SweepBack]:
         # As `_applied` of `_block_foldable.py`, without a state: a visitor has its own
-        loop = loop_over(self, f"{verb}_vjp", verb, **options)
+        call = call_of(self, f"{verb}_vjp", verb, **options)
         check_unmarked(init)
-        warn_of_ambiguous(init, ((None, *args), kwargs), self.Layers, loop.call.caller)
+        warn_of_ambiguous(init, ((None, *args), kwargs), self.Layers, call.caller)
         blocks = self._per_kind(lambda _, stack: stack._stored)
         arguments = ((blocks, *args), kwargs)
         template = eqx.filter(self, is_array, inverse=True)
-        return fold_forward(loop, init, arguments, template)
+        return fold_forward(call, init, arguments, template)
 
     def from_state_dict(self, state_dict: StateDict, prefix: str | None = None) -> Self:
         """These layers with their arrays read from keys `prefix.0.key`, `prefix.1.key`,
@@ -182,9 +182,9 @@ class StackedKinds(BlockFoldable[M]):
         return self._per_kind(lambda _, stack: part_of(state, stack.stacked, what))
 
     def _run(
-        self, loop: Loop, init: PyTree, args: PyTree, kwargs: PyTree
+        self, call: FoldCall, init: PyTree, args: PyTree, kwargs: PyTree
     ) -> tuple[PyTree, PyTree]:
-        is_map = loop.call.verb == "map"
+        is_map = call.verb == "map"
 
         def blocks(_: str, stack: "Stacked[M]") -> Marked:
             # `jax.vmap` slices all, unsliced fields too
@@ -192,9 +192,9 @@ class StackedKinds(BlockFoldable[M]):
                 return stack._stored
             return applied(stack.stacked)
 
-        # The block comes first: `Call` puts the carry after it
+        # The block comes first: a `FoldCall` puts the carry after it
         run = layers_at_once if is_map else scan_layers
-        return run(loop, init, ((self._per_kind(blocks), *args), kwargs))
+        return run(call, init, ((self._per_kind(blocks), *args), kwargs))
 
 
 def layer_types(stack: "Stacked[M]") -> M:
@@ -203,9 +203,9 @@ def layer_types(stack: "Stacked[M]") -> M:
     """
 
     def first(stack: "Stacked") -> PyTree:
-        layout, arrays, shared = split_tree(stack._stored, stack.Layers, stack._caller)
-        entries = [at_least_one(array)[0] for array in arrays]
-        return on_device(layout.layer(entries, shared))
+        layout, stacks, shared = stack._split
+        at_least_one_layer = Split(layout, [*map(at_least_one, stacks)], shared)
+        return on_device(at_least_one_layer.layer(0))
 
     return eqx.filter_eval_shape(first, stack)
 
@@ -323,15 +323,15 @@ class Stacked(StackedKinds[M]):
             return arrays_in_indices(build(*args, **kwargs))
 
         split = split_tree((args, kwargs), Layers, caller)
-        return map_layers(build_one, *split, caller.what)
+        return name_stacked(map_layers(build_one, split), Layers, caller.what)
 
     def get_layer(self, index: Any) -> M:
         if not isinstance(index, Tracer):
             index = check_layer_index(index, self.Layers)
-        return self._layer_getter()(index)
+        return self._split.layer(index)
 
     def __iter__(self) -> Iterator[M]:
-        return map(self._layer_getter(), range(self.Layers.size))
+        return map(self._split.layer, range(self.Layers.size))
 
     def _layers(self, rows: slice) -> Self:
         return self._at(range(self.Layers.size)[rows])
@@ -356,8 +356,10 @@ class Stacked(StackedKinds[M]):
     def _with_blocks(self, blocks: PyTree) -> Self:
         return changed(self, stacked=blocks)
 
-    def _layer_getter(self) -> Callable[[Any], M]:
-        return layer_getter(self._stored, self.Layers, self._caller)
+    @property
+    def _split(self) -> Split:
+        """The arrays of the block, split over the layers."""
+        return split_tree(self._stored, self.Layers, self._caller)
 
     @property
     def _stored(self) -> Marked:

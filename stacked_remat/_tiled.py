@@ -88,28 +88,17 @@ def tiled(
     in each tile, those of arguments once. The method is that of ALST (Bekman et al.
     2025).
     """
-    if not callable(fn):
-        raise TypeError(f"tiled takes a function and then an axis; got {describe(fn)}.")
-    if reduce not in (None, "sum"):
-        raise ValueError(f'reduce must be "sum" or None, got {reduce!r}.')
-    if isinstance(axis, bool) or not isinstance(axis, int | str | Axis):
-        raise TypeError(
-            "axis must be a named axis, its name, or a dimension (an int); got"
-            f" {axis!r}."
-        )
-    tiles = whole_number("tiles", tiles, "how many tiles to cut the axis into")
-    name, size = (axis.name, axis.size) if isinstance(axis, Axis) else (axis, None)
-    caller = _Caller(fn, name, size, reduce, tiles)
+    call = _TiledCall.of(fn, axis, tiles, reduce)
 
     # Not with the `__dict__` of a module, whose fields are no attributes of a function
     @functools.wraps(fn, updated=())
     def run(*args: PyTree, **kwargs: PyTree) -> PyTree:
-        return _apply(caller, (args, kwargs))
+        return _apply(call, (args, kwargs))
 
     return run
 
 
-class _Caller(NamedTuple):
+class _TiledCall(NamedTuple):
     """What a user gave to `tiled`."""
 
     fn: Callable[..., Any]
@@ -121,6 +110,23 @@ class _Caller(NamedTuple):
     reduce: Literal["sum"] | None
     # How many tiles the axis is cut into
     tiles: int
+
+    @classmethod
+    def of(cls, fn: Any, axis: Any, tiles: Any, reduce: Any) -> "_TiledCall":
+        if not callable(fn):
+            raise TypeError(
+                f"tiled takes a function and then an axis; got {describe(fn)}."
+            )
+        if reduce not in (None, "sum"):
+            raise ValueError(f'reduce must be "sum" or None, got {reduce!r}.')
+        if isinstance(axis, bool) or not isinstance(axis, int | str | Axis):
+            raise TypeError(
+                "axis must be a named axis, its name, or a dimension (an int); got"
+                f" {axis!r}."
+            )
+        tiles = whole_number("tiles", tiles, "how many tiles to cut the axis into")
+        name, size = (axis.name, axis.size) if isinstance(axis, Axis) else (axis, None)
+        return cls(fn, name, size, reduce, tiles)
 
     def __str__(self) -> str:
         over = (
@@ -148,32 +154,32 @@ class _Caller(NamedTuple):
         return None if is_sum else self.dimension(leaf)
 
 
-def _apply(caller: _Caller, arguments: PyTree) -> PyTree:
+def _apply(call: _TiledCall, arguments: PyTree) -> PyTree:
     """The result for the arguments of a call, which may be marked."""
     entries, arguments = take_marks_off(arguments)
     dims, of_arrays = [], []
     for _, leaf, rule in entries:
-        dim = None if rule == "shared" else caller.dimension(leaf)
+        dim = None if rule == "shared" else call.dimension(leaf)
         dims.append(dim)
         if is_array(raw_array(leaf)):
             of_arrays.append(dim)
-    size = _common_size(caller, entries, dims)
+    size = _common_size(call, entries, dims)
     # By Haliax's mapping of axes; plain arrays have no axis in it
     parts = 1
-    if isinstance(caller.axis, str) and physical_axis_name(caller.axis) is not None:
-        parts = physical_axis_size(caller.axis) or 1
+    if isinstance(call.axis, str) and physical_axis_name(call.axis) is not None:
+        parts = physical_axis_size(call.axis) or 1
     if size % parts:  # so the array is not divided over these devices
         parts = 1
     own_positions = size // parts  # positions of one device
-    cut = Cut(own_positions, parts, length=-(-own_positions // caller.tiles))
+    cut = Cut(own_positions, parts, length=-(-own_positions // call.tiles))
     # One tile has all positions
     if cut.size <= cut.length:
         args, kwargs = arguments
-        return checkpoint(caller.fn)(*args, **kwargs)
-    return _by_tile(caller, cut, arguments, tuple(of_arrays))
+        return checkpoint(call.fn)(*args, **kwargs)
+    return _by_tile(call, cut, arguments, tuple(of_arrays))
 
 
-def _by_tile(caller: _Caller, cut: Cut, arguments: PyTree, dims: Dims) -> PyTree:
+def _by_tile(call: _TiledCall, cut: Cut, arguments: PyTree, dims: Dims) -> PyTree:
     """The result for arguments without marks, of whose arrays the dimensions along the
     axis are given.
     """
@@ -186,7 +192,7 @@ def _by_tile(caller: _Caller, cut: Cut, arguments: PyTree, dims: Dims) -> PyTree
         args, kwargs = jax.tree.map(_resized, filled, is_leaf=is_named)
         # A tile is computed again whole, whatever the policies around it keep.
         with saving_internals(()):
-            output, rest = eqx.partition(caller.fn(*args, **kwargs), is_array)
+            output, rest = eqx.partition(call.fn(*args, **kwargs), is_array)
         return output, Static(rest)
 
     def by_itself(arrays: Sequence[PyTree]) -> list[PyTree]:
@@ -198,11 +204,11 @@ def _by_tile(caller: _Caller, cut: Cut, arguments: PyTree, dims: Dims) -> PyTree
         lambda arrays: cut.read_all(arrays, dims, 0, cut.length)
     )
     tile, closed = _trace(result, first_tile(leaves).out_avals)
-    _check_part(caller, cut, tile, whole)
+    _check_part(call, cut, tile, whole)
     outputs = []
     for leaf in jax.tree.leaves(whole, is_leaf=is_named):
         if is_array(raw_array(leaf)):
-            outputs.append(caller.output(leaf))
+            outputs.append(call.output(leaf))
     last = cut.size % cut.length
     others = replace(cut, size=cut.size - last)
     # A smaller last tile runs by itself. Its inputs and those of the others are copies.
@@ -235,64 +241,64 @@ def _resized(leaf: Any) -> Any:
 
 
 def _common_size(
-    caller: _Caller, entries: Sequence[Entry], dims: Sequence[int | None]
+    call: _TiledCall, entries: Sequence[Entry], dims: Sequence[int | None]
 ) -> int:
     """The size along the axis of all arguments that have it."""
-    name_of = argument_namer(caller.fn, skip=0)
+    name_of = argument_namer(call.fn, skip=0)
     sizes = dict[str, int]()
     for (path, leaf, rule), dim in zip(entries, dims, strict=True):
         name = name_of(path)
         # Over a dimension every plain array is split, so one without it may be a
         # mistake
-        is_plain = isinstance(caller.axis, int) and is_array(leaf) and leaf.ndim > 0
+        is_plain = isinstance(call.axis, int) and is_array(leaf) and leaf.ndim > 0
         if dim is not None:
             sizes[name] = raw_array(leaf).shape[dim]
         elif rule == "per_layer" or (
             rule == "default" and (is_plain or is_unsplit_key(name, leaf))
         ):
             raise ValueError(
-                f"{caller}: {name} has the shape {raw_array(leaf).shape} without it. To"
+                f"{call}: {name} has the shape {raw_array(leaf).shape} without it. To"
                 " give every tile all of it (of a random key: the same numbers), pass"
                 f" stacked_remat.shared({name})."
             )
     if not sizes:
         raise ValueError(
-            f"{caller} was given nothing to split along it. Pass an array that has it"
+            f"{call} was given nothing to split along it. Pass an array that has it"
             " as an argument; what the function closes over is shared by all tiles."
         )
-    expected = caller.size or next(iter(sizes.values()))
+    expected = call.size or next(iter(sizes.values()))
     for name, size in sizes.items():
         if size != expected:
             raise ValueError(
-                f"{caller} of {expected}: {name} has {size}. Give all the same size, or"
+                f"{call} of {expected}: {name} has {size}. Give all the same size, or"
                 f" pass it to every tile whole, stacked_remat.shared({name})."
             )
     return expected
 
 
-def _check_part(caller: _Caller, cut: Cut, tile: PyTree, whole: PyTree) -> None:
+def _check_part(call: _TiledCall, cut: Cut, tile: PyTree, whole: PyTree) -> None:
     """Refuse a function whose result for a tile is not a part of that for all
     positions.
     """
-    of_tile = _described(caller, tile, cut.parts * cut.length)
-    of_whole = _described(caller, whole, cut.parts * cut.size)
+    of_tile = _described(call, tile, cut.parts * cut.length)
+    of_whole = _described(call, whole, cut.parts * cut.size)
     for in_tile, in_whole in itertools.zip_longest(of_tile, of_whole):
         if in_tile != in_whole:
             raise ValueError(
-                f"{caller}: {in_tile} for a tile, and {in_whole} for all positions. The"
+                f"{call}: {in_tile} for a tile, and {in_whole} for all positions. The"
                 " function must treat positions independently of each other; outputs"
                 ' that are sums over them need reduce="sum".'
             )
 
 
-def _described(caller: _Caller, tree: PyTree, positions: int) -> Iterator[str]:
+def _described(call: _TiledCall, tree: PyTree, positions: int) -> Iterator[str]:
     """Each leaf of a result for so many positions, in words that are the same for a
     tile and for all positions if the one is a part of the other.
     """
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_named):
         array = raw_array(leaf)
         if is_array(array):
-            shown = _described_array(caller, leaf, positions)
+            shown = _described_array(call, leaf, positions)
         elif type(leaf) in (bool, int, float, complex, str):
             shown = repr(leaf)
         else:
@@ -300,9 +306,9 @@ def _described(caller: _Caller, tree: PyTree, positions: int) -> Iterator[str]:
         yield f"output{jax.tree_util.keystr(path)} is {shown}"
 
 
-def _described_array(caller: _Caller, leaf: Any, positions: int) -> str:
+def _described_array(call: _TiledCall, leaf: Any, positions: int) -> str:
     array = raw_array(leaf)
-    dim = caller.output(leaf)
+    dim = call.output(leaf)
     sizes = [*map(str, array.shape)]
     if dim is not None:
         other_size = f"{sizes[dim]} of {positions}"
@@ -311,6 +317,6 @@ def _described_array(caller: _Caller, leaf: Any, positions: int) -> str:
         names = [f"{axis.name}: " for axis in leaf.axes]
         sizes = map("".join, zip(names, sizes, strict=True))
     shown = f"{array.dtype}[{', '.join(sizes)}]"
-    if dim is None and caller.reduce is None:
+    if dim is None and call.reduce is None:
         shown += f" and lacks the axis of {positions}"
     return shown

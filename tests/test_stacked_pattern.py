@@ -197,8 +197,9 @@ def test_a_visitor_sees_every_layer_with_its_kind_and_may_replace_it():
     blocks = blocks_of(PATTERNS["cycle with remainder"], remat="nested")
     x, scale, own, shift = arguments(blocks)
 
-    def visitor(visit, kinds):
-        carry, layer, args, _ = visit.vjp()
+    def visitor(sweep_back, visit, kinds):
+        zeros = sweep_back.zeros(visit.kind)
+        carry, layer, args, _ = jax.tree.map(jnp.add, zeros, visit.vjp())
         new = jax.tree.map(lambda leaf, step: leaf - step, visit.layer, layer)
         counts = kinds.at[["sine", "tanh"].index(visit.kind)].add(visit.layer_index)
         state = visit.layer_state + len(jax.tree.leaves(layer))
@@ -213,8 +214,9 @@ def test_a_visitor_sees_every_layer_with_its_kind_and_may_replace_it():
         of_kinds = per_kind(
             {name: jnp.zeros(len(stack)) for name, stack in blocks.stacks.items()}
         )
+        visit = functools.partial(visitor, sweep_back)
         visited = [
-            sweep_back(cotangent, visitor, jnp.zeros(2, jnp.int32), layer_state)
+            sweep_back(cotangent, visit, jnp.zeros(2, jnp.int32), layer_state)
             for layer_state in (hax.zeros(Layers), of_kinds)
         ]
         return jax.grad(looped, range(5))(blocks, x, scale, own, shift), visited

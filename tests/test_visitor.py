@@ -189,6 +189,30 @@ def test_a_visitor_sees_the_gradients_of_the_loop_and_updates_it(remat):
     assert visited.layer_state["kept"].tolist() == layer_state["kept"].tolist()
 
 
+def test_zeros_are_like_what_a_visit_gives():
+    blocks, carry, offset, bias = example()
+    _, (of_blocks, _, of_offset, of_bias), _ = expected(False)
+
+    def add(visit, total):
+        found = visit.vjp()
+        return LayerResult(found.carry, state=jax.tree.map(jnp.add, total, found))
+
+    @eqx.filter_jit
+    def sums(blocks, carry, offset, bias):
+        (_, ys), sweep_back = blocks.scan_vjp(carry, offset, bias=bias)
+        cotangent = ((random(5, *carry[0].axes), None), random(6, *ys.axes))
+        return sweep_back(cotangent, add, sweep_back.zeros()).state
+
+    found = sums(blocks, carry, offset, bias)
+    for name in ("weight", "experts"):
+        of_layers = getattr(of_blocks.stacked, name)
+        assert_close(getattr(found.layer, name), hax.sum(of_layers, Layers))
+    assert_close(found.layer.gain, of_blocks.stacked.gain)
+    assert_close(found.args[0], hax.sum(of_offset, Layers))
+    assert_close(found.kwargs["bias"], of_bias)
+    assert found.carry[1] is found.layer.number is None
+
+
 def matrices(seed=0, layers=N, size=4):
     return jax.random.normal(jax.random.key(seed), (layers, size, size)) / size
 
@@ -229,6 +253,12 @@ def test_only_what_is_used_is_computed():
     def carry_only(visit, state):
         return LayerResult(visit.vjp().carry)
 
+    def twice(visit, state):
+        assert visit.vjp() is visit.vjp()
+        # In a trace of its own it computes anew, of this one it can't use anything
+        jax.eval_shape(lambda: visit.vjp().carry)
+        return sgd(visit, state)
+
     def products(visitor):
         def step(weights, x):
             y, sweep_back = fold_vjp(weights, x, True)
@@ -240,6 +270,7 @@ def test_only_what_is_used_is_computed():
     # Forward, the layer again, its input's cotangent
     assert products(carry_only) == 6 * 3 * product
     assert products(sgd) == 6 * 4 * product  # and the weights'
+    assert products(twice) == products(sgd)
 
 
 @pytest.mark.parametrize(
@@ -497,6 +528,8 @@ class TestRefused:
                 )(visit, state),
                 layer_state=states,
             )
+        with pytest.raises(ValueError, match="a kind, one of \\(None,\\); got 'tanh'"):
+            sweep_back.func.zeros("tanh")
         with pytest.raises(ValueError, match="a pair of cotangents"):
             sweep_back.func(jnp.zeros(()), sgd)
         with pytest.raises(

@@ -1,10 +1,10 @@
 """Fold, scan and map over a named axis.
 
 These take a function, the *step*, which is given a part of the arguments at each place
-of the axis. `_looped` makes a `Loop` of it and of the options; when that is called,
-`scan_layers` in `layers.py` divides the arguments into arrays that are split over the
-axis and arrays that all steps share, and runs the step on them under the checkpoint
-*policy*. Methods of stacks (`Stacked.fold`) do the same in `_block_foldable.py`.
+of the axis. `_called` makes a `FoldCall` of it and of the options; `scan_layers` in
+`layers.py` divides the arguments into arrays that are split over the axis and arrays
+that all steps share, and runs the step on them under the checkpoint *policy*. Methods
+of stacks (`Stacked.fold`) do the same in `_block_foldable.py`.
 """
 
 import functools
@@ -14,14 +14,15 @@ from typing import Any, TypeVar
 from haliax import Axis
 from haliax.axis import AxisSelector
 
-from .._policy import ScanCheckpointSpec
+from .._policy import ScanCheckpointSpec, resolve_policy
 from .._static import PyTree
 from .arguments import Caller, argument_namer
-from .checks import describe
+from .checks import axis_or_name, describe
 from .lax_arguments import check_arrays, check_steps, number_of_steps, unroll_of_jax
-from .layers import Loop, scan_layers
+from .layers import scan_layers
 from .marks import IsScanned, check_unmarked, is_named_or_shaped_array, per_layer
-from .step import Call, Until, Verb
+from .step import FoldCall, Verb
+from .until import Until
 
 T = TypeVar("T")
 Y = TypeVar("Y")
@@ -92,25 +93,18 @@ def scan(
     Cost: `f` once for each step, and again as the policy says. The program does not
     grow with the axis.
     """
-    return _looped(
-        "scan",
-        f,
-        axis,
-        remat,
-        until,
-        reverse=reverse,
-        unroll=unroll,
-        is_scanned=is_scanned,
-    )
+    return _called("scan", f, axis, remat, until, reverse, unroll, is_scanned)
 
 
-def _looped(
+def _called(
     verb: Verb,
     f: Callable,
     axis: Any,
     remat: ScanCheckpointSpec,
-    until: Until | None = None,
-    **options: Any,
+    until: Until | None,
+    reverse: bool,
+    unroll: int | bool,
+    is_scanned: IsScanned,
 ) -> Callable[..., Any]:
     """The function `(init, *args, **kwargs)` that runs the loop; `init` of a `map` is
     None.
@@ -124,13 +118,23 @@ def _looped(
         )
     # The first parameter of a fold or scan takes the carry, which is no argument here
     caller = Caller(verb, argument_namer(f, skip=0 if verb == "map" else 1))
-    loop = Loop.of(Call(caller, verb, f, f, until=until), axis, remat, **options)
+    call = FoldCall(
+        caller,
+        verb,
+        fn=f,
+        owner=f,
+        axis=axis_or_name(axis, verb),
+        policy=resolve_policy(remat),
+        until=until,
+        reverse=reverse,
+        unroll=unroll,
+        is_scanned=is_scanned,
+    )
 
     # `init` is positional, so that an argument of the step may have this name
     def run(init: PyTree, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
         check_unmarked(init)
-        carry, outputs = scan_layers(loop, init, (args, kwargs))
-        return loop.call.result(carry, outputs)
+        return call.result(*scan_layers(call, init, (args, kwargs)))
 
     return run
 
@@ -206,16 +210,7 @@ def fold(
 
     with arguments, costs and errors as in `scan`.
     """
-    return _looped(
-        "fold",
-        f,
-        axis,
-        remat,
-        until,
-        reverse=reverse,
-        unroll=unroll,
-        is_scanned=is_scanned,
-    )
+    return _called("fold", f, axis, remat, until, reverse, unroll, is_scanned)
 
 
 def map(
@@ -233,7 +228,5 @@ def map(
     args), ...) for i in range(axis.size)])`. It holds one part's internals at a time,
     where `haliax.vmap` holds all and is faster. Arguments and errors as in `scan`.
     """
-    loop = _looped(
-        "map", f, axis, remat, reverse=reverse, unroll=unroll, is_scanned=is_mapped
-    )
-    return functools.partial(loop, None)
+    run = _called("map", f, axis, remat, None, reverse, unroll, is_mapped)
+    return functools.partial(run, None)

@@ -1,7 +1,7 @@
 """Checks of a scan: its axis and options, and carries that change from layer to layer.
 
 `api.py` and the classes of layers check the axis that a user gives; `step.py` and
-`sweep_back.py` check that what goes from layer to layer keeps its structure, axes,
+`returned.py` check that what goes from layer to layer keeps its structure, axes,
 shapes and dtypes, as a loop of JAX needs it. JAX would refuse such a carry too, with
 the types of traced arrays; here errors name the path and the fix. `difference` finds
 where two trees differ, and `describe` and `text` write values into all errors of the

@@ -28,7 +28,7 @@ from jax.tree_util import KeyPath
 from .._placement import is_on_host, to_host
 from .._static import PyTree
 from .._sweep.kinds import Pattern
-from .._sweep.slots import Arrays
+from .._sweep.slots import Arrays, Mask
 from .arguments import Caller, check_keys, check_no_lists, check_sizes, resolve_axis
 from .marks import (
     Entry,
@@ -52,14 +52,12 @@ class Leaf(NamedTuple):
     """How a leaf is put back into its tree."""
 
     # Whether the leaf is a stack, an array that all layers share, or no array
-    kind: Literal["split", "shared", "static"]
+    role: Literal["split", "shared", "static"]
     # To the leaf, for errors
     path: KeyPath
     # Of a named array, the layers' axis among them if it is split; None for a plain
     # array
     axes: tuple[Axis, ...] | None = None
-    # Whether a layer is given the whole stack
-    unsliced: bool = False
     # Whether a shared array came from host memory, and goes back there
     on_host: bool = False
     # What is no array
@@ -80,18 +78,12 @@ class TreeLayout:
     treedef: Any
     # How each leaf is put back, in the order of the tree
     leaves: tuple[Leaf, ...]
+    # For each stack whether a layer is given all of it
+    unsliced: Mask
 
-    def of_kind(self, kind: Literal["split", "shared"]) -> list[Leaf]:
+    def with_role(self, role: Literal["split", "shared"]) -> list[Leaf]:
         """The leaves for the stacks, or for the shared arrays, in their order."""
-        return [leaf for leaf in self.leaves if leaf.kind == kind]
-
-    @property
-    def unsliced(self) -> tuple[bool, ...]:
-        """For which of the split arrays a layer is given the whole stack."""
-        mask = tuple(leaf.unsliced for leaf in self.of_kind("split"))
-        if any(mask):
-            return (*mask, False)  # the indices are sliced
-        return mask
+        return [leaf for leaf in self.leaves if leaf.role == role]
 
     def layer(
         self, parts: Arrays, shared: Arrays, *, cotangents: bool = False
@@ -102,7 +94,7 @@ class TreeLayout:
         """
         named = []
         # Not strict: indices of layers may follow, which are for `arguments`.
-        for leaf, part in zip(self.of_kind("split"), parts, strict=False):
+        for leaf, part in zip(self.with_role("split"), parts, strict=False):
             axes = leaf.axes
             if axes is not None:
                 axes = tuple(axis for axis in axes if axis.name != self.axis.name)
@@ -139,14 +131,14 @@ class TreeLayout:
     ) -> PyTree:
         """The whole tree, each array in its memory; `cotangents` as in `layer`."""
         named = []
-        for leaf, array in zip(self.of_kind("split"), arrays, strict=False):
+        for leaf, array in zip(self.with_role("split"), arrays, strict=False):
             names = [axis.name for axis in leaf.axes or ()]
             position = names.index(self.axis.name) if names else 0
             # An array that stays as it is is not copied, nor moved from the host.
             if position and array is not None:
                 array = jnp.moveaxis(array, 0, position)
             named.append(with_axes(array, leaf.axes))
-        pairs = zip(self.of_kind("shared"), shared, strict=True)
+        pairs = zip(self.with_role("shared"), shared, strict=True)
         kept = [to_host(array) if leaf.on_host else array for leaf, array in pairs]
         return self._build(named, kept, cotangents)
 
@@ -158,7 +150,7 @@ class TreeLayout:
         for leaf, value in zip(
             self.leaves, self.treedef.flatten_up_to(tree), strict=True
         ):
-            arrays[leaf.kind].append(raw_array(value))
+            arrays[leaf.role].append(raw_array(value))
         split = arrays["split"]
         missing = len(self.unsliced) - len(split)  # the indices of the layers
         return split + [None] * missing, arrays["shared"]
@@ -171,19 +163,38 @@ class TreeLayout:
         """
         split = iter(split)
         shared = iter(shared)
+        leaves = []
+        for leaf in self.leaves:
+            if leaf.role == "split":
+                leaves.append(next(split))
+            elif leaf.role == "shared":
+                leaves.append(with_axes(next(shared), leaf.axes))
+            else:
+                leaves.append(None if cotangents else leaf.value)
+        return jtu.tree_unflatten(self.treedef, leaves)
 
-        def fill(leaf: Leaf) -> PyTree:
-            if leaf.kind == "static":
-                return None if cotangents else leaf.value
-            if leaf.kind == "split":
-                return next(split)
-            return with_axes(next(shared), leaf.axes)
 
-        return jtu.tree_unflatten(self.treedef, map(fill, self.leaves))
+class Split(NamedTuple):
+    """A tree that was split over the layers, of one kind where there are several."""
+
+    # Puts trees together again
+    layout: TreeLayout
+    # The arrays that are split, with the layers' axis in front
+    stacks: Arrays
+    # The arrays that every layer is given whole
+    shared: Arrays
+
+    def in_jax(self) -> "Split":
+        """The same with arrays of JAX, where a user gave NumPy's."""
+        stacks, shared = jax.tree.map(jnp.asarray, self[1:])
+        return Split(self.layout, stacks, shared)
+
+    def layer(self, index: Any) -> PyTree:
+        """The tree of one layer, with an index that is not checked."""
+        entries = [stack[index] for stack in self.stacks]
+        return self.layout.layer(entries, self.shared)
 
 
-# A tree that was split: its layout, the stacks, and the arrays that layers share
-Split: TypeAlias = tuple[TreeLayout, Arrays, Arrays]
 # Makes one tree of those of each kind
 Join: TypeAlias = Callable[[Sequence[PyTree]], PyTree]
 
@@ -200,23 +211,27 @@ def split_tree(
     # The size of the axis is known from here on, and that of all stacks agrees
     entries, tree, are_split, axis = _entries(tree, axis, caller, is_scanned)
     leaves = []
-    arrays = []
+    stacks = []
+    unsliced = []
     shared = []
     for (path, leaf, rule), split in zip(entries, are_split, strict=True):
         array = raw_array(leaf)
         axes = leaf.axes if is_named(leaf) else None
         if split:
-            arrays.append(_axis_first(leaf, axis))
-            leaves.append(Leaf("split", path, axes, unsliced=rule == "unsliced"))
+            stacks.append(_axis_first(leaf, axis))
+            unsliced.append(rule == "unsliced")
+            leaves.append(Leaf("split", path, axes))
         elif is_named(leaf) or is_array(leaf):
             shared.append(array)
             leaves.append(Leaf("shared", path, axes, on_host=is_on_host(array)))
         else:
             leaves.append(Leaf("static", path, value=leaf))
-    if any(leaf.unsliced for leaf in leaves):
-        arrays.append(jnp.arange(axis.size))
+    if any(unsliced):
+        stacks.append(jnp.arange(axis.size))
+        unsliced.append(False)
     treedef = jtu.tree_structure(tree, is_leaf=is_named)
-    return TreeLayout(axis, treedef, tuple(leaves)), arrays, shared
+    layout = TreeLayout(axis, treedef, tuple(leaves), tuple(unsliced))
+    return Split(layout, stacks, shared)
 
 
 def _entries(
@@ -269,14 +284,6 @@ def _check_per_kind(
             f" {', '.join(map(repr, leaf.values)) or 'none'}. Give one for each, with"
             " layers or not."
         )
-
-
-def layer_getter(tree: PyTree, axis: Axis, caller: Caller) -> Callable[[Any], PyTree]:
-    """A function of an index, which is not checked, to the tree of that layer. Errors
-    as of `split_tree`.
-    """
-    layout, arrays, shared = split_tree(tree, axis, caller)
-    return lambda index: layout.layer([array[index] for array in arrays], shared)
 
 
 def _axis_first(leaf: Any, axis: Axis) -> Any:

@@ -2,76 +2,79 @@
 
 A *step* is a call of the user's function, or of a block, by a loop. `array_step` makes
 of it a function of arrays alone, `(shared, carry, inputs) -> (carry, y)`, which
-`_sweep/trace.py` traces: the traced step is a *layer*. `Call` says how the function is
-called and what its result means for `fold`, `scan` and `map`.
-
-With `until` all steps of the axis are in the program, and those after the last one
-change nothing. Then an `UntilCarry` goes from step to step. A step that is done is
-given the first carry and inputs, with which it can run and has a derivative; with the
-last carry, or with inputs for steps that are not taken, it may divide by zero, and the
-zero cotangent of its result would become NaN.
+`_sweep/trace.py` traces: the traced step is a *layer*. A `FoldCall` has all that a user
+said in a call of `fold`, `scan` or `map`, by whichever name; `api.py` and
+`_block_foldable.py` make one, and `layers.py` runs it.
 """
 
 import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
-from jax import lax
-from jaxtyping import Array
+import numpy as np
+from haliax import Axis
 
 from .._checkpoint import saving_internals
-from .._compat import is_concrete
 from .._messages import shortened
+from .._policy import ScanCheckpointPolicy
+from .._schedule import whole_number
 from .._static import PyTree, Static
+from .._sweep.kinds import Pattern
 from .arguments import Caller, signature_error
 from .checks import check_carry, describe
 from .layer_state import carry_and_state
-from .marks import raw_array
+from .marks import IsScanned, is_named_or_shaped_array
+from .until import ArrayStep, Until, until_step
 
 Verb: TypeAlias = Literal["fold", "scan", "map"]
 # The checkpoint names of internals that are kept; True for all internals
 Names: TypeAlias = tuple[str, ...] | Literal[True]
-Until: TypeAlias = Callable[[PyTree], Any]  # of a carry: whether to stop
-
-
-class UntilCarry(NamedTuple):
-    """What goes from step to step with `until`.
-
-    `done` is its first leaf, by which a sweep stops (`SweepSpec.run`).
-    """
-
-    # Whether a carry was reached at which `until` is True
-    done: Array
-    # The first carry, and the first step's inputs that are split, without derivatives;
-    # None for an input that each step takes whole
-    first: tuple[PyTree, list[Array | None]]
-    # The user's carry
-    carry: PyTree
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
-    """How a loop calls the user's function."""
+class FoldCall:
+    """A call of `fold`, `scan` or `map`: what each step is, and how steps are run."""
 
     # The operation, for errors
     caller: Caller
-    # Which of the three a loop is; says what the function takes and returns
+    # Which of the three it is; says what the function takes and returns
     verb: Verb
-    # What is called
+    # What each step calls
     fn: Callable[..., Any]
     # The function whose name, signature and place errors show. It is not `fn` where
     # blocks are called: `fn` is `operator.call` then, and `owner` the `__call__` of
     # their class.
     owner: Any
+    # Of the layers; its name if only the arguments tell the size
+    axis: Axis | str
+    # What the backward pass keeps, offloads and recomputes
+    policy: ScanCheckpointPolicy
     # Whether the first argument is a block, in front of the carry
     takes_block: bool = False
     # Stops the loop at a carry for which it is True; None if all steps run
     until: Until | None = None
+    # Which layer is of which kind; None for one kind
+    pattern: Pattern | None = None
+    # Whether the last layer runs first
+    reverse: bool = False
+    # How many layers one iteration of the loop runs; True for all
+    unroll: int | bool = 1
+    # Which arrays without a mark may be split over the layers
+    is_scanned: IsScanned = is_named_or_shaped_array
+
+    def __post_init__(self):
+        if not isinstance(self.reverse, bool | np.bool_):
+            raise TypeError(f"reverse is True or False; got {self.reverse!r}.")
+        if not isinstance(self.unroll, bool):
+            whole_number("unroll", self.unroll, "a bool or a number of layers")
+
+    def unroll_of(self, length: int) -> int:
+        """How many layers one iteration runs, of `length`."""
+        return max(1, length if self.unroll is True else int(self.unroll))
 
     def applied(
         self, carry: PyTree, args: Sequence[PyTree], kwargs: dict[str, PyTree]
@@ -119,43 +122,10 @@ class Call:
         """What a loop of such calls returns."""
         return {"fold": carry, "scan": (carry, outputs), "map": outputs}[self.verb]
 
-    def first(self, init: PyTree, inputs: Sequence[Array | None]) -> PyTree:
-        """What goes into the first step, from the first carry and that step's inputs
-        that are split.
-        """
-        assert self.until is not None
-        return UntilCarry(_is_done(self.until, init), _fixed((init, [*inputs])), init)
-
-    def given(
-        self, carry: PyTree, inputs: Sequence[Array]
-    ) -> tuple[PyTree, Sequence[Array]]:
-        """The carry and inputs that a step is given: once it is done the first ones."""
-        if self.until is None:
-            return carry, inputs
-        done, (first, first_inputs), last = carry
-        chosen = []
-        for at_first, at_this in zip(first_inputs, inputs, strict=True):
-            # None: a stack that every layer takes whole
-            is_whole = at_first is None
-            chosen.append(at_this if is_whole else _choose(done, at_first, at_this))
-        return jax.tree.map(functools.partial(_choose, done), first, last), chosen
-
-    def is_done(self, carry: PyTree) -> bool:
-        """Whether it is known that no step is left."""
-        if self.until is None:
-            return False
-        return is_concrete(carry.done) and bool(carry.done)
-
-    def last(self, carry: PyTree) -> PyTree:
-        """The user's carry, from what comes out of a step."""
-        if self.until is None:
-            return carry
-        return carry.carry
-
 
 def array_step(
-    call: Call, static: PyTree, names: Names, unpack: Callable[..., Any]
-) -> Callable[[PyTree, PyTree, PyTree], tuple[PyTree, tuple[PyTree, Static]]]:
+    call: FoldCall, static: PyTree, names: Names, unpack: Callable[..., Any]
+) -> ArrayStep:
     """A step on arrays, `(shared, carry, inputs) -> (carry, y)`, with the name of the
     user's function.
 
@@ -168,25 +138,25 @@ def array_step(
     Returns:
         The step; its `y` is a pair, the arrays of the output and the rest of it.
     """
+    if call.until is not None:
+        not_stopping = dataclasses.replace(call, until=None)
+        inner = array_step(not_stopping, static.carry, names, unpack)
+        return until_step(inner, call.until, static)
 
     def step(
         shared: PyTree, arrays: PyTree, inputs: PyTree
     ) -> tuple[PyTree, tuple[PyTree, Static]]:
-        carry = eqx.combine(arrays, static)
-        step_carry, inputs = call.given(carry, inputs)
         with saving_internals(names):
             args, kwargs = unpack(inputs, shared)
-            result = call.applied(step_carry, args, kwargs)
+            result = call.applied(eqx.combine(arrays, static), args, kwargs)
         new_carry, y = call.outputs(result, (args, kwargs))
-        # A state of Equinox that was updated can't be read
+        # Another carry: a state of Equinox that was updated can't be read
         carry = eqx.combine(arrays, static)
         try:
-            check_carry(call.last(carry), new_carry, of_pair=call.verb == "scan")
+            check_carry(carry, new_carry, of_pair=call.verb == "scan")
         except ValueError as error:
             error.add_note(f"It is the carry of {_place_of(call.owner)}.")
             raise
-        if call.until is not None:
-            new_carry, y = _unless_done(call.until, carry, new_carry, y)
         # Numbers of an output become arrays, which a loop can stack
         y, rest = eqx.partition(y, eqx.is_array_like)
         return eqx.filter(new_carry, eqx.is_array_like), (y, Static(rest))
@@ -229,43 +199,3 @@ def _note_absent_fields(error: Exception, block: PyTree) -> None:
             " layers were filtered or partitioned, put the parts together first:"
             " eqx.combine(trained, frozen)."
         )
-
-
-def _unless_done(
-    until: Until, state: UntilCarry, new_carry: PyTree, y: PyTree
-) -> tuple[UntilCarry, PyTree]:
-    """Once it is done, the carry stays as it is, and outputs are zeros."""
-    done, first, carry = state
-    # Both are computed and one is chosen: under `jax.vmap` other examples still run.
-    carry = jax.tree.map(functools.partial(_choose, done), carry, new_carry)
-    y = jax.tree.map(lambda leaf: _choose(done, jnp.zeros_like(leaf), leaf), y)
-    return UntilCarry(done | _is_done(until, carry), first, carry), y
-
-
-def _fixed(tree: PyTree) -> PyTree:
-    """The tree with arrays that have no derivatives."""
-    return jax.tree.map(
-        lambda leaf: lax.stop_gradient(leaf) if eqx.is_array_like(leaf) else leaf, tree
-    )
-
-
-def _choose(done: Array, at_end: PyTree, otherwise: PyTree) -> PyTree:
-    """One of two arrays; leaves of other kinds are the same at all steps."""
-    if not eqx.is_array_like(otherwise):
-        return otherwise
-    return jnp.where(done, at_end, otherwise)
-
-
-def _is_done(until: Until, carry: PyTree) -> Array:
-    """Whether to stop at this carry; a `TypeError` where `until` returns anything but
-    one bool.
-    """
-    done = raw_array(until(carry))
-    if (
-        not eqx.is_array_like(done)
-        or jnp.shape(done)
-        or jnp.result_type(done) != "bool"
-    ):
-        returned = f"it returned {describe(done)}. Write jnp.all(x < tolerance)."
-        raise TypeError(f"until returns one bool for the whole carry; {returned}")
-    return jnp.asarray(done)

@@ -3,28 +3,26 @@
 A user's visitor is a function `(visit, state) -> LayerResult`, which a reverse *sweep*
 (the loop over layers of `_sweep/`) calls for each layer. The sweep works on lists of
 arrays, visitors on trees. `SweepTypes`, which the forward sweep of `sweep_back.py`
-makes, has the structures: `SweepTypes.visit` turns the sweep's `LayerVisit` with lists
-into one with trees, and `cotangent_leaves` a cotangent that a user gives into the list
-that the sweep takes.
+makes, has the structures: `SweepTypes.visit` makes a `LayerVisit` of the sweep's
+`LeafVisit`. What the visitor returned is checked in `returned.py`.
 """
 
 import functools
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
 import equinox as eqx
-import jax.numpy as jnp
 import jax.tree_util as jtu
 from haliax import Axis
+from jax.extend.core import get_opaque_trace_state
 
-from .._activity import is_differentiable
 from .._barriers import barrier_on
 from .._static import PyTree
 from .._sweep.gradient import (
-    LayerCotangents,
+    LayerInputs,
     LayerPullback,
-    LayerVisit,
+    LeafVisit,
     Perturbed,
     scatter_leaves,
 )
@@ -32,9 +30,70 @@ from .._sweep.kinds import Kind
 from .._sweep.programs import description
 from .._sweep.slots import Arrays
 from .._sweep.spec import SweepSpec
-from .checks import describe
+from .._sweep.store import Index
 from .layer_axis import Join, TreeLayout
-from .marks import is_named, raw_array
+
+
+class LayerCotangents(NamedTuple):
+    """What `LayerVisit.vjp` returns: trees like those of the visit, None for leaves
+    without a gradient.
+    """
+
+    carry: PyTree  # of the layer's input
+    layer: PyTree  # of its weights
+    # Of its further arguments; of those that layers share, this layer's part.
+    args: tuple[PyTree, ...]
+    kwargs: dict[str, PyTree]  # of its keyword arguments
+
+
+@dataclass(frozen=True, eq=False)
+class LayerVisit:
+    """One layer, as a visitor of the reverse sweep is given it.
+
+    Attributes:
+        layer_index: its index on the axis, whatever the policy: `blocks[layer_index]`.
+            An int32, or an int where the loop is unrolled.
+        layer: the layer.
+        carry: its input.
+        args: its further arguments: slices of those that are split, and the shared
+            ones.
+        kwargs: its keyword arguments.
+        cotangent: of its output carry; with `scan_vjp` a pair, of carry and output.
+        layer_state: its entry of the layers' state.
+        kind: the name of its kind, of a `StackedPattern`; `None` where layers are of
+            one kind.
+    """
+
+    layer_index: Index
+    layer: PyTree
+    carry: PyTree
+    args: tuple[PyTree, ...]
+    kwargs: dict[str, PyTree]
+    cotangent: PyTree
+    layer_state: PyTree
+    kind: str | None
+    _compute: Callable[[], LayerCotangents] = field(repr=False)
+    # What `vjp` has returned, each with the trace in which it was called
+    _known: list[tuple[Any, LayerCotangents]] = field(default_factory=list, repr=False)
+
+    def vjp(self) -> LayerCotangents:
+        """The vector-Jacobian products with `cotangent`.
+
+        Returns:
+            A named tuple of `carry`, `layer`, `args` and `kwargs`, trees like these
+            with `None` for leaves without a gradient.
+
+        Cost: one evaluation of the layer, unless all its internals were saved, and its
+        transpose; XLA removes what is not used. A second call returns the same arrays;
+        in another trace, as in each branch of a `jax.lax.cond`, they are computed anew.
+        """
+        trace = get_opaque_trace_state()
+        for known_trace, cotangents in self._known:
+            if known_trace == trace:
+                return cotangents
+        cotangents = self._compute()
+        self._known.append((trace, cotangents))
+        return cotangents
 
 
 class LayerResult(NamedTuple):
@@ -44,9 +103,10 @@ class LayerResult(NamedTuple):
         carry: the cotangent of the layer's input carry.
         layer: the layer with new arrays, which replace the old ones; `None` leaves it
             unchanged, and so does `None` in place of a leaf.
-        args: the cotangents of the further arguments; those of shared ones are summed
-            over the layers.
-        kwargs: the cotangents of the keyword arguments.
+        args: the cotangents of the further arguments, as of `visit.vjp()`; those of
+            shared ones are summed over the layers. What is `None` here for all layers
+            is not computed, and `None` in the `SweepResult` too.
+        kwargs: the cotangents of the keyword arguments, likewise.
         state: the visitor's state; `None` leaves it unchanged.
         layer_state: this layer's entry of the layers' state; `None` leaves it
             unchanged.
@@ -84,32 +144,6 @@ Visitor: TypeAlias = Callable[[LayerVisit, Any], LayerResult]
 
 
 @dataclass(frozen=True, eq=False)
-class KindTypes:
-    """The layers of one kind."""
-
-    # The same kind in the sweep, with the layer's jaxpr
-    kind: Kind
-    # How many of the arrays that the layers share come first and are no arguments: what
-    # the user's function closes over
-    constants: int
-    # Of the kind, for `LayerVisit.kind`; None where layers are of one kind
-    name: str | None
-    # Puts the trees `((layer, *args), kwargs)` together
-    layout: TreeLayout
-    # The structure of a layer's output, of its arrays alone
-    y_tree: Any
-
-    # `shared` has the constants too, which are no part of the trees
-    def layer(self, x: Arrays, shared: Arrays, *, cotangents: bool = False) -> PyTree:
-        """One layer's tree, from its entries of the stacks."""
-        return self.layout.layer(x, shared[self.constants :], cotangents=cotangents)
-
-    def stacked(self, xs: Arrays, shared: Arrays, *, cotangents: bool) -> PyTree:
-        """The tree of all layers, from the stacks."""
-        return self.layout.stacked(xs, shared[self.constants :], cotangents=cotangents)
-
-
-@dataclass(frozen=True, eq=False)
 class SweepTypes:
     """Static description of a reverse sweep; equal for two that do the same.
 
@@ -126,8 +160,10 @@ class SweepTypes:
     spec: SweepSpec
     # Which leaves are differentiated, so have cotangents
     perturbed: Perturbed
-    # The layers of each kind
-    kinds: tuple[KindTypes, ...]
+    # For each kind, what puts the trees `((layer, *args), kwargs)` together
+    layouts: tuple[TreeLayout, ...]
+    # For each kind the structure of a layer's output, of its arrays alone
+    y_trees: tuple[Any, ...]
     # The layers' axis
     axis: Axis
     # Makes one tree of those of each kind
@@ -154,61 +190,70 @@ class SweepTypes:
         # The description of a layer's jaxpr leaves out the rules of `jax.custom_vjp`s;
         # the jaxpr of its pullback has what they compute.
         pullbacks = []
-        for kind_types in self.kinds:
-            pullbacks.append(LayerPullback(kind_types.kind, self.perturbed).jaxpr)
+        for kind in self.spec.kinds:
+            pullbacks.append(LayerPullback(kind, self.perturbed).jaxpr)
         static = (
             self.has_output,
             self.spec,
             self.perturbed,
-            self.kinds,
+            self.layouts,
+            self.y_trees,
             self.axis,
             self.join,
             self.carry_tree,
         )
         return description((static, pullbacks, trees))
 
+    def arguments(self, kind: Kind, shared: Arrays) -> Arrays:
+        """Of what layers of a kind share, the arguments: what they close over is in
+        front.
+        """
+        count = len(self.layouts[kind.number].with_role("shared"))
+        return shared[len(shared) - count :]
+
     def carry_cotangent(self, leaves: Arrays) -> PyTree:
         """The cotangent of a carry, from its leaves that have one."""
         scattered = scatter_leaves(leaves, self.perturbed.carry)
         return jtu.tree_unflatten(self.carry_tree, scattered)
 
-    def visit(
-        self, of_kind: KindTypes, leaves: LayerVisit, layer_state: PyTree
-    ) -> LayerVisit:
-        """A visit of a layer of this kind, with trees in the place of lists of
-        arrays.
-        """
-        (layer, *args), kwargs = of_kind.layer(leaves.layer, [*leaves.args])
-        carry_ct, y_ct = leaves.cotangent
+    def cotangents(self, kind: Kind, leaves: LayerInputs) -> LayerCotangents:
+        """The cotangents of a layer's inputs, from those of its perturbed leaves."""
+        masks = self.perturbed.of_layer(kind)
+        of_shared, _, of_x = map(scatter_leaves, leaves, masks)
+        (layer, *args), kwargs = self.layouts[kind.number].layer(
+            of_x, self.arguments(kind, of_shared), cotangents=True
+        )
+        carry = self.carry_cotangent(leaves[1])
+        return LayerCotangents(carry, layer, tuple(args), kwargs)
+
+    def visit(self, visit: LeafVisit, layer_state: PyTree) -> LayerVisit:
+        """The same visit of a layer, with trees in the place of lists of arrays."""
+        kind = visit.pullback.kind
+        shared, carry, x = visit.inputs
+        (layer, *args), kwargs = self.layouts[kind.number].layer(
+            x, self.arguments(kind, shared)
+        )
+        carry = jtu.tree_unflatten(self.carry_tree, carry)
+        carry_ct, y_ct = visit.cotangents
         cotangent = self.carry_cotangent(carry_ct)
         if self.has_output:
-            y_ct = scatter_leaves(y_ct, self.perturbed.ys[of_kind.kind.number])
-            cotangent = cotangent, jtu.tree_unflatten(of_kind.y_tree, y_ct)
-        carry = jtu.tree_unflatten(self.carry_tree, leaves.carry)
-        # The index of the layer is the sweep's, and the same for trees
-        return replace(
-            leaves,
-            layer=layer,
-            carry=eqx.combine(carry, self.carry_static),
-            args=tuple(args),
-            kwargs=kwargs,
-            vjp=functools.partial(self._vjp, of_kind, leaves.vjp),
-            cotangent=cotangent,
-            layer_state=layer_state,
-            kind=of_kind.name,
+            y_ct = scatter_leaves(y_ct, self.perturbed.ys[kind.number])
+            cotangent = cotangent, jtu.tree_unflatten(self.y_trees[kind.number], y_ct)
+        pattern = self.spec.pattern
+        return LayerVisit(
+            visit.index,
+            layer,
+            eqx.combine(carry, self.carry_static),
+            tuple(args),
+            kwargs,
+            cotangent,
+            layer_state,
+            pattern and pattern.names[kind.number],
+            functools.partial(self._vjp, visit),
         )
 
-    def _vjp(
-        self, of_kind: KindTypes, leaves_vjp: Callable[[], LayerCotangents]
-    ) -> LayerCotangents:
-        """The `vjp` of a visit with trees, by that with lists of arrays."""
-        leaves = leaves_vjp()
-        shared_mask, carry_mask, x_mask = self.perturbed.of_layer(of_kind.kind)
-        of_shared = scatter_leaves(leaves.args, shared_mask)
-        of_carry = scatter_leaves(leaves.carry, carry_mask)
-        of_x = scatter_leaves(leaves.layer, x_mask)
-        (layer, *args), kwargs = of_kind.layer(of_x, of_shared, cotangents=True)
-        carry = jtu.tree_unflatten(self.carry_tree, of_carry)
+    def _vjp(self, visit: LeafVisit) -> LayerCotangents:
+        cotangents = self.cotangents(visit.pullback.kind, visit.vjp())
         on_host = self.spec.remat.boundaries_on_host
         platforms = ("cuda", "tpu") if on_host else ("tpu",)
 
@@ -216,76 +261,6 @@ class SweepTypes:
             # Without the barrier XLA keeps a layer's internals until the visitor has
             # used its gradients; one barrier for all would keep what the visitor does
             # not use.
-            return barrier_on(platforms, (part, carry))[0]
+            return barrier_on(platforms, (part, cotangents.carry))[0]
 
-        return LayerCotangents(carry, apart(layer), apart(tuple(args)), apart(kwargs))
-
-
-def cotangent_leaves(
-    cotangent: PyTree, like: PyTree, mask: tuple[bool, ...], what: str, source: str
-) -> Arrays:
-    """The leaves of a cotangent that are in the mask, zeros for missing ones; checked
-    as below.
-    """
-    # Named arrays are leaves in the types; the checked cotangent has raw arrays there
-    types, structure = jtu.tree_flatten(like, is_leaf=is_named)
-    checked = checked_cotangent(cotangent, like, what, source)
-    leaves = []
-    for leaf, named_type, is_perturbed in zip(
-        structure.flatten_up_to(checked), types, mask, strict=True
-    ):
-        # A sweep takes no cotangents of leaves that depend on nothing differentiated
-        if is_perturbed:
-            type_ = raw_array(named_type)
-            zeros = leaf is None
-            leaves.append(jnp.zeros(type_.shape, type_.dtype) if zeros else leaf)
-    return leaves
-
-
-def checked_cotangent(
-    cotangent: PyTree, like: PyTree, what: str, source: str
-) -> PyTree:
-    """A cotangent of `like` with raw arrays as leaves, and None for missing ones.
-
-    `what` says in errors what it is the cotangent of, and `source` where it is from.
-    """
-    paths_and_types, structure = jtu.tree_flatten_with_path(like, is_leaf=is_named)
-    try:
-        leaves = (
-            [None] * len(paths_and_types)
-            if cotangent is None
-            else structure.flatten_up_to(cotangent)
-        )
-    except ValueError as error:
-        raise ValueError(
-            f"The cotangent of {what} {source} has another structure than {what}:"
-            f" {error}"
-        ) from None
-    checked = []
-    for (path, type_), leaf in zip(paths_and_types, leaves, strict=True):
-        where = f"{what}{jtu.keystr(path)}"
-        checked.append(_checked_leaf(where, type_, leaf, source))
-    return jtu.tree_unflatten(structure, checked)
-
-
-def _checked_leaf(where: str, type_: Any, leaf: Any, source: str) -> Any:
-    array = raw_array(leaf)
-    expected = raw_array(type_)
-    # Integers and keys have no cotangent; JAX gives zeros of dtype float0 as theirs.
-    if array is None or not is_differentiable(expected.dtype):
-        return None
-    if not eqx.is_array_like(array):
-        problem = f"The cotangent of {where} {source} is {describe(leaf)}"
-        raise TypeError(f"{problem}. Give an array, or None for zeros.")
-    array = jnp.asarray(array)
-    same_axes = getattr(leaf, "axes", None) == getattr(type_, "axes", None)
-    # With the same axes the error is about the arrays: their shapes or dtypes
-    pair = (array, expected) if same_axes else (leaf, type_)
-    actual, wanted = map(describe, pair)
-    if actual != wanted:
-        raise ValueError(
-            f"The cotangent of {where} {source} is {actual}, and {where} is"
-            f" {wanted}. Give it the same axes in the same order, and the same"
-            " shape and dtype."
-        )
-    return array
+        return LayerCotangents(cotangents.carry, *map(apart, cotangents[1:]))

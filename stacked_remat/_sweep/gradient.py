@@ -8,9 +8,10 @@ no gradient, and no product of a transpose.
 
 What a reverse sweep does at a layer, once it has the layer's input:
 
-    visit = pullback.visit(...)     LayerPullback -> LayerVisit; computes nothing yet
-    cts = visit.vjp()               `jax.vjp` of the layer, and the transpose
-    write_gradients                 adds cts.args to a sum, writes cts.layer to row i
+    visit = LeafVisit(pullback, ...)    computes nothing yet
+    visit.vjp()                         `jax.vjp` of the layer, and the transpose
+    write_gradients(visit, state)       adds what is of shared inputs to a sum, writes
+                                        the layer's own gradients to its row
 
 A pullback without `Residuals` runs the layer for that. With them, the part of the
 forward computation that the policy saves (`Kept`) has already run, in a replay or, for
@@ -113,51 +114,8 @@ class Residuals(NamedTuple):
         return any(type_.memory_space == jax.memory.Space.Host for type_ in self.types)
 
 
-class LayerCotangents(NamedTuple):
-    """What the `vjp` of a `LayerVisit` returns: None for leaves without a gradient.
-
-    To the default visitor it returns lists, of the perturbed leaves alone.
-    """
-
-    carry: PyTree  # of the layer's input
-    layer: PyTree  # of its weights, a tree like `LayerVisit.layer`
-    # Of its further arguments; of those that layers share, this layer's part.
-    args: tuple[PyTree, ...]
-    kwargs: dict[str, PyTree]  # of its keyword arguments
-
-
-@dataclass(frozen=True)
-class LayerVisit:
-    """One layer, as a visitor of the reverse sweep is given it.
-
-    Attributes:
-        layer_index: its index on the axis, whatever the policy: `blocks[layer_index]`.
-            An int32, or an int where the loop is unrolled.
-        layer: the layer.
-        carry: its input.
-        args: its further arguments: slices of those that are split, and the shared
-            ones.
-        kwargs: its keyword arguments.
-        cotangent: of its output carry; with `scan_vjp` a pair, of carry and output.
-        layer_state: its entry of the layers' state.
-        kind: the name of its kind, of a `StackedPattern`; `None` where layers are of
-            one kind.
-        vjp: `vjp()` gives the vector-Jacobian products with `cotangent`: a named tuple
-            of `carry`, `layer`, `args` and `kwargs`, trees like these with `None` for
-            leaves without a gradient. It costs one evaluation of the layer, unless all
-            its internals were saved, and its transpose; XLA removes what is not used.
-            Call it once: each call runs the layer again.
-    """
-
-    layer_index: Any
-    layer: PyTree
-    carry: PyTree
-    args: tuple[PyTree, ...]
-    kwargs: dict[str, PyTree]
-    cotangent: PyTree
-    layer_state: PyTree
-    kind: str | None
-    vjp: Callable[..., LayerCotangents]
+# Asks `with_refs` for a cotangent as a value; any leaf that is not a reference does.
+_VALUE = 0
 
 
 @dataclass(frozen=True)
@@ -268,49 +226,23 @@ class LayerPullback:
             pullback = jax.tree.unflatten(residuals.pullback, leaves)
         return self._transposed(pullback, cotangents, totals)
 
-    def visit(
-        self,
-        index: Index,
-        inputs: LayerInputs,
-        saved: Arrays,
-        cotangents: PyTree,
-        *,
-        apart: bool = False,
-    ) -> LayerVisit:
-        """A visit of a layer, with lists of arrays: `layer` its own, `args` what layers
-        share.
-
-        The further arguments as in `__call__`. `apart` is where the visitor writes to
-        the host: see `apart_from_transfers`.
-        """
-        shared, carry, x = inputs
-
-        def vjp(totals: Sequence[PyTree] = ()) -> LayerCotangents:
-            compute = functools.partial(self, inputs, saved, cotangents, totals)
-            of_shared, of_carry, of_x = (
-                apart_from_transfers(compute) if apart else compute()
-            )
-            return LayerCotangents(of_carry, of_x, (*of_shared,), {})
-
-        return LayerVisit(index, x, carry, (*shared,), {}, cotangents, None, None, vjp)
+    @property
+    def cotangent_types(self) -> tuple[list[Any], list[Any]]:
+        """The types of the cotangents of the perturbed leaves of carry and output."""
+        carries = self.kind.carries
+        types = [type_.to_ct_aval() for type_ in types_of(self.kind.jaxpr.outvars)]
+        of_carry = pick(types[:carries], self.perturbed.carry)
+        return of_carry, pick(types[carries:], self.perturbed.ys[self.kind.number])
 
     @property
     def jaxpr(self) -> ClosedJaxpr:
         """The product as a jaxpr of `(inputs, cotangents)`."""
-        jaxpr, carries = self.kind.jaxpr, self.kind.carries
-        inputs = self.kind.split(types_of(jaxpr.invars))
-        carry_vars = pick(jaxpr.outvars[:carries], self.perturbed.carry)
-        y_vars = pick(jaxpr.outvars[carries:], self.perturbed.ys[self.kind.number])
-        ct_types = []
-        for variables in (carry_vars, y_vars):
-            ct_types.append([var.aval.to_ct_aval() for var in variables])
+        inputs = self.kind.split(types_of(self.kind.jaxpr.invars))
 
-        def product(
-            shared: Arrays, carry: Carry, x: Arrays, carry_ct: Carry, y_ct: Arrays
-        ) -> LayerInputs:
-            return self((shared, carry, x), [], (carry_ct, y_ct))
+        def product(inputs: LayerInputs, cotangents: PyTree) -> LayerInputs:
+            return self(inputs, [], cotangents)
 
-        return jax.make_jaxpr(product)(*inputs, *ct_types)
+        return jax.make_jaxpr(product)(inputs, self.cotangent_types)
 
     def _transposed(
         self, pullback: Any, cotangents: PyTree, totals: Sequence[PyTree]
@@ -406,60 +338,93 @@ def _residuals(
     )
 
 
-# Asks `with_refs` for a cotangent as a value; any leaf that is not a reference does.
-_VALUE = 0
+class LeafVisit(NamedTuple):
+    """One layer, as a visitor of a sweep is given it, on lists of arrays."""
+
+    # The vector-Jacobian product of layers of its kind.
+    pullback: LayerPullback
+    # On the layers' axis; known where the loop is unrolled.
+    index: Index
+    # Its place in the stacks of its kind.
+    row: Index
+    # What goes into it: what layers share, its carry, and its own inputs.
+    inputs: LayerInputs
+    # Its residuals that are saved; [] if there are none.
+    saved: Arrays
+    # Of the perturbed leaves of its carry and of its output.
+    cotangents: tuple[Carry, Arrays]
+    # Whether the visitor writes to the host: see `apart_from_transfers`.
+    writes_to_host: bool
+
+    def vjp(self, totals: Sequence[PyTree] = ()) -> LayerInputs:
+        """The cotangents of the perturbed leaves of `inputs`. It runs the layer, unless
+        its residuals are saved. `totals` as of `LayerPullback`.
+        """
+        compute = functools.partial(
+            self.pullback, self.inputs, self.saved, self.cotangents, totals
+        )
+        return apart_from_transfers(compute) if self.writes_to_host else compute()
+
+
+class Gradients(NamedTuple):
+    """The gradients of the layers of a kind that were visited so far, of perturbed
+    leaves.
+    """
+
+    shared: Arrays  # of what layers share, summed
+    stacks: Arrays  # of their own inputs; zeros for layers that are still to visit
 
 
 def zero_gradients(
     perturbed: Perturbed, shared: Sequence[Arrays], xs: Sequence[Arrays]
-) -> list[Any]:
-    """The first state of `write_gradients`: of each kind a pair of lists of zeros, for
-    the perturbed leaves of what layers share, and of their own stacks.
-    """
+) -> list[Gradients]:
+    """The first state of `write_gradients`, for each kind."""
     state = []
     masks = zip(perturbed.shared, perturbed.xs, strict=True)
     for (shared_mask, x_mask), leaves, stacks in zip(masks, shared, xs, strict=True):
         of_shared = [*map(jnp.zeros_like, pick(leaves, shared_mask))]
         # In the memory of the stack: on the host for weights on the host.
-        state.append((of_shared, [*map(zeros_like, pick(stacks, x_mask))]))
+        of_stacks = [*map(zeros_like, pick(stacks, x_mask))]
+        state.append(Gradients(of_shared, of_stacks))
     return state
 
 
 def write_gradients(
-    perturbed: Perturbed, visit: LayerVisit, kind: Kind, row: Index, state: list[Any]
-) -> tuple[Carry, list[Any]]:
+    visit: LeafVisit, state: list[Gradients]
+) -> tuple[Carry, list[Gradients]]:
     """The default visitor: sums the gradients of shared inputs, and writes each layer's
     own in place.
 
     To those of stacks that layers take whole the gradients are added.
     """
-    number = kind.number
-    shared_sums, stacks = state[number]
-    is_whole = pick(kind.unsliced, perturbed.xs[number])
-    is_sliced = pick(kind.sliced, perturbed.xs[number])
+    kind = visit.pullback.kind
+    is_perturbed = visit.pullback.perturbed.xs[kind.number]
+    is_whole = pick(kind.unsliced, is_perturbed)
+    is_sliced = inverted(is_whole)
+    sums, stacks = state[kind.number]
     totals = scatter_leaves(pick(stacks, is_whole), is_whole)
-    carry_ct, x_ct, shared_ct, _ = visit.vjp(totals=totals)
-    entries = pick(x_ct, is_sliced)
+    shared_ct, carry_ct, x_ct = visit.vjp(totals)
     # Without the barrier XLA for TPUs holds a layer's internals until its gradients are
     # in their stacks.
-    entries = barrier_on(("tpu",), entries)
-    shared_sums = [*map(lax.add, shared_sums, shared_ct)]
-    written = write(pick(stacks, is_sliced), row, entries)
-    of_kind = shared_sums, merge(x_ct, written, is_sliced)
-    return carry_ct, [*state[:number], of_kind, *state[number + 1 :]]
+    entries = barrier_on(("tpu",), pick(x_ct, is_sliced))
+    sums = [*map(lax.add, sums, shared_ct)]
+    written = write(pick(stacks, is_sliced), visit.row, entries)
+    state = [*state]
+    state[kind.number] = Gradients(sums, merge(x_ct, written, is_sliced))
+    return carry_ct, state
 
 
 def write_tangents(
-    perturbed: Perturbed, visit: LayerVisit, *at: Any
-) -> tuple[Carry, list[Any]]:
+    visit: LeafVisit, state: list[Gradients]
+) -> tuple[Carry, list[Gradients]]:
     """`write_gradients` for derivatives of the gradients, whose own values nothing
     reads.
 
     A loop of JAX's forward mode carries values and tangents together. A value that
     stays as it is passes through the loop, and XLA removes it.
     """
-    carry_ct, new = write_gradients(perturbed, visit, *at)
-    return carry_ct, _unread(at[-1], new)
+    carry_ct, new = write_gradients(visit, state)
+    return carry_ct, _unread(state, new)
 
 
 @jax.custom_jvp

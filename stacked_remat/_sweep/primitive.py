@@ -59,42 +59,36 @@ from .rules import (
 )
 from .slots import Arrays, Carry, Checkpoints, Mask, OfKinds, inverted, types_of
 from .spec import SweepSpec
-from .trace import TracedLayer, has_refs, kinds_of, weak_as, without_passed_on
+from .trace import TracedLayers, has_refs, weak_as, without_passed_on
 
 
 def run_layers(
-    traced: Sequence[TracedLayer],
-    unsliced: Sequence[Sequence[bool]],
-    init: Sequence[PyTree],
+    traced: TracedLayers,
+    spec: SweepSpec,
+    plain: Checkpoint | None,
+    init: Carry,
     stacks: OfKinds,
-    *,
-    plain: Checkpoint | None = None,
-    **fields: Any,
 ) -> tuple[Any, list[PyTree]]:
     """Run traced layers of each kind from one first carry.
 
     Args:
-        traced: the layer of each kind.
-        unsliced: for each kind, which of its stacks a layer takes whole.
+        traced: the layers.
+        spec: the sweep over them.
+        plain: a checkpoint of each layer, for a plain scan; None for a sweep.
         init: the leaves of the first carry.
         stacks: the layers' own inputs.
-        plain: a checkpoint of each layer, for a plain scan; None for a sweep.
-        **fields: the other fields of the `SweepSpec`.
 
     Returns:
         The last carry and a list of the outputs of each kind, as trees.
     """
-    carry_tree = traced[0].carry_tree
-    traced = [layer._replace(init=[*init]) for layer in traced]
-    traced, passed_on = without_passed_on(traced)
-    spec = SweepSpec(kinds_of(traced, unsliced), **fields)
-    shared = [layer.shared for layer in traced]
+    layers, passed_on = without_passed_on(traced._replace(init=[*init]))
+    spec = replace(spec, kinds=layers.kinds)
     scanned = sweep_of if plain is None else functools.partial(plain_scan, plain)
-    carry, ys = scanned(spec, traced[0].init, stacks, shared)
+    carry, ys = scanned(spec, layers.init, stacks, layers.shared)
     carry = [*map(weak_as, carry, spec.carry_types)]
-    outputs = [layer.output(y) for layer, y in zip(traced, ys, strict=True)]
+    outputs = [*map(layers.output, layers.kinds, ys)]
     carry = merge(init, carry, inverted(passed_on))
-    return jax.tree.unflatten(carry_tree, carry), outputs
+    return jax.tree.unflatten(layers.carry_tree, carry), outputs
 
 
 class Sweep(Differentiable):

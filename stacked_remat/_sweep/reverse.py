@@ -35,7 +35,6 @@ axis. Called by `primitive.py` for gradients and by `_scan/sweep_back.py` for a 
 visitor.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
@@ -51,6 +50,7 @@ from .._schedule import Run, Schedule
 from .._static import PyTree
 from .gradient import (
     LayerPullback,
+    LeafVisit,
     Perturbed,
     merge,
     pick,
@@ -74,10 +74,9 @@ from .slots import (
 from .spec import SweepSpec
 from .store import Index, read, read_before_writes, settle, write
 
-# Called for every layer, from the last to the first, with a `LayerVisit`, its kind, its
-# row in the stacks of that kind, and the visitor's state. Returns the cotangents of the
-# perturbed leaves of the layer's input carry, and the state.
-LeafVisitor: TypeAlias = Callable[[Any, Kind, Index, Any], tuple[Carry, PyTree]]
+# Called for every layer, from the last to the first, with the visitor's state. Returns
+# the cotangents of the perturbed leaves of the layer's input carry, and the state.
+LeafVisitor: TypeAlias = Callable[[LeafVisit, Any], tuple[Carry, PyTree]]
 
 
 def pull_back(
@@ -94,8 +93,8 @@ def pull_back(
     `carry_ct` has the cotangents of the perturbed leaves of the last carry, `ys_ct`
     those of the perturbed outputs, stacked over the layers of each kind.
     """
-    write_visit = write_tangents if spec.kinds[0].in_forward_mode else write_gradients
-    visitor = functools.partial(write_visit, perturbed)
+    in_forward_mode = spec.kinds[0].in_forward_mode
+    visitor = write_tangents if in_forward_mode else write_gradients
     carry_ct, gradients = sweep_back(
         spec,
         perturbed,
@@ -262,14 +261,16 @@ class _Layers:
                 carry, cotangents = barrier_on(("cuda",), (carry, cotangents))
             index = spec.layer_index(number)
             x = spec.inputs(kind, self.xs_in(state), row, fetched)
-            visit = self.pullbacks[kind.number].visit(
+            visit = LeafVisit(
+                self.pullbacks[kind.number],
                 index,
+                row,
                 (self.shared[kind.number], carry, x),
                 residuals,
                 cotangents,
-                apart=has_host_arrays(state),
+                writes_to_host=has_host_arrays(state),
             )
-            return self.visitor(visit, kind, row, state)
+            return self.visitor(visit, state)
 
         return spec.at(number, run, loop, [self.numbers])
 

@@ -55,6 +55,7 @@ from .store import (
     Index,
     at_least_one,
     empty_stack,
+    entry_types,
     on_all_devices,
     read_ahead,
     read_layer,
@@ -363,21 +364,13 @@ class SweepSpec:
         return pullbacks
 
     def input_types(self, xs: OfKinds, shared: OfKinds) -> list[LayerTypes]:
-        """The types of the inputs of a layer of each kind.
-
-        By types alone, so that the forward and the reverse sweep find the same
-        residuals.
+        """The types of the inputs of a layer of each kind, also of one without layers:
+        all kinds are traced.
         """
         types = []
         for kind in self.kinds:
-            stacks = xs[kind.number]
-
-            # Of a kind without layers too: all kinds are traced.
-            def own_inputs(kind: Kind = kind, stacks: Arrays = stacks) -> Arrays:
-                return read_layer([*map(at_least_one, stacks)], 0, kind.unsliced)
-
             shared_types = tuple(map(jax.typeof, shared[kind.number]))
-            x_types = tuple(jax.eval_shape(own_inputs))
+            x_types = tuple(entry_types(xs[kind.number], kind.unsliced))
             types.append((shared_types, tuple(self.carry_types), x_types))
         return types
 

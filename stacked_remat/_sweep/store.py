@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.core import ShapedArray
-from jax.extend.core import unmapped_aval
+from jax.extend.core import mapped_aval, unmapped_aval
 from jaxtyping import Array
 
 from .._barriers import barrier_on
@@ -202,6 +202,18 @@ def read_layer(
         )
 
     return [part(place, stack) for place, stack in enumerate(stacks)]
+
+
+def entry_types(stacks: list[Array], unsliced: Sequence[bool]) -> list[ShapedArray]:
+    """The types of what `read_layer` returns; of stacks without layers too."""
+    types = []
+    for stack, is_whole in zip(stacks, unsliced, strict=True):
+        if is_whole:
+            types.append(jax.typeof(at_least_one(stack)))
+        else:
+            entry = mapped_aval(stack.shape[0], 0, jax.typeof(stack))
+            types.append(entry.update(memory_space=jax.memory.Space.Device))
+    return types
 
 
 def read_ahead(

@@ -3,9 +3,8 @@ checked.
 
 A sweep needs a layer as data: to find what its derivative reads, to run it in loops of
 its own, to compare programs. `_scan/layers.py` has flattened stacks and what layers
-share to lists of arrays (`UntracedLayer`); here the layer becomes a jaxpr
-`(shared, carry, x) -> (carry, y)` (`TracedLayer`), from which `kinds_of` makes the
-kinds of a `SweepSpec`.
+share to lists of arrays; here the layer of each kind becomes a jaxpr
+`(shared, carry, x) -> (carry, y)`, that of a `Kind`.
 
 The type of a carry must be the same before and after a layer. As in `lax.scan`, a first
 carry of a weak type (a Python number) takes the dtype that the layer returns; within
@@ -13,14 +12,16 @@ carry of a weak type (a Python number) takes the dtype that the layer returns; w
 varies over. So a layer is traced again until its carry stays as it is.
 """
 
+import operator
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import Jaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.extend.core.primitives import convert_element_type_p
 from jax.interpreters.partial_eval import dce_jaxpr
 from jaxtyping import Array
@@ -30,118 +31,100 @@ from .._compat import ordered_effects, without_constants
 from .._static import PyTree
 from .gradient import pick
 from .kinds import Kind
-from .slots import Arrays, Carry, inverted, types_of
-from .store import at_least_one, read_layer, varying_as
+from .slots import Arrays, Carry, OfKinds, inverted, types_of
+from .store import entry_types, varying_as
 
 
-class TracedLayer(NamedTuple):
-    """A layer's jaxpr on leaves."""
+class TracedLayers(NamedTuple):
+    """The layers of a loop as jaxprs, and what goes into them beside their own inputs.
 
-    # `(shared, carry, x) -> (carry, y)`, without constants.
-    jaxpr: Jaxpr
-    # The leaves of the first carry, of the types of the layer's result.
+    Lists have an entry for each kind.
+    """
+
+    # A layer of each kind.
+    kinds: tuple[Kind, ...]
+    # The leaves of the first carry, of the types of the layers' results.
     init: Carry
-    # What all layers share: what the layer closes over, its shared arguments, and
-    # leaves of the carry that no layer changes.
-    shared: Arrays
-    # How many of `shared` it closes over.
-    constants: int
+    # What the layers share: what a layer closes over, its shared arguments, and leaves
+    # of the carry that no layer changes.
+    shared: OfKinds
     # The structure of the carry.
     carry_tree: Any
-    # That of a pair: the arrays of the output, and a `Static` with the rest of it.
-    y_tree: Any
+    # That of an output: a pair of its arrays and a `Static` with the rest of it.
+    y_trees: list[Any]
 
-    def output(self, leaves: Any) -> PyTree:
-        """The output with these arrays, and with what is no array in it."""
-        types = types_of(self.jaxpr.outvars[len(self.init) :])
-        arrays, rest = jax.tree.unflatten(self.y_tree, map(weak_as, leaves, types))
+    def output(self, kind: Kind, leaves: Any) -> PyTree:
+        """The output of a kind with these arrays, and with what is no array in it."""
+        tree = self.y_trees[kind.number]
+        arrays, rest = jax.tree.unflatten(tree, map(weak_as, leaves, kind.output_types))
         return eqx.combine(arrays, rest.value)
-
-    @property
-    def output_tree(self) -> Any:
-        """The structure of the arrays of an output, which any leaves have."""
-        return jax.tree.structure(
-            jax.tree.unflatten(self.y_tree, range(self.y_tree.num_leaves))[0]
-        )
-
-
-class UntracedLayer(NamedTuple):
-    """A layer before its trace: carry and output are trees, the rest lists."""
-
-    # `body(shared, carry, x) -> (carry, y)`.
-    body: Callable[[Arrays, Any, Any], tuple[PyTree, PyTree]]
-    # Leaves of what all layers share.
-    shared: Arrays
-    # The layers' own inputs, stacked over the layers of this kind; `x` is a tree like
-    # it.
-    stacks: PyTree
-    # Which leaves of `stacks` a layer takes whole.
-    unsliced: Sequence[bool]
 
 
 def trace_layers(
-    layers: Sequence[UntracedLayer],
+    bodies: Sequence[Callable[[Arrays, Any, Arrays], tuple[PyTree, PyTree]]],
     init: PyTree,
+    stacks: OfKinds,
+    shared: OfKinds,
+    unsliced: Sequence[Sequence[bool]],
     *,
     offloads: bool,
     replays: bool = True,
-) -> list[TracedLayer]:
+) -> TracedLayers:
     """Trace a layer of each kind, all with one type of carry.
 
     Args:
-        layers: one of each kind.
-        init: the first carry.
+        bodies: a layer of each kind, `body(shared, carry, x) -> (carry, y)`, where the
+            carry and the output are trees.
+        init: the first carry, a tree.
+        stacks: the layers' own inputs, for each kind.
+        shared: what all layers are given, for each kind.
+        unsliced: for each kind, which of its stacks a layer takes whole.
         offloads: whether the program uses host memory, which excludes ordered effects.
         replays: whether a sweep runs the layers again, which excludes references that
             they close over.
     """
     init = jax.tree.map(jnp.asarray, init)
     while True:
-        traced, before = [], init
-        for layer in layers:
-            new = _trace(layer, init)
-            closed_over = new.shared if replays else ()
-            check_effects(new.jaxpr, closed_over, offloads=offloads)
-            types = types_of(new.jaxpr.outvars)
-            leaves = [*map(_as_type, jax.tree.leaves(init), types)]
-            init = jax.tree.unflatten(new.carry_tree, leaves)
-            shared = [*new.shared, *layer.shared]
-            traced.append(new._replace(init=leaves, shared=shared))
+        kinds, all_shared, y_trees, before = [], [], [], init
+        for body, of_kind, arguments, is_whole in zip(
+            bodies, stacks, shared, unsliced, strict=True
+        ):
+            closed, y_tree, init = _trace(body, init, of_kind, arguments, is_whole)
+            jaxpr, constants = without_constants(closed)
+            check_effects(jaxpr, constants if replays else (), offloads=offloads)
+            leaves, carry_tree = jax.tree.flatten(init)
+            leaves = [*map(_as_type, leaves, types_of(jaxpr.outvars))]
+            init = jax.tree.unflatten(carry_tree, leaves)
+            kinds.append(Kind(len(kinds), jaxpr, len(leaves), tuple(is_whole)))
+            all_shared.append([*constants, *arguments])
+            y_trees.append(y_tree)
         # Kinds take turns: one may change what another has been traced for.
-        if len(traced) == 1 or _same_types(before, init):
-            return traced
+        if len(kinds) == 1 or _same_types(before, init):
+            return TracedLayers(tuple(kinds), leaves, all_shared, carry_tree, y_trees)
 
 
-def _trace(layer: UntracedLayer, init: PyTree) -> TracedLayer:
-    """Trace a layer; it has no `init` yet, and shares only what it closes over."""
-    stacks, tree = jax.tree.flatten(layer.stacks)
-    # By types alone, and of a stack without layers too.
-    entries = jax.eval_shape(
-        lambda: read_layer([*map(at_least_one, stacks)], 0, layer.unsliced)
-    )
-    x = jax.tree.unflatten(tree, entries)
+def _trace(
+    body: Callable, init: PyTree, stacks: Arrays, shared: Arrays, unsliced: Any
+) -> tuple[ClosedJaxpr, Any, PyTree]:
+    """Trace a layer until its carry stays as it is: its jaxpr, the structure of its
+    output, and the first carry.
+    """
+    x = entry_types(stacks, unsliced)
     while True:
-        trace = jax.make_jaxpr(layer.body, return_shape=True)
-        closed, (carry, y) = trace(layer.shared, init, x)
-        settled = _settled(layer, x, init, closed.out_avals, carry)
+        closed, (carry, y) = jax.make_jaxpr(body, return_shape=True)(shared, init, x)
+        settled = _settled(body, (shared, init, x), closed.out_avals, carry)
         if settled is init:
-            break
+            return closed, jax.tree.structure(y), init
         init = settled
-    jaxpr, constants = without_constants(closed)
-    trees = jax.tree.structure(carry), jax.tree.structure(y)
-    return TracedLayer(jaxpr, [], constants, len(constants), *trees)
 
 
 def _settled(
-    layer: UntracedLayer,
-    x: PyTree,
-    init: PyTree,
-    out_types: Sequence[PyTree],
-    carry: PyTree,
+    body: Callable, inputs: Any, out_types: Sequence[PyTree], carry: PyTree
 ) -> PyTree:
-    """The first carry with types that a layer returns for it; `init` itself if it has
-    those of `carry`.
+    """The first carry, the second of `inputs`, with types that a layer returns for it;
+    itself if it has those of `carry`.
     """
+    shared, init, x = inputs
     leaves, tree = jax.tree.flatten(init)
     varying = [*map(varying_as, leaves, out_types)]
     if any(new is not old for new, old in zip(varying, leaves, strict=True)):
@@ -154,9 +137,9 @@ def _settled(
     # lax.scan settles weakly typed carries, and has the error messages for the other
     # cases.
     def scanned(shared: Arrays, init: PyTree, x: PyTree) -> PyTree:
-        return lax.scan(lambda carry, _: layer.body(shared, carry, x), init, length=2)
+        return lax.scan(lambda carry, _: body(shared, carry, x), init, length=2)
 
-    carry, _ = jax.eval_shape(scanned, layer.shared, init, x)
+    carry, _ = jax.eval_shape(scanned, shared, init, x)
     settled = jax.tree.map(_of_dtype, init, carry)
     return init if _same_types(settled, init) else settled
 
@@ -170,54 +153,38 @@ def _of_dtype(leaf: Array, like: Any) -> Array:
     )
 
 
-def kinds_of(
-    traced: Sequence[TracedLayer], unsliced: Sequence[Sequence[bool]]
-) -> tuple[Kind, ...]:
-    """The kinds that these are layers of."""
-    kinds = []
-    for layer, is_whole in zip(traced, unsliced, strict=True):
-        kinds.append(Kind(len(kinds), layer.jaxpr, len(layer.init), tuple(is_whole)))
-    return tuple(kinds)
-
-
-def without_passed_on(
-    traced: Sequence[TracedLayer],
-) -> tuple[list[TracedLayer], list[bool]]:
+def without_passed_on(traced: TracedLayers) -> tuple[TracedLayers, list[bool]]:
     """Layers that share the leaves of the carry that none of them changes; which leaves
     these are.
 
     A leaf that every layer returns as it is has one value for all layers. Shared, it
     takes no slot, and is no loop carry that XLA might copy.
     """
-    carries = len(traced[0].init)
-    passed_on = [True] * carries
-    for layer in traced:
-        sources = forwarded_inputs(layer.jaxpr)
-        for place in range(carries):
-            passed_on[place] &= sources[place] == len(layer.shared) + place
+    passed_on = [True] * len(traced.init)
+    for kind in traced.kinds:
+        _, carry_places, _ = kind.split(range(len(kind.jaxpr.invars)))
+        carry_sources = forwarded_inputs(kind.jaxpr)[: kind.carries]
+        stays = map(operator.eq, carry_sources, carry_places)
+        passed_on = [*map(operator.and_, passed_on, stays)]
     if not any(passed_on):
-        return list(traced), passed_on
+        return traced, passed_on
     is_changed = inverted(passed_on)
-    new_layers = []
-    for layer in traced:
-        first, last = len(layer.shared), len(layer.shared) + carries
-        is_output = [True] * (len(layer.jaxpr.outvars) - carries)
-        jaxpr, _ = dce_jaxpr(layer.jaxpr, is_changed + is_output, instantiate=True)
-        carry = jaxpr.invars[first:last]
+    values = pick(traced.init, passed_on)
+    kinds = []
+    for kind in traced.kinds:
+        is_kept = [*is_changed, *[True] * len(kind.output_types)]
+        jaxpr, _ = dce_jaxpr(kind.jaxpr, is_kept, instantiate=True)
+        shared, carry, x = kind.split(jaxpr.invars)
         # These inputs move from the carry to the end of what is shared.
-        inputs = [
-            *jaxpr.invars[:first],
-            *pick(carry, passed_on),
-            *pick(carry, is_changed),
-            *jaxpr.invars[last:],
-        ]
-        layer = layer._replace(
-            jaxpr=jaxpr.replace(invars=inputs),
-            init=pick(layer.init, is_changed),
-            shared=[*layer.shared, *pick(layer.init, passed_on)],
-        )
-        new_layers.append(layer)
-    return new_layers, passed_on
+        inputs = [*shared, *pick(carry, passed_on), *pick(carry, is_changed), *x]
+        jaxpr = jaxpr.replace(invars=inputs)
+        kinds.append(replace(kind, jaxpr=jaxpr, carries=sum(is_changed)))
+    traced = traced._replace(
+        kinds=tuple(kinds),
+        init=pick(traced.init, is_changed),
+        shared=[[*of_kind, *values] for of_kind in traced.shared],
+    )
+    return traced, passed_on
 
 
 def weak_as(leaf: Array, like: Any) -> Array:
@@ -245,17 +212,15 @@ def _same_types(init: PyTree, carry: PyTree, *, weak: bool = True) -> bool:
     """Whether two carries have one structure, and the same shapes, dtypes and, with
     `weak`, weak types.
     """
-
-    def types(tree: PyTree) -> list[PyTree]:
-        leaf_types = []
-        for leaf in jax.tree.leaves(tree):
-            is_weak = weak and getattr(leaf, "weak_type", False)
-            leaf_types.append((leaf.shape, leaf.dtype, is_weak))
-        return leaf_types
-
     if jax.tree.structure(init) != jax.tree.structure(carry):
         return False
-    return types(init) == types(carry)
+    for old, new in zip(jax.tree.leaves(init), jax.tree.leaves(carry), strict=True):
+        if (old.shape, old.dtype) != (new.shape, new.dtype):
+            return False
+        # Of keys only the type says that they are not weak
+        if weak and jax.typeof(old).weak_type != jax.typeof(new).weak_type:
+            return False
+    return True
 
 
 def has_refs(arrays: PyTree) -> bool:

@@ -462,7 +462,8 @@ def visitor(program: Program, inputs: dict[str, Any]) -> Any:
     )
 
     def visit(visit: sr.LayerVisit, order: Any) -> sr.LayerResult:
-        carry, layer, args, _ = visit.vjp()
+        cotangents = jax.tree.map(jnp.add, sweep_back.zeros(), visit.vjp())
+        carry, layer, args, _ = cotangents
         new = eqx.filter((layer.weights, layer.table), eqx.is_inexact_array)
         order = order[0].at[order[1]].set(visit.layer_index), order[1] + 1
         return sr.LayerResult(carry, args=args, state=order, layer_state=new)

@@ -32,13 +32,9 @@ import jax.core
 import jax.extend.core
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import hijax
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 from jax.extend.core.primitives import device_put_p
 from jax.interpreters import ad
-
-# Primitives as classes: `VJPHiPrimitive` before JAX 0.12.
-HiPrim: Any = getattr(hijax, "HiPrim", None) or getattr(hijax, "VJPHiPrimitive")  # noqa: B009
 
 
 def cluster_size() -> int | None:
@@ -336,12 +332,6 @@ def _zeros(aval: Any) -> Any:
 
 
 jax._src.ad_util.aval_zeros_likers[jax.core.ShapedArray] = _zeros
-# JAX 0.10 can't lower what its scans make of hijax in `jax.checkpoint`.
-if jax.__version_info__ < (0, 12):
-    _closed_call: Any = jax._src.core.closed_call_p
-    _closed_call.to_lojax = lambda *args, call_jaxpr, **_: jax.extend.core.jaxpr_as_fun(
-        call_jaxpr
-    )(*args)
 # Haliax's products call it, and JAX 0.11 has none. A symbolic dimension of `jax.export`
 # is no int.
 jax.core.is_constant_dim = lambda dimension: isinstance(dimension, int)  # pyright: ignore[reportAttributeAccessIssue]

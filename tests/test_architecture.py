@@ -25,7 +25,7 @@ CORE = "compat base schedule placement remat policy sweep scan stacks"
 # stacked_remat/__init__.py.
 LAYERS = {
     "compat": ("_compat", ""),
-    "base": ("_activity _files _messages _noted _static _trips", "compat"),
+    "base": ("_activity _files _hijax _messages _noted _static _trips", "compat"),
     "schedule": ("_schedule", "base"),
     "placement": ("_barriers _placement", "compat base"),
     "remat": ("_remat", "compat base schedule"),
@@ -44,6 +44,9 @@ LAYERS = {
     "memory": ("memory", CORE + " ops public"),
     "training": ("training", CORE + " fused ghost ops streaming memory public"),
 }
+
+# Modules of the library that may use private names of JAX and Haliax.
+MAY_USE_PRIVATE_NAMES = {"_compat", "_hijax"}
 
 # What a package of models/ may import from models/ beside itself; the other files there
 # may import all of it.
@@ -266,7 +269,7 @@ def slow_packages_are_imported_where_they_are_used(source: Source) -> Iterator[s
 
 
 def private_jax_and_haliax_stay_in_compat(source: Source) -> Iterator[str]:
-    if source.unit in (None, "_compat"):
+    if source.unit in (None, *MAY_USE_PRIVATE_NAMES):
         return
     for name, line in _imports(source, source.nodes):
         parts = name.split(".")

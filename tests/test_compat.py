@@ -1,8 +1,11 @@
-"""`stacked_remat._compat`: what a version of JAX lacks is there."""
+"""`stacked_remat._compat` and `_hijax`: what a version of JAX lacks is there."""
+
+import operator
 
 import jax
 import jax.core
 import jax.numpy as jnp
+import pytest
 
 from stacked_remat import ScanCheckpointPolicy, checkpoint_name, fold, tiled
 
@@ -14,8 +17,20 @@ def test_haliax_finds_constant_dimensions():
     assert [*map(jax.core.is_constant_dim, (3, symbolic))] == [True, False]  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def test_a_sweep_lies_in_a_scan_of_a_checkpoint():
-    run = fold(lambda carry, weight: carry * weight, 3, remat="nested")
+def _with_reference(carry, weight):
+    reference = jax.new_ref(carry)
+    reference[...] *= weight
+    return reference[...]
+
+
+def _with_callback(carry, weight):
+    jax.debug.callback(lambda _: None, carry)
+    return carry * weight
+
+
+@pytest.mark.parametrize("layer", [operator.mul, _with_reference, _with_callback])
+def test_a_sweep_lies_in_a_scan_of_a_checkpoint(layer):
+    run = fold(layer, 3, remat="nested")
     twice = jax.checkpoint(
         lambda x: jax.lax.scan(
             lambda carry, _: (run(carry, jnp.arange(2.0, 5)), None), x, None, 2

@@ -115,6 +115,7 @@ class Sweep(Differentiable):
         # `super().__init__` makes parameters attributes, and JAX compares by them.
         self.params = {"spec": spec}
         self.effects = frozenset().union(*(kind.jaxpr.effects for kind in spec.kinds))
+        self.programs = tuple(kind.jaxpr for kind in spec.kinds)
         super().__init__()
 
     def expand(self, init: Carry, xs: OfKinds, shared: OfKinds) -> PyTree:
@@ -163,8 +164,8 @@ class Sweep(Differentiable):
     def vjp_fwd(
         self, nonzero: PyTree, init: Carry, xs: PyTree, shared: PyTree
     ) -> PyTree:
-        """The results, and what `vjp_bwd` needs: checkpoints, all inputs but the carry,
-        and how the reverse sweep is to read them.
+        """The results, and what `vjp_bwd_retval` needs: checkpoints, all inputs but the
+        carry, and how the reverse sweep is to read them.
         """
         mask = self._nonzero(self.in_tree.flatten_up_to(nonzero))
         perturbed = self._perturbed(mask)
@@ -174,7 +175,7 @@ class Sweep(Differentiable):
         how = Static((mask, spec, perturbed))
         return (carry, self._weak(ys)), (checkpoints, xs, shared, how)
 
-    def vjp_bwd(self, residuals: PyTree, cotangents: PyTree, *sums: PyTree) -> None:
+    def vjp_bwd_retval(self, residuals: PyTree, cotangents: PyTree) -> PyTree:
         *kept, how = residuals
         nonzero, spec, kept_for = how.value
         has_ct = self._has_cotangent(cotangents)
@@ -187,7 +188,7 @@ class Sweep(Differentiable):
         carry_ct = as_arrays(pick(carry_ct, perturbed.carry))
         ys_ct = [*map(as_arrays, map(pick, ys_ct, perturbed.ys))]
         input_cts = sweep_backward(spec, perturbed, *kept, carry_ct, ys_ct)
-        self._add(input_cts, sums, nonzero)
+        return self._like_inputs(input_cts, nonzero)
 
     def _has_cotangent(self, cotangents: PyTree) -> Mask:
         leaves = self.out_tree.flatten_up_to(cotangents)
@@ -329,7 +330,8 @@ class Rule(Differentiable):
     def __init__(self, fn: Bound, reference: Bound, *args: PyTree) -> None:
         self._program = jitted(fn)
         self.in_avals = jax.tree.map(jax.typeof, args)
-        self.out_aval, self.effects = _results(fn, *args)
+        self.out_aval, traced = _results(fn, *args)
+        self.effects, self.programs = traced.effects, (traced.jaxpr,)
         self.params = {"fn": fn, "reference": reference}
         super().__init__()
 
@@ -371,15 +373,6 @@ class Rule(Differentiable):
         return tangents_by(fn, self.reference, nonzero, active, primals, tangents)
 
 
-def _results(fn: Bound, *args: PyTree) -> tuple[PyTree, Any]:
-    """The types of what a function returns, and its effects."""
-    traced = jitted(fn).trace(*args)
-    return (
-        jax.tree.unflatten(traced.out_tree, traced.jaxpr.out_avals),
-        traced.jaxpr.effects,
-    )
-
-
 def tangents_by(
     fn: Callable,
     reference: Callable,
@@ -412,6 +405,13 @@ def _for_tangents(fn: Bound) -> Bound:
     if fn.fn in (forward, pull_back):
         return replace(fn, bound=(for_forward_mode(first), *rest))
     return fn
+
+
+def _results(fn: Bound, *args: PyTree) -> tuple[PyTree, ClosedJaxpr]:
+    """The types of what a function returns, and its jaxpr."""
+    traced = jitted(fn).trace(*args)
+    types = jax.tree.unflatten(traced.out_tree, traced.jaxpr.out_avals)
+    return types, traced.jaxpr
 
 
 def _by_rule(

@@ -33,6 +33,7 @@ from jax.extend.core import Literal, jaxprs_in_params
 from jax.interpreters import partial_eval
 
 from .._activity import active_carry, active_variables, bytes_of, expansion, is_in
+from .._hijax import primitive_of
 from .._placement import platform
 from .._static import PyTree
 from .._trips import branches_in, products_in, trips_in
@@ -201,7 +202,7 @@ class _Counter:
         """The jaxpr that an equation calls with its own operands; None for any other
         equation.
         """
-        if eqn.primitive.name == "call_hi_primitive":  # of `jax.experimental.hijax`
+        if primitive_of(eqn) is not None:
             return self._expansion(eqn, tuple(out in used for out in eqn.outvars))
         # Calls, checkpoints and custom rules, whose parameters differ in name. One with
         # another number of inputs is no call of the operands.
@@ -352,7 +353,7 @@ def _expansion(eqn: Any, is_used: tuple[bool, ...]) -> Any:
     What only that result needs is dead code then, as it is for XLA: the dead code of
     the caller's jaxpr cannot be removed within a primitive that is not expanded yet.
     """
-    primitive = eqn.params["_prim"]
+    primitive = primitive_of(eqn)
 
     def expand(*operands: PyTree) -> PyTree:
         results = primitive.out_tree.flatten_up_to(primitive.expand(*operands))

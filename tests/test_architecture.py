@@ -46,7 +46,11 @@ LAYERS = {
 }
 
 # Modules of the library that may use private names of JAX and Haliax.
-MAY_USE_PRIVATE_NAMES = {"_compat", "_hijax"}
+MAY_USE_PRIVATE_NAMES = (
+    "stacked_remat/_compat.py",
+    "stacked_remat/_hijax.py",
+    "stacked_remat/ops/_cudnn.py",
+)
 
 # What a package of models/ may import from models/ beside itself; the other files there
 # may import all of it.
@@ -254,7 +258,7 @@ def only_optional_dependencies_are_imported_inside_functions(
     ):
         first = name.split(".")[0]
         optional = (
-            name.startswith("jax.experimental.")
+            name.startswith(("jax.experimental.", "jax._src."))
             or first not in THIRD_PARTY | sys.stdlib_module_names
         )
         if not optional or first == "stacked_remat":
@@ -269,7 +273,7 @@ def slow_packages_are_imported_where_they_are_used(source: Source) -> Iterator[s
 
 
 def private_jax_and_haliax_stay_in_compat(source: Source) -> Iterator[str]:
-    if source.unit in (None, *MAY_USE_PRIVATE_NAMES):
+    if source.unit is None or source.path in MAY_USE_PRIVATE_NAMES:
         return
     for name, line in _imports(source, source.nodes):
         parts = name.split(".")

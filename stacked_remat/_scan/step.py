@@ -25,7 +25,6 @@ from jax import lax
 from jaxtyping import Array
 
 from .._checkpoint import saving_internals
-from .._compat import is_concrete
 from .._messages import shortened
 from .._static import PyTree, Static
 from .arguments import Caller, signature_error
@@ -144,7 +143,10 @@ class Call:
         """Whether it is known that no step is left."""
         if self.until is None:
             return False
-        return is_concrete(carry.done) and bool(carry.done)
+        try:
+            return bool(carry.done)
+        except jax.errors.ConcretizationTypeError:
+            return False
 
     def last(self, carry: PyTree) -> PyTree:
         """The user's carry, from what comes out of a step."""

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from jax.ad_checkpoint import checkpoint_name
 
-from .._compat import cudnn_attention, cudnn_attention_gradients, cudnn_is_installed
 from ._attention_blockwise import BLOCKWISE
 from ._attention_rule import (
     Attended,
@@ -24,6 +23,7 @@ from ._attention_rule import (
 )
 from ._attention_splash import splash_block_size, splash_kernel
 from ._backends import HALVES, Backend, Call
+from ._cudnn import cudnn_attention, cudnn_attention_gradients, cudnn_is_installed
 from ._tokamax import ATTENTION, why_not_tokamax
 
 

@@ -18,7 +18,6 @@ import haliax.partitioning
 import jax
 import jax.core
 from jax import lax
-from jax._src.ad_util import aval_zeros_likers
 from jax._src.clusters import ClusterEnv
 from jax._src.config import trace_context as jax_trace_context
 from jax._src.core import NamedAxisEffect
@@ -243,19 +242,6 @@ def made_on_host(type_: Any, make: Callable[[Any], Any]) -> Any:
     )[1]
 
 
-_zeros_like_aval = aval_zeros_likers[jax.core.ShapedArray]
-
-
-def _zeros(aval: Any) -> Any:
-    """Zero tangents and cotangents of arrays on the host are made there, where they
-    have their type.
-    """
-    if aval.memory_space != jax.memory.Space.Host or aval.dtype == jax.dtypes.float0:
-        return _zeros_like_aval(aval)
-    return made_on_host(aval, _zeros_like_aval)
-
-
-aval_zeros_likers[jax.core.ShapedArray] = _zeros
 # Haliax's products call it, and JAX has none since 0.11. A symbolic dimension of
 # `jax.export` is no int.
 if jax.__version_info__ >= (0, 11):

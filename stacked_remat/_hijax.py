@@ -41,7 +41,7 @@ class LowPrimitive(HiPrim):
         expand(*args)                               what it computes
         jvp, lin and linearized                     forward mode
         vjp_fwd(nonzero, *args)                     results and residuals
-        vjp_bwd_retval(residuals, cotangents)       the cotangents of `args`
+        input_cotangents(residuals, cotangents)       the cotangents of `args`
         transposed(linear, args, cotangents)        those of its linear inputs
         batch(axis, args, dims)                     `jax.vmap`
 
@@ -62,25 +62,50 @@ class LowPrimitive(HiPrim):
         results = _call_p.bind(*leaves, _prim=self, programs=self.programs, used=None)
         return self.out_tree.unflatten(results)
 
+    def vjp_bwd(self, residuals: PyTree, cotangents: PyTree, *sums: PyTree) -> None:
+        self._add(sums, self.input_cotangents(residuals, cotangents))
+
     def transpose(self, cotangents: PyTree, *args: PyTree) -> None:
-        """Add the cotangents of the linear inputs to JAX's sums, which are given in
-        their place.
-        """
+        """In the place of linear inputs there are JAX's sums of their cotangents."""
         leaves = self.in_tree.flatten_up_to(args)
-        linear = tuple(hasattr(leaf, "accum") for leaf in leaves)
-        known = [None if hasattr(leaf, "accum") else leaf for leaf in leaves]
-        found = self.transposed(linear, self.in_tree.unflatten(known), cotangents)
-        for leaf, cotangent in zip(
-            leaves, self.in_tree.flatten_up_to(found), strict=True
-        ):
-            if hasattr(leaf, "accum"):
-                leaf.accum(cotangent)
+        linear = tuple(map(_is_sum, leaves))
+        known = [None if _is_sum(leaf) else leaf for leaf in leaves]
+        self._add(
+            args, self.transposed(linear, self.in_tree.unflatten(known), cotangents)
+        )
+
+    def _add(self, sums: PyTree, cotangents: PyTree) -> None:
+        """Add the cotangents of inputs to JAX's sums."""
+        totals = self.in_tree.flatten_up_to(sums)
+        leaves = self.in_tree.flatten_up_to(cotangents)
+        for total, type_, leaf in zip(totals, self.in_avals_flat, leaves, strict=True):
+            if _is_sum(total):
+                _check_memory(total, type_)
+                total.accum(leaf)
 
     def transposed(
         self, linear: tuple[bool, ...], args: PyTree, cotangents: PyTree
     ) -> PyTree:
         """The cotangents of the linear inputs, for which `args` has None."""
         raise NotImplementedError(f"{type(self).__name__} has no transpose.")
+
+
+def _is_sum(leaf: Any) -> bool:
+    return hasattr(leaf, "accum")
+
+
+def _check_memory(total: Any, type_: Any) -> None:
+    """Refuse a sum on the device for an input on the host."""
+    host = jax.memory.Space.Host
+    is_on_host = getattr(type_, "memory_space", None) == host
+    if is_on_host and total.aval.memory_space != host:
+        raise ValueError(
+            "A loop of JAX (jax.lax.scan, jax.lax.map, ...) closes over layers in host"
+            " memory or carries them, and is differentiated by them: JAX (0.10, 0.12)"
+            " makes the zeros of such a gradient on the device. Take the gradient"
+            " within the loop, or move the layers before it:"
+            " stacked_remat.streaming.to_device(model)."
+        )
 
 
 def primitive_of(equation: JaxprEqn) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.core import Tracer
+from jax.core import ShapedArray, Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 
@@ -46,11 +46,13 @@ def target_device() -> Any:
 
 
 def is_on_host(array: Any) -> bool:
-    """Whether an array, traced or not, or the shape of one with its sharding, is in
-    host memory.
+    """Whether an array, traced or not, the type of one, or the shape of one with its
+    sharding, is in host memory.
     """
-    is_array = isinstance(array, jax.Array | jax.ShapeDtypeStruct)
-    return is_array and jax.typeof(array).memory_space == jax.memory.Space.Host
+    if isinstance(array, jax.Array | jax.ShapeDtypeStruct):
+        array = jax.typeof(array)
+    is_type = isinstance(array, ShapedArray)
+    return is_type and array.memory_space == jax.memory.Space.Host
 
 
 def on_one_device(device: Any, memory_kind: str | None = None) -> NamedSharding:

@@ -23,7 +23,6 @@ from .blocks import assert_close
 
 # The private names of JAX in `_compat.py`, and what to do where a JAX has one no more.
 PRIVATE = {
-    "ad_util.aval_zeros_likers": "Zeros of arrays on the host are made there.",
     "clusters.ClusterEnv": "Ask the cluster that jax.distributed.initialize finds."
     " cluster_size may return None: every process then needs distributed={...}.",
     "config.trace_context": "Any hashable value of all settings that change what is"

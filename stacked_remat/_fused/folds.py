@@ -12,7 +12,7 @@ cotangents. `update.py` gets them in three steps:
    *follower* into the equation.
 3. `jax.value_and_grad` of the edited program differentiates everything around the
    folds. At a fold it calls `FollowedFold.vjp_fwd`, which runs the stack's `fold_vjp`
-   or `scan_vjp`, and then `vjp_bwd_retval`, which gives the result's cotangent to the
+   or `scan_vjp`, and then `input_cotangents`, which gives the result's cotangent to the
    follower. The follower (`update.py`) sweeps back over the layers, updates them,
    keeps the new ones to itself, and returns the cotangents of the arguments.
 """
@@ -71,7 +71,7 @@ class FollowedFold(LowPrimitive):
         # No residuals: the follower holds the sweep, and with it what the policy keeps.
         return eqx.filter(result, eqx.is_array), None
 
-    def vjp_bwd_retval(self, residuals: None, cotangents: PyTree) -> PyTree:
+    def input_cotangents(self, residuals: None, cotangents: PyTree) -> PyTree:
         leaves = self.out_tree.flatten_up_to(cotangents)
         leaves = map(ad.instantiate_zeros, leaves)
         swept = self.follower(self.out_tree.unflatten(leaves))

@@ -36,6 +36,7 @@ from jax.interpreters import ad, batching
 
 from .._activity import active_outputs
 from .._compat import batch_jaxpr, is_eager, nothing_is_traced
+from .._placement import has_host_arrays
 from .._static import PyTree, Static
 from .forward import forward, primal
 from .gradient import Checkpoint, Perturbed, merge, pick
@@ -164,8 +165,8 @@ class Sweep(Differentiable):
     def vjp_fwd(
         self, nonzero: PyTree, init: Carry, xs: PyTree, shared: PyTree
     ) -> PyTree:
-        """The results, and what `vjp_bwd_retval` needs: checkpoints, all inputs but the
-        carry, and how the reverse sweep is to read them.
+        """The results, and what `input_cotangents` needs: checkpoints, all inputs but
+        the carry, and how the reverse sweep is to read them.
         """
         mask = self._nonzero(self.in_tree.flatten_up_to(nonzero))
         perturbed = self._perturbed(mask)
@@ -175,7 +176,7 @@ class Sweep(Differentiable):
         how = Static((mask, spec, perturbed))
         return (carry, self._weak(ys)), (checkpoints, xs, shared, how)
 
-    def vjp_bwd_retval(self, residuals: PyTree, cotangents: PyTree) -> PyTree:
+    def input_cotangents(self, residuals: PyTree, cotangents: PyTree) -> PyTree:
         *kept, how = residuals
         nonzero, spec, kept_for = how.value
         has_ct = self._has_cotangent(cotangents)
@@ -254,11 +255,14 @@ def plain_scan(
 ) -> tuple[Carry, OfKinds]:
     """Run the layers of a plain scan, each checkpointed."""
     plain = Bound("scan", SweepSpec.plain, (spec, checkpoint))
-    if not is_eager() or _closes_over_traced(spec):
+    # A primitive has cotangents for all inputs on the host, which JAX makes on the
+    # device where a layer doesn't read one. And outside of `jax.jit` its derivative
+    # keeps its arguments alone.
+    is_primitive = is_eager() or has_host_arrays(args)
+    if not is_primitive or _closes_over_traced(spec):
         return plain(*args)
     if has_refs(args):
         return jitted(plain)(*args)
-    # Outside of `jax.jit` a primitive, whose derivative keeps its arguments alone.
     return Rule(plain, plain, *args)(*args)
 
 

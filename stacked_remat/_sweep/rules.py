@@ -18,10 +18,12 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from .._activity import active_outputs, has_rules, is_differentiable
 from .._compat import named_axes, without_constants
 from .._hijax import LowPrimitive
+from .._placement import is_on_host
 from .._static import PyTree, Static
 from .gradient import merge, pick, scatter_leaves
 from .programs import found_in
 from .slots import Arrays, Mask
+from .store import zeros_of
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ class Differentiable(LowPrimitive):
         nonzero = self._nonzero(self.in_tree.flatten_up_to(nonzero))
         return self.primal(nonzero, args), (args, Static(nonzero))
 
-    def vjp_bwd_retval(self, residuals: PyTree, cotangents: PyTree) -> PyTree:
+    def input_cotangents(self, residuals: PyTree, cotangents: PyTree) -> PyTree:
         (args, nonzero), cts = residuals, self.out_tree.flatten_up_to(cotangents)
         is_float = floats(self.out_aval)
         has_ct = tuple(
@@ -117,7 +119,7 @@ class Differentiable(LowPrimitive):
 
     def linearized(self, primals: PyTree, *tangents: PyTree) -> PyTree:
         zeros = [
-            ad.instantiate_zeros(ad.Zero(type_.to_tangent_aval()))
+            instantiated(ad.Zero(type_.to_tangent_aval()))
             for type_ in self.out_avals_flat
         ]
         return self._tangents(primals, self.in_tree.flatten_up_to(tangents), zeros)
@@ -125,8 +127,7 @@ class Differentiable(LowPrimitive):
     def transposed(self, linear: Mask, args: PyTree, cotangents: PyTree) -> PyTree:
         """Reverse mode at zeros."""
         zeros = [
-            ad.instantiate_zeros(ad.Zero(type_))
-            for type_ in pick(self.in_avals_flat, linear)
+            instantiated(ad.Zero(type_)) for type_ in pick(self.in_avals_flat, linear)
         ]
         leaves = merge(self.in_tree.flatten_up_to(args), zeros, linear)
         return self.pull_back(linear, self.in_tree.unflatten(leaves), cotangents)
@@ -134,7 +135,7 @@ class Differentiable(LowPrimitive):
     def pull_back(self, nonzero: Mask, primals: PyTree, cotangents: PyTree) -> PyTree:
         """The cotangents of the inputs in the mask."""
         _, residuals, *_ = self.vjp_fwd(self.in_tree.unflatten(nonzero), *primals)
-        return self.vjp_bwd_retval(residuals, cotangents)
+        return self.input_cotangents(residuals, cotangents)
 
     def _tangents(
         self, primals: PyTree, given: Sequence[PyTree], zeros: Sequence[PyTree]
@@ -292,14 +293,18 @@ def tangent_of(
 ) -> Arrays:
     """The tangents of some outputs of `fn`, from those of some inputs."""
     run, part = of_part(fn, primals, nonzero, active)
-    return jax.jvp(run, (part,), (tangents,))[1]
+    results, result_tangents = jax.jvp(run, (part,), (tangents,))
+    return [*map(in_memory_of, result_tangents, results)]
 
 
 def cotangents_of(
     fn: Callable, nonzero: Mask, has_ct: Mask, args: PyTree, cts: Arrays
 ) -> Arrays:
     """The cotangents of some inputs of `fn`, from those of some outputs."""
-    return jax.vjp(*of_part(fn, args, nonzero, has_ct))[1](cts)[0]
+    run, part = of_part(fn, args, nonzero, has_ct)
+    _, pullback = jax.vjp(run, part)
+    (input_cts,) = pullback(cts)
+    return [*map(in_memory_of, input_cts, part)]
 
 
 def of_part(
@@ -318,7 +323,26 @@ def of_part(
 
 
 def as_arrays(cotangents: Sequence[PyTree]) -> Arrays:
-    return [jnp.asarray(ad.instantiate_zeros(ct)) for ct in cotangents]
+    return [jnp.asarray(instantiated(ct)) for ct in cotangents]
+
+
+def instantiated(tangent: PyTree) -> PyTree:
+    """A tangent or cotangent, or the zeros that it stands for, in the memory of their
+    type; JAX makes zeros on the device alone (0.10.2, 0.12).
+    """
+    if isinstance(tangent, ad.Zero) and is_on_host(tangent.aval):
+        return zeros_of(tangent.aval)
+    return ad.instantiate_zeros(tangent)
+
+
+def in_memory_of(tangent: Any, primal: Any) -> Any:
+    """A tangent or cotangent that JAX computed for a value. One on the device of a
+    value on the host is zeros that JAX made: zeros on the host instead.
+    """
+    if is_on_host(primal) and not is_on_host(tangent):
+        type_ = jax.typeof(tangent)
+        return zeros_of(type_.update(memory_space=jax.memory.Space.Host))
+    return tangent
 
 
 class Linear(Differentiable):

@@ -27,8 +27,10 @@ from jax._src.interpreters.batching import batch_jaxpr as jax_batch_jaxpr
 from jax._src.interpreters.partial_eval import convert_constvars_jaxpr
 from jax._src.util import register_cache
 from jax.extend.core import mapped_aval, take_current_trace
-from jax.extend.core.primitives import device_put_p
 from jax.interpreters import ad, batching
+
+# Its settings are no attributes of its class.
+_config: Any = jax.config
 
 
 def cluster_size() -> int | None:
@@ -90,12 +92,12 @@ def _sources_in_cache_keys() -> Iterator[None]:
     source lines, which its text would have.
     """
     name = "jax_compilation_cache_include_metadata_in_key"
-    before = getattr(jax.config, name)
-    jax.config.update(name, True)
+    before = getattr(_config, name)
+    _config.update(name, True)
     try:
         yield
     finally:
-        jax.config.update(name, before)
+        _config.update(name, before)
 
 
 @contextlib.contextmanager
@@ -108,30 +110,6 @@ def no_axis_mapping() -> Iterator[None]:
     with haliax.axis_mapping({}):
         haliax.partitioning._mapping_holder.thread_data.resource_mapping = None
         yield
-
-
-_transpose = ad.primitive_transposes[device_put_p]
-
-
-def _transpose_to_source(
-    cotangents: Any, *operands: Any, srcs: Any, **params: Any
-) -> Any:
-    """Cotangents of arrays that were moved to the host come back to where the arrays
-    were.
-
-    JAX refuses them otherwise, so that offloaded residuals have no second derivatives.
-    """
-
-    def source(given: Any, operand: Any, cotangent: Any) -> Any:
-        space = getattr(getattr(cotangent, "aval", None), "memory_space", None)
-        is_moved = ad.is_undefined_primal(operand) and space == jax.memory.Space.Host
-        return operand.aval.memory_space if given is None and is_moved else given
-
-    srcs = tuple(map(source, srcs, operands, cotangents))
-    return _transpose(cotangents, *operands, srcs=srcs, **params)
-
-
-ad.primitive_transposes[device_put_p] = _transpose_to_source
 
 
 # Where the traces of `jax.grad` and the like, and of `jax.vmap`, are defined.
@@ -160,7 +138,7 @@ def is_eager() -> bool:
     trace = _current_trace()
     while type(trace).__module__ in _MAPS_AND_DERIVATIVES:
         trace = trace.parent_trace
-    return isinstance(trace, _evaluation()) and not jax.config.jax_disable_jit
+    return isinstance(trace, _evaluation()) and not _config.jax_disable_jit
 
 
 def nothing_is_traced() -> bool:
@@ -174,7 +152,7 @@ def numbers_are_checked() -> bool:
     """Whether JAX looks for NaN or infinity in results; for an executable its error is
     an internal one.
     """
-    return jax.config.jax_debug_nans or jax.config.jax_debug_infs
+    return _config.jax_debug_nans or _config.jax_debug_infs
 
 
 def cleared_with_jax(cache: Any) -> Any:
@@ -188,7 +166,7 @@ def trace_context() -> Any:
     its inputs.
     """
     mapping = haliax.partitioning.current_thread_local_mapping()
-    of_jax = jax_trace_context(), jax.config.jax_default_device
+    of_jax = jax_trace_context(), _config.jax_default_device
     return of_jax, None if mapping is None else tuple(map(str, mapping.items()))
 
 

@@ -133,7 +133,7 @@ def _lowered(
     """
     closed = jax.make_jaxpr(lambda *leaves: _expanded(*leaves, _prim=_prim))(*leaves)
     used = used or (True,) * len(closed.out_avals)
-    jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, used, instantiate=True)
+    jaxpr = partial_eval.dce_jaxpr(closed.jaxpr, used, instantiate=True)[0]
     results = iter(eval_jaxpr(jaxpr, closed.consts, *leaves))
     return [
         next(results) if is_used else ad.zeros_like_aval(type_)

@@ -27,7 +27,7 @@ LAYERS = {
     "compat": ("_compat", ""),
     "base": ("_activity _files _hijax _messages _noted _static _trips", "compat"),
     "schedule": ("_schedule", "base"),
-    "placement": ("_barriers _placement", "compat base"),
+    "placement": ("_barriers _names _placement", "compat base"),
     "remat": ("_remat", "compat base schedule"),
     "policy": ("_haliax_names _policy", "compat base schedule remat"),
     "sweep": ("_sweep", "compat base schedule placement remat"),

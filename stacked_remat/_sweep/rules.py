@@ -330,8 +330,9 @@ def instantiated(tangent: PyTree) -> PyTree:
     """A tangent or cotangent, or the zeros that it stands for, in the memory of their
     type; JAX makes zeros on the device alone (0.10.2, 0.12).
     """
-    if isinstance(tangent, ad.Zero) and is_on_host(tangent.aval):
-        return zeros_of(tangent.aval)
+    type_: Any = tangent.aval if isinstance(tangent, ad.Zero) else None
+    if is_on_host(type_):
+        return zeros_of(type_)
     return ad.instantiate_zeros(tangent)
 
 

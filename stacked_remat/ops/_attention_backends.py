@@ -7,8 +7,8 @@ import haliax.nn as hnn
 import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
-from jax.ad_checkpoint import checkpoint_name
 
+from .._names import named
 from ._attention_blockwise import BLOCKWISE
 from ._attention_rule import (
     Attended,
@@ -101,7 +101,7 @@ def exact_attention(
         scale=blocks.scale,
         sinks=None if sinks is None else hax.named(sinks, ("kv_heads", "group")),
     )
-    return checkpoint_name(attended.array, "attention_output")
+    return named(attended.array, "attention_output")
 
 
 def _cudnn_forward(

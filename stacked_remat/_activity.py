@@ -30,6 +30,8 @@ import jax.numpy as jnp
 from jax.extend import core
 from jaxtyping import Array
 
+from ._hijax import primitive_of
+
 # Primitives that evaluate a program, argument by argument, by their names in each JAX.
 CHECKPOINTS = ("checkpoint", "remat", "remat2")
 CALLS = ("jit", "pjit", "closed_call", "eval_jaxpr", "core_call")
@@ -155,7 +157,8 @@ def has_rules(jaxpr: core.Jaxpr) -> bool:
 
 def _has_rule(equation: core.JaxprEqn) -> bool:
     if equation.primitive.name != "custom_jvp_call":
-        return equation.primitive.name in ("custom_vjp_call", "call_hi_primitive")
+        is_custom = equation.primitive.name == "custom_vjp_call"
+        return is_custom or primitive_of(equation) is not None
     # JAX's own rules (of softmax, and those that `defjvps` makes) return what the
     # functions return.
     debug_info = getattr(equation.params.get("jvp_jaxpr_fun"), "debug_info", None)
@@ -252,9 +255,9 @@ def forwarded_inputs(jaxpr: core.Jaxpr) -> list[int | None]:
 
 def expansion(equation: core.JaxprEqn) -> Any:
     """What a primitive that expands into others does, closed; None for any other."""
-    if equation.primitive.name != "call_hi_primitive":
+    primitive = primitive_of(equation)
+    if primitive is None:
         return None
-    primitive = equation.params["_prim"]
     # Its mesh, of which the axes of `jax.shard_map` are bound.
     with equation.ctx.manager:
         mesh = jax.sharding.get_abstract_mesh()
@@ -277,8 +280,8 @@ def name_of(equation: core.JaxprEqn) -> str:
     """What an equation evaluates, for errors; of what expands into others, the
     class.
     """
-    named = equation.params.get("_prim")
-    return equation.primitive.name if named is None else type(named).__name__
+    primitive = primitive_of(equation)
+    return equation.primitive.name if primitive is None else type(primitive).__name__
 
 
 def _called(equation: core.JaxprEqn) -> core.Jaxpr | None:

@@ -15,7 +15,6 @@ from typing import Any, Literal, ParamSpec, TypeVar
 
 import equinox as eqx
 import jax
-import jax.ad_checkpoint
 import jax.numpy as jnp
 from jax import lax
 from jax.core import eval_jaxpr
@@ -23,6 +22,7 @@ from jaxtyping import Array
 
 from ._compat import nothing_is_traced
 from ._messages import shown
+from ._names import named
 from ._remat import EVERYTHING, JaxPolicy, Kept
 from ._scan.marks import is_array
 from ._static import PyTree, Static
@@ -196,4 +196,4 @@ def checkpoint_name(tree: T, name: str) -> T:
 def _named(leaf: Array, name: str) -> Array:
     if jnp.iscomplexobj(leaf):  # JAX keeps named values as real numbers
         return lax.complex(_named(jnp.real(leaf), name), _named(jnp.imag(leaf), name))
-    return jax.ad_checkpoint.checkpoint_name(leaf, name)
+    return named(leaf, name)

@@ -2,12 +2,13 @@
 says why.
 
 JAX 0.10.2 and 0.12, and Haliax 1.4.dev453, need it, unless another version is named.
-Most are functions for which JAX has no public name.
+Most are functions for which JAX has no public name: `PRIVATE` of
+`tests/test_compat.py` says for each of these what to do once it is gone. Primitives as
+objects are in `_hijax.py`, and kernels of JAX in `ops/`.
 """
 
 import contextlib
 import functools
-import inspect
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -15,49 +16,38 @@ from typing import Any
 
 import haliax.partitioning
 import jax
-import jax._src.ad_util
-import jax._src.clusters
-import jax._src.config
-import jax._src.core
-import jax._src.cudnn.fused_attention_stablehlo
-import jax._src.distributed
-import jax._src.effects
-import jax._src.interpreters.ad
-import jax._src.interpreters.batching
-import jax._src.interpreters.partial_eval
-import jax._src.lib
-import jax._src.named_sharding
-import jax._src.util
 import jax.core
-import jax.extend.core
-import jax.numpy as jnp
 from jax import lax
-from jax.experimental import hijax
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
-from jax.extend.core.primitives import device_put_p
-from jax.interpreters import ad
+from jax._src.clusters import ClusterEnv
+from jax._src.config import trace_context as jax_trace_context
+from jax._src.core import NamedAxisEffect
+from jax._src.distributed import global_state
+from jax._src.effects import ordered_effects as ordered_types
+from jax._src.interpreters.batching import batch_jaxpr as jax_batch_jaxpr
+from jax._src.interpreters.partial_eval import convert_constvars_jaxpr
+from jax._src.util import register_cache
+from jax.extend.core import mapped_aval, take_current_trace
+from jax.interpreters import ad, batching
 
-# Primitives as classes: `VJPHiPrimitive` before JAX 0.12.
-HiPrim: Any = getattr(hijax, "HiPrim", None) or getattr(hijax, "VJPHiPrimitive")  # noqa: B009
+# Its settings are no attributes of its class.
+_config: Any = jax.config
 
 
 def cluster_size() -> int | None:
     """The number of processes of the cluster that JAX finds in the environment; None if
     it finds none.
     """
-    known = jax._src.clusters.ClusterEnv._cluster_types
-    found = next(
-        (env for env in known if not env.opt_in_only_method and env.is_env_present()),
-        None,
-    )
-    return None if found is None else found.get_process_count()
+    for environment in ClusterEnv._cluster_types:
+        if not environment.opt_in_only_method and environment.is_env_present():
+            return environment.get_process_count()
+    return None
 
 
 def exchange(name: str, text: str, seconds: int) -> list[str] | None:
     """Exchange texts between processes without a collective, in their order; None where
     that takes longer.
     """
-    client: Any = jax._src.distributed.global_state.client
+    client: Any = global_state.client
     client.key_value_set(f"{name}/{jax.process_index()}", text)
     try:
         every = range(jax.process_count())
@@ -71,77 +61,14 @@ def exchange(name: str, text: str, seconds: int) -> list[str] | None:
         raise
 
 
-@functools.cache
-def cudnn_is_installed() -> bool:
-    """Whether JAX can compile calls of cuDNN, for a GPU that is there or not; they fail
-    late otherwise.
-    """
-    versions: Any = getattr(jax._src.lib, "cuda_versions", None)
-    with contextlib.suppress(RuntimeError):  # cuDNN not found
-        return versions is not None and versions.cudnn_get_version() > 0
-    return False
-
-
-def cudnn_attention(
-    query: jax.Array, key: jax.Array, value: jax.Array, scale: float, window: int | None
-) -> tuple[jax.Array, jax.Array]:
-    """Causal attention of `[batch, position, heads, head_dim]`, and float32
-    log-sum-exp, positions last.
-    """
-    fused: Any = jax._src.cudnn.fused_attention_stablehlo
-    options = {
-        "scale": scale,
-        "mask_type": fused.MaskType.CAUSAL,
-        "sliding_window_length": window,
-    }
-    return fused.dot_product_attention(
-        query, key, value, **options, return_residual=True
-    )
-
-
-def cudnn_attention_gradients(
-    inputs: Sequence[jax.Array],
-    results: Sequence[jax.Array],
-    ct: jax.Array,
-    scale: float,
-    window: int | None,
-) -> Sequence[jax.Array]:
-    fused: Any = jax._src.cudnn.fused_attention_stablehlo
-    newer = inspect.signature(fused.dot_product_attention).parameters
-    return fused._dot_product_attention_bwd_p_wrapper.bind(
-        *(*inputs, *[jnp.zeros(0, inputs[0].dtype)] * 7, *reversed(results), ct),
-        scale=scale,
-        seed=42,
-        dropout_rate=0.0,
-        variadic_args=(False, False),  # no bias
-        mask_type=fused.MaskType.CAUSAL,
-        layout=fused.AttentionLayout.BTNH.value,
-        sliding_window_length=window,
-        **({"score_mod": None} if "score_mod" in newer else {}),
-    )
-
-
-def splash_gradients(
-    kernel: Any, residuals: tuple[Any, ...], cotangent: jax.Array
-) -> Sequence[jax.Array]:
-    """The gradients of query, key and value, the first of `residuals`; output and
-    log-sum-exp are last.
-    """
-    tables = kernel.dq_mask_info, kernel.dkv_mask_info
-    backward: Any = splash_attention_kernel._splash_attention_bwd
-    return backward(**kernel.kwargs, res=(*residuals, *tables), do=cotangent)[3:6]
-
-
 def compiled_with_text(lowered: Any, platform: str) -> tuple[Any, str]:
     """A lowered program, compiled, and the text of what it was compiled to.
 
     Instead of the first, the error where memory is too small. libtpu (0.0.51) writes
     the text to a file then too, and JAX (0.10.2) can't read that of several devices.
-    From its cache JAX may take a program that was compiled from other source lines,
-    which its text then has.
     """
     if platform != "tpu":
-        with jax._src.config.compilation_cache_include_metadata_in_key(True):
+        with _sources_in_cache_keys():
             compiled = lowered.compile()
         return compiled, compiled.as_text() or ""
     with tempfile.TemporaryDirectory() as folder:
@@ -160,6 +87,20 @@ def compiled_with_text(lowered: Any, platform: str) -> tuple[Any, str]:
 
 
 @contextlib.contextmanager
+def _sources_in_cache_keys() -> Iterator[None]:
+    """Within it, JAX takes no program from its cache that was compiled from other
+    source lines, which its text would have.
+    """
+    name = "jax_compilation_cache_include_metadata_in_key"
+    before = getattr(_config, name)
+    _config.update(name, True)
+    try:
+        yield
+    finally:
+        _config.update(name, before)
+
+
+@contextlib.contextmanager
 def no_axis_mapping() -> Iterator[None]:
     """Within it Haliax gives no product a sharding, as inside a `jax.shard_map` over
     the whole mesh.
@@ -171,35 +112,20 @@ def no_axis_mapping() -> Iterator[None]:
         yield
 
 
-_transpose = ad.primitive_transposes[device_put_p]
+# Where the traces of `jax.grad` and the like, and of `jax.vmap`, are defined.
+_MAPS_AND_DERIVATIVES = ad.JVPTrace.__module__, batching.broadcast.__module__
 
 
-def _transpose_to_source(
-    cotangents: Any, *operands: Any, srcs: Any, **params: Any
-) -> Any:
-    """Cotangents of arrays that were moved to the host come back to where the arrays
-    were.
-
-    JAX refuses them otherwise, so that offloaded residuals have no second derivatives.
-    """
-
-    def source(given: Any, operand: Any, cotangent: Any) -> Any:
-        space = getattr(getattr(cotangent, "aval", None), "memory_space", None)
-        is_moved = ad.is_undefined_primal(operand) and space == jax.memory.Space.Host
-        return operand.aval.memory_space if given is None and is_moved else given
-
-    srcs = tuple(map(source, srcs, operands, cotangents))
-    return _transpose(cotangents, *operands, srcs=srcs, **params)
+@functools.cache
+def _evaluation() -> type:
+    """The class of the trace that evaluates."""
+    with jax.core.eval_context(), take_current_trace() as trace:
+        return type(trace)
 
 
-ad.primitive_transposes[device_put_p] = _transpose_to_source
-
-
-def is_concrete(array: Any) -> bool:
-    """Whether the value of an array is known: it is not traced by `jit`, `vmap` or the
-    like.
-    """
-    return jax._src.core.is_concrete(array)
+def _current_trace() -> Any:
+    with take_current_trace() as trace:
+        return trace
 
 
 def is_eager() -> bool:
@@ -209,47 +135,30 @@ def is_eager() -> bool:
     So not within `jax.jit`, `jax.checkpoint`, a loop of JAX or `jax.shard_map`, or
     under `jax.disable_jit`.
     """
-    trace: Any = jax._src.core.trace_ctx.trace
-    kinds = jax._src.interpreters.ad, jax._src.interpreters.batching
-    while type(trace).__module__ in [kind.__name__ for kind in kinds]:
+    trace = _current_trace()
+    while type(trace).__module__ in _MAPS_AND_DERIVATIVES:
         trace = trace.parent_trace
-    return (
-        isinstance(trace, jax._src.core.EvalTrace)
-        and not jax._src.config.disable_jit.value
-    )
+    return isinstance(trace, _evaluation()) and not _config.jax_disable_jit
+
+
+def nothing_is_traced() -> bool:
+    """Whether no function is being traced, mapped or differentiated around the
+    caller.
+    """
+    return isinstance(_current_trace(), _evaluation())
 
 
 def numbers_are_checked() -> bool:
     """Whether JAX looks for NaN or infinity in results; for an executable its error is
     an internal one.
     """
-    return jax._src.config.debug_nans.value or jax._src.config.debug_infs.value
+    return _config.jax_debug_nans or _config.jax_debug_infs
 
 
 def cleared_with_jax(cache: Any) -> Any:
     """A `functools.lru_cache` that `jax.clear_caches` clears."""
-    jax._src.util.register_cache(cache, cache.__name__)
+    register_cache(cache, cache.__name__)
     return cache
-
-
-DebugInfo = jax._src.core.DebugInfo
-# Types of parameters of primitives whose values are equal where they mean the same.
-VALUE_TYPES = (
-    jax._src.core.AbstractValue,
-    jax._src.core.Primitive,
-    jax._src.effects.Effect,
-    jax._src.named_sharding.UnspecifiedValue,
-    jax.sharding.Sharding,
-    jax.sharding.Mesh,
-    jax.sharding.AbstractMesh,
-    jax.sharding.PartitionSpec,
-    jax.ShapeDtypeStruct,
-    jax.tree_util.SequenceKey,
-    jax.tree_util.DictKey,
-    jax.tree_util.GetAttrKey,
-    jax.tree_util.FlattenedIndexKey,
-    jax.tree_util.PyTreeDef,
-)
 
 
 def trace_context() -> Any:
@@ -257,7 +166,7 @@ def trace_context() -> Any:
     its inputs.
     """
     mapping = haliax.partitioning.current_thread_local_mapping()
-    of_jax = jax._src.config.trace_context(), jax._src.config.default_device.value
+    of_jax = jax_trace_context(), _config.jax_default_device
     return of_jax, None if mapping is None else tuple(map(str, mapping.items()))
 
 
@@ -265,23 +174,12 @@ def ordered_effects(jaxpr: Any) -> list[str]:
     """Names of the effects of a jaxpr that have an order; JAX lowers none beside host
     memory, nor says so.
     """
-    found = jax._src.effects.ordered_effects.filter_in(jaxpr.effects)
+    found = ordered_types.filter_in(jaxpr.effects)
     return sorted({type(effect).__name__ for effect in found})
 
 
-def nothing_is_traced() -> bool:
-    """Whether no function is being traced, mapped or differentiated around the
-    caller.
-    """
-    return jax._src.core.trace_state_clean()
-
-
 def named_axes(effects: Iterable[Any]) -> set[Any]:
-    return {
-        found.name
-        for found in effects
-        if isinstance(found, jax._src.core.NamedAxisEffect)
-    }
+    return {effect.name for effect in effects if isinstance(effect, NamedAxisEffect)}
 
 
 def batch_jaxpr(
@@ -290,16 +188,15 @@ def batch_jaxpr(
     """A jaxpr mapped over the axis of a batching rule, always the first, and which
     outputs are mapped.
     """
-    return jax._src.interpreters.batching.batch_jaxpr(
-        closed, axis, tuple(is_mapped), tuple(must_be)
-    )
+    return jax_batch_jaxpr(closed, axis, tuple(is_mapped), tuple(must_be))
 
 
 def without_constants(closed: Any) -> tuple[Any, list[Any]]:
-    """A traced jaxpr whose constants are its first inputs, and these."""
-    return jax._src.interpreters.partial_eval.convert_constvars_jaxpr(
-        closed.jaxpr
-    ), list(closed.consts)
+    """A traced jaxpr whose constants are its first inputs, and these.
+
+    JAX makes it once for each jaxpr, so that equal ones are the same object.
+    """
+    return convert_constvars_jaxpr(closed.jaxpr), list(closed.consts)
 
 
 def made_on_host(type_: Any, make: Callable[[Any], Any]) -> Any:
@@ -314,7 +211,7 @@ def made_on_host(type_: Any, make: Callable[[Any], Any]) -> Any:
         return jax.device_put(make(device), host)
     # A scan stacks on the host one entry at a time; the whole stack would be made on
     # the device.
-    entry = make(jax.extend.core.mapped_aval(type_.shape[0], 0, device))
+    entry = make(mapped_aval(type_.shape[0], 0, device))
     return lax.scan(
         lambda _, __: (None, jax.device_put(entry, host)),
         None,
@@ -323,25 +220,7 @@ def made_on_host(type_: Any, make: Callable[[Any], Any]) -> Any:
     )[1]
 
 
-_zeros_like_aval = jax._src.ad_util.aval_zeros_likers[jax.core.ShapedArray]
-
-
-def _zeros(aval: Any) -> Any:
-    """Zero tangents and cotangents of arrays on the host are made there, where they
-    have their type.
-    """
-    if aval.memory_space != jax.memory.Space.Host or aval.dtype == jax.dtypes.float0:
-        return _zeros_like_aval(aval)
-    return made_on_host(aval, _zeros_like_aval)
-
-
-jax._src.ad_util.aval_zeros_likers[jax.core.ShapedArray] = _zeros
-# JAX 0.10 can't lower what its scans make of hijax in `jax.checkpoint`.
-if jax.__version_info__ < (0, 12):
-    _closed_call: Any = jax._src.core.closed_call_p
-    _closed_call.to_lojax = lambda *args, call_jaxpr, **_: jax.extend.core.jaxpr_as_fun(
-        call_jaxpr
-    )(*args)
-# Haliax's products call it, and JAX 0.11 has none. A symbolic dimension of `jax.export`
-# is no int.
-jax.core.is_constant_dim = lambda dimension: isinstance(dimension, int)  # pyright: ignore[reportAttributeAccessIssue]
+# Haliax's products call it, and JAX has none since 0.11. A symbolic dimension of
+# `jax.export` is no int.
+if jax.__version_info__ >= (0, 11):
+    jax.core.is_constant_dim = lambda dimension: isinstance(dimension, int)  # pyright: ignore[reportAttributeAccessIssue]

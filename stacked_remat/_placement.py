@@ -10,12 +10,14 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.core import Tracer
+from jax.core import ShapedArray, Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 
 def to_host(tree: Any) -> Any:
-    return jax.device_put(tree, jax.memory.Space.Host)
+    # With the source, since JAX's transpose (0.10.2, 0.12) would leave the cotangent of
+    # an array that comes from the device on the host.
+    return jax.device_put(tree, jax.memory.Space.Host, src=jax.memory.Space.Device)
 
 
 def to_device(tree: Any) -> Any:
@@ -46,11 +48,13 @@ def target_device() -> Any:
 
 
 def is_on_host(array: Any) -> bool:
-    """Whether an array, traced or not, or the shape of one with its sharding, is in
-    host memory.
+    """Whether an array, traced or not, the type of one, or the shape of one with its
+    sharding, is in host memory.
     """
-    is_array = isinstance(array, jax.Array | jax.ShapeDtypeStruct)
-    return is_array and jax.typeof(array).memory_space == jax.memory.Space.Host
+    if isinstance(array, jax.Array | jax.ShapeDtypeStruct):
+        array = jax.typeof(array)
+    is_type = isinstance(array, ShapedArray)
+    return is_type and array.memory_space == jax.memory.Space.Host
 
 
 def on_one_device(device: Any, memory_kind: str | None = None) -> NamedSharding:

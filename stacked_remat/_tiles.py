@@ -211,7 +211,7 @@ class Tiles(Differentiable):
         self.in_avals = tuple(types)
         self.out_aval = self._program.trace(*types).jaxpr.out_avals
         self.params = {"tiling": tiling}
-        self.effects = tiling.jaxpr.effects
+        self.effects, self.programs = tiling.jaxpr.effects, (tiling.jaxpr,)
         super().__init__()
 
     def expand(self, *arrays: Array) -> Arrays:

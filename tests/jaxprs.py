@@ -6,6 +6,8 @@ from typing import Any
 
 import jax
 
+from stacked_remat._hijax import primitive_of
+
 
 def equations(jaxpr: Any) -> Iterator[Any]:
     """Every equation of a jaxpr, each before those of the jaxprs that it holds."""
@@ -15,9 +17,10 @@ def equations(jaxpr: Any) -> Iterator[Any]:
 
 
 def inner_equations(equation: Any) -> Iterator[Any]:
-    if equation.primitive.name == "call_hi_primitive":
-        primitive = equation.params["_prim"]
+    primitive = primitive_of(equation)
+    if primitive is not None:
         yield from equations(jax.make_jaxpr(primitive.expand)(*primitive.in_avals))
+        return
     for value in jax.tree.leaves(equation.params, is_leaf=_is_jaxpr):
         if _is_jaxpr(value):
             yield from equations(value)

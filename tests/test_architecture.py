@@ -25,9 +25,9 @@ CORE = "compat base schedule placement remat policy sweep scan stacks"
 # stacked_remat/__init__.py.
 LAYERS = {
     "compat": ("_compat", ""),
-    "base": ("_activity _files _messages _noted _static _trips", "compat"),
+    "base": ("_activity _files _hijax _messages _noted _static _trips", "compat"),
     "schedule": ("_schedule", "base"),
-    "placement": ("_barriers _placement", "compat base"),
+    "placement": ("_barriers _names _placement", "compat base"),
     "remat": ("_remat", "compat base schedule"),
     "policy": ("_haliax_names _policy", "compat base schedule remat"),
     "sweep": ("_sweep", "compat base schedule placement remat"),
@@ -45,6 +45,13 @@ LAYERS = {
     "memory": ("memory", "compat base schedule placement policy public"),
     "training": ("training", CORE + " fused ghost ops streaming memory public"),
 }
+
+# Modules of the library that may use private names of JAX and Haliax.
+MAY_USE_PRIVATE_NAMES = (
+    "stacked_remat/_compat.py",
+    "stacked_remat/_hijax.py",
+    "stacked_remat/ops/_cudnn.py",
+)
 
 # What a package of models/ may import from models/ beside itself; the other files there
 # may import all of it.
@@ -252,7 +259,7 @@ def only_optional_dependencies_are_imported_inside_functions(
     ):
         first = name.split(".")[0]
         optional = (
-            name.startswith("jax.experimental.")
+            name.startswith(("jax.experimental.", "jax._src."))
             or first not in THIRD_PARTY | sys.stdlib_module_names
         )
         if not optional or first == "stacked_remat":
@@ -267,7 +274,7 @@ def slow_packages_are_imported_where_they_are_used(source: Source) -> Iterator[s
 
 
 def private_jax_and_haliax_stay_in_compat(source: Source) -> Iterator[str]:
-    if source.unit in (None, "_compat"):
+    if source.unit is None or source.path in MAY_USE_PRIVATE_NAMES:
         return
     for name, line in _imports(source, source.nodes):
         parts = name.split(".")

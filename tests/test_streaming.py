@@ -218,7 +218,7 @@ def test_derivatives_in_all_modes():
         def of(blocks, x):
             return value(blocks, x, args[1])
 
-        def looped(blocks, x):
+        def looped(x):
             total = jax.lax.scan(
                 lambda total, k: (total + of(blocks, k * x), None), 0.0, jnp.arange(2.0)
             )[0]
@@ -229,6 +229,14 @@ def test_derivatives_in_all_modes():
                 + jnp.sum(jax.lax.map(lambda k: of(blocks, k * x), jnp.arange(2.0)))
             )
 
+        def gradient(k):
+            return jax.grad(of, (0, 1))(blocks, k * args[0])
+
+        in_loops = (
+            jax.lax.map(gradient, jnp.arange(2.0)),
+            jax.lax.cond(jnp.sum(args[0]) < 1, gradient, lambda k: gradient(-k), 0.5),
+        )
+
         def of_gradient(blocks, x):  # reads no gradient of the layers
             return jnp.sum(jnp.sin(jax.grad(of, (0, 1))(blocks, x)[1]))
 
@@ -237,11 +245,12 @@ def test_derivatives_in_all_modes():
             (blocks,),
             (direction,),
         )
-        reverse = [
-            jax.grad(value, (0, 1))(blocks, args[0]) for value in (looped, of_gradient)
-        ]
+        reverse = (
+            jax.grad(looped)(args[0]),
+            jax.grad(of_gradient, (0, 1))(blocks, args[0]),
+        )
         return derivatives(functools.partial(value, blocks), *args), jax.tree.leaves(
-            (along, reverse)
+            (along, in_loops, reverse)
         )
 
     found = jax.jit(functools.partial(every, fold))(
@@ -250,6 +259,23 @@ def test_derivatives_in_all_modes():
     assert_close(
         found, jax.jit(functools.partial(every, loop))(stack, along), 2e-5, 2e-5
     )
+
+
+@pytest.mark.parametrize("loop", ["closure", "carry"])
+def test_a_loop_of_jax_is_not_differentiated_by_layers_on_the_host(loop):
+    def value(blocks, x):
+        def step(carry, k):
+            total, carried = carry
+            stack = blocks if loop == "closure" else carried
+            return (total + jnp.sum(stack.fold(k * x)), carried), None
+
+        init = jnp.float32(0), None if loop == "closure" else blocks
+        return jax.lax.scan(step, init, jnp.arange(2.0))[0][0]
+
+    blocks, x = streaming.to_host(model().blocks), jnp.ones((2, WIDTH))
+    assert jnp.isfinite(jax.jit(jax.grad(value, 1))(blocks, x)).all()
+    with pytest.raises(ValueError, match="Take the gradient within the loop"):
+        jax.jit(jax.grad(value))(blocks, x)
 
 
 def test_what_moves_and_comes_back():

@@ -12,7 +12,7 @@ cotangents. `update.py` gets them in three steps:
    *follower* into the equation.
 3. `jax.value_and_grad` of the edited program differentiates everything around the
    folds. At a fold it calls `FollowedFold.vjp_fwd`, which runs the stack's `fold_vjp`
-   or `scan_vjp`, and then `vjp_bwd`, which gives the result's cotangent to the
+   or `scan_vjp`, and then `input_cotangents`, which gives the result's cotangent to the
    follower. The follower (`update.py`) sweeps back over the layers, updates them,
    keeps the new ones to itself, and returns the cotangents of the arguments.
 """
@@ -30,11 +30,12 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from .._activity import CALLS, is_in, name_of, programs_in
 from .._block_foldable import BlockFoldable
-from .._compat import HiPrim, without_constants
+from .._compat import without_constants
+from .._hijax import LowPrimitive, primitive_of, with_primitive
 from .._static import PyTree, Static
 
 
-class FollowedFold(HiPrim):
+class FollowedFold(LowPrimitive):
     """A fold as a primitive: `(stack, init, args, kwargs) -> result`, arrays only."""
 
     # The path of the stack in the model, for errors.
@@ -70,18 +71,20 @@ class FollowedFold(HiPrim):
         # No residuals: the follower holds the sweep, and with it what the policy keeps.
         return eqx.filter(result, eqx.is_array), None
 
-    def vjp_bwd(
-        self, residuals: None, cotangents: PyTree, *accumulators: PyTree
-    ) -> None:
+    def input_cotangents(self, residuals: None, cotangents: PyTree) -> PyTree:
         leaves = self.out_tree.flatten_up_to(cotangents)
         leaves = map(ad.instantiate_zeros, leaves)
         swept = self.follower(self.out_tree.unflatten(leaves))
         # The stack, the first operand, gets no cotangent: its layers are updated.
-        totals = leaves_or_none(accumulators[1:])
-        cotangents_in = leaves_or_none((swept.carry, swept.args, swept.kwargs))
-        for total, cotangent in zip(totals, cotangents_in, strict=True):
-            if total is not None and cotangent is not None:
-                total.accum(cotangent)
+        stack, *others = self.in_avals
+        cotangents_in = [None] * len(jax.tree.leaves(stack))
+        swept_cotangents = leaves_or_none((swept.carry, swept.args, swept.kwargs))
+        for operand, cotangent in zip(
+            leaves_or_none(others), swept_cotangents, strict=True
+        ):
+            if operand is not None:
+                cotangents_in.append(cotangent)
+        return self.in_tree.unflatten(cotangents_in)
 
     def jvp(self, primals: PyTree, tangents: PyTree) -> PyTree:
         raise _refusal(self.name, "a derivative that the loss takes")
@@ -209,11 +212,11 @@ def followed(
     outputs = _resolved(jaxpr.outvars, aliases)
     for name, weights, follower in folds:
         position = _only_use(equations, weights, name)
-        traced = equations[position].params["_prim"]
+        traced = primitive_of(equations[position])
         # A new primitive: those of a jaxpr are shared with JAX's caches.
         params = {**traced.params, "follower": follower}
         fold = FollowedFold(traced.in_avals, traced.out_aval, **params)
-        equations[position] = equations[position].replace(params={"_prim": fold})
+        equations[position] = with_primitive(equations[position], fold)
     edited = jaxpr.replace(eqns=equations, outvars=outputs)
     return functools.partial(eval_jaxpr, edited, (), *constants)
 
@@ -284,7 +287,7 @@ def _resolved(atoms: Iterable[Any], aliases: dict[Var, Any]) -> list[Any]:
 
 
 def _is_fold(eqn: JaxprEqn) -> bool:
-    return isinstance(eqn.params.get("_prim"), FollowedFold)
+    return isinstance(primitive_of(eqn), FollowedFold)
 
 
 def _holds_fold(jaxpr: Jaxpr) -> bool:

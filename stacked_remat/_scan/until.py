@@ -17,7 +17,6 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from .._compat import is_concrete
 from .._static import PyTree, Static
 from .checks import describe
 from .marks import raw_array
@@ -56,7 +55,10 @@ class UntilCarry(NamedTuple):
     @property
     def surely_done(self) -> bool:
         """Whether it is known that no step is left."""
-        return is_concrete(self.done) and bool(self.done)
+        try:
+            return bool(self.done)
+        except jax.errors.ConcretizationTypeError:
+            return False
 
 
 def until_step(step: ArrayStep, until: Until, static: UntilCarry) -> ArrayStep:

@@ -45,7 +45,15 @@ from .slots import (
     trip_count,
 )
 from .spec import SweepSpec
-from .store import Index, empty_stack, on_mesh, read_before_writes, settle, write
+from .store import (
+    Index,
+    empty_stack,
+    on_mesh,
+    read_before_writes,
+    settle,
+    with_tangents,
+    write,
+)
 
 
 class ForwardState(NamedTuple):
@@ -191,6 +199,8 @@ def _run_first(
         return _FirstLoop(step(number, loop.state), inputs)
 
     residuals = spec.residual_buffers(pullbacks, [range(count)])
+    inputs_and_residuals = with_tangents((inputs, residuals), (state.carry, xs, shared))
+    inputs, residuals = inputs_and_residuals
     loop = _FirstLoop(state._replace(residuals=residuals), inputs)
     loop, ran = spec.run(count, layer, loop)
     checkpoints = checkpoints._replace(

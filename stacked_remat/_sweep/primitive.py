@@ -36,6 +36,7 @@ from jax.interpreters import ad, batching
 
 from .._activity import active_outputs
 from .._compat import batch_jaxpr, is_eager, nothing_is_traced
+from .._placement import has_host_arrays
 from .._static import PyTree, Static
 from .forward import forward, primal
 from .gradient import Checkpoint, Perturbed, merge, pick
@@ -109,6 +110,7 @@ class Sweep(Differentiable):
         # `super().__init__` makes parameters attributes, and JAX compares by them.
         self.params = {"spec": spec}
         self.effects = frozenset().union(*(kind.jaxpr.effects for kind in spec.kinds))
+        self.programs = tuple(kind.jaxpr for kind in spec.kinds)
         super().__init__()
 
     def expand(self, init: Carry, xs: OfKinds, shared: OfKinds) -> PyTree:
@@ -157,8 +159,8 @@ class Sweep(Differentiable):
     def vjp_fwd(
         self, nonzero: PyTree, init: Carry, xs: PyTree, shared: PyTree
     ) -> PyTree:
-        """The results, and what `vjp_bwd` needs: checkpoints, all inputs but the carry,
-        and how the reverse sweep is to read them.
+        """The results, and what `input_cotangents` needs: checkpoints, all inputs but
+        the carry, and how the reverse sweep is to read them.
         """
         mask = self._nonzero(self.in_tree.flatten_up_to(nonzero))
         perturbed = self._perturbed(mask)
@@ -168,7 +170,7 @@ class Sweep(Differentiable):
         how = Static((mask, spec, perturbed))
         return (carry, self._weak(ys)), (checkpoints, xs, shared, how)
 
-    def vjp_bwd(self, residuals: PyTree, cotangents: PyTree, *sums: PyTree) -> None:
+    def input_cotangents(self, residuals: PyTree, cotangents: PyTree) -> PyTree:
         *kept, how = residuals
         nonzero, spec, kept_for = how.value
         has_ct = self._has_cotangent(cotangents)
@@ -181,7 +183,7 @@ class Sweep(Differentiable):
         carry_ct = as_arrays(pick(carry_ct, perturbed.carry))
         ys_ct = [*map(as_arrays, map(pick, ys_ct, perturbed.ys))]
         input_cts = sweep_backward(spec, perturbed, *kept, carry_ct, ys_ct)
-        self._add(input_cts, sums, nonzero)
+        return self._like_inputs(input_cts, nonzero)
 
     def _has_cotangent(self, cotangents: PyTree) -> Mask:
         leaves = self.out_tree.flatten_up_to(cotangents)
@@ -247,11 +249,14 @@ def plain_scan(
 ) -> tuple[Carry, OfKinds]:
     """Run the layers of a plain scan, each checkpointed."""
     plain = Bound("scan", SweepSpec.plain, (spec, checkpoint))
-    if not is_eager() or _closes_over_traced(spec):
+    # A primitive has cotangents for all inputs on the host, which JAX makes on the
+    # device where a layer doesn't read one. And outside of `jax.jit` its derivative
+    # keeps its arguments alone.
+    is_primitive = is_eager() or has_host_arrays(args)
+    if not is_primitive or _closes_over_traced(spec):
         return plain(*args)
     if has_refs(args):
         return jitted(plain)(*args)
-    # Outside of `jax.jit` a primitive, whose derivative keeps its arguments alone.
     return Rule(plain, plain, *args)(*args)
 
 
@@ -323,7 +328,8 @@ class Rule(Differentiable):
     def __init__(self, fn: Bound, reference: Bound, *args: PyTree) -> None:
         self._program = jitted(fn)
         self.in_avals = jax.tree.map(jax.typeof, args)
-        self.out_aval, self.effects = _results(fn, *args)
+        self.out_aval, traced = _results(fn, *args)
+        self.effects, self.programs = traced.effects, (traced.jaxpr,)
         self.params = {"fn": fn, "reference": reference}
         super().__init__()
 
@@ -365,15 +371,6 @@ class Rule(Differentiable):
         return tangents_by(fn, self.reference, nonzero, active, primals, tangents)
 
 
-def _results(fn: Bound, *args: PyTree) -> tuple[PyTree, Any]:
-    """The types of what a function returns, and its effects."""
-    traced = jitted(fn).trace(*args)
-    return (
-        jax.tree.unflatten(traced.out_tree, traced.jaxpr.out_avals),
-        traced.jaxpr.effects,
-    )
-
-
 def tangents_by(
     fn: Callable,
     reference: Callable,
@@ -406,6 +403,13 @@ def _for_tangents(fn: Bound) -> Bound:
     if fn.fn in (forward, pull_back):
         return replace(fn, bound=(for_forward_mode(first), *rest))
     return fn
+
+
+def _results(fn: Bound, *args: PyTree) -> tuple[PyTree, ClosedJaxpr]:
+    """The types of what a function returns, and its jaxpr."""
+    traced = jitted(fn).trace(*args)
+    types = jax.tree.unflatten(traced.out_tree, traced.jaxpr.out_avals)
+    return types, traced.jaxpr
 
 
 def _by_rule(

@@ -30,13 +30,11 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer, eval_jaxpr
+from jax.core import AbstractValue, Tracer, eval_jaxpr
 from jax.extend import core
 
 from .._activity import expansion
 from .._compat import (
-    VALUE_TYPES,
-    DebugInfo,
     cleared_with_jax,
     is_eager,
     numbers_are_checked,
@@ -54,6 +52,24 @@ _COMPUTES = {
     "custom_vjp_call": "call_jaxpr",
     "custom_vmap_call": "call",
 }
+
+
+# Types of parameters of primitives whose values are equal where they mean the same.
+_VALUES = (
+    AbstractValue,
+    core.Primitive,
+    core.Effect,
+    jax.sharding.Sharding,
+    jax.sharding.Mesh,
+    jax.sharding.AbstractMesh,
+    jax.sharding.PartitionSpec,
+    jax.ShapeDtypeStruct,
+    jax.tree_util.SequenceKey,
+    jax.tree_util.DictKey,
+    jax.tree_util.GetAttrKey,
+    jax.tree_util.FlattenedIndexKey,
+    jax.tree_util.PyTreeDef,
+)
 
 
 class Structure(NamedTuple):
@@ -222,7 +238,7 @@ class _Description:
             return type(value), value
         if isinstance(value, float | complex):
             return type(value), repr(value)  # 0.0 equals -0.0, and nan not itself
-        if isinstance(value, VALUE_TYPES) and _has_hash(value):
+        if isinstance(value, _VALUES) and _has_hash(value):
             return value
         if isinstance(value, core.Jaxpr | core.ClosedJaxpr):
             # From JAX 0.12 on these are one class, and any may hold constants.
@@ -240,7 +256,7 @@ class _Description:
         return self._of_container(value)
 
     def _of_container(self, value: Any) -> Hashable:
-        if isinstance(value, DebugInfo):  # names of arguments, for messages
+        if isinstance(value, core.DebugInfo):  # names of arguments, for messages
             return None
         if isinstance(value, tuple | list):
             return type(value), self._of_sequence(value)

@@ -72,7 +72,7 @@ from .slots import (
     trip_count,
 )
 from .spec import SweepSpec
-from .store import Index, read, read_before_writes, settle, write
+from .store import Index, read, read_before_writes, settle, with_tangents, write
 
 # Called for every layer, from the last to the first, with the visitor's state. Returns
 # the cotangents of the perturbed leaves of the layer's input carry, and the state.
@@ -103,7 +103,10 @@ def pull_back(
         carry_ct,
         ys_ct,
         visitor,
-        zero_gradients(perturbed, shared, xs),
+        with_tangents(
+            zero_gradients(perturbed, shared, xs),
+            (checkpoints, xs, shared, carry_ct, ys_ct),
+        ),
         # This visitor changes no layer, so all are read where the forward sweep did.
         xs_in=lambda gradients: xs,
     )

@@ -16,11 +16,14 @@ from jax.interpreters import ad
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from .._activity import active_outputs, has_rules, is_differentiable
-from .._compat import HiPrim, named_axes, without_constants
+from .._compat import named_axes, without_constants
+from .._hijax import LowPrimitive
+from .._placement import is_on_host
 from .._static import PyTree, Static
 from .gradient import merge, pick, scatter_leaves
 from .programs import found_in
 from .slots import Arrays, Mask
+from .store import zeros_of
 
 
 @dataclass(frozen=True)
@@ -46,13 +49,8 @@ def floats(types: PyTree) -> Mask:
     return tuple(is_differentiable(type_.dtype) for type_ in jax.tree.leaves(types))
 
 
-class Differentiable(HiPrim):
+class Differentiable(LowPrimitive):
     """A primitive with a linear primitive for its tangents."""
-
-    skip_linearization_on_zero_tangents = True
-
-    def dce(self, used: PyTree, *live: Any) -> PyTree:
-        return (True, True, self) if self.effects else super().dce(used, *live)
 
     def active(self, nonzero: Mask) -> Mask:
         """Which outputs have a tangent, given which inputs have one."""
@@ -86,7 +84,7 @@ class Differentiable(HiPrim):
         nonzero = self._nonzero(self.in_tree.flatten_up_to(nonzero))
         return self.primal(nonzero, args), (args, Static(nonzero))
 
-    def vjp_bwd(self, residuals: PyTree, cotangents: PyTree, *sums: PyTree) -> None:
+    def input_cotangents(self, residuals: PyTree, cotangents: PyTree) -> PyTree:
         (args, nonzero), cts = residuals, self.out_tree.flatten_up_to(cotangents)
         is_float = floats(self.out_aval)
         has_ct = tuple(
@@ -96,13 +94,11 @@ class Differentiable(HiPrim):
         found = self.cotangents(
             nonzero.value, has_ct, args, as_arrays(pick(cts, has_ct))
         )
-        self._add(found, sums, nonzero.value)
+        return self._like_inputs(found, nonzero.value)
 
-    def _add(self, found: Arrays, sums: PyTree, nonzero: Mask) -> None:
-        for total, ct in zip(
-            pick(self.in_tree.flatten_up_to(sums), nonzero), found, strict=True
-        ):
-            total.accum(ct)
+    def _like_inputs(self, found: Arrays, nonzero: Mask) -> PyTree:
+        """Cotangents of the inputs in the mask, as a tree like the inputs."""
+        return self.in_tree.unflatten(scatter_leaves(found, nonzero))
 
     def _nonzero(self, flags: Sequence[bool]) -> Mask:
         return tuple(
@@ -123,32 +119,23 @@ class Differentiable(HiPrim):
 
     def linearized(self, primals: PyTree, *tangents: PyTree) -> PyTree:
         zeros = [
-            ad.instantiate_zeros(ad.Zero(type_.to_tangent_aval()))
+            instantiated(ad.Zero(type_.to_tangent_aval()))
             for type_ in self.out_avals_flat
         ]
         return self._tangents(primals, self.in_tree.flatten_up_to(tangents), zeros)
 
-    def transpose(self, cotangents: PyTree, *args: PyTree) -> None:
-        """The transpose in the linear inputs: reverse mode at zeros."""
-        leaves = self.in_tree.flatten_up_to(args)
-        linear = tuple(hasattr(leaf, "accum") for leaf in leaves)
+    def transposed(self, linear: Mask, args: PyTree, cotangents: PyTree) -> PyTree:
+        """Reverse mode at zeros."""
         zeros = [
-            ad.instantiate_zeros(ad.Zero(type_))
-            for type_ in pick(self.in_avals_flat, linear)
+            instantiated(ad.Zero(type_)) for type_ in pick(self.in_avals_flat, linear)
         ]
-        primals = self.in_tree.unflatten(merge(leaves, zeros, linear))
-        self.pull_back(linear, primals, cotangents, pick(leaves, linear))
+        leaves = merge(self.in_tree.flatten_up_to(args), zeros, linear)
+        return self.pull_back(linear, self.in_tree.unflatten(leaves), cotangents)
 
-    def pull_back(
-        self, nonzero: Mask, primals: PyTree, cotangents: PyTree, sums: PyTree
-    ) -> None:
-        """Add the cotangents of the inputs in the mask to `sums`."""
+    def pull_back(self, nonzero: Mask, primals: PyTree, cotangents: PyTree) -> PyTree:
+        """The cotangents of the inputs in the mask."""
         _, residuals, *_ = self.vjp_fwd(self.in_tree.unflatten(nonzero), *primals)
-        self.vjp_bwd(
-            residuals,
-            cotangents,
-            *self.in_tree.unflatten(scatter_leaves(sums, nonzero)),
-        )
+        return self.input_cotangents(residuals, cotangents)
 
     def _tangents(
         self, primals: PyTree, given: Sequence[PyTree], zeros: Sequence[PyTree]
@@ -306,14 +293,18 @@ def tangent_of(
 ) -> Arrays:
     """The tangents of some outputs of `fn`, from those of some inputs."""
     run, part = of_part(fn, primals, nonzero, active)
-    return jax.jvp(run, (part,), (tangents,))[1]
+    results, result_tangents = jax.jvp(run, (part,), (tangents,))
+    return [*map(in_memory_of, result_tangents, results)]
 
 
 def cotangents_of(
     fn: Callable, nonzero: Mask, has_ct: Mask, args: PyTree, cts: Arrays
 ) -> Arrays:
     """The cotangents of some inputs of `fn`, from those of some outputs."""
-    return jax.vjp(*of_part(fn, args, nonzero, has_ct))[1](cts)[0]
+    run, part = of_part(fn, args, nonzero, has_ct)
+    _, pullback = jax.vjp(run, part)
+    (input_cts,) = pullback(cts)
+    return [*map(in_memory_of, input_cts, part)]
 
 
 def of_part(
@@ -332,7 +323,27 @@ def of_part(
 
 
 def as_arrays(cotangents: Sequence[PyTree]) -> Arrays:
-    return [jnp.asarray(ad.instantiate_zeros(ct)) for ct in cotangents]
+    return [jnp.asarray(instantiated(ct)) for ct in cotangents]
+
+
+def instantiated(tangent: PyTree) -> PyTree:
+    """A tangent or cotangent, or the zeros that it stands for, in the memory of their
+    type; JAX makes zeros on the device alone (0.10.2, 0.12).
+    """
+    type_: Any = tangent.aval if isinstance(tangent, ad.Zero) else None
+    if is_on_host(type_):
+        return zeros_of(type_)
+    return ad.instantiate_zeros(tangent)
+
+
+def in_memory_of(tangent: Any, primal: Any) -> Any:
+    """A tangent or cotangent that JAX computed for a value. One on the device of a
+    value on the host is zeros that JAX made: zeros on the host instead.
+    """
+    if is_on_host(primal) and not is_on_host(tangent):
+        type_ = jax.typeof(tangent)
+        return zeros_of(type_.update(memory_space=jax.memory.Space.Host))
+    return tangent
 
 
 class Linear(Differentiable):
@@ -352,7 +363,7 @@ class Linear(Differentiable):
             type_.to_tangent_aval() for type_ in pick(of.out_avals_flat, active)
         ]
         self.params = {"of": of, "nonzero": nonzero}
-        self.effects = of.effects
+        self.effects, self.programs = of.effects, of.programs
         super().__init__()
 
     def expand(self, primals: PyTree, tangents: Arrays) -> Arrays:
@@ -361,14 +372,19 @@ class Linear(Differentiable):
     def active(self, nonzero: Mask) -> Mask:
         return (any(nonzero),) * len(self.out_aval)
 
-    def transpose(self, cotangents: PyTree, primals: PyTree, sums: PyTree) -> None:
+    def transposed(self, linear: Mask, args: PyTree, cotangents: PyTree) -> PyTree:
+        """The cotangents of tangents; of those that are known there are none."""
+        primals, tangents = args
         active = self.of.active(self.nonzero)
         zeros = [ad.Zero(type_.to_ct_aval()) for type_ in self.of.out_avals_flat]
         every = self.of.out_tree.unflatten(merge(zeros, cotangents, active))
-        # Tangents that are known have no sum
-        linear = [hasattr(total, "accum") for total in sums]
-        nonzero = tuple(merge(self.nonzero, linear, self.nonzero))
-        self.of.pull_back(nonzero, primals, every, pick(sums, linear))
+        # The tangents are the last inputs.
+        is_linear = linear[len(linear) - len(tangents) :]
+        nonzero = tuple(merge(self.nonzero, is_linear, self.nonzero))
+        input_cts = self.of.pull_back(nonzero, primals, every)
+        found = self.of.in_tree.flatten_up_to(input_cts)
+        no_primals = self.of.in_tree.unflatten([None] * len(found))
+        return no_primals, pick(found, self.nonzero)
 
     def batch(self, axis: Any, args: PyTree, dims: PyTree) -> PyTree:
         if not_mapped(self, axis, dims):

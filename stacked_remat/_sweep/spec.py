@@ -291,9 +291,6 @@ class SweepSpec:
         if pattern is not None:
             kind_numbers = jnp.asarray(pattern.kinds, jnp.int32)
             entries = [*map(self._for_every_layer, self.kinds, entries)]
-        # In the known part of a scan that jax.checkpoint differentiates, JAX (0.10.2,
-        # 0.12) can't unroll steps with primitives of hijax, such as tiles.
-        unroll = 1 if any(kind.jaxpr.is_high for kind in self.kinds) else self.unroll
         carry, ys = lax.scan(
             step,
             init,
@@ -301,7 +298,7 @@ class SweepSpec:
             # JAX takes a symbolic length from an array alone.
             None if jax.tree.leaves((kind_numbers, entries)) else self.length,
             self.reverse,
-            unroll,
+            self.unroll,
         )
         if pattern is not None:
             for k, y in enumerate(ys):

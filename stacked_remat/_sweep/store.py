@@ -15,6 +15,7 @@ from jax.core import ShapedArray
 from jax.extend.core import mapped_aval, unmapped_aval
 from jaxtyping import Array
 
+from .._activity import is_differentiable
 from .._barriers import barrier_on
 from .._compat import made_on_host
 from .._placement import has_host_arrays, is_on_host, on_device, to_host
@@ -44,7 +45,7 @@ def zeros_of(type_: ShapedArray, in_front: tuple[int, ...] = ()) -> Array:
     """Zeros of a type, with dimensions in front; in its memory, sharded and varying
     over a mesh like it.
     """
-    if getattr(type_, "memory_space", None) == jax.memory.Space.Host:
+    if is_on_host(type_):
         return made_on_host(
             unmapped_aval(in_front[0], 0, type_) if in_front else type_, zeros_of
         )
@@ -66,6 +67,38 @@ def on_mesh(stack: Array) -> Array:
 def zeros_like(stack: Array) -> Array:
     """Zeros of the shape of a stack, in the same memory."""
     return zeros_of(jax.typeof(stack)) if is_on_host(stack) else jnp.zeros_like(stack)
+
+
+def with_tangents(buffers: PyTree, inputs: PyTree) -> PyTree:
+    """The buffers of a loop; those on the host have tangents, zeros on the host, if any
+    of the loop's inputs has one.
+
+    Where a loop writes to a buffer without tangents what has some, JAX makes the zeros
+    to begin with on the device (0.10.2, 0.12).
+    """
+    if not has_host_arrays(buffers):
+        return buffers
+    leaves, tree = jax.tree.flatten(buffers)
+    causes = []
+    for leaf in jax.tree.leaves(inputs):
+        if is_differentiable(jax.typeof(leaf).dtype):
+            causes.append(leaf)
+
+    @jax.custom_jvp
+    def made(leaves: list[Array], causes: list[Array]) -> list[Array]:
+        return leaves
+
+    def rule(primals: tuple, tangents: tuple) -> tuple[list[Array], list[Any]]:
+        (leaves, _), (leaf_tangents, _) = primals, tangents
+        made_tangents = []
+        for leaf, tangent in zip(leaves, leaf_tangents, strict=True):
+            if is_on_host(leaf) and is_differentiable(leaf.dtype):
+                tangent = zeros_like(leaf)
+            made_tangents.append(tangent)
+        return leaves, made_tangents
+
+    made.defjvp(rule, symbolic_zeros=True)
+    return jax.tree.unflatten(tree, made(leaves, causes))
 
 
 def zeros_after(done: PyTree, like: PyTree) -> PyTree:

@@ -14,6 +14,7 @@ from jax.extend.core import Literal
 from jax.sharding import PartitionSpec
 
 from .._activity import CALLS, CHECKPOINTS, is_differentiable, program_of, programs_in
+from .._hijax import primitive_of
 from .._noted import Notes, noting
 from .._placement import is_on_host, on_several_devices, platform
 from .._sweep.gradient import merge, pick
@@ -111,7 +112,7 @@ class Interpreter:
             return looped(equation, operands, self.arrays)
         if equation.primitive.name == "shard_map":
             return self._divided(equation, operands)
-        if isinstance(equation.params.get("_prim"), (Rule, Linear)):
+        if isinstance(primitive_of(equation), (Rule, Linear)):
             raise UnsupportedLeafError(
                 f"{_paths(operands)}: the loss takes the gradient of a fold that uses"
                 " it. Give this fold remat=True, or use norms=True."
@@ -239,13 +240,13 @@ class Interpreter:
 
 def is_loop(equation: Any) -> bool:
     return equation.primitive.name == "scan" or isinstance(
-        equation.params.get("_prim"), Sweep
+        primitive_of(equation), Sweep
     )
 
 
 def sliced_places(equation: Any) -> Iterable[int]:
     """The numbers of the operands of a loop of which each turn has a slice."""
-    every, sweep = range(len(equation.invars)), equation.params.get("_prim")
+    every, sweep = range(len(equation.invars)), primitive_of(equation)
     if sweep is None:
         return every[_unstacked_of_scan(equation)[1] :]
     return jax.tree.leaves(sweep.in_tree.unflatten(every)[1])
@@ -255,7 +256,7 @@ def looped(equation: Any, operands: list[Value], evaluate: Evaluate) -> list[Any
     """The results of a loop over layers, or any `jax.lax.scan`, whose body is evaluated
     by `evaluate`.
     """
-    sweep = equation.params.get("_prim")
+    sweep = primitive_of(equation)
     return (
         _scanned(equation, operands, evaluate)
         if sweep is None

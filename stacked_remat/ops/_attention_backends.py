@@ -7,9 +7,8 @@ import haliax.nn as hnn
 import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
-from jax.ad_checkpoint import checkpoint_name
 
-from .._compat import cudnn_attention, cudnn_attention_gradients, cudnn_is_installed
+from .._names import named
 from ._attention_blockwise import BLOCKWISE
 from ._attention_rule import (
     Attended,
@@ -24,6 +23,7 @@ from ._attention_rule import (
 )
 from ._attention_splash import splash_block_size, splash_kernel
 from ._backends import HALVES, Backend, Call
+from ._cudnn import cudnn_attention, cudnn_attention_gradients, cudnn_is_installed
 from ._tokamax import ATTENTION, why_not_tokamax
 
 
@@ -101,7 +101,7 @@ def exact_attention(
         scale=blocks.scale,
         sinks=None if sinks is None else hax.named(sinks, ("kv_heads", "group")),
     )
-    return checkpoint_name(attended.array, "attention_output")
+    return named(attended.array, "attention_output")
 
 
 def _cudnn_forward(

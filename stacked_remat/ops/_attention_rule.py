@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
+from .._names import named
 from .per_device import align_varying_axes
 
 Query = Float[Array, "batch row kv_heads group head_dim"]
@@ -177,12 +177,10 @@ def attend_by(
         lse = total
     # With one axis after that of positions: with several, XLA copied the stack of saved
     # outputs into another layout, 20 GiB at 65,536 tokens of 48 layers.
-    output = checkpoint_name(
-        output.reshape(*output.shape[:2], -1), "attention_output"
-    ).reshape(output.shape)
-    lse = checkpoint_name(lse.reshape(*lse.shape[:2], -1), "attention_lse").reshape(
-        lse.shape
+    output = named(output.reshape(*output.shape[:2], -1), "attention_output").reshape(
+        output.shape
     )
+    lse = named(lse.reshape(*lse.shape[:2], -1), "attention_lse").reshape(lse.shape)
     return _with_derivative(
         Attended(query, key, value, sinks, sight, output, lse), kernel, blocks
     )

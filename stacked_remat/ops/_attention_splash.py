@@ -7,7 +7,7 @@ need.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,6 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 )
 from jaxtyping import Array, Bool, Int
 
-from .._compat import splash_gradients
 from .._trips import known_products
 from ._attention_rule import (
     Attended,
@@ -185,6 +184,20 @@ def _backward(
         gradients, sight, blocks, interpret, query, key, value, output, cotangent, lse
     )
     return of_query, of_key, of_value
+
+
+def splash_gradients(
+    kernel: Any, residuals: tuple[Any, ...], cotangent: Array
+) -> Sequence[Array]:
+    """The gradients of query, key and value, the first of `residuals`; output and
+    log-sum-exp are last.
+
+    The rule of JAX's kernel (0.10.2, 0.12), which is private: as a `jax.custom_vjp`
+    JAX would call it only for residuals that the kernel kept itself.
+    """
+    tables = kernel.dq_mask_info, kernel.dkv_mask_info
+    backward: Any = splash._splash_attention_bwd
+    return backward(**kernel.kwargs, res=(*residuals, *tables), do=cotangent)[3:6]
 
 
 def _kernel_for(

@@ -5,7 +5,7 @@ import pytest
 from benchmarks.qwen3_context import CONFIG, POLICIES, forward_and_backward
 from models.run_config import LmRunConfig
 from stacked_remat import memory
-from stacked_remat._compat import cudnn_is_installed
+from stacked_remat.ops._cudnn import cudnn_is_installed
 from stacked_remat.training import parse_config
 from tests.recorded_on import h200, recorded
 

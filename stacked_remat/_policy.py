@@ -263,6 +263,7 @@ class ScanCheckpointPolicy(_haliax_names.HaliaxFields):
         # A single layer has no carries between layers, so it is checkpointed as it is
         if is_cut and length > 1:
             schedule = self.schedule(length - self.first_layers)
+            schedule = dataclasses.replace(schedule, first=self.first_layers)
             return Remat(length, kept, carries, schedule, self.first_layers)
         # With all internals kept the layers need not run again, whatever `save_carries`
         # says.

@@ -17,18 +17,21 @@ a run is one iteration of the outer loop here:
        to the slots above (`_advance`; `_save` where the layers' residuals are kept)
     3. visit as many layers as have their inputs at the top of the slots (`_visit`)
 
-Six layers in three slots (`"nested"`, segments of 3, 2 and 1 layers). The columns on
-the right are the layers whose inputs the slots hold when the visits of a run begin:
+Six layers in three slots (`"nested"`, segments of 3, 2 and 1 layers):
 
-    forward   layers 0 1 2 3 4 5                      slot 0  1  2
-    run 0                            visit 5               0  3  5
-    run 1     replay 3               visit 4, 3            0  3  4
-    run 2     replay 0 1             visit 2, 1, 0         0  1  2
+              runs forward   slots then hold   visits
+    forward   0 1 2 3 4 5    0 3 5
+    run 0                    0 3 5             5
+    run 1     3              0 3 4             4 3
+    run 2     0 1            0 1 2             2 1 0
 
-All numbers that differ from run to run are entries of integer tables (`plan.py`),
-looked up by the number of the run, so that the program has one loop over runs whatever
-the number of layers: compile time does not grow with depth. Slots, saved residuals and
-the visitor's state are carries of these loops, which XLA updates in place.
+All numbers that differ from run to run are columns of integers (`Program`), looked up
+by the number of the run, so that what is compiled has one loop over runs whatever the
+number of layers: compile time does not grow with depth. Slots, saved residuals and the
+visitor's state are carries of these loops, which XLA updates in place.
+
+Where a layer may end the sweep (`SweepSpec.stops`), how many layers ran is data. Trip
+counts are then clipped to the layers that did (`_trips_before`).
 
 Layers are numbered here as they run; `SweepSpec.layer_index` gives the index on the
 axis. Called by `primitive.py` for gradients and by `_scan/sweep_back.py` for a user's
@@ -42,12 +45,13 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from equinox.internal import unvmap_max
 from jax import lax
 
 from .._barriers import barrier_on
 from .._placement import has_host_arrays, to_device
-from .._remat import Kept
-from .._schedule import Run, Schedule
+from .._schedule import Program, equal
 from .._static import PyTree
 from .gradient import (
     LayerPullback,
@@ -59,17 +63,15 @@ from .gradient import (
     zero_gradients,
 )
 from .kinds import Kind
-from .plan import Plan, one_run_per_segment
 from .slots import (
     Arrays,
     Carry,
     Checkpoints,
     Mask,
     OfKinds,
-    TripsOf,
+    Trips,
     entry_at,
-    slots_for,
-    trip_count,
+    trips_at,
 )
 from .spec import SweepSpec
 from .store import Index, read, read_before_writes, settle, write
@@ -136,48 +138,70 @@ def sweep_back(
     Returns the cotangents of the perturbed leaves of the first carry, and the state.
     """
     remat = spec.remat
-
-    def layers(first: int, stop: int, kept: Kept) -> _Layers:
-        pullbacks = spec.pullbacks(perturbed, kept, xs_in(state), shared)
-        saves, is_read = spec.kept_in_segment(pullbacks)
-        return _Layers(
-            spec,
-            range(first, stop),
-            pullbacks,
-            saves,
-            is_read,
-            shared,
-            ys_ct,
-            visitor,
-            xs_in,
-        )
-
+    xs = xs_in(state)
+    common = shared, ys_ct, visitor, xs_in
     if remat.schedule is not None:
-        scheduled = layers(remat.first_layers, spec.length, remat.kept)
-        carry_ct, state = _visit_scheduled(
-            scheduled, checkpoints, carry_ct, state, remat.schedule
-        )
+        pullbacks = spec.pullbacks(perturbed, remat.kept, xs, shared)
+        _check_saved_on_device(pullbacks)
+        saves, is_read = spec.kept_in_segment(pullbacks)
+        program = remat.schedule.program(saves=saves, on_host=remat.boundaries_on_host)
+        trips = _trips_of(program, checkpoints.ran)
+        layers = _Layers(spec, program, trips, pullbacks, saves, is_read, *common)
+        carry_ct, state = _visit_scheduled(layers, checkpoints.inputs, carry_ct, state)
     if remat.first_layers:
-        first = layers(0, remat.first_layers, remat.first_kept)
-        carry_ct, state = _visit_first(first, checkpoints, carry_ct, state)
+        pullbacks = spec.pullbacks(perturbed, remat.first_kept, xs, shared)
+        program = equal(remat.first_layers, remat.first_layers).program()
+        trips = _trips_of(program, checkpoints.ran)
+        layers = _Layers(spec, program, trips, pullbacks, False, (), *common)
+        carry_ct, state = _visit_first(layers, checkpoints, carry_ct, state)
     return carry_ct, state
+
+
+class _RunTrips(NamedTuple):
+    """How often the loops of runs run: columns of a program, or arrays where layers may
+    stop.
+    """
+
+    # As in `Program`.
+    advances: Any
+    visits: Any
+    # How many runs come before the first one with a layer that ran.
+    skipped: Index = 0
+
+
+def _trips_of(program: Program, ran: Index | None) -> _RunTrips:
+    """The trips for the first `ran` layers, None for all."""
+    if ran is None:
+        return _RunTrips(program.advances, program.visits)
+    # Under `jax.vmap` the loops take as many trips for all examples, the most.
+    ran = unvmap_max(ran)
+    start, bottom = np.asarray(program.start), np.asarray(program.bottom)
+    has_layer = np.minimum(start, bottom) < ran
+    # The last layer that ran is visited, not replayed.
+    advances = jnp.clip(ran - 1 - start, 0, np.asarray(program.advances))
+    # If the layer of the first input that it holds did not run, a replay is of no use.
+    first_held = np.asarray((*program.held, 0))[[*program.held_from]]
+    advances = jnp.where(first_held < ran, advances, 0)
+    visits = jnp.clip(ran - bottom, 0, np.asarray(program.visits))
+    return _RunTrips(advances, visits, jnp.argmax(has_layer).astype(jnp.int32))
 
 
 @dataclass(frozen=True)
 class _Layers:
-    """How a range of layers is replayed and visited."""
+    """How the layers of a program are replayed and visited."""
 
     # The whole sweep.
     spec: SweepSpec
-    # The numbers of these layers in it.
-    numbers: range
+    # What is executed of these layers, and how often its loops run.
+    program: Program
+    trips: _RunTrips
     # The vector-Jacobian product of a layer, for each kind.
     pullbacks: list[LayerPullback]
-    # Whether a replay keeps the residuals of the layers that are visited next;
-    # otherwise a visit runs the layer again.
+    # Whether a run saves the residuals of the layers that it visits. Otherwise a visit
+    # runs the layer again, or the forward sweep saved them.
     saves: bool
-    # Whether a visit reads a leaf of the layer's input carry itself, beside saved
-    # residuals; over all leaves of a carry, held or not.
+    # Whether a visit reads a leaf of the layer's input carry itself, beside residuals
+    # that a run saved; over all leaves of a carry, held or not.
     is_read: Mask
     # What all layers share, for each kind.
     shared: OfKinds
@@ -198,16 +222,15 @@ class _Layers:
         number: Index,
         loop: tuple[Carry, PyTree],
         fetched: Arrays,
-        parts: Sequence[range] = (),
         bottom: Index | None = None,
     ) -> tuple[Carry, PyTree]:
         """Run layer `number` again.
 
         Takes and returns the held leaves of its carry, and the buffers of saved
         residuals. With `bottom` it writes the layer's residuals to the buffers, whose
-        first entry is layer `bottom`'s. `parts` as in `SweepSpec.at`.
+        first entry is layer `bottom`'s.
         """
-        spec = self.spec
+        spec, program = self.spec, self.program
 
         def run(
             kind: Kind, row: Index, loop: tuple[Carry, PyTree]
@@ -225,6 +248,7 @@ class _Layers:
             saved = kind.write(saved, spec.entry(kind, number, bottom), residuals)
             return spec.of_held(carry), saved
 
+        parts = program.replayed if bottom is None else program.visited
         return spec.at(number, run, loop, parts)
 
     def visit(
@@ -271,14 +295,14 @@ class _Layers:
             )
             return self.visitor(visit, kind, row, state)
 
-        return spec.at(number, run, loop, [self.numbers])
+        return spec.at(number, run, loop, self.program.visited)
 
 
 class _Loop(NamedTuple):
     """The state of the loop over runs."""
 
     # The held leaves of carries, each stacked over the slots. A leaf that only replays
-    # read has the lowest slots alone (`Schedule.sources`).
+    # read has the lowest slots alone (`Program.sources`).
     slots: Carry
     # Residuals of the layers that the run visits, stacked for each kind; None if visits
     # compute them.
@@ -292,28 +316,23 @@ class _Loop(NamedTuple):
 
 
 def _visit_scheduled(
-    layers: _Layers,
-    checkpoints: Checkpoints,
-    cotangent: Carry,
-    state: PyTree,
-    schedule: Schedule,
+    layers: _Layers, inputs: Carry, cotangent: Carry, state: PyTree
 ) -> tuple[Carry, PyTree]:
-    """Visit the layers that a schedule covers."""
-    _check_saved_on_device(layers.pullbacks)
-    boundaries = checkpoints.boundaries
-    runs = schedule.runs if boundaries is None else one_run_per_segment(schedule)
-    plan = Plan(runs, layers.numbers.start, layers.saves, checkpoints.ran)
-    fetched, cotangent = _fetch_first(layers, plan, state, cotangent)
+    """Visit the layers that a schedule covers, from the inputs that are kept of
+    them.
+    """
+    spec, program = layers.spec, layers.program
+    fetched, cotangent = _fetch_first(layers, state, cotangent)
     saved = None
     if layers.saves:
-        saved = layers.spec.residual_buffers(layers.pullbacks, plan.visited)
-    if boundaries is None:
-        loop = _Loop(checkpoints.slots, saved, fetched, cotangent, state)
-        loop = _loop_over_runs(layers, plan, loop)
-    else:
-        slots = _slots_of_a_segment(layers, plan)
+        saved = spec.residual_buffers(layers.pullbacks, program.visited)
+    if spec.remat.boundaries_on_host:
+        slots = spec.slots_for(spec.carry_types, program, layers.is_read)
         loop = _Loop(slots, saved, fetched, cotangent, state)
-        loop = _loop_over_boundaries(layers, plan, boundaries, loop)
+        loop = _loop_over_boundaries(layers, inputs, loop)
+    else:
+        loop = _Loop(inputs, saved, fetched, cotangent, state)
+        loop = _loop_over_runs(layers, loop)
     return loop.cotangent, loop.state
 
 
@@ -331,12 +350,12 @@ def _check_saved_on_device(pullbacks: Sequence[LayerPullback]) -> None:
 
 
 def _fetch_first(
-    layers: _Layers, plan: Plan, state: PyTree, cotangent: Carry
+    layers: _Layers, state: PyTree, cotangent: Carry
 ) -> tuple[Arrays, Carry]:
     """What the first layer of the reverse sweep reads from the host, and the
     cotangent.
     """
-    first: Index = int(plan.first[0])
+    first: Index = layers.program.first[0]
     fetched = layers.fetch(state, first)
     if fetched:
         # Without the barrier XLA reads the first layer before the forward sweep, and
@@ -347,53 +366,36 @@ def _fetch_first(
     return fetched, cotangent
 
 
-def _loop_over_runs(layers: _Layers, plan: Plan, loop: _Loop) -> _Loop:
+def _loop_over_runs(layers: _Layers, loop: _Loop) -> _Loop:
     """Execute the runs with all inputs in slots on the device."""
-    skipped, left = plan.skipped, len(plan.start) - plan.skipped
-    # How many runs are left is data where layers stopped early.
-    trips = left if isinstance(left, int) else TripsOf(None, left)
+    skipped = layers.trips.skipped
 
     def run(r: Index, loop: _Loop) -> _Loop:
-        return _run(layers, plan, skipped + r, loop)
+        return _run(layers, skipped + r, loop)
 
-    return layers.spec.repeat(trips, run, loop)
-
-
-def _slots_of_a_segment(layers: _Layers, plan: Plan) -> Carry:
-    """Slots for the inputs of the longest segment; of a leaf that visits don't read,
-    for the first input alone.
-    """
-    spec = layers.spec
-    return slots_for(
-        spec.of_held(spec.carry_types),
-        plan.most_visits,
-        spec.of_held(layers.is_read),
-        1,
-    )
+    return layers.spec.repeat(Trips(len(layers.program.start) - skipped), run, loop)
 
 
-def _loop_over_boundaries(
-    layers: _Layers, plan: Plan, boundaries: Carry, loop: _Loop
-) -> _Loop:
+def _loop_over_boundaries(layers: _Layers, boundaries: Carry, loop: _Loop) -> _Loop:
     """Execute the runs with the first input of each segment on the host."""
 
-    def fetch_and_run(loop: _Loop, at: tuple[PyTree, Carry]) -> tuple[_Loop, None]:
+    def fetch_and_run(loop: _Loop, at: tuple[Index, Carry]) -> tuple[_Loop, None]:
         r, boundary = at
         slots = write(loop.slots, 0, to_device(boundary))
-        return _run(layers, plan, r, loop._replace(slots=slots)), None
+        return _run(layers, r, loop._replace(slots=slots)), None
 
     # Boundaries are stacked in the order of the forward sweep, runs numbered in that of
     # the reverse sweep.
-    numbers = jnp.arange(len(plan.start))[::-1]
+    numbers = jnp.arange(len(layers.program.start))[::-1]
     loop, _ = lax.scan(fetch_and_run, loop, (numbers, boundaries), reverse=True)
     return loop
 
 
-def _run(layers: _Layers, plan: Plan, r: Index, loop: _Loop) -> _Loop:
-    loop = _advance(layers, plan, r, loop)
-    if loop.saved is not None:
-        loop = _save(layers, plan, r, loop)
-    return _visit(layers, plan, r, loop)
+def _run(layers: _Layers, r: Index, loop: _Loop) -> _Loop:
+    loop = _advance(layers, r, loop)
+    if layers.saves:
+        loop = _save(layers, r, loop)
+    return _visit(layers, r, loop)
 
 
 class _AdvanceLoop(NamedTuple):
@@ -406,36 +408,36 @@ class _AdvanceLoop(NamedTuple):
     written: Index | None
 
 
-def _advance(layers: _Layers, plan: Plan, r: Index, loop: _Loop) -> _Loop:
-    """Run `plan.advances` layers again, from the start of the run, and write the inputs
-    that the run holds to slots.
+def _advance(layers: _Layers, r: Index, loop: _Loop) -> _Loop:
+    """Run the layers of the replay again, and write the inputs that the run holds to
+    slots.
 
     Where residuals are saved it advances to the lowest layer that is visited; `_save`
     runs that one and all above it, the top one too.
     """
-    if not plan.most_advances:
+    program = layers.program
+    if not any(program.advances):
         return loop
-    slot = entry_at(plan.slot, r)
+    slot = entry_at(program.slot, r)
 
     def layer(k: Index, inner: _AdvanceLoop) -> _AdvanceLoop:
-        fetched, number = settle(inner.fetched, entry_at(plan.start, r) + k)
+        fetched, number = settle(inner.fetched, entry_at(program.start, r) + k)
         ahead = fetched and layers.fetch(loop.state, number + 1)
-        carry, _ = layers.replay(
-            loop.state, number, (inner.carry, None), fetched, plan.advanced
-        )
+        carry, _ = layers.replay(loop.state, number, (inner.carry, None), fetched)
         # Every input is written, where the next one that is held goes: the following
         # one overwrites it if it is not. A branch that writes some would copy slots.
         written = inner.written
         above = k if written is None else written
         slots = write(inner.slots, slot + 1 + above, carry)
         if written is not None:
-            next_kept = entry_at(plan.kept, entry_at(plan.kept_from, r) + written)
-            written += lax.convert_element_type(next_kept == number + 1, jnp.int32)
+            place = entry_at(program.held_from, r) + written
+            is_held = entry_at(program.held, place) == number + 1
+            written += lax.convert_element_type(is_held, jnp.int32)
         return _AdvanceLoop(slots, carry, ahead, written)
 
-    written = None if plan.keeps_all else jnp.int32(0)
+    written = None if program.holds_all else jnp.int32(0)
     inner = _AdvanceLoop(loop.slots, read(loop.slots, slot), loop.fetched, written)
-    inner = layers.spec.repeat(trip_count(plan.advances, r), layer, inner)
+    inner = layers.spec.repeat(trips_at(layers.trips.advances, r), layer, inner)
     return loop._replace(slots=inner.slots, fetched=inner.fetched)
 
 
@@ -448,17 +450,21 @@ class _SaveLoop(NamedTuple):
     fetched: Arrays  # for the next layer, from the host
 
 
-def _save(layers: _Layers, plan: Plan, r: Index, loop: _Loop) -> _Loop:
+def _save(layers: _Layers, r: Index, loop: _Loop) -> _Loop:
     """Run the layers to visit, from the lowest, and save what their visits read."""
-    bottom = entry_at(plan.bottom, r)
-    bottom_slot = entry_at(plan.bottom_slot, r)
-    top = entry_at(plan.top, r)
+    program = layers.program
+    bottom = entry_at(program.bottom, r)
+    bottom_slot = entry_at(program.bottom_slot, r)
+    trips = trips_at(layers.trips.visits, r)
     is_read = layers.spec.of_held(layers.is_read)
 
     def layer(k: Index, inner: _SaveLoop) -> _SaveLoop:
         fetched, number = settle(inner.fetched, bottom + k)
-        # The layer after the top one is not needed: the first visit is of the top.
-        ahead = fetched and layers.fetch(loop.state, jnp.minimum(number + 1, top))
+        ahead: Arrays = []
+        if fetched:
+            # The layer after the top one is not needed: the first visit is of the top.
+            top = bottom + trips.number - 1
+            ahead = layers.fetch(loop.state, jnp.minimum(number + 1, top))
         # Leaves that visits don't read beside the residuals have no slots here.
         read_slots = write(
             pick(inner.slots, is_read), bottom_slot + k, pick(inner.carry, is_read)
@@ -472,7 +478,7 @@ def _save(layers: _Layers, plan: Plan, r: Index, loop: _Loop) -> _Loop:
     carry = read(loop.slots, bottom_slot)
     assert loop.saved is not None
     inner = _SaveLoop(loop.slots, loop.saved, carry, loop.fetched)
-    inner = layers.spec.repeat(trip_count(plan.visits, r), layer, inner)
+    inner = layers.spec.repeat(trips, layer, inner)
     return loop._replace(slots=inner.slots, saved=inner.saved, fetched=inner.fetched)
 
 
@@ -484,23 +490,23 @@ class _VisitLoop(NamedTuple):
     state: PyTree  # the visitor's
 
 
-def _visit(layers: _Layers, plan: Plan, r: Index, loop: _Loop) -> _Loop:
+def _visit(layers: _Layers, r: Index, loop: _Loop) -> _Loop:
     """Visit the layers from the top of the slots down."""
-    trips = trip_count(plan.visits, r)
-    count = trips.number if isinstance(trips, TripsOf) else trips
-    bottom = entry_at(plan.bottom, r)
+    program = layers.program
+    trips = trips_at(layers.trips.visits, r)
+    bottom = entry_at(program.bottom, r)
 
     def layer(k: Index, inner: _VisitLoop) -> _VisitLoop:
-        # Counted from below: where layers stopped, the visits begin under `plan.top`.
-        place = count - 1 - k
+        # Counted from below: where layers stopped, the visits begin under the top.
+        place = trips.number - 1 - k
         fetched, number = settle(inner.fetched, bottom + place)
         below: Index = 0
         if fetched:
-            is_last = place == 0
-            below = jnp.where(is_last, entry_at(plan.next_first, r), number - 1)
+            next_first = entry_at(program.first, r + 1)
+            below = jnp.where(place == 0, next_first, number - 1)
         ahead = layers.fetch(inner.state, below)
         ahead, state = read_before_writes(ahead, inner.state, "cuda")
-        carry = read(loop.slots, entry_at(plan.bottom_slot, r) + place)
+        carry = read(loop.slots, entry_at(program.bottom_slot, r) + place)
         cotangent, state = layers.visit(
             number, bottom, carry, loop.saved, fetched, (inner.cotangent, state)
         )
@@ -514,17 +520,13 @@ def _visit(layers: _Layers, plan: Plan, r: Index, loop: _Loop) -> _Loop:
 
 
 def _visit_first(
-    layers: _Layers, checkpoints: Checkpoints, carry_ct: Carry, state: PyTree
+    layers: _Layers, checkpoints: Checkpoints, cotangent: Carry, state: PyTree
 ) -> tuple[Carry, PyTree]:
-    """Visit the first layers, whose inputs are all kept, with the residuals that
-    `first_kept` says: one run without a replay.
+    """Visit the first layers, whose inputs and residuals are all kept: one run without
+    a replay.
     """
-    # Only `_visit` executes this run, and reads its layers and slots alone.
-    count = len(layers.numbers)
-    run = Run(0, 0, tuple(range(1, count)), count)
-    plan = Plan((run,), 0, False, checkpoints.ran)
-    carries = checkpoints.first_layers or []
-    fetched = layers.fetch(state, count - 1)
-    loop = _Loop(carries, checkpoints.residuals, fetched, carry_ct, state)
-    loop = _visit(layers, plan, 0, loop)
+    inputs, residuals = checkpoints.first_inputs or [], checkpoints.residuals
+    fetched = layers.fetch(state, layers.program.first[0])
+    loop = _Loop(inputs, residuals, fetched, cotangent, state)
+    loop = _visit(layers, 0, loop)
     return loop.cotangent, loop.state

@@ -54,7 +54,7 @@ inputs stay. Those above are read only by the visits of the first run itself, an
 if it doesn't make them again: it does if it has a replay, and where the internals of
 the layers to visit are saved, since they run again for that from the lowest. So what
 stays is all that the forward sweep holds, or where the first run makes them again
-(`Program.of`) what is up to the slot of the lowest layer that it visits.
+(`Schedule.program`) what is up to the slot of the lowest layer that it visits.
 
 `_policy.py` makes schedules of policies, `_sweep/` executes their programs.
 """
@@ -74,7 +74,7 @@ _MOST_NESTED = 50
 Tree: TypeAlias = "int | tuple[Tree, ...]"
 
 
-class Run(NamedTuple):
+class _Run(NamedTuple):
     """One replay and the visits that follow it. The forward sweep is one too, of all
     layers.
     """
@@ -87,30 +87,6 @@ class Run(NamedTuple):
     # How many layers are then visited, from the last that is held down, one for each
     # slot: below `held` are inputs that earlier runs left.
     visits: int
-
-    @property
-    def start(self) -> int:
-        return self.held[0]
-
-    @property
-    def top(self) -> int:
-        """The first layer that is visited."""
-        return self.held[-1]
-
-    @property
-    def bottom(self) -> int:
-        """The last layer that is visited."""
-        return self.top - self.visits + 1
-
-    @property
-    def bottom_slot(self) -> int:
-        """The slot of its input."""
-        return self.slot + len(self.held) - self.visits
-
-    @property
-    def replays(self) -> int:
-        """How many layers run forward again."""
-        return self.top - self.start
 
 
 @dataclass(frozen=True)
@@ -129,28 +105,11 @@ class Schedule:
     first: int = 0
 
     @cached_property
-    def runs(self) -> tuple[Run, ...]:
-        """What the reverse sweep does, in order; O(length) numbers, however few
-        slots.
-        """
-        forward, *later = self._expansions()
-        # What the forward sweep left is visited without a replay.
-        top_slot = len(forward.held) - 1
-        first = Run(forward.held[-1:], top_slot, forward.visits)
-        sizes = self.segments
-        if len(sizes) > 1 and sizes[0] > 1 and len(set(sizes)) == 1:
-            # What the forward sweep left of the last segment is made again: then all
-            # runs are alike, and trip counts static.
-            last_segment = self.layers[-sizes[-1] :]
-            first = Run(last_segment, len(sizes) - 1, sizes[-1])
-        return (first, *later)
-
-    @cached_property
     def replays(self) -> int:
         """Forward evaluations of a block that the reverse sweep makes to recover layer
         inputs.
         """
-        return sum(run.replays for run in self.runs)
+        return sum(self.program().advances)
 
     @property
     def tree(self) -> tuple["Tree", ...]:
@@ -193,7 +152,7 @@ class Schedule:
             return _divided(layers, self.segments[:-1])
         return _divided(layers, _sizes(len(layers), slots))
 
-    def _expansions(self) -> Iterator[Run]:
+    def _expansions(self) -> Iterator[_Run]:
         """The runs, and before the first the forward sweep, as the part at the top of a
         stack is cut.
 
@@ -214,43 +173,63 @@ class Schedule:
                 stack.pop()
                 visits += 1
             held = (*(part[0] for part in waiting), *last)
-            yield Run(held, slot, visits)
+            yield _Run(held, slot, visits)
 
     def program(self, *, saves: bool = False, on_host: bool = False) -> "Program":
-        """What a sweep executes.
+        """What a sweep executes: O(length) numbers, however few slots.
 
         Args:
             saves: whether internals are kept of the layers that a run visits.
             on_host: whether the first input of each segment is kept on the host. A run
                 fetches it to slot 0, and its other inputs fill the slots above.
         """
+        sizes = self.segments
         if on_host:
-            segments = _divided(self.layers, self.segments[:-1])
-            runs = [Run(segment, 0, len(segment)) for segment in reversed(segments)]
+            segments = _divided(self.layers, sizes[:-1])
             kept = tuple(segment[0] for segment in segments)
-            slots = max(self.segments)
-        else:
-            forward = next(self._expansions())
-            runs, kept, slots = self.runs, forward.held, self.slots
-            if saves or runs[0].replays:
-                kept = kept[: runs[0].bottom_slot + 1]
+            runs = [_Run(segment, 0, len(segment)) for segment in reversed(segments)]
+            return self._program(kept, max(sizes), runs, saves)
+        forward, *runs = self._expansions()
+        kept = forward.held
+        # What the forward sweep left is visited without a replay.
+        first = _Run(kept[-1:], len(kept) - 1, forward.visits)
+        is_made_again = saves
+        if len(sizes) > 1 and sizes[0] > 1 and len(set(sizes)) == 1:
+            # What the forward sweep left of the last segment is made again: then all
+            # runs are alike, and trip counts static.
+            first = _Run(self.layers[-sizes[-1] :], len(sizes) - 1, sizes[-1])
+            is_made_again = True
+        if is_made_again:
+            lowest_slot = first.slot + len(first.held) - first.visits
+            kept = kept[: lowest_slot + 1]
+        return self._program(kept, self.slots, [first, *runs], saves)
+
+    def _program(
+        self, kept: tuple[int, ...], slots: int, runs: Iterable[_Run], saves: bool
+    ) -> "Program":
         columns = []
-        held: list[int] = []
+        all_held: list[int] = []
         first = []
-        for run in runs:
-            last = run.bottom if saves else run.top
-            advances = max(0, last - run.start)
-            first.append(run.start if advances else last)
-            at_bottom = run.bottom, run.bottom_slot, run.visits
-            columns.append((run.start, run.slot, advances, len(held), *at_bottom))
-            held += run.held[1:]
+        made = 0
+        for held, slot, visits in runs:
+            start, top = held[0], held[-1]
+            bottom = top - visits + 1
+            bottom_slot = slot + len(held) - visits
+            last = bottom if saves else top
+            advances = max(0, last - start)
+            columns.append(
+                (start, slot, advances, len(all_held), bottom, bottom_slot, visits)
+            )
+            all_held += held[1:]
+            made += top - start
+            first.append(start if advances else last)
         return Program(
             self.layers,
             kept,
             slots,
-            tuple(held),
+            tuple(all_held),
             (*first, first[-1]),
-            len(held) == sum(run.replays for run in runs),
+            len(all_held) == made,
             *zip(*columns, strict=True),
         )
 

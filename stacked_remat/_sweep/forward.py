@@ -50,18 +50,23 @@ from .store import Index, empty_stack, on_mesh, read_before_writes, settle, writ
 
 
 class ForwardState(NamedTuple):
-    """The state of a loop over layers."""
+    """The state of all loops over layers."""
 
     # The input of the layer that runs next.
     carry: Carry
     # Outputs of each kind, stacked over all layers of the kind; zeros for those that
     # are still to run.
     ys: OfKinds
-    # Saved residuals of each kind, stacked over the first layers; [] where none are
-    # saved.
-    residuals: OfKinds
     # What the layer that runs next reads of stacks on the host.
     fetched: Arrays
+    # How many layers have run; None if none may stop.
+    ran: Index | None
+    # The held leaves of the inputs that are kept, stacked; [] where none are, and while
+    # a scan stacks them on the host.
+    inputs: Carry = []
+    # Saved residuals of each kind, stacked over the first layers; [] where none are
+    # saved.
+    residuals: OfKinds = []
 
 
 # Runs the layer with a number.
@@ -75,7 +80,7 @@ def primal(
     if not spec.length or not (spec.pattern or spec.stops or has_host_arrays(xs)):
         return spec.plain(None, init, xs, shared)
     step = _forward_step(spec, xs, shared, range(spec.length))
-    state, _ = spec.run(Trips(spec.length), step, _start(spec, init, xs))
+    state = spec.run(Trips(spec.length), step, _start(spec, init, xs))
     return state.carry, state.ys
 
 
@@ -84,7 +89,8 @@ def _start(spec: SweepSpec, init: Carry, xs: OfKinds) -> ForwardState:
     ys = []
     for kind in spec.kinds:
         ys.append(empty_stack(kind.output_types, spec.rows(kind)))
-    return ForwardState(init, ys, [], spec.fetch(xs, 0))
+    ran = jnp.int32(0) if spec.stops else None
+    return ForwardState(init, ys, spec.fetch(xs, 0), ran)
 
 
 def _forward_step(
@@ -117,9 +123,14 @@ def _forward_step(
             if spec.remat.boundaries_on_host:
                 # Or XLA reads while the output is written, and not while the step runs.
                 ahead, (y, ys) = read_before_writes(ahead, (y, ys), "tpu")
-            return ForwardState(carry, kind.write(ys, row, y), residuals, ahead)
+            ys = kind.write(ys, row, y)
+            return state._replace(
+                carry=carry, ys=ys, fetched=ahead, residuals=residuals
+            )
 
-        return spec.at(number, run, state._replace(fetched=ahead), [layers])
+        ran = None if state.ran is None else state.ran + 1
+        state = state._replace(fetched=ahead, ran=ran)
+        return spec.at(number, run, state, [layers])
 
     return step
 
@@ -131,18 +142,17 @@ def forward(
     remat = spec.remat
     # What a user gives may be Python numbers.
     init = [on_mesh(jnp.asarray(leaf)) for leaf in init]
-    ran = jnp.int32(0) if spec.stops else None
-    loop = _Loop(_start(spec, init, xs), [], ran)
+    state = _start(spec, init, xs)
     first_inputs = None
     residuals: OfKinds = []
     if remat.first_layers:
-        loop = _run_first(spec, perturbed, xs, shared, loop)
-        first_inputs, residuals = loop.inputs, loop.state.residuals
+        state = _run_first(spec, perturbed, xs, shared, state)
+        first_inputs, residuals = state.inputs, state.residuals
         # The schedule's layers save nothing on the way forward: their residuals live
         # while a segment is reversed.
-        loop = _Loop(loop.state._replace(residuals=[]), [], loop.ran)
+        state = state._replace(inputs=[], residuals=[])
     if remat.schedule is not None:
-        loop = _run_scheduled(spec, remat.schedule, perturbed, xs, shared, loop)
+        state = _run_scheduled(spec, remat.schedule, perturbed, xs, shared, state)
     # The first input is also in a slot, or the first of `first_layers`, unless these
     # are empty or on the host. Layers that stop may have run none that writes it.
     only_on_host = remat.carries == "host" and not (
@@ -150,28 +160,17 @@ def forward(
     )
     is_needed = not spec.length or spec.stops or only_on_host
     origin = spec.of_held(init) if is_needed else None
-    checkpoints = Checkpoints(loop.inputs, first_inputs, residuals, origin, loop.ran)
-    return loop.state.carry, loop.state.ys, checkpoints
-
-
-class _Loop(NamedTuple):
-    """The state of a loop over stretches of layers."""
-
-    state: ForwardState
-    # The held leaves of the inputs that are kept, stacked; [] where the loop stacks
-    # them on the host.
-    inputs: Carry
-    # How many layers have run; None if none may stop.
-    ran: Index | None
-
-    @property
-    def carry(self) -> Carry:
-        return self.state.carry
+    checkpoints = Checkpoints(state.inputs, first_inputs, residuals, origin, state.ran)
+    return state.carry, state.ys, checkpoints
 
 
 def _run_first(
-    spec: SweepSpec, perturbed: Perturbed, xs: OfKinds, shared: OfKinds, loop: _Loop
-) -> _Loop:
+    spec: SweepSpec,
+    perturbed: Perturbed,
+    xs: OfKinds,
+    shared: OfKinds,
+    state: ForwardState,
+) -> ForwardState:
     """Run the layers before the schedule, and keep the input and residuals of each."""
     remat = spec.remat
     count = remat.first_layers
@@ -179,10 +178,11 @@ def _run_first(
     step = _forward_step(spec, xs, shared, range(count), pullbacks)
     # With a schedule, offloading is of its boundaries.
     on_host = remat.carries == "host" and remat.schedule is None
-    inputs = empty_stack(spec.of_held(loop.carry), count, on_host)
-    residuals = spec.residual_buffers(pullbacks, [range(count)])
-    loop = _Loop(loop.state._replace(residuals=residuals), inputs, loop.ran)
-    return _run_stretches(spec, step, range(count + 1), range(count), loop)
+    state = state._replace(
+        inputs=empty_stack(spec.of_held(state.carry), count, on_host),
+        residuals=spec.residual_buffers(pullbacks, [range(count)]),
+    )
+    return _run_stretches(spec, step, range(count + 1), range(count), state)
 
 
 def _run_scheduled(
@@ -191,8 +191,8 @@ def _run_scheduled(
     perturbed: Perturbed,
     xs: OfKinds,
     shared: OfKinds,
-    loop: _Loop,
-) -> _Loop:
+    state: ForwardState,
+) -> ForwardState:
     """Run the schedule's layers, and keep inputs in slots on the device, or on the
     host.
     """
@@ -201,11 +201,11 @@ def _run_scheduled(
     if spec.remat.boundaries_on_host:
         program = schedule.program(on_host=True)
         bounds = (*program.kept, layers.stop)
-        return _run_stretches(spec, step, bounds, None, loop)
+        return _run_stretches(spec, step, bounds, None, state)
     pullbacks = spec.pullbacks(perturbed, spec.remat.kept, xs, shared)
     saves, is_read = spec.kept_in_segment(pullbacks)
     program = schedule.program(saves=saves)
-    loop = loop._replace(inputs=spec.slots_for(loop.carry, program, is_read))
+    state = state._replace(inputs=spec.slots_for(state.carry, program, is_read))
     # A leaf that no visit reads has slots for the sources of replays alone, so that not
     # every input can be written.
     if (
@@ -219,7 +219,7 @@ def _run_scheduled(
         # memory.
         bounds = range(layers.start, layers.stop + 1)
         slots = program.input_slots
-    return _run_stretches(spec, step, bounds, slots, loop)
+    return _run_stretches(spec, step, bounds, slots, state)
 
 
 _SMALL_CARRY = 2**20  # bytes
@@ -241,8 +241,12 @@ def _writes_take_long(spec: SweepSpec) -> bool:
 
 
 def _run_stretches(
-    spec: SweepSpec, step: Step, bounds: Column, slots: Column | None, loop: _Loop
-) -> _Loop:
+    spec: SweepSpec,
+    step: Step,
+    bounds: Column,
+    slots: Column | None,
+    state: ForwardState,
+) -> ForwardState:
     """Run layers in stretches, and keep the first input of each: in its slot, or on the
     host where there are no slots.
 
@@ -250,30 +254,27 @@ def _run_stretches(
     """
     sizes = [stop - start for start, stop in itertools.pairwise(bounds)]
 
-    def stretch(place: Index, loop: _Loop) -> _Loop:
-        first, trips = entry_at(bounds, place), trips_at(sizes, place)
-        state, inputs, ran = loop
+    def stretch(place: Index, state: ForwardState) -> ForwardState:
+        first = entry_at(bounds, place)
         if slots is not None:
-            inputs = write(inputs, entry_at(slots, place), spec.of_held(state.carry))
-        ran_here: Index | None = 1
+            held = spec.of_held(state.carry)
+            inputs = write(state.inputs, entry_at(slots, place), held)
+            state = state._replace(inputs=inputs)
         if max(sizes) == 1:
             # Where layers may stop, the loop over stretches has just seen that they go
             # on.
-            state = step(first, state)
-        else:
+            return step(first, state)
 
-            def layer(k: Index, state: ForwardState) -> ForwardState:
-                return step(first + k, state)
+        def layer(k: Index, state: ForwardState) -> ForwardState:
+            return step(first + k, state)
 
-            state, ran_here = spec.run(trips, layer, state)
-        return _Loop(state, inputs, None if ran is None else ran + ran_here)
+        return spec.run(trips_at(sizes, place), layer, state)
 
-    def offloaded(loop: _Loop, place: Index) -> tuple[_Loop, Carry]:
-        return stretch(place, loop), to_host(spec.of_held(loop.carry))
+    def offloaded(state: ForwardState, place: Index) -> tuple[ForwardState, Carry]:
+        return stretch(place, state), to_host(spec.of_held(state.carry))
 
     if slots is None:
         # A scan stacks its outputs on the host without a buffer on the device first.
-        loop, inputs = lax.scan(offloaded, loop, jnp.arange(len(sizes)))
-        return loop._replace(inputs=inputs)
-    loop, _ = spec.run(Trips(len(sizes)), stretch, loop)
-    return loop
+        state, inputs = lax.scan(offloaded, state, jnp.arange(len(sizes)))
+        return state._replace(inputs=inputs)
+    return spec.run(Trips(len(sizes)), stretch, state)

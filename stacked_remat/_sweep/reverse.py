@@ -51,9 +51,11 @@ from jax import lax
 
 from .._barriers import barrier_on
 from .._placement import has_host_arrays, to_device
-from .._schedule import Program, equal
+from .._remat import Kept
+from .._schedule import Program, Schedule, equal
 from .._static import PyTree
 from .gradient import (
+    LayerInputs,
     LayerPullback,
     Perturbed,
     merge,
@@ -138,22 +140,28 @@ def sweep_back(
     Returns the cotangents of the perturbed leaves of the first carry, and the state.
     """
     remat = spec.remat
-    xs = xs_in(state)
-    common = shared, ys_ct, visitor, xs_in
-    if remat.schedule is not None:
-        pullbacks = spec.pullbacks(perturbed, remat.kept, xs, shared)
-        _check_saved_on_device(pullbacks)
+
+    def layers_of(schedule: Schedule, kept: Kept, on_host: bool) -> _Layers:
+        pullbacks = spec.pullbacks(perturbed, kept, xs_in(state), shared)
         saves, is_read = spec.kept_in_segment(pullbacks)
-        program = remat.schedule.program(saves=saves, on_host=remat.boundaries_on_host)
+        program = schedule.program(saves=saves, on_host=on_host)
         trips = _trips_of(program, checkpoints.ran)
-        layers = _Layers(spec, program, trips, pullbacks, saves, is_read, *common)
-        carry_ct, state = _visit_scheduled(layers, checkpoints.inputs, carry_ct, state)
+        how = program, trips, pullbacks, saves, is_read
+        return _Layers(spec, *how, shared, ys_ct, visitor, xs_in)
+
+    if remat.schedule is not None:
+        layers = layers_of(remat.schedule, remat.kept, remat.boundaries_on_host)
+        loop = _visit_scheduled(layers, checkpoints.inputs, carry_ct, state)
+        carry_ct, state = loop.cotangent, loop.state
     if remat.first_layers:
-        pullbacks = spec.pullbacks(perturbed, remat.first_kept, xs, shared)
-        program = equal(remat.first_layers, remat.first_layers).program()
-        trips = _trips_of(program, checkpoints.ran)
-        layers = _Layers(spec, program, trips, pullbacks, False, (), *common)
-        carry_ct, state = _visit_first(layers, checkpoints, carry_ct, state)
+        # As a schedule that cuts into single layers: one run without a replay.
+        schedule = equal(remat.first_layers, remat.first_layers)
+        layers = layers_of(schedule, remat.first_kept, False)
+        fetched = layers.fetch(state, remat.first_layers - 1)
+        inputs = checkpoints.first_inputs or []
+        loop = _Loop(inputs, checkpoints.residuals, fetched, carry_ct, state)
+        loop = _visit(layers, 0, loop)
+        carry_ct, state = loop.cotangent, loop.state
     return carry_ct, state
 
 
@@ -165,8 +173,8 @@ class _RunTrips(NamedTuple):
     # As in `Program`.
     advances: Any
     visits: Any
-    # How many runs come before the first one with a layer that ran.
-    skipped: Index = 0
+    # How many runs come before the first one with a layer that ran; None if all ran.
+    skipped: Index | None = None
 
 
 def _trips_of(program: Program, ran: Index | None) -> _RunTrips:
@@ -197,8 +205,7 @@ class _Layers:
     trips: _RunTrips
     # The vector-Jacobian product of a layer, for each kind.
     pullbacks: list[LayerPullback]
-    # Whether a run saves the residuals of the layers that it visits. Otherwise a visit
-    # runs the layer again, or the forward sweep saved them.
+    # Whether a run saves the residuals of the layers that it visits.
     saves: bool
     # Whether a visit reads a leaf of the layer's input carry itself, beside residuals
     # that a run saved; over all leaves of a carry, held or not.
@@ -216,90 +223,80 @@ class _Layers:
         """What a layer reads from the host; called one layer ahead."""
         return self.spec.fetch(self.xs_in(state), number)
 
-    def replay(
-        self,
-        state: PyTree,
-        number: Index,
-        loop: tuple[Carry, PyTree],
-        fetched: Arrays,
-        bottom: Index | None = None,
-    ) -> tuple[Carry, PyTree]:
-        """Run layer `number` again.
+    def inputs(
+        self, kind: Kind, row: Index, held: Carry, fetched: Arrays, state: PyTree
+    ) -> LayerInputs:
+        """What a layer takes, given the leaves of its carry that checkpoints hold."""
+        x = self.spec.inputs(kind, self.xs_in(state), row, fetched)
+        return self.shared[kind.number], self.spec.whole(held), x
 
-        Takes and returns the held leaves of its carry, and the buffers of saved
-        residuals. With `bottom` it writes the layer's residuals to the buffers, whose
-        first entry is layer `bottom`'s.
+    def replay(self, number: Index, loop: "_Loop", fetched: Arrays) -> Carry:
+        """Run layer `number` again, from the carry of the loop; returns its carry."""
+
+        def run(kind: Kind, row: Index, held: Carry) -> Carry:
+            inputs = self.inputs(kind, row, held, fetched, loop.state)
+            return self.spec.of_held(kind.replayed(*inputs))
+
+        return self.spec.at(number, run, loop.carry, self.program.replayed)
+
+    def save(
+        self, number: Index, bottom: Index, loop: "_Loop", fetched: Arrays
+    ) -> tuple[Carry, OfKinds]:
+        """The same, and write the layer's residuals to the buffers of the loop, whose
+        first entry is layer `bottom`'s; returns these too.
         """
-        spec, program = self.spec, self.program
 
-        def run(
-            kind: Kind, row: Index, loop: tuple[Carry, PyTree]
-        ) -> tuple[Carry, PyTree]:
-            held, saved = loop
-            shared = self.shared[kind.number]
-            carry = spec.whole(held)
-            x = spec.inputs(kind, self.xs_in(state), row, fetched)
-            if bottom is None:
-                carry = kind.replayed(shared, carry, x)
-                return spec.of_held(carry), saved
-            pullback = self.pullbacks[kind.number]
+        def run(kind: Kind, row: Index, part: tuple[Carry, Any]) -> tuple[Carry, Any]:
+            held, saved = part
+            inputs = self.inputs(kind, row, held, fetched, loop.state)
             # XLA removes the output, which the forward sweep has stacked already.
-            (carry, _), residuals = pullback.save((shared, carry, x))
-            saved = kind.write(saved, spec.entry(kind, number, bottom), residuals)
-            return spec.of_held(carry), saved
+            (carry, _), residuals = self.pullbacks[kind.number].save(inputs)
+            entry = self.spec.entry(kind, number, bottom)
+            return self.spec.of_held(carry), kind.write(saved, entry, residuals)
 
-        parts = program.replayed if bottom is None else program.visited
-        return spec.at(number, run, loop, parts)
+        part = loop.carry, loop.saved
+        return self.spec.at(number, run, part, self.program.visited)
 
     def visit(
-        self,
-        number: Index,
-        bottom: Index,
-        held: Carry,
-        saved: PyTree,
-        fetched: Arrays,
-        loop: tuple[Carry, PyTree],
+        self, number: Index, bottom: Index, held: Carry, loop: "_Loop", fetched: Arrays
     ) -> tuple[Carry, PyTree]:
         """Call the visitor for layer `number`, whose input carry has the leaves `held`.
 
-        `loop` is the cotangent of the layer's output carry and the visitor's state;
-        returns that of its input, and the new state. `saved` has the residuals of the
-        layers from `bottom` on, or is None if visits compute them.
+        Takes the cotangent of the layer's output carry and the visitor's state from the
+        loop; returns that of its input, and the new state. The first entry of saved
+        residuals is layer `bottom`'s.
         """
         spec = self.spec
-        # Zeros for leaves that checkpoints don't hold: nothing reads them.
-        whole_carry = spec.whole(held)
 
         def run(
-            kind: Kind, row: Index, loop: tuple[Carry, PyTree]
+            kind: Kind, row: Index, part: tuple[Carry, PyTree]
         ) -> tuple[Carry, PyTree]:
-            carry_ct, state = loop
-            carry = whole_carry
+            carry_ct, state = part
+            shared, carry, x = self.inputs(kind, row, held, fetched, state)
             residuals = []
-            if saved is not None:
+            if loop.saved is not None:
                 entry = spec.entry(kind, number, bottom)
-                residuals = read(saved[kind.number], entry)
+                residuals = read(loop.saved[kind.number], entry)
             cotangents = carry_ct, read(self.ys_ct[kind.number], row)
             if spec.remat.boundaries_on_host:
                 # For GPUs XLA keeps a layer's internals twice where its carry comes
                 # from the host.
                 carry, cotangents = barrier_on(("cuda",), (carry, cotangents))
-            index = spec.layer_index(number)
-            x = spec.inputs(kind, self.xs_in(state), row, fetched)
             visit = self.pullbacks[kind.number].visit(
-                index,
-                (self.shared[kind.number], carry, x),
+                spec.layer_index(number),
+                (shared, carry, x),
                 residuals,
                 cotangents,
                 apart=has_host_arrays(state),
             )
             return self.visitor(visit, kind, row, state)
 
-        return spec.at(number, run, loop, self.program.visited)
+        part = loop.cotangent, loop.state
+        return spec.at(number, run, part, self.program.visited)
 
 
 class _Loop(NamedTuple):
-    """The state of the loop over runs."""
+    """The state of all loops of a reverse sweep."""
 
     # The held leaves of carries, each stacked over the slots. A leaf that only replays
     # read has the lowest slots alone (`Program.sources`).
@@ -313,27 +310,31 @@ class _Loop(NamedTuple):
     cotangent: Carry
     # The visitor's.
     state: PyTree
+    # In a replay the held leaves of the next layer's input; else [].
+    carry: Carry = []
+    # In a replay, how many of the inputs that it holds are written; None where it holds
+    # all.
+    written: Index | None = None
 
 
 def _visit_scheduled(
     layers: _Layers, inputs: Carry, cotangent: Carry, state: PyTree
-) -> tuple[Carry, PyTree]:
+) -> _Loop:
     """Visit the layers that a schedule covers, from the inputs that are kept of
     them.
     """
+    _check_saved_on_device(layers.pullbacks)
     spec, program = layers.spec, layers.program
     fetched, cotangent = _fetch_first(layers, state, cotangent)
     saved = None
     if layers.saves:
         saved = spec.residual_buffers(layers.pullbacks, program.visited)
-    if spec.remat.boundaries_on_host:
-        slots = spec.slots_for(spec.carry_types, program, layers.is_read)
-        loop = _Loop(slots, saved, fetched, cotangent, state)
-        loop = _loop_over_boundaries(layers, inputs, loop)
-    else:
+    if not spec.remat.boundaries_on_host:
         loop = _Loop(inputs, saved, fetched, cotangent, state)
-        loop = _loop_over_runs(layers, loop)
-    return loop.cotangent, loop.state
+        return _loop_over_runs(layers, loop)
+    slots = spec.slots_for(spec.carry_types, program, layers.is_read)
+    loop = _Loop(slots, saved, fetched, cotangent, state)
+    return _loop_over_boundaries(layers, inputs, loop)
 
 
 def _check_saved_on_device(pullbacks: Sequence[LayerPullback]) -> None:
@@ -368,12 +369,13 @@ def _fetch_first(
 
 def _loop_over_runs(layers: _Layers, loop: _Loop) -> _Loop:
     """Execute the runs with all inputs in slots on the device."""
-    skipped = layers.trips.skipped
+    runs, skipped = len(layers.program.start), layers.trips.skipped
 
     def run(r: Index, loop: _Loop) -> _Loop:
-        return _run(layers, skipped + r, loop)
+        return _run(layers, r if skipped is None else skipped + r, loop)
 
-    return layers.spec.repeat(Trips(len(layers.program.start) - skipped), run, loop)
+    left = runs if skipped is None else runs - skipped
+    return layers.spec.repeat(Trips(left), run, loop)
 
 
 def _loop_over_boundaries(layers: _Layers, boundaries: Carry, loop: _Loop) -> _Loop:
@@ -398,16 +400,6 @@ def _run(layers: _Layers, r: Index, loop: _Loop) -> _Loop:
     return _visit(layers, r, loop)
 
 
-class _AdvanceLoop(NamedTuple):
-    """The state of a replay's loop over layers."""
-
-    slots: Carry  # as in `_Loop`
-    carry: Carry  # the held leaves of the next layer's input
-    fetched: Arrays  # for the next layer, from the host
-    # How many of the inputs that the run holds are written; None if it holds all.
-    written: Index | None
-
-
 def _advance(layers: _Layers, r: Index, loop: _Loop) -> _Loop:
     """Run the layers of the replay again, and write the inputs that the run holds to
     slots.
@@ -420,46 +412,36 @@ def _advance(layers: _Layers, r: Index, loop: _Loop) -> _Loop:
         return loop
     slot = entry_at(program.slot, r)
 
-    def layer(k: Index, inner: _AdvanceLoop) -> _AdvanceLoop:
-        fetched, number = settle(inner.fetched, entry_at(program.start, r) + k)
+    def layer(k: Index, loop: _Loop) -> _Loop:
+        fetched, number = settle(loop.fetched, entry_at(program.start, r) + k)
         ahead = fetched and layers.fetch(loop.state, number + 1)
-        carry, _ = layers.replay(loop.state, number, (inner.carry, None), fetched)
+        carry = layers.replay(number, loop, fetched)
         # Every input is written, where the next one that is held goes: the following
         # one overwrites it if it is not. A branch that writes some would copy slots.
-        written = inner.written
+        written = loop.written
         above = k if written is None else written
-        slots = write(inner.slots, slot + 1 + above, carry)
+        slots = write(loop.slots, slot + 1 + above, carry)
         if written is not None:
             place = entry_at(program.held_from, r) + written
             is_held = entry_at(program.held, place) == number + 1
             written += lax.convert_element_type(is_held, jnp.int32)
-        return _AdvanceLoop(slots, carry, ahead, written)
+        return loop._replace(slots=slots, fetched=ahead, carry=carry, written=written)
 
     written = None if program.holds_all else jnp.int32(0)
-    inner = _AdvanceLoop(loop.slots, read(loop.slots, slot), loop.fetched, written)
-    inner = layers.spec.repeat(trips_at(layers.trips.advances, r), layer, inner)
-    return loop._replace(slots=inner.slots, fetched=inner.fetched)
-
-
-class _SaveLoop(NamedTuple):
-    """The state of the loop that runs the layers to visit and keeps their residuals."""
-
-    slots: Carry  # as in `_Loop`
-    saved: OfKinds  # entry 0 is that of the lowest layer to visit, of each kind
-    carry: Carry  # the held leaves of the next layer's input
-    fetched: Arrays  # for the next layer, from the host
+    loop = loop._replace(carry=read(loop.slots, slot), written=written)
+    loop = layers.spec.repeat(trips_at(layers.trips.advances, r), layer, loop)
+    return loop._replace(carry=[], written=None)
 
 
 def _save(layers: _Layers, r: Index, loop: _Loop) -> _Loop:
     """Run the layers to visit, from the lowest, and save what their visits read."""
-    program = layers.program
-    bottom = entry_at(program.bottom, r)
-    bottom_slot = entry_at(program.bottom_slot, r)
+    bottom = entry_at(layers.program.bottom, r)
+    bottom_slot = entry_at(layers.program.bottom_slot, r)
     trips = trips_at(layers.trips.visits, r)
     is_read = layers.spec.of_held(layers.is_read)
 
-    def layer(k: Index, inner: _SaveLoop) -> _SaveLoop:
-        fetched, number = settle(inner.fetched, bottom + k)
+    def layer(k: Index, loop: _Loop) -> _Loop:
+        fetched, number = settle(loop.fetched, bottom + k)
         ahead: Arrays = []
         if fetched:
             # The layer after the top one is not needed: the first visit is of the top.
@@ -467,27 +449,15 @@ def _save(layers: _Layers, r: Index, loop: _Loop) -> _Loop:
             ahead = layers.fetch(loop.state, jnp.minimum(number + 1, top))
         # Leaves that visits don't read beside the residuals have no slots here.
         read_slots = write(
-            pick(inner.slots, is_read), bottom_slot + k, pick(inner.carry, is_read)
+            pick(loop.slots, is_read), bottom_slot + k, pick(loop.carry, is_read)
         )
-        slots = merge(inner.slots, read_slots, is_read)
-        carry, saved = layers.replay(
-            loop.state, number, (inner.carry, inner.saved), fetched, bottom=bottom
-        )
-        return _SaveLoop(slots, saved, carry, ahead)
+        slots = merge(loop.slots, read_slots, is_read)
+        carry, saved = layers.save(number, bottom, loop, fetched)
+        return loop._replace(slots=slots, saved=saved, fetched=ahead, carry=carry)
 
-    carry = read(loop.slots, bottom_slot)
-    assert loop.saved is not None
-    inner = _SaveLoop(loop.slots, loop.saved, carry, loop.fetched)
-    inner = layers.spec.repeat(trips, layer, inner)
-    return loop._replace(slots=inner.slots, saved=inner.saved, fetched=inner.fetched)
-
-
-class _VisitLoop(NamedTuple):
-    """The state of the loop over visits; it only reads slots and saved residuals."""
-
-    fetched: Arrays  # for the next layer to visit, or to run, from the host
-    cotangent: Carry  # of the next layer's output, as in `_Loop`
-    state: PyTree  # the visitor's
+    loop = loop._replace(carry=read(loop.slots, bottom_slot))
+    loop = layers.spec.repeat(trips, layer, loop)
+    return loop._replace(carry=[])
 
 
 def _visit(layers: _Layers, r: Index, loop: _Loop) -> _Loop:
@@ -496,37 +466,19 @@ def _visit(layers: _Layers, r: Index, loop: _Loop) -> _Loop:
     trips = trips_at(layers.trips.visits, r)
     bottom = entry_at(program.bottom, r)
 
-    def layer(k: Index, inner: _VisitLoop) -> _VisitLoop:
+    def layer(k: Index, loop: _Loop) -> _Loop:
         # Counted from below: where layers stopped, the visits begin under the top.
         place = trips.number - 1 - k
-        fetched, number = settle(inner.fetched, bottom + place)
+        fetched, number = settle(loop.fetched, bottom + place)
         below: Index = 0
         if fetched:
             next_first = entry_at(program.first, r + 1)
             below = jnp.where(place == 0, next_first, number - 1)
-        ahead = layers.fetch(inner.state, below)
-        ahead, state = read_before_writes(ahead, inner.state, "cuda")
-        carry = read(loop.slots, entry_at(program.bottom_slot, r) + place)
-        cotangent, state = layers.visit(
-            number, bottom, carry, loop.saved, fetched, (inner.cotangent, state)
-        )
-        return _VisitLoop(ahead, cotangent, state)
+        ahead = layers.fetch(loop.state, below)
+        ahead, state = read_before_writes(ahead, loop.state, "cuda")
+        loop = loop._replace(fetched=ahead, state=state)
+        held = read(loop.slots, entry_at(program.bottom_slot, r) + place)
+        cotangent, state = layers.visit(number, bottom, held, loop, fetched)
+        return loop._replace(cotangent=cotangent, state=state)
 
-    inner = _VisitLoop(loop.fetched, loop.cotangent, loop.state)
-    inner = layers.spec.repeat(trips, layer, inner)
-    return loop._replace(
-        fetched=inner.fetched, cotangent=inner.cotangent, state=inner.state
-    )
-
-
-def _visit_first(
-    layers: _Layers, checkpoints: Checkpoints, cotangent: Carry, state: PyTree
-) -> tuple[Carry, PyTree]:
-    """Visit the first layers, whose inputs and residuals are all kept: one run without
-    a replay.
-    """
-    inputs, residuals = checkpoints.first_inputs or [], checkpoints.residuals
-    fetched = layers.fetch(state, layers.program.first[0])
-    loop = _Loop(inputs, residuals, fetched, cotangent, state)
-    loop = _visit(layers, 0, loop)
-    return loop.cotangent, loop.state
+    return layers.spec.repeat(trips, layer, loop)

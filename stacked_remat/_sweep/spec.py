@@ -69,8 +69,8 @@ T = TypeVar("T")
 class _StoppingLoop(NamedTuple):
     """The state of a loop over layers that may stop."""
 
-    # How many layers have run.
-    ran: Index
+    # How many trips came before.
+    trip: Index
     # Whether the next layer, and all after it, change nothing.
     is_over: Array
     # That of the loop that the caller describes.
@@ -176,31 +176,27 @@ class SweepSpec:
         with known_trips(sum(column), len(column)) if column else nullcontext():
             return lax.fori_loop(0, number, trip, state)
 
-    def run(
-        self, trips: Trips, layer: Callable[[Index, T], T], state: T
-    ) -> tuple[T, Index | None]:
+    def run(self, trips: Trips, layer: Callable[[Index, T], T], state: T) -> T:
         """`repeat` a layer; if the sweep `stops`, until `state.carry` says so.
 
-        Also returns how many trips ran, None for all. On all devices, and for all
-        examples of a `jax.vmap`, as many: steps and their derivatives may be
-        collective.
+        On all devices, and for all examples of a `jax.vmap`, after as many: steps and
+        their derivatives may be collective.
         """
         if not self.stops:
-            return self.repeat(trips, layer, state), None
+            return self.repeat(trips, layer, state)
 
         def is_over(state: PyTree) -> Array:
             return unvmap_all(on_all_devices(state.carry[0]))
 
         def goes_on(loop: _StoppingLoop) -> Array:
-            return (loop.ran < trips.number) & ~loop.is_over
+            return (loop.trip < trips.number) & ~loop.is_over
 
         def trip(loop: _StoppingLoop) -> _StoppingLoop:
-            state = layer(loop.ran, loop.state)
-            return _StoppingLoop(loop.ran + 1, is_over(state), state)
+            state = layer(loop.trip, loop.state)
+            return _StoppingLoop(loop.trip + 1, is_over(state), state)
 
         loop = _StoppingLoop(jnp.int32(0), is_over(state), state)
-        loop = lax.while_loop(goes_on, trip, loop)
-        return loop.state, loop.ran
+        return lax.while_loop(goes_on, trip, loop).state
 
     def rows(self, kind: Kind) -> int:
         """The number of layers of this kind."""

@@ -190,7 +190,7 @@ class Schedule:
             runs = [_Run(segment, 0, len(segment)) for segment in reversed(segments)]
             return self._program(kept, max(sizes), runs, saves)
         forward, *runs = self._expansions()
-        kept = forward.held
+        kept = tuple(forward.held)
         # What the forward sweep left is visited without a replay.
         first = _Run(kept[-1:], len(kept) - 1, forward.visits)
         is_made_again = saves
@@ -217,6 +217,7 @@ class Schedule:
             bottom_slot = slot + len(held) - visits
             last = bottom if saves else top
             advances = max(0, last - start)
+            # In the order of the columns of `Program`.
             columns.append(
                 (start, slot, advances, len(all_held), bottom, bottom_slot, visits)
             )

@@ -90,8 +90,8 @@ class Execution:
 
     def _draw(self, name: str, runs: range, visits: range | tuple[()]) -> None:
         held = [self.slots[slot] for slot in sorted(self.slots)]
-        runs, held, visits = (" ".join(map(str, row)) for row in (runs, held, visits))
-        self.lines.append(f"{name:10}{runs:15}{held:18}{visits}".rstrip())
+        parts = [" ".join(map(str, row)) for row in (runs, held, visits)]
+        self.lines.append("{:10}{:15}{:18}{}".format(name, *parts).rstrip())
 
     @property
     def used(self) -> set[int]:

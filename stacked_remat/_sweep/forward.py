@@ -41,9 +41,7 @@ from .slots import (
     Checkpoints,
     Column,
     OfKinds,
-    Trips,
     entry_at,
-    trips_at,
 )
 from .spec import SweepSpec
 from .store import Index, empty_stack, on_mesh, read_before_writes, settle, write
@@ -80,7 +78,7 @@ def primal(
     if not spec.length or not (spec.pattern or spec.stops or has_host_arrays(xs)):
         return spec.plain(None, init, xs, shared)
     step = _forward_step(spec, xs, shared, range(spec.length))
-    state = spec.run(Trips(spec.length), step, _start(spec, init, xs))
+    state = spec.run(spec.length, step, _start(spec, init, xs))
     return state.carry, state.ys
 
 
@@ -268,7 +266,7 @@ def _run_stretches(
         def layer(k: Index, state: ForwardState) -> ForwardState:
             return step(first + k, state)
 
-        return spec.run(trips_at(sizes, place), layer, state)
+        return spec.run(entry_at(sizes, place), layer, state, sizes)
 
     def offloaded(state: ForwardState, place: Index) -> tuple[ForwardState, Carry]:
         return stretch(place, state), to_host(spec.of_held(state.carry))
@@ -277,4 +275,4 @@ def _run_stretches(
         # A scan stacks its outputs on the host without a buffer on the device first.
         state, inputs = lax.scan(offloaded, state, jnp.arange(len(sizes)))
         return state._replace(inputs=inputs)
-    return spec.run(Trips(len(sizes)), stretch, state)
+    return spec.run(len(sizes), stretch, state)

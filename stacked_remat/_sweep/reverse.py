@@ -71,9 +71,7 @@ from .slots import (
     Checkpoints,
     Mask,
     OfKinds,
-    Trips,
     entry_at,
-    trips_at,
 )
 from .spec import SweepSpec
 from .store import Index, read, read_before_writes, settle, write
@@ -183,14 +181,16 @@ def _trips_of(program: Program, ran: Index | None) -> _RunTrips:
         return _RunTrips(program.advances, program.visits)
     # Under `jax.vmap` the loops take as many trips for all examples, the most.
     ran = unvmap_max(ran)
-    start, bottom = np.asarray(program.start), np.asarray(program.bottom)
+    columns = program.start, program.advances, program.bottom, program.visits
+    start, advances, bottom, visits = np.asarray(columns, np.int32)
     has_layer = np.minimum(start, bottom) < ran
     # The last layer that ran is visited, not replayed.
-    advances = jnp.clip(ran - 1 - start, 0, np.asarray(program.advances))
+    advances = jnp.clip(ran - 1 - start, 0, advances)
     # If the layer of the first input that it holds did not run, a replay is of no use.
-    first_held = np.asarray((*program.held, 0))[[*program.held_from]]
+    held = np.asarray((*program.held, 0), np.int32)
+    first_held = held[np.asarray(program.held_from)]
     advances = jnp.where(first_held < ran, advances, 0)
-    visits = jnp.clip(ran - bottom, 0, np.asarray(program.visits))
+    visits = jnp.clip(ran - bottom, 0, visits)
     return _RunTrips(advances, visits, jnp.argmax(has_layer).astype(jnp.int32))
 
 
@@ -375,7 +375,7 @@ def _loop_over_runs(layers: _Layers, loop: _Loop) -> _Loop:
         return _run(layers, r if skipped is None else skipped + r, loop)
 
     left = runs if skipped is None else runs - skipped
-    return layers.spec.repeat(Trips(left), run, loop)
+    return layers.spec.repeat(left, run, loop)
 
 
 def _loop_over_boundaries(layers: _Layers, boundaries: Carry, loop: _Loop) -> _Loop:
@@ -429,7 +429,8 @@ def _advance(layers: _Layers, r: Index, loop: _Loop) -> _Loop:
 
     written = None if program.holds_all else jnp.int32(0)
     loop = loop._replace(carry=read(loop.slots, slot), written=written)
-    loop = layers.spec.repeat(trips_at(layers.trips.advances, r), layer, loop)
+    column = layers.trips.advances
+    loop = layers.spec.repeat(entry_at(column, r), layer, loop, column)
     return loop._replace(carry=[], written=None)
 
 
@@ -437,7 +438,7 @@ def _save(layers: _Layers, r: Index, loop: _Loop) -> _Loop:
     """Run the layers to visit, from the lowest, and save what their visits read."""
     bottom = entry_at(layers.program.bottom, r)
     bottom_slot = entry_at(layers.program.bottom_slot, r)
-    trips = trips_at(layers.trips.visits, r)
+    visits = entry_at(layers.trips.visits, r)
     is_read = layers.spec.of_held(layers.is_read)
 
     def layer(k: Index, loop: _Loop) -> _Loop:
@@ -445,7 +446,7 @@ def _save(layers: _Layers, r: Index, loop: _Loop) -> _Loop:
         ahead: Arrays = []
         if fetched:
             # The layer after the top one is not needed: the first visit is of the top.
-            top = bottom + trips.number - 1
+            top = bottom + visits - 1
             ahead = layers.fetch(loop.state, jnp.minimum(number + 1, top))
         # Leaves that visits don't read beside the residuals have no slots here.
         read_slots = write(
@@ -456,19 +457,19 @@ def _save(layers: _Layers, r: Index, loop: _Loop) -> _Loop:
         return loop._replace(slots=slots, saved=saved, fetched=ahead, carry=carry)
 
     loop = loop._replace(carry=read(loop.slots, bottom_slot))
-    loop = layers.spec.repeat(trips, layer, loop)
+    loop = layers.spec.repeat(visits, layer, loop, layers.trips.visits)
     return loop._replace(carry=[])
 
 
 def _visit(layers: _Layers, r: Index, loop: _Loop) -> _Loop:
     """Visit the layers from the top of the slots down."""
     program = layers.program
-    trips = trips_at(layers.trips.visits, r)
+    visits = entry_at(layers.trips.visits, r)
     bottom = entry_at(program.bottom, r)
 
     def layer(k: Index, loop: _Loop) -> _Loop:
         # Counted from below: where layers stopped, the visits begin under the top.
-        place = trips.number - 1 - k
+        place = visits - 1 - k
         fetched, number = settle(loop.fetched, bottom + place)
         below: Index = 0
         if fetched:
@@ -481,4 +482,4 @@ def _visit(layers: _Layers, r: Index, loop: _Loop) -> _Loop:
         cotangent, state = layers.visit(number, bottom, held, loop, fetched)
         return loop._replace(cotangent=cotangent, state=state)
 
-    return layers.spec.repeat(trips, layer, loop)
+    return layers.spec.repeat(visits, layer, loop, layers.trips.visits)

@@ -84,35 +84,17 @@ class Checkpoints(NamedTuple):
 Column: TypeAlias = Sequence[int]
 
 
-class Trips(NamedTuple):
-    """How often a loop runs."""
-
-    # This time.
-    number: Index
-    # The numbers for all times that it is entered, if they are known and differ.
-    column: Column | None = None
-
-
-def trips_at(column: Any, r: Index) -> Trips:
-    """Look up a trip count: static if all entries agree or the index is.
-
-    Of a loop with a static trip count JAX makes a scan, whose trips XLA knows.
-    """
-    if isinstance(r, int) or isinstance(column, Array):
-        return Trips(entry_at(column, r))
-    if len({*column}) == 1:
-        return Trips(column[0])
-    return Trips(entry_at(column, r), column)
-
-
 def entry_at(column: Any, r: Index) -> Any:
-    """Look up an entry of a column, which layers that may stop make an array; static if
-    both are.
+    """Look up an entry of a column: an int where the index is one or all entries agree.
+
+    Where layers may stop, columns of trip counts are arrays.
     """
+    if isinstance(column, Array):
+        return slice_of(column, r, 0)
     if isinstance(r, int):
         return column[r]
+    if column.count(column[0]) == len(column):
+        return column[0]
     if isinstance(column, range):
-        return r + column.start if column.start else r
-    if not isinstance(column, Array):
-        column = np.asarray(column, np.int32)
-    return slice_of(jnp.asarray(column), r, 0)
+        return column.start + r if column.start else r
+    return slice_of(jnp.asarray(np.asarray(column, np.int32)), r, 0)

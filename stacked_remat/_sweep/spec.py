@@ -52,7 +52,7 @@ from .gradient import (
 )
 from .kinds import Kind, Pattern
 from .rules import ruled
-from .slots import Arrays, Carry, Mask, OfKinds, Trips, entry_at, types_of
+from .slots import Arrays, Carry, Mask, OfKinds, entry_at, types_of
 from .store import (
     Index,
     at_least_one,
@@ -135,9 +135,9 @@ class SweepSpec:
             return run(self.kinds[0], self.layer_index(number), state)
         kinds = self._order.kinds
         rows = self.pattern.rows[:: -1 if self.reverse else 1].tolist()
-        if isinstance(number, int):
-            return run(self.kinds[kinds[number]], rows[number], state)
         kind, row = entry_at(kinds, number), entry_at(rows, number)
+        if isinstance(kind, int):
+            return run(self.kinds[kind], row, state)
         counts = self._counts(parts)
         for k in sorted({*kinds}):
 
@@ -157,39 +157,54 @@ class SweepSpec:
         counts = np.sum([before[part.stop] - before[part.start] for part in parts], 0)
         return counts.tolist()
 
-    def repeat(self, trips: Trips, body: Callable[[Index, T], T], state: T) -> T:
+    def repeat(
+        self,
+        trips: Index,
+        body: Callable[[Index, T], T],
+        state: T,
+        column: Any = None,
+    ) -> T:
         """Run `for k in range(trips): state = body(k, state)`.
 
-        Where trip counts come from a column, the loop's name says how often it runs in
-        all (`_trips.py`).
+        Of a loop with an int for its trips JAX makes a scan, whose trips XLA knows. For
+        others, an entry of a column of integers, the loop's name says how often it runs
+        in all (`_trips.py`).
         """
-        number, column = trips
-        if self.unrolled and isinstance(number, int):
-            for k in range(number):
-                state = body(k, state)
-            return state
+        if isinstance(trips, int):
+            column = None
+            if self.unrolled:
+                for k in range(trips):
+                    state = body(k, state)
+                return state
 
         def trip(k: Index, state: T) -> T:
             # The counter may be an int64 (`jax_enable_x64`); columns are int32.
             return body(lax.convert_element_type(k, jnp.int32), state)
 
-        with known_trips(sum(column), len(column)) if column else nullcontext():
-            return lax.fori_loop(0, number, trip, state)
+        is_known = isinstance(column, Sequence)
+        with known_trips(sum(column), len(column)) if is_known else nullcontext():
+            return lax.fori_loop(0, trips, trip, state)
 
-    def run(self, trips: Trips, layer: Callable[[Index, T], T], state: T) -> T:
+    def run(
+        self,
+        trips: Index,
+        layer: Callable[[Index, T], T],
+        state: T,
+        column: Any = None,
+    ) -> T:
         """`repeat` a layer; if the sweep `stops`, until `state.carry` says so.
 
         On all devices, and for all examples of a `jax.vmap`, after as many: steps and
         their derivatives may be collective.
         """
         if not self.stops:
-            return self.repeat(trips, layer, state)
+            return self.repeat(trips, layer, state, column)
 
         def is_over(state: PyTree) -> Array:
             return unvmap_all(on_all_devices(state.carry[0]))
 
         def goes_on(loop: _StoppingLoop) -> Array:
-            return (loop.trip < trips.number) & ~loop.is_over
+            return (loop.trip < trips) & ~loop.is_over
 
         def trip(loop: _StoppingLoop) -> _StoppingLoop:
             state = layer(loop.trip, loop.state)

@@ -149,7 +149,7 @@ class Schedule:
         cut.
         """
         if layers == self.layers and 0 < len(self.segments) < self.length:
-            return _divided(layers, self.segments[:-1])
+            return _divided(layers, self.segments)
         return _divided(layers, _sizes(len(layers), slots))
 
     def _expansions(self) -> Iterator[_Run]:
@@ -185,7 +185,7 @@ class Schedule:
         """
         sizes = self.segments
         if on_host:
-            segments = _divided(self.layers, sizes[:-1])
+            segments = _divided(self.layers, sizes)
             kept = tuple(segment[0] for segment in segments)
             runs = [_Run(segment, 0, len(segment)) for segment in reversed(segments)]
             return self._program(kept, max(sizes), runs, saves)
@@ -367,24 +367,23 @@ def _split(size: int, slots: int) -> int:
     return min(most_before, size - least_after)
 
 
-def _sizes(size: int, slots: int) -> Iterator[int]:
-    """The sizes of the parts of so many layers, but for the last one, which has a slot
-    for each layer.
-    """
+def _sizes(size: int, slots: int) -> list[int]:
+    """The sizes of the parts of so many layers; the last has a slot for each layer."""
+    sizes = []
     while size > slots:
-        part = _split(size, slots)
-        yield part
-        size -= part
+        sizes.append(_split(size, slots))
+        size -= sizes[-1]
         slots -= 1
+    return [*sizes, size]
 
 
 def _divided(layers: range, sizes: Iterable[int]) -> list[range]:
-    """Parts of these sizes, and one of what is left."""
+    """Parts of these sizes."""
     parts = []
     for size in sizes:
         parts.append(layers[:size])
         layers = layers[size:]
-    return [*parts, layers]
+    return parts
 
 
 def _cut_into(sizes: Sequence[int]) -> Schedule:

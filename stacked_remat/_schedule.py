@@ -172,8 +172,8 @@ class Schedule:
             while stack and len(stack[-1]) == 1:
                 stack.pop()
                 visits += 1
-            held = (*(part[0] for part in waiting), *last)
-            yield _Run(held, slot, visits)
+            starts = [part[0] for part in waiting]
+            yield _Run((*starts, *last), slot, visits)
 
     def program(self, *, saves: bool = False, on_host: bool = False) -> "Program":
         """What a sweep executes: O(length) numbers, however few slots.

@@ -9,8 +9,8 @@ applies the layer's vector-Jacobian product and writes the gradient of its weigh
 (`write_gradients`) makes the sweep a gradient, and one that writes new weights makes it
 an optimizer step.
 
-A `Schedule` (`_schedule.py`) says what is made again when. It is a list of *runs*, and
-a run is one iteration of the outer loop here:
+A `Program` (`_schedule.py`) says what is made again when, in *runs*. A run is one
+iteration of the outer loop here:
 
     1. read the input of layer `start` from a slot
     2. replay: run layers forward from there, and write the inputs that the run holds
@@ -25,13 +25,15 @@ Six layers in three slots (`"nested"`, segments of 3, 2 and 1 layers):
     run 1     3              0 3 4             4 3
     run 2     0 1            0 1 2             2 1 0
 
-All numbers that differ from run to run are columns of integers (`Program`), looked up
-by the number of the run, so that what is compiled has one loop over runs whatever the
-number of layers: compile time does not grow with depth. Slots, saved residuals and the
-visitor's state are carries of these loops, which XLA updates in place.
+All numbers that differ from run to run are columns of integers in the program, looked
+up by the number of the run, so that what is compiled has one loop over runs whatever
+the number of layers: compile time does not grow with depth. Slots, saved residuals and
+the visitor's state are carries of these loops (`_Loop`), which XLA updates in place.
+Inner loops pass on what they don't change, which costs nothing: XLA's loops carry what
+their bodies read in the same way.
 
 Where a layer may end the sweep (`SweepSpec.stops`), how many layers ran is data. Trip
-counts are then clipped to the layers that did (`_trips_before`).
+counts are then clipped to the layers that did (`_trips_of`).
 
 Layers are numbered here as they run; `SweepSpec.layer_index` gives the index on the
 axis. Called by `primitive.py` for gradients and by `_scan/sweep_back.py` for a user's
@@ -164,8 +166,8 @@ def sweep_back(
 
 
 class _RunTrips(NamedTuple):
-    """How often the loops of runs run: columns of a program, or arrays where layers may
-    stop.
+    """How often the loops of each run go around: columns of a program, or arrays where
+    layers may stop.
     """
 
     # As in `Program`.

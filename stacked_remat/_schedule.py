@@ -54,7 +54,7 @@ inputs stay. Those above are read only by the visits of the first run itself, an
 if it doesn't make them again: it does if it has a replay, and where the internals of
 the layers to visit are saved, since they run again for that from the lowest. So what
 stays is all that the forward sweep holds, or where the first run makes them again
-(`Schedule.program`) what is up to the slot of the lowest layer that it visits.
+(`_from_slots`) what is up to the slot of the lowest layer that it visits.
 
 `_policy.py` makes schedules of policies, `_sweep/` executes their programs.
 """
@@ -183,47 +183,24 @@ class Schedule:
             on_host: whether the first input of each segment is kept on the host. A run
                 fetches it to slot 0, and its other inputs fill the slots above.
         """
-        sizes = self.segments
-        if on_host:
-            segments = _divided(self.layers, sizes)
-            kept = tuple(segment[0] for segment in segments)
-            runs = [_Run(segment, 0, len(segment)) for segment in reversed(segments)]
-            return self._program(kept, max(sizes), runs, saves)
-        forward, *runs = self._expansions()
-        kept = tuple(forward.held)
-        # What the forward sweep left is visited without a replay.
-        first = _Run(kept[-1:], len(kept) - 1, forward.visits)
-        is_made_again = saves
-        if len(sizes) > 1 and sizes[0] > 1 and len(set(sizes)) == 1:
-            # What the forward sweep left of the last segment is made again: then all
-            # runs are alike, and trip counts static.
-            first = _Run(self.layers[-sizes[-1] :], len(sizes) - 1, sizes[-1])
-            is_made_again = True
-        if is_made_again:
-            lowest_slot = first.slot + len(first.held) - first.visits
-            kept = kept[: lowest_slot + 1]
-        return self._program(kept, self.slots, [first, *runs], saves)
-
-    def _program(
-        self, kept: tuple[int, ...], slots: int, runs: Iterable[_Run], saves: bool
-    ) -> "Program":
+        kept, runs = self._from_host() if on_host else self._from_slots(saves)
         columns = []
         all_held: list[int] = []
         first = []
-        made = 0
+        made = slots = 0
         for held, slot, visits in runs:
             start, top = held[0], held[-1]
+            end_slot = slot + len(held)
             bottom = top - visits + 1
-            bottom_slot = slot + len(held) - visits
             last = bottom if saves else top
             advances = max(0, last - start)
+            at_bottom = bottom, end_slot - visits, visits
             # In the order of the columns of `Program`.
-            columns.append(
-                (start, slot, advances, len(all_held), bottom, bottom_slot, visits)
-            )
+            columns.append((start, slot, advances, len(all_held), *at_bottom))
             all_held += held[1:]
-            made += top - start
             first.append(start if advances else last)
+            made += top - start
+            slots = max(slots, end_slot)
         return Program(
             self.layers,
             kept,
@@ -233,6 +210,30 @@ class Schedule:
             len(all_held) == made,
             *zip(*columns, strict=True),
         )
+
+    def _from_host(self) -> tuple[tuple[int, ...], list[_Run]]:
+        """The layers whose inputs stay, and the runs, with a segment a run."""
+        segments = _divided(self.layers, self.segments)
+        runs = [_Run(segment, 0, len(segment)) for segment in reversed(segments)]
+        return tuple(segment[0] for segment in segments), runs
+
+    def _from_slots(self, saves: bool) -> tuple[tuple[int, ...], list[_Run]]:
+        """The same with all inputs in slots."""
+        forward, *runs = self._expansions()
+        kept = tuple(forward.held)
+        # What the forward sweep left is visited without a replay.
+        first = _Run(kept[-1:], len(kept) - 1, forward.visits)
+        is_made_again = saves
+        sizes = self.segments
+        if len(sizes) > 1 and sizes[0] > 1 and len(set(sizes)) == 1:
+            # What the forward sweep left of the last segment is made again: then all
+            # runs are alike, and trip counts static.
+            first = _Run(self.layers[-sizes[-1] :], len(sizes) - 1, sizes[-1])
+            is_made_again = True
+        if is_made_again:
+            lowest_slot = first.slot + len(first.held) - first.visits
+            kept = kept[: lowest_slot + 1]
+        return kept, [first, *runs]
 
 
 class Program(NamedTuple):

@@ -160,8 +160,9 @@ class ScanCheckpointPolicy(_haliax_names.HaliaxFields):
                 "first_layers", self.first_layers, "a number of layers", least=0
             ),
         }
-        for name, cut in self._cuts():
-            checked[name] = cut.checked(getattr(self, name))
+        for name, cut in CUTS.items():
+            if self._is_set(name):
+                checked[name] = cut.checked(getattr(self, name))
         # As they are compared: names as a sorted tuple, numbers of NumPy as Python's
         for name, value in checked.items():
             object.__setattr__(self, name, value)
@@ -264,16 +265,11 @@ class ScanCheckpointPolicy(_haliax_names.HaliaxFields):
     @property
     def is_nested(self) -> bool:
         """Whether the layers are cut into segments that are replayed one at a time."""
-        return bool(self._cuts())
+        return any(map(self._is_set, CUTS))
 
-    def _cuts(self) -> list[tuple[str, _Cut]]:
-        """The entries of `CUTS` for the fields that are set: one, or none."""
-        cuts = []
-        for name, cut in CUTS.items():
-            default = getattr(ScanCheckpointPolicy, name)
-            if getattr(self, name) is not default:
-                cuts.append((name, cut))
-        return cuts
+    def _is_set(self, name: str) -> bool:
+        """Whether a field that cuts the layers has another value than its default."""
+        return getattr(self, name) is not getattr(ScanCheckpointPolicy, name)
 
     @property
     def offloads(self) -> bool:
@@ -323,10 +319,11 @@ class ScanCheckpointPolicy(_haliax_names.HaliaxFields):
             TypeError: `length` is no integer.
         """
         length = whole_number("length", length, "the number of layers")
-        for name, cut in self._cuts():
+        for name in filter(self._is_set, CUTS):  # at most one
+            cut = CUTS[name]
             make = cut.schedule
-            if self.save_carries == OFFLOAD and cut.with_boundaries_on_host:
-                make = cut.with_boundaries_on_host
+            if self.save_carries == OFFLOAD:
+                make = cut.with_boundaries_on_host or make
             return make(getattr(self, name), length)
         return equal(length, length)
 

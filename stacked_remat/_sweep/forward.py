@@ -176,10 +176,9 @@ def _run_first(
     step = _forward_step(spec, xs, shared, range(count), pullbacks)
     # With a schedule, offloading is of its boundaries.
     on_host = remat.carries == "host" and remat.schedule is None
-    state = state._replace(
-        inputs=empty_stack(spec.of_held(state.carry), count, on_host),
-        residuals=spec.residual_buffers(pullbacks, [range(count)]),
-    )
+    inputs = empty_stack(spec.of_held(state.carry), count, on_host)
+    residuals = spec.residual_buffers(pullbacks, [range(count)])
+    state = state._replace(inputs=inputs, residuals=residuals)
     return _run_stretches(spec, step, range(count + 1), range(count), state)
 
 

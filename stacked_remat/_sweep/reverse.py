@@ -146,8 +146,8 @@ def sweep_back(
         saves, is_read = spec.kept_in_segment(pullbacks)
         program = schedule.program(saves=saves, on_host=on_host)
         trips = _trips_of(program, checkpoints.ran)
-        how = program, trips, pullbacks, saves, is_read
-        return _Layers(spec, *how, shared, ys_ct, visitor, xs_in)
+        how = pullbacks, saves, is_read, shared, ys_ct, visitor, xs_in
+        return _Layers(spec, program, *trips, *how)
 
     if remat.schedule is not None:
         layers = layers_of(remat.schedule, remat.kept, remat.boundaries_on_host)
@@ -165,22 +165,12 @@ def sweep_back(
     return carry_ct, state
 
 
-class _RunTrips(NamedTuple):
-    """How often the loops of each run go around: columns of a program, or arrays where
-    layers may stop.
+def _trips_of(program: Program, ran: Index | None) -> tuple[Any, Any, Index | None]:
+    """`advances`, `visits` and `skipped` of `_Layers`, where `ran` layers ran; None for
+    all.
     """
-
-    # As in `Program`.
-    advances: Any
-    visits: Any
-    # How many runs come before the first one with a layer that ran; None if all ran.
-    skipped: Index | None = None
-
-
-def _trips_of(program: Program, ran: Index | None) -> _RunTrips:
-    """The trips for the first `ran` layers, None for all."""
     if ran is None:
-        return _RunTrips(program.advances, program.visits)
+        return program.advances, program.visits, None
     # Under `jax.vmap` the loops take as many trips for all examples, the most.
     ran = unvmap_max(ran)
     columns = program.start, program.advances, program.bottom, program.visits
@@ -193,7 +183,7 @@ def _trips_of(program: Program, ran: Index | None) -> _RunTrips:
     first_held = held[np.asarray(program.held_from)]
     advances = jnp.where(first_held < ran, advances, 0)
     visits = jnp.clip(ran - bottom, 0, visits)
-    return _RunTrips(advances, visits, jnp.argmax(has_layer).astype(jnp.int32))
+    return advances, visits, jnp.argmax(has_layer).astype(jnp.int32)
 
 
 @dataclass(frozen=True)
@@ -202,9 +192,13 @@ class _Layers:
 
     # The whole sweep.
     spec: SweepSpec
-    # What is executed of these layers, and how often its loops run.
+    # What is executed.
     program: Program
-    trips: _RunTrips
+    # These columns of it; arrays where layers may stop.
+    advances: Any
+    visits: Any
+    # How many runs come before the first one with a layer that ran; None if all ran.
+    skipped: Index | None
     # The vector-Jacobian product of a layer, for each kind.
     pullbacks: list[LayerPullback]
     # Whether a run saves the residuals of the layers that it visits.
@@ -371,7 +365,7 @@ def _fetch_first(
 
 def _loop_over_runs(layers: _Layers, loop: _Loop) -> _Loop:
     """Execute the runs with all inputs in slots on the device."""
-    runs, skipped = len(layers.program.start), layers.trips.skipped
+    runs, skipped = len(layers.program.start), layers.skipped
 
     def run(r: Index, loop: _Loop) -> _Loop:
         return _run(layers, r if skipped is None else skipped + r, loop)
@@ -431,7 +425,7 @@ def _advance(layers: _Layers, r: Index, loop: _Loop) -> _Loop:
 
     written = None if program.holds_all else jnp.int32(0)
     loop = loop._replace(carry=read(loop.slots, slot), written=written)
-    column = layers.trips.advances
+    column = layers.advances
     loop = layers.spec.repeat(entry_at(column, r), layer, loop, column)
     return loop._replace(carry=[], written=None)
 
@@ -440,7 +434,7 @@ def _save(layers: _Layers, r: Index, loop: _Loop) -> _Loop:
     """Run the layers to visit, from the lowest, and save what their visits read."""
     bottom = entry_at(layers.program.bottom, r)
     bottom_slot = entry_at(layers.program.bottom_slot, r)
-    visits = entry_at(layers.trips.visits, r)
+    visits = entry_at(layers.visits, r)
     is_read = layers.spec.of_held(layers.is_read)
 
     def layer(k: Index, loop: _Loop) -> _Loop:
@@ -459,14 +453,14 @@ def _save(layers: _Layers, r: Index, loop: _Loop) -> _Loop:
         return loop._replace(slots=slots, saved=saved, fetched=ahead, carry=carry)
 
     loop = loop._replace(carry=read(loop.slots, bottom_slot))
-    loop = layers.spec.repeat(visits, layer, loop, layers.trips.visits)
+    loop = layers.spec.repeat(visits, layer, loop, layers.visits)
     return loop._replace(carry=[])
 
 
 def _visit(layers: _Layers, r: Index, loop: _Loop) -> _Loop:
     """Visit the layers from the top of the slots down."""
     program = layers.program
-    visits = entry_at(layers.trips.visits, r)
+    visits = entry_at(layers.visits, r)
     bottom = entry_at(program.bottom, r)
 
     def layer(k: Index, loop: _Loop) -> _Loop:
@@ -484,4 +478,4 @@ def _visit(layers: _Layers, r: Index, loop: _Loop) -> _Loop:
         cotangent, state = layers.visit(number, bottom, held, loop, fetched)
         return loop._replace(cotangent=cotangent, state=state)
 
-    return layers.spec.repeat(visits, layer, loop, layers.trips.visits)
+    return layers.spec.repeat(visits, layer, loop, layers.visits)

@@ -29,8 +29,6 @@ All numbers that differ from run to run are columns of integers in the program, 
 up by the number of the run, so that what is compiled has one loop over runs whatever
 the number of layers: compile time does not grow with depth. Slots, saved residuals and
 the visitor's state are carries of these loops (`_Loop`), which XLA updates in place.
-Inner loops pass on what they don't change, which costs nothing: XLA's loops carry what
-their bodies read in the same way.
 
 Where a layer may end the sweep (`SweepSpec.stops`), how many layers ran is data. Trip
 counts are then clipped to the layers that did (`_trips_of`).
@@ -396,6 +394,27 @@ def _run(layers: _Layers, r: Index, loop: _Loop) -> _Loop:
     return _visit(layers, r, loop)
 
 
+def _repeat(
+    layers: _Layers,
+    column: Any,
+    r: Index,
+    layer: Callable[[Index, _Loop], _Loop],
+    loop: _Loop,
+    changed: Sequence[str],
+) -> _Loop:
+    """Run `layer` as often as the column says for run `r`, in a loop that carries the
+    fields that are changed alone: JAX takes longer to trace more.
+    """
+
+    def body(k: Index, fields: dict[str, Any]) -> dict[str, Any]:
+        new = layer(k, loop._replace(**fields))
+        return {name: getattr(new, name) for name in changed}
+
+    fields = {name: getattr(loop, name) for name in changed}
+    trips = entry_at(column, r)
+    return loop._replace(**layers.spec.repeat(trips, body, fields, column))
+
+
 def _advance(layers: _Layers, r: Index, loop: _Loop) -> _Loop:
     """Run the layers of the replay again, and write the inputs that the run holds to
     slots.
@@ -425,8 +444,8 @@ def _advance(layers: _Layers, r: Index, loop: _Loop) -> _Loop:
 
     written = None if program.holds_all else jnp.int32(0)
     loop = loop._replace(carry=read(loop.slots, slot), written=written)
-    column = layers.advances
-    loop = layers.spec.repeat(entry_at(column, r), layer, loop, column)
+    changed = ("slots", "fetched", "carry", "written")
+    loop = _repeat(layers, layers.advances, r, layer, loop, changed)
     return loop._replace(carry=[], written=None)
 
 
@@ -453,7 +472,8 @@ def _save(layers: _Layers, r: Index, loop: _Loop) -> _Loop:
         return loop._replace(slots=slots, saved=saved, fetched=ahead, carry=carry)
 
     loop = loop._replace(carry=read(loop.slots, bottom_slot))
-    loop = layers.spec.repeat(visits, layer, loop, layers.visits)
+    changed = ("slots", "saved", "fetched", "carry")
+    loop = _repeat(layers, layers.visits, r, layer, loop, changed)
     return loop._replace(carry=[])
 
 
@@ -478,4 +498,5 @@ def _visit(layers: _Layers, r: Index, loop: _Loop) -> _Loop:
         cotangent, state = layers.visit(number, bottom, held, loop, fetched)
         return loop._replace(cotangent=cotangent, state=state)
 
-    return layers.spec.repeat(visits, layer, loop, layers.visits)
+    changed = ("fetched", "cotangent", "state")
+    return _repeat(layers, layers.visits, r, layer, loop, changed)

@@ -8,9 +8,10 @@ for the backward pass; `_scan/` follows it.
 """
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, TypeAlias
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, SupportsIndex, TypeAlias
 
 from haliax.nn import ScanCheckpointPolicy as HaliaxPolicy
 
@@ -31,6 +32,50 @@ else:
 OFFLOAD = "offload"
 # Where the carries of layers are, by `save_carries`; None where none is kept
 _CARRIES: dict[bool | str, Any] = {True: "device", OFFLOAD: "host", False: None}
+
+
+class _Cut(NamedTuple):
+    """What a field of a policy means that says how the layers are cut."""
+
+    # The value as it is compared; raises if it is none of the field's.
+    checked: Callable[[Any], Any]
+    # The schedule of a number of layers, by the field's value and that number.
+    schedule: Callable[[Any, int], Schedule]
+    # That with the boundaries of segments on the host, where they take no slots on the
+    # device; None if it has no such segments.
+    with_boundaries_on_host: Callable[[Any, int], Schedule] | None = None
+
+
+def _checked_nested(nested: Any) -> bool | int:
+    if isinstance(nested, bool):
+        return nested
+    return whole_number("nested", nested, "True or a number of segments")
+
+
+def _checked_carries(most: Any) -> int:
+    meaning = "a number of carries, of which the stack's input is one,"
+    return whole_number("max_carries", most, meaning, least=2)
+
+
+def _nested(nested: bool | int, length: int) -> Schedule:
+    return shrinking(length) if nested is True else equal(length, nested)
+
+
+def _nested_on_host(nested: bool | int, length: int) -> Schedule:
+    segments = math.isqrt(length - 1) + 1 if nested is True else nested
+    return equal(length, segments)
+
+
+def _bounded(most: int, length: int) -> Schedule:
+    return bounded(length, max_carries=most)
+
+
+# All fields that cut the layers. What a policy executes, refuses and says of cuts
+# follows from this table.
+CUTS: dict[str, _Cut] = {
+    "nested": _Cut(_checked_nested, _nested, _nested_on_host),
+    "max_carries": _Cut(_checked_carries, _bounded),
+}
 
 
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
@@ -115,15 +160,9 @@ class ScanCheckpointPolicy(_haliax_names.HaliaxFields):
                 "first_layers", self.first_layers, "a number of layers", least=0
             ),
         }
-        if not isinstance(self.nested, bool):
-            checked["nested"] = whole_number(
-                "nested", self.nested, "True or a number of segments"
-            )
-        if self.max_carries is not None:
-            meaning = "a number of carries, of which the stack's input is one,"
-            checked["max_carries"] = whole_number(
-                "max_carries", self.max_carries, meaning, least=2
-            )
+        for name, cut in CUTS.items():
+            if self._is_set(name):
+                checked[name] = cut.checked(getattr(self, name))
         # As they are compared: names as a sorted tuple, numbers of NumPy as Python's
         for name, value in checked.items():
             object.__setattr__(self, name, value)
@@ -143,21 +182,16 @@ class ScanCheckpointPolicy(_haliax_names.HaliaxFields):
         """Two settings that can't be made both: why, and what to write instead."""
         yield from _haliax_names.contradictions(self)
         # A pair contradicts where both fields differ from their defaults.
-        yield "nested", "max_carries", "each says how the layers are cut. Keep one."
+        for one, other in itertools.combinations(CUTS, 2):
+            yield one, other, "each says how the layers are cut. Keep one."
         if self.save_carries is False:
-            for name in ("nested", "max_carries", "first_layers"):
-                yield (
-                    name,
-                    "save_carries",
-                    'to start from the stack\'s input alone use "recompute".',
-                )
-        if self.save_carries == OFFLOAD:
-            yield (
-                "max_carries",
-                "save_carries",
-                "only one cut has boundaries on the host. Use nested=k.",
-            )
-        for name in ("nested", "max_carries"):
+            reason = 'to start from the stack\'s input alone use "recompute".'
+            for name in (*CUTS, "first_layers"):
+                yield name, "save_carries", reason
+        for name, cut in CUTS.items():
+            if self.save_carries == OFFLOAD and cut.with_boundaries_on_host is None:
+                reason = "only one cut has boundaries on the host. Use nested=k."
+                yield name, "save_carries", reason
             reason = (
                 "a segment's internals live while it is reversed. Save them, or offload"
                 " the carries."
@@ -170,7 +204,7 @@ class ScanCheckpointPolicy(_haliax_names.HaliaxFields):
             yield (
                 "first_layers",
                 name,
-                "the others keep carries, unless they are cut (nested, max_carries).",
+                f"the others keep carries, unless they are cut ({', '.join(CUTS)}).",
             )
         # (Haliax writes save_carries=False here; carries that no derivative reads are
         # not kept.)
@@ -231,7 +265,11 @@ class ScanCheckpointPolicy(_haliax_names.HaliaxFields):
     @property
     def is_nested(self) -> bool:
         """Whether the layers are cut into segments that are replayed one at a time."""
-        return self.nested is not False or self.max_carries is not None
+        return any(map(self._is_set, CUTS))
+
+    def _is_set(self, name: str) -> bool:
+        """Whether a field that cuts the layers has another value than its default."""
+        return getattr(self, name) is not getattr(ScanCheckpointPolicy, name)
 
     @property
     def offloads(self) -> bool:
@@ -263,6 +301,7 @@ class ScanCheckpointPolicy(_haliax_names.HaliaxFields):
         # A single layer has no carries between layers, so it is checkpointed as it is
         if is_cut and length > 1:
             schedule = self.schedule(length - self.first_layers)
+            schedule = dataclasses.replace(schedule, first=self.first_layers)
             return Remat(length, kept, carries, schedule, self.first_layers)
         # With all internals kept the layers need not run again, whatever `save_carries`
         # says.
@@ -280,15 +319,13 @@ class ScanCheckpointPolicy(_haliax_names.HaliaxFields):
             TypeError: `length` is no integer.
         """
         length = whole_number("length", length, "the number of layers")
-        if not self.is_nested:
-            return equal(length, length)
-        if self.max_carries is not None:
-            return bounded(length, max_carries=self.max_carries)
-        if self.nested is not True:
-            return equal(length, self.nested)
-        if self.save_carries == OFFLOAD:  # boundaries take no slots on the device
-            return equal(length, math.isqrt(length - 1) + 1)
-        return shrinking(length)
+        for name in filter(self._is_set, CUTS):  # at most one
+            cut = CUTS[name]
+            make = cut.schedule
+            if self.save_carries == OFFLOAD:
+                make = cut.with_boundaries_on_host or make
+            return make(getattr(self, name), length)
+        return equal(length, length)
 
 
 Alias: TypeAlias = Literal["full", "recompute", "offload", "save_all", "nested"]

@@ -16,7 +16,9 @@ executed by a plain `lax.scan` under `jax.checkpoint`, or by a sweep (`_sweep/`)
     first_layers=3        device    1 1 1 1 1               3, which keep everything
 
 `names` are `save_block_internals=[...]`. So a sweep knows two things alone: first
-layers, whose inputs and `first_kept` stay until they are reversed, and a schedule.
+layers, whose inputs and `first_kept` stay until they are reversed, and a schedule. Both
+are executed as a `Program` (`_schedule.py`). Once the layers are traced, `"nested"` may
+become segments of one length that keep everything (`_sweep/reverse_spec.py`).
 """
 
 import functools

@@ -5,8 +5,7 @@ of each. Keeping all `N` of them costs `N` carries; a `Schedule` needs fewer *sl
 the cost of running some layers forward again. It is a stack: a slot holds the input of
 one layer, later slots hold later layers, and the top is consumed first.
 
-    forward:  the input of each layer goes to a slot, where a later one may replace it;
-              only those that stay need be written
+    forward:  keep the inputs of some layers, in slots from 0 on
     reverse:  for each *run*: read a carry that is held, mostly at the top, run some
               layers forward again, write their inputs to slots above it, then visit
               layers backwards, popping a slot each
@@ -18,6 +17,9 @@ A slot is freed by its visit, so later runs may use it. `shrinking(6)`, of three
     run 0                    0 3 5             5
     run 1     3              0 3 4             4 3
     run 2     0 1            0 1 2             2 1 0
+
+A `Program` has the same as columns of integers, one entry a run; the loops of
+`_sweep/` look these up and know nothing else of the schedule.
 
 How many layers `S` slots can reverse. Let each layer run forward at most `r` times
 before its visit, the forward sweep included, and let `L(S, r)` be the most layers for
@@ -45,67 +47,46 @@ of which the forward sweep's are `N - 1` (not the last layer's: its visit needs 
 output). The rest are `bounded(N, max_carries=S).replays`. Other cuts cost as much, as
 long as both parts stay between the numbers that `r` allows (`_split`).
 
-`_policy.py` makes schedules of policies, `_sweep/` executes them.
+Which inputs stay. A run reads slots that the forward sweep filled in two ways: its
+replay starts from one, or it visits layers whose inputs are there. All slots below
+those that the first run visits are read later, each as the start of its part, so their
+inputs stay. Those above are read only by the visits of the first run itself, and only
+if it doesn't make them again: it does if it has a replay, and where the internals of
+the layers to visit are saved, since they run again for that from the lowest. So what
+stays is all that the forward sweep holds, or where the first run makes them again
+(`_from_slots`) what is up to the slot of the lowest layer that it visits.
+
+`_policy.py` makes schedules of policies, `_sweep/` executes their programs.
 """
 
 import bisect
 import functools
-import itertools
 import math
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeAlias
-
-
-@dataclass(frozen=True)
-class Run:
-    """One replay and the visits that follow it. Layers are numbered from the schedule's
-    first.
-    """
-
-    # The layer whose input is held in `slot` when the run begins.
-    start: int
-    # The slot it is held in.
-    slot: int
-    # The layers after it whose inputs are held once all before the last of them ran
-    # forward again, in the slots that follow. An input in between is written where the
-    # next one that is held goes.
-    holds: tuple[int, ...]
-    # How many layers are then visited, from `top` down; their slots are consecutive.
-    visits: int
-
-    @property
-    def replays(self) -> int:
-        """How many layers run forward again: from `start` to before `top`."""
-        return self.top - self.start
-
-    @property
-    def top(self) -> int:
-        """The first layer that the run visits, the highest whose input is held."""
-        return self.holds[-1] if self.holds else self.start
-
-    @property
-    def top_slot(self) -> int:
-        """The slot of the input of layer `top`."""
-        return self.slot + len(self.holds)
-
-    @property
-    def writes(self) -> tuple[int, ...]:
-        """The slot for the input of each layer from `start + 1` to `top`."""
-        slots: list[int] = []
-        before = self.start
-        for slot, held in enumerate(self.holds, self.slot + 1):
-            slots += [slot] * (held - before)
-            before = held
-        return tuple(slots)
-
+from typing import Any, NamedTuple, TypeAlias
 
 # Python's recursion limit of 1000 allows about 60 checkpoints within each other.
 _MOST_NESTED = 50
 # A layer's number, or parts in forward order.
 Tree: TypeAlias = "int | tuple[Tree, ...]"
+
+
+class _Run(NamedTuple):
+    """One replay and the visits that follow it. The forward sweep is one too, of all
+    layers.
+    """
+
+    # The layers whose inputs are held, in slots that follow each other, once all before
+    # the last of them ran. The replay starts from the input of the first.
+    held: Sequence[int]
+    # The slot of the first.
+    slot: int
+    # How many layers are then visited, from the last that is held down, one for each
+    # slot: below `held` are inputs that earlier runs left.
+    visits: int
 
 
 @dataclass(frozen=True)
@@ -120,48 +101,15 @@ class Schedule:
     slots: int
     # Lengths of the segments in forward order; empty for one of `bounded`.
     segments: tuple[int, ...] = ()
-
-    @cached_property
-    def forward(self) -> tuple[int, ...]:
-        """The slot of each layer's input in the forward sweep; a later input in the
-        same slot replaces it.
-        """
-        return (0, *next(self._expansions()).writes)
-
-    @cached_property
-    def sources(self) -> int:
-        """How many slots hold inputs that replays start from; visits alone read those
-        of later slots. Leaves that no visit reads need no more.
-
-        The lowest slot that a run visits may be where a replay starts too: of the layer
-        that it visits last.
-        """
-        bottom_slots = [run.top_slot - run.visits + 1 for run in self.runs]
-        return max(bottom_slots) + 1
-
-    @cached_property
-    def runs(self) -> tuple[Run, ...]:
-        """What the reverse sweep does, in order; O(length) numbers, however few
-        slots.
-        """
-        forward, *later = self._expansions()
-        # What the forward sweep left is visited without a replay.
-        first = Run(forward.top, forward.top_slot, (), forward.visits)
-        sizes = self.segments
-        if len(sizes) > 1 and sizes[0] > 1 and len(set(sizes)) == 1:
-            # What the forward sweep left of the last segment is made again: then all
-            # runs are alike, and trip counts static.
-            start = self.length - sizes[-1]
-            held = tuple(range(start + 1, self.length))
-            first = Run(start, len(sizes) - 1, held, sizes[-1])
-        return (first, *later)
+    # The number of the first of these layers in the sweep.
+    first: int = 0
 
     @cached_property
     def replays(self) -> int:
         """Forward evaluations of a block that the reverse sweep makes to recover layer
         inputs.
         """
-        return sum(run.replays for run in self.runs)
+        return sum(self.program().advances)
 
     @property
     def tree(self) -> tuple["Tree", ...]:
@@ -170,10 +118,14 @@ class Schedule:
 
         While a part is reversed, the input of each part within it is held.
         """
-        tree = self._part(0, self.length, self.slots, 1)
+        tree = self._part(self.layers, self.slots, 1)
         return tree if isinstance(tree, tuple) and len(self.segments) != 1 else (tree,)
 
-    def _part(self, start: int, stop: int, slots: int, depth: int) -> Tree:
+    @property
+    def layers(self) -> range:
+        return range(self.first, self.first + self.length)
+
+    def _part(self, layers: range, slots: int, depth: int) -> Tree:
         if depth > _MOST_NESTED:
             raise ValueError(
                 f"{self.slots} carries for {self.length} layers that are compiled one"
@@ -181,50 +133,184 @@ class Schedule:
                 " too many for JAX. Give a larger max_carries, or let the layers be a"
                 " Stacked."
             )
-        if stop - start == 1:
-            return start
-        cuts = self._cuts(start, stop, slots)
-        if len(cuts) == 1:
-            return tuple(range(start, stop))
+        if len(layers) == 1:
+            return layers[0]
+        cut = self._cut(layers, slots)
+        if len(cut) == 1:
+            return tuple(layers)
         parts = []
         # While a part is reversed, the starts of those before it are held.
-        for held, (first, end) in enumerate(itertools.pairwise((*cuts, stop))):
-            parts.append(self._part(first, end, slots - held, depth + 1))
+        for held, part in enumerate(cut):
+            parts.append(self._part(part, slots - held, depth + 1))
         return tuple(parts)
 
-    def _cuts(self, start: int, stop: int, slots: int) -> list[int]:
-        """Where the parts of some layers start, for so many slots: the last part needs
-        no further cut.
+    def _cut(self, layers: range, slots: int) -> list[range]:
+        """The parts of some layers, for so many slots: the last one needs no further
+        cut.
         """
-        if self.length == stop - start and 0 < len(self.segments) < self.length:
-            return [*itertools.accumulate(self.segments[:-1], initial=start)]
-        cuts = [start]
-        while (size := stop - cuts[-1]) > slots:
-            cuts.append(cuts[-1] + _split(size, slots))
-            slots -= 1
-        return cuts
+        if layers == self.layers and 0 < len(self.segments) < self.length:
+            return _divided(layers, self.segments)
+        return _divided(layers, _sizes(len(layers), slots))
 
-    def _expansions(self) -> Iterator[Run]:
+    def _expansions(self) -> Iterator[_Run]:
         """The runs, and before the first the forward sweep, as the part at the top of a
         stack is cut.
 
-        Each entry of the stack is a part `(start, stop)` that is still to be reversed,
-        with the input of layer `start` in the slot that is the entry's place.
+        Each entry of the stack is a part that is still to be reversed, with the input
+        of its first layer in the slot that is the entry's place.
         """
-        stack = [(0, self.length)]
+        stack = [self.layers]
         while stack:
-            start, stop = stack.pop()
+            part = stack.pop()
             slot = len(stack)
-            cuts = self._cuts(start, stop, self.slots - slot)
+            *waiting, last = self._cut(part, self.slots - slot)
             # The last part is visited at once, with a slot for each layer; the others
             # wait.
-            stack += itertools.pairwise(cuts)
-            visits = stop - cuts[-1]
+            stack += waiting
+            visits = len(last)
             # A part of one layer needs no replay: its visit follows.
-            while stack and stack[-1][1] - stack[-1][0] == 1:
+            while stack and len(stack[-1]) == 1:
                 stack.pop()
                 visits += 1
-            yield Run(start, slot, (*cuts[1:], *range(cuts[-1] + 1, stop)), visits)
+            starts = [part[0] for part in waiting]
+            yield _Run((*starts, *last), slot, visits)
+
+    def program(self, *, saves: bool = False, on_host: bool = False) -> "Program":
+        """What a sweep executes: O(length) numbers, however few slots.
+
+        Args:
+            saves: whether internals are kept of the layers that a run visits.
+            on_host: whether the first input of each segment is kept on the host. A run
+                fetches it to slot 0, and its other inputs fill the slots above.
+        """
+        kept, runs = self._from_host() if on_host else self._from_slots(saves)
+        columns = []
+        all_held: list[int] = []
+        first = []
+        made = slots = 0
+        for held, slot, visits in runs:
+            start, top = held[0], held[-1]
+            end_slot = slot + len(held)
+            bottom = top - visits + 1
+            last = bottom if saves else top
+            advances = max(0, last - start)
+            at_bottom = bottom, end_slot - visits, visits
+            # In the order of the columns of `Program`.
+            columns.append((start, slot, advances, len(all_held), *at_bottom))
+            all_held += held[1:]
+            first.append(start if advances else last)
+            made += top - start
+            slots = max(slots, end_slot)
+        return Program(
+            self.layers,
+            kept,
+            slots,
+            tuple(all_held),
+            (*first, first[-1]),
+            len(all_held) == made,
+            *zip(*columns, strict=True),
+        )
+
+    def _from_host(self) -> tuple[tuple[int, ...], list[_Run]]:
+        """The layers whose inputs stay, and the runs, with a segment a run."""
+        segments = _divided(self.layers, self.segments)
+        runs = [_Run(segment, 0, len(segment)) for segment in reversed(segments)]
+        return tuple(segment[0] for segment in segments), runs
+
+    def _from_slots(self, saves: bool) -> tuple[tuple[int, ...], list[_Run]]:
+        """The same with all inputs in slots."""
+        forward, *runs = self._expansions()
+        kept = tuple(forward.held)
+        # What the forward sweep left is visited without a replay.
+        first = _Run(kept[-1:], len(kept) - 1, forward.visits)
+        is_made_again = saves
+        sizes = self.segments
+        if len(sizes) > 1 and sizes[0] > 1 and len(set(sizes)) == 1:
+            # What the forward sweep left of the last segment is made again: then all
+            # runs are alike, and trip counts static.
+            first = _Run(self.layers[-sizes[-1] :], len(sizes) - 1, sizes[-1])
+            is_made_again = True
+        if is_made_again:
+            lowest_slot = first.slot + len(first.held) - first.visits
+            kept = kept[: lowest_slot + 1]
+        return kept, [first, *runs]
+
+
+class Program(NamedTuple):
+    """What a sweep executes over the layers of a schedule, as plain integers.
+
+    The forward sweep runs `layers`, and the inputs of those in `kept` stay: in slots
+    0, 1, ... or, offloaded, on the host. The reverse sweep executes runs; a column has
+    one entry for each, in order:
+
+        layer   start                bottom         bottom + visits - 1
+        slot    slot                 bottom_slot    bottom_slot + visits - 1
+                |----- advances ---->|<---- visits ------|
+
+    1. The replay reads the input of layer `start` from `slot` and runs `advances`
+       layers: to the highest that is visited. Where internals are *saved*, it stops
+       before the lowest, from where the layers to visit run once more, to save them.
+       The inputs that it makes go to the slots above: all, or those in `held`.
+    2. `visits` layers are visited, down to `bottom`. This may be less than `start`,
+       where inputs that earlier runs left in slots are visited too.
+    """
+
+    # The numbers of all layers.
+    layers: range
+    # Those whose inputs stay from the forward sweep.
+    kept: tuple[int, ...]
+    # How many slots there are.
+    slots: int
+    # The layers after `start` whose inputs the replays hold, those of all runs in turn.
+    held: tuple[int, ...]
+    # The layer that each run executes first, for a replay or a visit. Each run reads
+    # the next one's ahead; one entry more is for the last run, which may read any.
+    first: tuple[int, ...]
+    # Whether replays hold every input that they make: then the slot of an input is
+    # found from the layer's number.
+    holds_all: bool
+    # From here on the columns.
+    start: tuple[int, ...]
+    slot: tuple[int, ...]
+    advances: tuple[int, ...]
+    # Where the layers of a run begin in `held`.
+    held_from: tuple[int, ...]
+    bottom: tuple[int, ...]
+    bottom_slot: tuple[int, ...]
+    visits: tuple[int, ...]
+
+    @property
+    def sources(self) -> int:
+        """How many slots hold inputs that replays start from, or that the lowest layer
+        of a run has, from which the internals of all that it visits are made.
+
+        Later slots are read by visits alone. Leaves that these don't read need no more.
+        """
+        return max(self.bottom_slot) + 1
+
+    @property
+    def input_slots(self) -> tuple[int, ...]:
+        """The slot of each layer's input in a forward sweep that writes all of them.
+
+        One that doesn't stay goes where the next one that does will replace it; after
+        the last of these, to the slot above them.
+        """
+        return tuple(bisect.bisect_left(self.kept, layer) for layer in self.layers)
+
+    @property
+    def replayed(self) -> list[range]:
+        """The layers that each replay runs."""
+        return _ranges(self.start, self.advances)
+
+    @property
+    def visited(self) -> list[range]:
+        """The layers that each run visits."""
+        return _ranges(self.bottom, self.visits)
+
+
+def _ranges(starts: Sequence[int], sizes: Sequence[int]) -> list[range]:
+    pairs = zip(starts, sizes, strict=True)
+    return [range(start, start + size) for start, size in pairs]
 
 
 def shrinking(length: int) -> Schedule:
@@ -280,6 +366,25 @@ def _split(size: int, slots: int) -> int:
     most_before = math.comb(slots + repeats - 2, repeats - 1)
     least_after = math.comb(slots + repeats - 3, repeats - 1)
     return min(most_before, size - least_after)
+
+
+def _sizes(size: int, slots: int) -> list[int]:
+    """The sizes of the parts of so many layers; the last has a slot for each layer."""
+    sizes = []
+    while size > slots:
+        sizes.append(_split(size, slots))
+        size -= sizes[-1]
+        slots -= 1
+    return [*sizes, size]
+
+
+def _divided(layers: range, sizes: Iterable[int]) -> list[range]:
+    """Parts of these sizes."""
+    parts = []
+    for size in sizes:
+        parts.append(layers[:size])
+        layers = layers[size:]
+    return parts
 
 
 def _cut_into(sizes: Sequence[int]) -> Schedule:

@@ -3,14 +3,20 @@ test_policies_at_work.py.
 """
 
 import dataclasses
+import itertools
 
+import equinox as eqx
 import haliax as hax
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stacked_remat import ScanCheckpointPolicy, ScanCheckpointSpec
-from stacked_remat._policy import resolve_policy
+from stacked_remat import ScanCheckpointPolicy, ScanCheckpointSpec, Stacked, fold
+from stacked_remat._haliax_names import NAMES
+from stacked_remat._policy import CUTS, resolve_policy
+from stacked_remat._remat import NOTHING
+from stacked_remat._schedule import equal
 
 
 @pytest.mark.parametrize(
@@ -131,6 +137,72 @@ def test_a_single_layer_has_nothing_to_cut(cut):
     plain = ScanCheckpointPolicy(save_block_internals=["a"])
     assert policy.for_layers(1) == plain.for_layers(1)
     assert policy.for_layers(2) != plain.for_layers(2)
+
+
+# For each field values beside its default.
+VALUES = {
+    "save_carries": ["offload", False],
+    "save_block_internals": [True, ("a",), jax.checkpoint_policies.dots_saveable],
+    "offload_block_internals": [("a",)],
+    "nested": [True, 1, 2, 3],
+    "max_carries": [2, 3],
+    "first_layers": [1, 5],
+}
+# Those of Haliax are in test_fields_of_haliax_mean_what_other_settings_say.
+FIELDS = {field.name for field in dataclasses.fields(ScanCheckpointPolicy)} - NAMES
+
+
+def executed(policy, length):
+    """What a policy executes, with a program instead of the schedule."""
+    remat = policy.for_layers(length)
+    if remat.schedule is None:
+        return remat
+    program = remat.schedule.program(
+        saves=remat.kept != NOTHING, on_host=remat.boundaries_on_host
+    )
+    return dataclasses.replace(remat, schedule=None), program
+
+
+def test_each_value_of_each_field_changes_what_is_executed():
+    assert set(VALUES) == FIELDS and set(CUTS) <= FIELDS
+    found = [executed(ScanCheckpointPolicy(), 8)]
+    for name, values in VALUES.items():
+        for value in values:
+            found.append(executed(ScanCheckpointPolicy(**{name: value}), 8))
+    for one, other in itertools.combinations(found, 2):
+        assert one != other
+
+
+@pytest.mark.parametrize("name", CUTS)
+def test_a_field_that_cuts_does_so_and_contradicts_what_has_other_cuts(name):
+    policy = ScanCheckpointPolicy(**{name: 3})
+    assert policy.is_nested
+    assert policy.for_layers(8).schedule == policy.schedule(8) != equal(8, 8)
+    others = {cut: 3 for cut in CUTS if cut != name}
+    others |= {"save_carries": False, "offload_block_internals": ["a"]}
+    for other, value in others.items():
+        with pytest.raises(ValueError, match="contradict each other"):
+            ScanCheckpointPolicy(**{name: 3, other: value})
+
+
+def test_errors_name_all_fields_that_cut():
+    Layers, weights = hax.Axis("layers", 4), jnp.ones(4)
+
+    def step(x, w):
+        return x * w
+
+    ref = jax.new_ref(jnp.ones(()))
+    stack = Stacked.of([eqx.nn.LayerNorm(2)] * 4)
+    calls = [
+        lambda: fold(step, Layers, remat="offload", until=jnp.any)(1.0, weights),
+        lambda: stack.fold_vjp(jnp.ones(2), remat="recompute"),
+        lambda: fold(lambda x, w: x * ref[...], Layers, remat="nested")(1.0, weights),
+        lambda: ScanCheckpointPolicy(first_layers=1, save_block_internals=["a"]),
+    ]
+    for call in calls:
+        with pytest.raises((TypeError, ValueError)) as error:
+            call()
+        assert all(name in str(error.value) for name in CUTS)
 
 
 def test_haliax_policies_are_taken_as_the_same_here():

@@ -9,85 +9,33 @@ from checkpoint_schedules import EndReverse, Forward, MultistageCheckpointSchedu
 from haliax import Axis
 from hypothesis import given, settings, strategies as st
 
-from stacked_remat import BlockSeq, ScanCheckpointPolicy, fold
+from stacked_remat import BlockSeq, ScanCheckpointPolicy, _schedule, fold
 from stacked_remat._schedule import Schedule, Tree, bounded, equal, shrinking
+from stacked_remat._sweep import reverse
+from tests.programs import Execution
 
 lengths = st.integers(1, 70)
 NESTED = ScanCheckpointPolicy(nested=True)
 
 
-def execute(schedule: Schedule) -> tuple[int, int]:
-    """Runs a schedule on symbolic carries; returns the most carries alive and the
-    number of replays.
-
-    The value of a carry is the number of the layer that it is the input of. It is alive
-    from its write to the last time that it is read.
-    """
-    slots: dict[int, int] = {}
-    for layer, slot in enumerate(schedule.forward):
-        slots[slot] = layer
-    log: list[tuple[str, int, int]] = [
-        ("write", slot, layer) for slot, layer in slots.items()
-    ]
-    replays, visited = 0, []
-    for run in schedule.runs:
-        assert slots[run.slot] == run.start, "a replay starts from a carry that is held"
-        log.append(("read", run.slot, run.start))
-        carry = run.start
-        for slot in run.writes:
-            carry += 1
-            replays += 1
-            slots[slot] = carry
-            log.append(("write", slot, carry))
-        for k in range(run.visits):
-            slot, layer = run.top_slot - k, run.top - k
-            assert slots[slot] == layer, "a visited layer's input is held"
-            log.append(("read", slot, layer))
-            visited.append(layer)
-    assert visited == list(range(schedule.length))[::-1]
-    return most_alive(log), replays
-
-
-def execute_with_internals(schedule: Schedule) -> None:
-    """Runs a schedule where all visited layers run again first, from an input in one of
-    some slots.
-    """
-    held = {
-        slot: layer
-        for layer, slot in enumerate(schedule.forward)
-        if slot < schedule.sources
-    }
-    for run in schedule.runs:
-        bottom, slot = run.top - run.visits + 1, run.top_slot - run.visits + 1
-        count = max(0, bottom - run.start)
-        assert not count or held[run.slot] == run.start
-        held |= zip(run.writes[:count], range(run.start + 1, bottom + 1), strict=True)
-        assert held[slot] == bottom
-        assert max(held) < schedule.sources
-
-
-def most_alive(log: list[tuple[str, int, int]]) -> int:
-    """The most values that were written and will still be read, backwards over the
-    log.
-    """
-    alive: set[tuple[int, int]] = set()
-    most = 0
-    for kind, slot, layer in reversed(log):
-        (alive.add if kind == "read" else alive.discard)((slot, layer))
-        most = max(most, len(alive))
-    return most
-
-
 def check(schedule: Schedule, length: int) -> None:
-    alive, replays = execute(schedule)
-    execute_with_internals(schedule)
-    used = {*schedule.forward, *(slot for run in schedule.runs for slot in run.writes)}
-    assert schedule.length == length == len(schedule.forward)
-    assert used == set(range(schedule.slots))
-    assert schedule.slots == alive
-    assert schedule.replays == replays
+    executed = Execution(schedule.program())
+    program = executed.program
+    assert schedule.length == length == len(program.layers)
+    assert executed.used == set(range(schedule.slots))
+    assert program.slots == schedule.slots == executed.most_alive
+    assert schedule.replays == sum(program.advances)
+    assert not executed.unread
+    saved = Execution(schedule.program(saves=True), saves=True)
+    assert not saved.unread
+    assert saved.program.sources == program.sources
     if schedule.segments:
         assert sum(schedule.segments) == length
+        for saves in (False, True):
+            program = schedule.program(saves=saves, on_host=True)
+            Execution(program, saves=saves, on_host=True)
+            assert len(program.kept) == len(schedule.segments)
+            assert program.slots == max(schedule.segments) and program.sources == 1
 
 
 @given(lengths)
@@ -107,7 +55,8 @@ def test_equal(length: int, segments: int):
     assert max(schedule.segments) - min(schedule.segments) <= 1
     assert schedule.replays <= length - len(schedule.segments)
     if length % segments == 0:
-        assert len({(run.replays, run.visits) for run in schedule.runs}) == 1
+        program = schedule.program()
+        assert len({*zip(program.advances, program.visits, strict=True)}) == 1
 
 
 def fewest_replays(length: int, carries: int) -> int:
@@ -140,10 +89,43 @@ def test_long_sequences_are_cheap_to_cut():
     cuts = [shrinking(many), equal(many, many)]
     cuts += [bounded(many, max_carries=carries) for carries in (3, 20)]
     assert [cut.slots for cut in cuts] == [1414, many, 3, 20]
-    assert not any({"forward", "runs", "replays"} & {*vars(cut)} for cut in cuts)
-    assert len(cuts[0].runs) == len(cuts[0].segments)
+    assert len(cuts[0].program().start) == len(cuts[0].segments)
     few = bounded(10_000, max_carries=2)  # which runs layers again 50 million times
-    assert sum(1 + len(run.holds) for run in few.runs) < 2 * few.length
+    program = few.program()
+    assert len(program.start) + len(program.held) < 2 * few.length
+
+
+@pytest.mark.parametrize("module", [_schedule, reverse])
+def test_docstrings_show_what_a_program_does(module):
+    lines = [f"    {line}" for line in Execution(shrinking(6).program()).lines]
+    assert "\n".join(lines) in module.__doc__
+
+
+@pytest.mark.parametrize("first", [0, 3])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        {"nested": True},
+        {"nested": 4},
+        {"max_carries": 2},
+        {"max_carries": 5},
+        {"nested": True, "save_carries": "offload"},
+        {"nested": 4, "save_carries": "offload"},
+        {"nested": 4, "save_block_internals": ["a"]},
+        {"max_carries": 5, "save_block_internals": ["a"]},
+    ],
+    ids=str,
+)
+def test_the_program_of_a_policy_finds_every_input(policy, first):
+    policy = ScanCheckpointPolicy(**policy, first_layers=first)
+    for length in range(first + 2, 40):
+        remat = policy.for_layers(length)
+        assert remat.schedule is not None
+        on_host = remat.boundaries_on_host
+        for saves in (False, True):
+            program = remat.schedule.program(saves=saves, on_host=on_host)
+            assert program.layers == range(first, length)
+            Execution(program, saves=saves, on_host=on_host)
 
 
 def test_the_forward_pass_reads_no_schedule(monkeypatch: pytest.MonkeyPatch):

@@ -312,9 +312,8 @@ def scan_unrolled(
     if _without_jit():
         # The values are known in a layer then, which jax.checkpoint would trace.
         remat = Remat(axis.size, EVERYTHING)
-    # The layers of the schedule are numbered from 0, so the first ones are -count to -1
     count = remat.first_layers
-    parts = range(axis.size - count)
+    parts = range(count, axis.size)
     if remat.schedule is not None:
         parts = remat.schedule.tree
     if all(isinstance(part, int) for part in parts):
@@ -327,8 +326,8 @@ def scan_unrolled(
         outputs = []
         for part in parts:
             if isinstance(part, int):
-                step = first if part < 0 else layer
-                carry, y = step(carry, inputs[count + part])
+                step = first if part < count else layer
+                carry, y = step(carry, inputs[part])
                 outputs.append(y)
             else:
                 segment = functools.partial(run, part)
@@ -338,7 +337,7 @@ def scan_unrolled(
 
     # A profile shows the loop by the name of its axis
     with jax.named_scope(f"scan({axis.name})"):
-        run_all = functools.partial(run, [*range(-count, 0), *parts])
+        run_all = functools.partial(run, [*range(count), *parts])
         carry, outputs = _replayed_whole(run_all, remat)(init)
     return carry, outputs[::backwards]
 

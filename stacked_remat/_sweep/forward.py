@@ -5,18 +5,18 @@ it also leaves checkpoints, from which `reverse.py` makes every layer's input ag
 
     layers   0 1 2 | 3 4 5 6 7 8 9
              first |  schedule
-    kept     every | the inputs that
-             input | `Schedule.forward` leaves
+    kept     every | the inputs of the
+             input | layers in `Program.kept`
 
 - of the *first layers* (`Remat.first_layers`) each input, and residuals;
 - of the layers under the *schedule* the inputs that stay in its slots, or, offloaded,
   the first input of each segment on the host.
 
-An input stays if no later layer writes to its slot. There are two ways to keep just
-these, and which one is faster depends on the platform (`_run_scheduled`): a loop over
-layers that writes every input, most of them to be overwritten, or a loop over stretches
-from one input that stays to the next (`_by_segments`) with a loop over layers in it,
-that writes at the start of each. Stretches need not be segments of the schedule.
+There are two ways to keep just the inputs that stay, and which one is faster depends on
+the platform (`_run_scheduled`): to write the input of every layer, most of them to be
+overwritten, or to loop over stretches from one input that stays to the next, with a
+loop over layers in it, and to write the first input of each. Both are one loop over
+stretches (`_run_stretches`), those of the first way having one layer each.
 
 Weights are read from their stacks by layer number, within the innermost loop: no
 segment's weights are copied. Stacks on the host are read one layer ahead, so that the
@@ -24,11 +24,11 @@ transfer overlaps the layer that runs. Layers are numbered as they run; `primiti
 calls this file.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from .._placement import has_host_arrays, platform, to_host
@@ -39,10 +39,9 @@ from .slots import (
     Arrays,
     Carry,
     Checkpoints,
+    Column,
     OfKinds,
     entry_at,
-    slots_for,
-    trip_count,
 )
 from .spec import SweepSpec
 from .store import (
@@ -57,21 +56,26 @@ from .store import (
 
 
 class ForwardState(NamedTuple):
-    """The state of a loop over layers."""
+    """The state of all loops over layers."""
 
     # The input of the layer that runs next.
     carry: Carry
     # Outputs of each kind, stacked over all layers of the kind; zeros for those that
     # are still to run.
     ys: OfKinds
-    # Saved residuals of each kind, stacked over the first layers; [] where none are
-    # saved.
-    residuals: OfKinds
     # What the layer that runs next reads of stacks on the host.
     fetched: Arrays
+    # How many layers have run; None if none may stop.
+    ran: Index | None
+    # The held leaves of the inputs that are kept, stacked; [] where none are, and while
+    # a scan stacks them on the host.
+    inputs: Carry = []
+    # Saved residuals of each kind, stacked over the first layers; [] where none are
+    # saved.
+    residuals: OfKinds = []
 
 
-# Runs the layer that a loop over layers reaches in its trip `k`.
+# Runs the layer with a number.
 Step: TypeAlias = Callable[[Index, ForwardState], ForwardState]
 
 
@@ -81,8 +85,8 @@ def primal(
     """Run all layers and keep nothing: the last carry, and the outputs of each kind."""
     if not spec.length or not (spec.pattern or spec.stops or has_host_arrays(xs)):
         return spec.plain(None, init, xs, shared)
-    step = _forward_step(spec, xs, shared, [range(spec.length)])
-    state, _ = spec.run(spec.length, step, _start(spec, init, xs))
+    step = _forward_step(spec, xs, shared, range(spec.length))
+    state = spec.run(spec.length, step, _start(spec, init, xs))
     return state.carry, state.ys
 
 
@@ -91,46 +95,48 @@ def _start(spec: SweepSpec, init: Carry, xs: OfKinds) -> ForwardState:
     ys = []
     for kind in spec.kinds:
         ys.append(empty_stack(kind.output_types, spec.rows(kind)))
-    return ForwardState(init, ys, [], spec.fetch(xs, 0))
+    ran = jnp.int32(0) if spec.stops else None
+    return ForwardState(init, ys, spec.fetch(xs, 0), ran)
 
 
 def _forward_step(
     spec: SweepSpec,
     xs: OfKinds,
     shared: OfKinds,
-    parts: Sequence[range] = (),
+    layers: range,
     pullbacks: Sequence[LayerPullback] = (),
-    start: int = 0,
 ) -> Step:
-    """The step of a loop over the layers from `start` on, numbered from there.
+    """The step of a loop over these layers.
 
-    With `pullbacks`, one for each kind, it saves their residuals. `parts` as in
-    `SweepSpec.at`.
+    With `pullbacks`, one for each kind, it saves their residuals.
     """
 
-    def step(k: Index, state: ForwardState) -> ForwardState:
-        fetched, number = settle(state.fetched, k + start)
+    def step(number: Index, state: ForwardState) -> ForwardState:
+        fetched, number = settle(state.fetched, number)
         # The last layer reads itself again: a loop's carry has one shape.
         ahead = fetched and spec.fetch(xs, jnp.minimum(number + 1, spec.length - 1))
 
         def run(kind: Kind, row: Index, state: ForwardState) -> ForwardState:
             ahead, ys, residuals = state.fetched, state.ys, state.residuals
-            inputs = (
-                shared[kind.number],
-                state.carry,
-                spec.inputs(kind, xs, row, fetched),
-            )
+            x = spec.inputs(kind, xs, row, fetched)
+            inputs = shared[kind.number], state.carry, x
             if pullbacks:
                 (carry, y), saved = pullbacks[kind.number].save(inputs)
-                residuals = kind.write(residuals, spec.entry(kind, number, 0), saved)
+                entry = spec.entry(kind, number, layers.start)
+                residuals = kind.write(residuals, entry, saved)
             else:
                 carry, y = kind.values(*inputs)
             if spec.remat.boundaries_on_host:
                 # Or XLA reads while the output is written, and not while the step runs.
                 ahead, (y, ys) = read_before_writes(ahead, (y, ys), "tpu")
-            return ForwardState(carry, kind.write(ys, row, y), residuals, ahead)
+            ys = kind.write(ys, row, y)
+            return state._replace(
+                carry=carry, ys=ys, fetched=ahead, residuals=residuals
+            )
 
-        return spec.at(number, run, state._replace(fetched=ahead), parts)
+        ran = None if state.ran is None else state.ran + 1
+        state = state._replace(fetched=ahead, ran=ran)
+        return spec.at(number, run, state, [layers])
 
     return step
 
@@ -143,39 +149,25 @@ def forward(
     # What a user gives may be Python numbers.
     init = [on_mesh(jnp.asarray(leaf)) for leaf in init]
     state = _start(spec, init, xs)
-    checkpoints = Checkpoints([], ran=jnp.int32(0) if spec.stops else None)
+    first_inputs = None
+    residuals: OfKinds = []
     if remat.first_layers:
-        state, checkpoints = _run_first(spec, perturbed, xs, shared, state, checkpoints)
+        state = _run_first(spec, perturbed, xs, shared, state)
+        first_inputs, residuals = state.inputs, state.residuals
+        # The schedule's layers save nothing on the way forward: their residuals live
+        # while a segment is reversed.
+        state = state._replace(inputs=[], residuals=[])
     if remat.schedule is not None:
-        step = _forward_step(spec, xs, shared, start=remat.first_layers)
-        if remat.boundaries_on_host:
-            starts = np.cumsum((0, *remat.schedule.segments[:-1]), dtype=np.int32)
-            state, checkpoints = _by_segments(spec, step, starts, state, checkpoints)
-        else:
-            pullbacks = spec.pullbacks(perturbed, remat.kept, xs, shared)
-            state, checkpoints = _run_scheduled(
-                spec, remat.schedule, step, pullbacks, state, checkpoints
-            )
+        state = _run_scheduled(spec, remat.schedule, perturbed, xs, shared, state)
     # The first input is also in a slot, or the first of `first_layers`, unless these
     # are empty or on the host. Layers that stop may have run none that writes it.
     only_on_host = remat.carries == "host" and not (
         remat.schedule is not None and remat.first_layers
     )
-    if not spec.length or spec.stops or only_on_host:
-        checkpoints = checkpoints._replace(origin=spec.of_held(init))
+    is_needed = not spec.length or spec.stops or only_on_host
+    origin = spec.of_held(init) if is_needed else None
+    checkpoints = Checkpoints(state.inputs, first_inputs, residuals, origin, state.ran)
     return state.carry, state.ys, checkpoints
-
-
-class _FirstLoop(NamedTuple):
-    """The state of the loop over the first layers."""
-
-    state: ForwardState
-    # The held leaves of inputs, stacked over these layers.
-    inputs: Carry
-
-    @property
-    def carry(self) -> Carry:
-        return self.state.carry
 
 
 def _run_first(
@@ -184,57 +176,42 @@ def _run_first(
     xs: OfKinds,
     shared: OfKinds,
     state: ForwardState,
-    checkpoints: Checkpoints,
-) -> tuple[ForwardState, Checkpoints]:
+) -> ForwardState:
     """Run the layers before the schedule, and keep the input and residuals of each."""
-    remat, count = spec.remat, spec.remat.first_layers
+    remat = spec.remat
+    count = remat.first_layers
     pullbacks = spec.pullbacks(perturbed, remat.first_kept, xs, shared)
-    step = _forward_step(spec, xs, shared, [range(count)], pullbacks)
+    step = _forward_step(spec, xs, shared, range(count), pullbacks)
     # With a schedule, offloading is of its boundaries.
     on_host = remat.carries == "host" and remat.schedule is None
     inputs = empty_stack(spec.of_held(state.carry), count, on_host)
-
-    def layer(number: Index, loop: _FirstLoop) -> _FirstLoop:
-        inputs = write(loop.inputs, number, spec.of_held(loop.carry))
-        return _FirstLoop(step(number, loop.state), inputs)
-
     residuals = spec.residual_buffers(pullbacks, [range(count)])
-    inputs_and_residuals = with_tangents((inputs, residuals), (state.carry, xs, shared))
-    inputs, residuals = inputs_and_residuals
-    loop = _FirstLoop(state._replace(residuals=residuals), inputs)
-    loop, ran = spec.run(count, layer, loop)
-    checkpoints = checkpoints._replace(
-        first_layers=loop.inputs, residuals=loop.state.residuals, ran=ran
-    )
-    # The schedule's layers save nothing on the way forward: their residuals live while
-    # a segment is reversed.
-    return loop.state._replace(residuals=[]), checkpoints
+    inputs, residuals = with_tangents((inputs, residuals), (state.carry, xs, shared))
+    state = state._replace(inputs=inputs, residuals=residuals)
+    return _run_stretches(spec, step, range(count + 1), range(count), state)
 
 
 def _run_scheduled(
     spec: SweepSpec,
     schedule: Schedule,
-    step: Step,
-    pullbacks: Sequence[LayerPullback],
+    perturbed: Perturbed,
+    xs: OfKinds,
+    shared: OfKinds,
     state: ForwardState,
-    checkpoints: Checkpoints,
-) -> tuple[ForwardState, Checkpoints]:
-    """Run the schedule's layers, and keep inputs in slots on the device."""
-    slot_of = np.asarray(schedule.forward, np.int32)
+) -> ForwardState:
+    """Run the schedule's layers, and keep inputs in slots on the device, or on the
+    host.
+    """
+    layers = schedule.layers
+    step = _forward_step(spec, xs, shared, layers)
+    if spec.remat.boundaries_on_host:
+        program = schedule.program(on_host=True)
+        bounds = (*program.kept, layers.stop)
+        return _run_stretches(spec, step, bounds, None, state)
+    pullbacks = spec.pullbacks(perturbed, spec.remat.kept, xs, shared)
     saves, is_read = spec.kept_in_segment(pullbacks)
-    slots = slots_for(
-        spec.of_held(state.carry),
-        schedule.slots,
-        spec.of_held(is_read),
-        schedule.sources,
-    )
-    checkpoints = checkpoints._replace(slots=slots)
-    # The layers whose inputs stay: those before a change of slot, and the last.
-    starts = np.flatnonzero(np.diff(slot_of, append=-1)).astype(np.int32)
-    if saves or schedule.runs[0].replays:
-        # The last segment runs again from its first layer, so no further input of it
-        # is needed.
-        starts = starts[: schedule.sources]
+    program = schedule.program(saves=saves)
+    state = state._replace(inputs=spec.slots_for(state.carry, program, is_read))
     # A leaf that no visit reads has slots for the sources of replays alone, so that not
     # every input can be written.
     if (
@@ -242,21 +219,13 @@ def _run_scheduled(
         or not all(is_read)
         or (_writes_take_long(spec) and not spec.unrolled)
     ):
-        return _by_segments(spec, step, starts, state, checkpoints)
-
-    def layer(
-        loop: tuple[Carry, ForwardState], step_of: tuple[Index, Index]
-    ) -> tuple[tuple[Carry, ForwardState], None]:
-        slots, state = loop
-        number, slot = step_of
-        slots = write(slots, slot, spec.of_held(state.carry))
-        return (slots, step(number, state)), None
-
-    # All inputs are written: loops in a loop take a GPU more time, and a TPU more
-    # memory.
-    steps = jnp.arange(schedule.length), jnp.asarray(slot_of)
-    (slots, state), _ = lax.scan(layer, (slots, state), steps, unroll=spec.unrolled)
-    return state, checkpoints._replace(slots=slots)
+        bounds, slots = (*program.kept, layers.stop), range(len(program.kept))
+    else:
+        # All inputs are written: loops in a loop take a GPU more time, and a TPU more
+        # memory.
+        bounds = range(layers.start, layers.stop + 1)
+        slots = program.input_slots
+    return _run_stretches(spec, step, bounds, slots, state)
 
 
 _SMALL_CARRY = 2**20  # bytes
@@ -277,62 +246,41 @@ def _writes_take_long(spec: SweepSpec) -> bool:
     )
 
 
-class _SegmentLoop(NamedTuple):
-    """The state of the loop over segments."""
-
-    state: ForwardState
-    # The held leaves of inputs, stacked over slots; [] where boundaries are on the
-    # host.
-    slots: Carry
-    # How many layers have run; None if none may stop.
-    ran: Index | None
-
-    @property
-    def carry(self) -> Carry:
-        return self.state.carry
-
-
-def _by_segments(
+def _run_stretches(
     spec: SweepSpec,
     step: Step,
-    starts: np.ndarray,
+    bounds: Column,
+    slots: Column | None,
     state: ForwardState,
-    checkpoints: Checkpoints,
-) -> tuple[ForwardState, Checkpoints]:
-    """Run segment by segment, from the layers `starts`; the first input of each stays:
-    in the slot of the segment's number, or on the host.
+) -> ForwardState:
+    """Run layers in stretches, and keep the first input of each: in its slot, or on the
+    host where there are no slots.
+
+    `bounds` are the first layers of the stretches, and the end of the last.
     """
-    schedule, on_host = spec.remat.schedule, spec.remat.boundaries_on_host
-    assert schedule is not None
-    sizes = np.diff(starts, append=schedule.length).astype(np.int32)
+    sizes = [stop - start for start, stop in itertools.pairwise(bounds)]
 
-    def segment(number: Index, loop: _SegmentLoop) -> _SegmentLoop:
-        first, trips = entry_at(starts, number), trip_count(sizes, number)
-        state, slots, ran = loop
-        if not on_host:
-            slots = write(slots, number, spec.of_held(state.carry))
-        ran_here: Any = 1
-        if trips == 1:
-            # Where layers may stop, the loop over segments has just seen that they go
+    def stretch(place: Index, state: ForwardState) -> ForwardState:
+        first = entry_at(bounds, place)
+        if slots is not None:
+            held = spec.of_held(state.carry)
+            inputs = write(state.inputs, entry_at(slots, place), held)
+            state = state._replace(inputs=inputs)
+        if max(sizes) == 1:
+            # Where layers may stop, the loop over stretches has just seen that they go
             # on.
-            state = step(first, state)
-        else:
-            state, ran_here = spec.run(
-                trips, lambda k, state: step(first + k, state), state
-            )
-        return _SegmentLoop(state, slots, None if ran is None else ran + ran_here)
+            return step(first, state)
 
-    loop = _SegmentLoop(state, checkpoints.slots, checkpoints.ran)
-    boundaries = None
-    if on_host:
+        def layer(k: Index, state: ForwardState) -> ForwardState:
+            return step(first + k, state)
 
-        def offloaded(loop: _SegmentLoop, number: Index) -> tuple[_SegmentLoop, Carry]:
-            return segment(number, loop), to_host(spec.of_held(loop.carry))
+        return spec.run(entry_at(sizes, place), layer, state, sizes)
 
+    def offloaded(state: ForwardState, place: Index) -> tuple[ForwardState, Carry]:
+        return stretch(place, state), to_host(spec.of_held(state.carry))
+
+    if slots is None:
         # A scan stacks its outputs on the host without a buffer on the device first.
-        loop, boundaries = lax.scan(offloaded, loop, jnp.arange(len(starts)))
-    else:
-        loop, _ = spec.run(len(starts), segment, loop)
-    return loop.state, checkpoints._replace(
-        slots=loop.slots, boundaries=boundaries, ran=loop.ran
-    )
+        state, inputs = lax.scan(offloaded, state, jnp.arange(len(sizes)))
+        return state._replace(inputs=inputs)
+    return spec.run(len(sizes), stretch, state)

@@ -9,26 +9,29 @@ applies the layer's vector-Jacobian product and writes the gradient of its weigh
 (`write_gradients`) makes the sweep a gradient, and one that writes new weights makes it
 an optimizer step.
 
-A `Schedule` (`_schedule.py`) says what is made again when. It is a list of *runs*, and
-a run is one iteration of the outer loop here:
+A `Program` (`_schedule.py`) says what is made again when, in *runs*. A run is one
+iteration of the outer loop here:
 
     1. read the input of layer `start` from a slot
     2. replay: run layers forward from there, and write the inputs that the run holds
        to the slots above (`_advance`; `_save` where the layers' residuals are kept)
     3. visit as many layers as have their inputs at the top of the slots (`_visit`)
 
-Six layers in three slots (`"nested"`, segments of 3, 2 and 1 layers). The columns on
-the right are the layers whose inputs the slots hold when the visits of a run begin:
+Six layers in three slots (`"nested"`, segments of 3, 2 and 1 layers):
 
-    forward   layers 0 1 2 3 4 5                      slot 0  1  2
-    run 0                            visit 5               0  3  5
-    run 1     replay 3               visit 4, 3            0  3  4
-    run 2     replay 0 1             visit 2, 1, 0         0  1  2
+              runs forward   slots then hold   visits
+    forward   0 1 2 3 4 5    0 3 5
+    run 0                    0 3 5             5
+    run 1     3              0 3 4             4 3
+    run 2     0 1            0 1 2             2 1 0
 
-All numbers that differ from run to run are entries of integer tables (`plan.py`),
-looked up by the number of the run, so that the program has one loop over runs whatever
+All numbers that differ from run to run are columns of integers in the program, looked
+up by the number of the run, so that what is compiled has one loop over runs whatever
 the number of layers: compile time does not grow with depth. Slots, saved residuals and
-the visitor's state are carries of these loops, which XLA updates in place.
+the visitor's state are carries of these loops (`_Loop`), which XLA updates in place.
+
+Where a layer may end the sweep (`SweepSpec.stops`), how many layers ran is data. Trip
+counts are then clipped to the layers that did (`_trips_of`).
 
 Layers are numbered here as they run; `SweepSpec.layer_index` gives the index on the
 axis. Called by `primitive.py` for gradients and by `_scan/sweep_back.py` for a user's
@@ -41,14 +44,17 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from equinox.internal import unvmap_max
 from jax import lax
 
 from .._barriers import barrier_on
 from .._placement import has_host_arrays, to_device
 from .._remat import Kept
-from .._schedule import Run, Schedule
+from .._schedule import Program, Schedule, equal
 from .._static import PyTree
 from .gradient import (
+    LayerInputs,
     LayerPullback,
     LeafVisit,
     Perturbed,
@@ -59,17 +65,13 @@ from .gradient import (
     zero_gradients,
 )
 from .kinds import Kind
-from .plan import Plan, one_run_per_segment
 from .slots import (
     Arrays,
     Carry,
     Checkpoints,
     Mask,
     OfKinds,
-    TripsOf,
     entry_at,
-    slots_for,
-    trip_count,
 )
 from .spec import SweepSpec
 from .store import Index, read, read_before_writes, settle, with_tangents, write
@@ -139,47 +141,70 @@ def sweep_back(
     """
     remat = spec.remat
 
-    def layers(first: int, stop: int, kept: Kept) -> _Layers:
+    def layers_of(schedule: Schedule, kept: Kept, on_host: bool) -> _Layers:
         pullbacks = spec.pullbacks(perturbed, kept, xs_in(state), shared)
         saves, is_read = spec.kept_in_segment(pullbacks)
-        return _Layers(
-            spec,
-            range(first, stop),
-            pullbacks,
-            saves,
-            is_read,
-            shared,
-            ys_ct,
-            visitor,
-            xs_in,
-        )
+        program = schedule.program(saves=saves, on_host=on_host)
+        trips = _trips_of(program, checkpoints.ran)
+        how = pullbacks, saves, is_read, shared, ys_ct, visitor, xs_in
+        return _Layers(spec, program, *trips, *how)
 
     if remat.schedule is not None:
-        scheduled = layers(remat.first_layers, spec.length, remat.kept)
-        carry_ct, state = _visit_scheduled(
-            scheduled, checkpoints, carry_ct, state, remat.schedule
-        )
+        layers = layers_of(remat.schedule, remat.kept, remat.boundaries_on_host)
+        loop = _visit_scheduled(layers, checkpoints.inputs, carry_ct, state)
+        carry_ct, state = loop.cotangent, loop.state
     if remat.first_layers:
-        first = layers(0, remat.first_layers, remat.first_kept)
-        carry_ct, state = _visit_first(first, checkpoints, carry_ct, state)
+        # As a schedule that cuts into single layers: one run without a replay.
+        schedule = equal(remat.first_layers, remat.first_layers)
+        layers = layers_of(schedule, remat.first_kept, False)
+        fetched = layers.fetch(state, remat.first_layers - 1)
+        inputs = checkpoints.first_inputs or []
+        loop = _Loop(inputs, checkpoints.residuals, fetched, carry_ct, state)
+        loop = _visit(layers, 0, loop)
+        carry_ct, state = loop.cotangent, loop.state
     return carry_ct, state
+
+
+def _trips_of(program: Program, ran: Index | None) -> tuple[Any, Any, Index | None]:
+    """`advances`, `visits` and `skipped` of `_Layers`, where `ran` layers ran; None for
+    all.
+    """
+    if ran is None:
+        return program.advances, program.visits, None
+    # Under `jax.vmap` the loops take as many trips for all examples, the most.
+    ran = unvmap_max(ran)
+    columns = program.start, program.advances, program.bottom, program.visits
+    start, advances, bottom, visits = np.asarray(columns, np.int32)
+    has_layer = np.minimum(start, bottom) < ran
+    # The last layer that ran is visited, not replayed.
+    advances = jnp.clip(ran - 1 - start, 0, advances)
+    # If the layer of the first input that it holds did not run, a replay is of no use.
+    held = np.asarray((*program.held, 0), np.int32)
+    first_held = held[np.asarray(program.held_from)]
+    advances = jnp.where(first_held < ran, advances, 0)
+    visits = jnp.clip(ran - bottom, 0, visits)
+    return advances, visits, jnp.argmax(has_layer).astype(jnp.int32)
 
 
 @dataclass(frozen=True)
 class _Layers:
-    """How a range of layers is replayed and visited."""
+    """How the layers of a program are replayed and visited."""
 
     # The whole sweep.
     spec: SweepSpec
-    # The numbers of these layers in it.
-    numbers: range
+    # What is executed.
+    program: Program
+    # These columns of it; arrays where layers may stop.
+    advances: Any
+    visits: Any
+    # How many runs come before the first one with a layer that ran; None if all ran.
+    skipped: Index | None
     # The vector-Jacobian product of a layer, for each kind.
     pullbacks: list[LayerPullback]
-    # Whether a replay keeps the residuals of the layers that are visited next;
-    # otherwise a visit runs the layer again.
+    # Whether a run saves the residuals of the layers that it visits.
     saves: bool
-    # Whether a visit reads a leaf of the layer's input carry itself, beside saved
-    # residuals; over all leaves of a carry, held or not.
+    # Whether a visit reads a leaf of the layer's input carry itself, beside residuals
+    # that a run saved; over all leaves of a carry, held or not.
     is_read: Mask
     # What all layers share, for each kind.
     shared: OfKinds
@@ -194,95 +219,85 @@ class _Layers:
         """What a layer reads from the host; called one layer ahead."""
         return self.spec.fetch(self.xs_in(state), number)
 
-    def replay(
-        self,
-        state: PyTree,
-        number: Index,
-        loop: tuple[Carry, PyTree],
-        fetched: Arrays,
-        parts: Sequence[range] = (),
-        bottom: Index | None = None,
-    ) -> tuple[Carry, PyTree]:
-        """Run layer `number` again.
+    def inputs(
+        self, kind: Kind, row: Index, held: Carry, fetched: Arrays, state: PyTree
+    ) -> LayerInputs:
+        """What a layer takes, given the leaves of its carry that checkpoints hold."""
+        x = self.spec.inputs(kind, self.xs_in(state), row, fetched)
+        return self.shared[kind.number], self.spec.whole(held), x
 
-        Takes and returns the held leaves of its carry, and the buffers of saved
-        residuals. With `bottom` it writes the layer's residuals to the buffers, whose
-        first entry is layer `bottom`'s. `parts` as in `SweepSpec.at`.
+    def replay(self, number: Index, loop: "_Loop", fetched: Arrays) -> Carry:
+        """Run layer `number` again, from the carry of the loop; returns its carry."""
+
+        def run(kind: Kind, row: Index, held: Carry) -> Carry:
+            inputs = self.inputs(kind, row, held, fetched, loop.state)
+            return self.spec.of_held(kind.replayed(*inputs))
+
+        return self.spec.at(number, run, loop.carry, self.program.replayed)
+
+    def save(
+        self, number: Index, bottom: Index, loop: "_Loop", fetched: Arrays
+    ) -> tuple[Carry, OfKinds]:
+        """The same, and write the layer's residuals to the buffers of the loop, whose
+        first entry is layer `bottom`'s; returns these too.
         """
-        spec = self.spec
 
-        def run(
-            kind: Kind, row: Index, loop: tuple[Carry, PyTree]
-        ) -> tuple[Carry, PyTree]:
-            held, saved = loop
-            shared = self.shared[kind.number]
-            carry = spec.whole(held)
-            x = spec.inputs(kind, self.xs_in(state), row, fetched)
-            if bottom is None:
-                carry = kind.replayed(shared, carry, x)
-                return spec.of_held(carry), saved
-            pullback = self.pullbacks[kind.number]
+        def run(kind: Kind, row: Index, part: tuple[Carry, Any]) -> tuple[Carry, Any]:
+            held, saved = part
+            inputs = self.inputs(kind, row, held, fetched, loop.state)
             # XLA removes the output, which the forward sweep has stacked already.
-            (carry, _), residuals = pullback.save((shared, carry, x))
-            saved = kind.write(saved, spec.entry(kind, number, bottom), residuals)
-            return spec.of_held(carry), saved
+            (carry, _), residuals = self.pullbacks[kind.number].save(inputs)
+            entry = self.spec.entry(kind, number, bottom)
+            return self.spec.of_held(carry), kind.write(saved, entry, residuals)
 
-        return spec.at(number, run, loop, parts)
+        part = loop.carry, loop.saved
+        return self.spec.at(number, run, part, self.program.visited)
 
     def visit(
-        self,
-        number: Index,
-        bottom: Index,
-        held: Carry,
-        saved: PyTree,
-        fetched: Arrays,
-        loop: tuple[Carry, PyTree],
+        self, number: Index, bottom: Index, held: Carry, loop: "_Loop", fetched: Arrays
     ) -> tuple[Carry, PyTree]:
         """Call the visitor for layer `number`, whose input carry has the leaves `held`.
 
-        `loop` is the cotangent of the layer's output carry and the visitor's state;
-        returns that of its input, and the new state. `saved` has the residuals of the
-        layers from `bottom` on, or is None if visits compute them.
+        Takes the cotangent of the layer's output carry and the visitor's state from the
+        loop; returns that of its input, and the new state. The first entry of saved
+        residuals is layer `bottom`'s.
         """
         spec = self.spec
-        # Zeros for leaves that checkpoints don't hold: nothing reads them.
-        whole_carry = spec.whole(held)
 
         def run(
-            kind: Kind, row: Index, loop: tuple[Carry, PyTree]
+            kind: Kind, row: Index, part: tuple[Carry, PyTree]
         ) -> tuple[Carry, PyTree]:
-            carry_ct, state = loop
-            carry = whole_carry
+            carry_ct, state = part
+            shared, carry, x = self.inputs(kind, row, held, fetched, state)
             residuals = []
-            if saved is not None:
+            if loop.saved is not None:
                 entry = spec.entry(kind, number, bottom)
-                residuals = read(saved[kind.number], entry)
+                residuals = read(loop.saved[kind.number], entry)
             cotangents = carry_ct, read(self.ys_ct[kind.number], row)
             if spec.remat.boundaries_on_host:
                 # For GPUs XLA keeps a layer's internals twice where its carry comes
                 # from the host.
                 carry, cotangents = barrier_on(("cuda",), (carry, cotangents))
-            index = spec.layer_index(number)
-            x = spec.inputs(kind, self.xs_in(state), row, fetched)
             visit = LeafVisit(
                 self.pullbacks[kind.number],
-                index,
+                spec.layer_index(number),
                 row,
-                (self.shared[kind.number], carry, x),
+                (shared, carry, x),
                 residuals,
                 cotangents,
                 writes_to_host=has_host_arrays(state),
             )
             return self.visitor(visit, state)
 
-        return spec.at(number, run, loop, [self.numbers])
+        part = loop.cotangent, loop.state
+        return spec.at(number, run, part, self.program.visited)
 
 
 class _Loop(NamedTuple):
-    """The state of the loop over runs."""
+    """The state of all loops of a reverse sweep."""
 
     # The held leaves of carries, each stacked over the slots. A leaf that only replays
-    # read has the lowest slots alone (`Schedule.sources`).
+    # read has the lowest slots alone (`Program.sources`).
     slots: Carry
     # Residuals of the layers that the run visits, stacked for each kind; None if visits
     # compute them.
@@ -293,32 +308,31 @@ class _Loop(NamedTuple):
     cotangent: Carry
     # The visitor's.
     state: PyTree
+    # In a replay the held leaves of the next layer's input; else [].
+    carry: Carry = []
+    # In a replay, how many of the inputs that it holds are written; None where it holds
+    # all.
+    written: Index | None = None
 
 
 def _visit_scheduled(
-    layers: _Layers,
-    checkpoints: Checkpoints,
-    cotangent: Carry,
-    state: PyTree,
-    schedule: Schedule,
-) -> tuple[Carry, PyTree]:
-    """Visit the layers that a schedule covers."""
+    layers: _Layers, inputs: Carry, cotangent: Carry, state: PyTree
+) -> _Loop:
+    """Visit the layers that a schedule covers, from the inputs that are kept of
+    them.
+    """
     _check_saved_on_device(layers.pullbacks)
-    boundaries = checkpoints.boundaries
-    runs = schedule.runs if boundaries is None else one_run_per_segment(schedule)
-    plan = Plan(runs, layers.numbers.start, layers.saves, checkpoints.ran)
-    fetched, cotangent = _fetch_first(layers, plan, state, cotangent)
+    spec, program = layers.spec, layers.program
+    fetched, cotangent = _fetch_first(layers, state, cotangent)
     saved = None
     if layers.saves:
-        saved = layers.spec.residual_buffers(layers.pullbacks, plan.visited)
-    if boundaries is None:
-        loop = _Loop(checkpoints.slots, saved, fetched, cotangent, state)
-        loop = _loop_over_runs(layers, plan, loop)
-    else:
-        slots = _slots_of_a_segment(layers, plan)
-        loop = _Loop(slots, saved, fetched, cotangent, state)
-        loop = _loop_over_boundaries(layers, plan, boundaries, loop)
-    return loop.cotangent, loop.state
+        saved = spec.residual_buffers(layers.pullbacks, program.visited)
+    if not spec.remat.boundaries_on_host:
+        loop = _Loop(inputs, saved, fetched, cotangent, state)
+        return _loop_over_runs(layers, loop)
+    slots = spec.slots_for(spec.carry_types, program, layers.is_read)
+    loop = _Loop(slots, saved, fetched, cotangent, state)
+    return _loop_over_boundaries(layers, inputs, loop)
 
 
 def _check_saved_on_device(pullbacks: Sequence[LayerPullback]) -> None:
@@ -335,12 +349,12 @@ def _check_saved_on_device(pullbacks: Sequence[LayerPullback]) -> None:
 
 
 def _fetch_first(
-    layers: _Layers, plan: Plan, state: PyTree, cotangent: Carry
+    layers: _Layers, state: PyTree, cotangent: Carry
 ) -> tuple[Arrays, Carry]:
     """What the first layer of the reverse sweep reads from the host, and the
     cotangent.
     """
-    first: Index = int(plan.first[0])
+    first: Index = layers.program.first[0]
     fetched = layers.fetch(state, first)
     if fetched:
         # Without the barrier XLA reads the first layer before the forward sweep, and
@@ -351,184 +365,142 @@ def _fetch_first(
     return fetched, cotangent
 
 
-def _loop_over_runs(layers: _Layers, plan: Plan, loop: _Loop) -> _Loop:
+def _loop_over_runs(layers: _Layers, loop: _Loop) -> _Loop:
     """Execute the runs with all inputs in slots on the device."""
-    skipped, left = plan.skipped, len(plan.start) - plan.skipped
-    # How many runs are left is data where layers stopped early.
-    trips = left if isinstance(left, int) else TripsOf(None, left)
+    runs, skipped = len(layers.program.start), layers.skipped
 
     def run(r: Index, loop: _Loop) -> _Loop:
-        return _run(layers, plan, skipped + r, loop)
+        return _run(layers, r if skipped is None else skipped + r, loop)
 
-    return layers.spec.repeat(trips, run, loop)
-
-
-def _slots_of_a_segment(layers: _Layers, plan: Plan) -> Carry:
-    """Slots for the inputs of the longest segment; of a leaf that visits don't read,
-    for the first input alone.
-    """
-    spec = layers.spec
-    return slots_for(
-        spec.of_held(spec.carry_types),
-        plan.most_visits,
-        spec.of_held(layers.is_read),
-        1,
-    )
+    left = runs if skipped is None else runs - skipped
+    return layers.spec.repeat(left, run, loop)
 
 
-def _loop_over_boundaries(
-    layers: _Layers, plan: Plan, boundaries: Carry, loop: _Loop
-) -> _Loop:
+def _loop_over_boundaries(layers: _Layers, boundaries: Carry, loop: _Loop) -> _Loop:
     """Execute the runs with the first input of each segment on the host."""
 
-    def fetch_and_run(loop: _Loop, at: tuple[PyTree, Carry]) -> tuple[_Loop, None]:
+    def fetch_and_run(loop: _Loop, at: tuple[Index, Carry]) -> tuple[_Loop, None]:
         r, boundary = at
         slots = write(loop.slots, 0, to_device(boundary))
-        return _run(layers, plan, r, loop._replace(slots=slots)), None
+        return _run(layers, r, loop._replace(slots=slots)), None
 
     # Boundaries are stacked in the order of the forward sweep, runs numbered in that of
     # the reverse sweep.
-    numbers = jnp.arange(len(plan.start))[::-1]
+    numbers = jnp.arange(len(layers.program.start))[::-1]
     loop, _ = lax.scan(fetch_and_run, loop, (numbers, boundaries), reverse=True)
     return loop
 
 
-def _run(layers: _Layers, plan: Plan, r: Index, loop: _Loop) -> _Loop:
-    loop = _advance(layers, plan, r, loop)
-    if loop.saved is not None:
-        loop = _save(layers, plan, r, loop)
-    return _visit(layers, plan, r, loop)
+def _run(layers: _Layers, r: Index, loop: _Loop) -> _Loop:
+    loop = _advance(layers, r, loop)
+    if layers.saves:
+        loop = _save(layers, r, loop)
+    return _visit(layers, r, loop)
 
 
-class _AdvanceLoop(NamedTuple):
-    """The state of a replay's loop over layers."""
+def _repeat(
+    layers: _Layers,
+    column: Any,
+    r: Index,
+    layer: Callable[[Index, _Loop], _Loop],
+    loop: _Loop,
+    changed: Sequence[str],
+) -> _Loop:
+    """Run `layer` as often as the column says for run `r`, in a loop that carries the
+    fields that are changed alone: JAX takes longer to trace more.
+    """
 
-    slots: Carry  # as in `_Loop`
-    carry: Carry  # the held leaves of the next layer's input
-    fetched: Arrays  # for the next layer, from the host
-    # How many of the inputs that the run holds are written; None if it holds all.
-    written: Index | None
+    def body(k: Index, fields: dict[str, Any]) -> dict[str, Any]:
+        new = layer(k, loop._replace(**fields))
+        return {name: getattr(new, name) for name in changed}
+
+    fields = {name: getattr(loop, name) for name in changed}
+    trips = entry_at(column, r)
+    return loop._replace(**layers.spec.repeat(trips, body, fields, column))
 
 
-def _advance(layers: _Layers, plan: Plan, r: Index, loop: _Loop) -> _Loop:
-    """Run `plan.advances` layers again, from the start of the run, and write the inputs
-    that the run holds to slots.
+def _advance(layers: _Layers, r: Index, loop: _Loop) -> _Loop:
+    """Run the layers of the replay again, and write the inputs that the run holds to
+    slots.
 
     Where residuals are saved it advances to the lowest layer that is visited; `_save`
     runs that one and all above it, the top one too.
     """
-    if not plan.most_advances:
+    program = layers.program
+    if not any(program.advances):
         return loop
-    slot = entry_at(plan.slot, r)
+    slot = entry_at(program.slot, r)
 
-    def layer(k: Index, inner: _AdvanceLoop) -> _AdvanceLoop:
-        fetched, number = settle(inner.fetched, entry_at(plan.start, r) + k)
+    def layer(k: Index, loop: _Loop) -> _Loop:
+        fetched, number = settle(loop.fetched, entry_at(program.start, r) + k)
         ahead = fetched and layers.fetch(loop.state, number + 1)
-        carry, _ = layers.replay(
-            loop.state, number, (inner.carry, None), fetched, plan.advanced
-        )
+        carry = layers.replay(number, loop, fetched)
         # Every input is written, where the next one that is held goes: the following
         # one overwrites it if it is not. A branch that writes some would copy slots.
-        written = inner.written
+        written = loop.written
         above = k if written is None else written
-        slots = write(inner.slots, slot + 1 + above, carry)
+        slots = write(loop.slots, slot + 1 + above, carry)
         if written is not None:
-            next_kept = entry_at(plan.kept, entry_at(plan.kept_from, r) + written)
-            written += lax.convert_element_type(next_kept == number + 1, jnp.int32)
-        return _AdvanceLoop(slots, carry, ahead, written)
+            place = entry_at(program.held_from, r) + written
+            is_held = entry_at(program.held, place) == number + 1
+            written += lax.convert_element_type(is_held, jnp.int32)
+        return loop._replace(slots=slots, fetched=ahead, carry=carry, written=written)
 
-    written = None if plan.keeps_all else jnp.int32(0)
-    inner = _AdvanceLoop(loop.slots, read(loop.slots, slot), loop.fetched, written)
-    inner = layers.spec.repeat(trip_count(plan.advances, r), layer, inner)
-    return loop._replace(slots=inner.slots, fetched=inner.fetched)
-
-
-class _SaveLoop(NamedTuple):
-    """The state of the loop that runs the layers to visit and keeps their residuals."""
-
-    slots: Carry  # as in `_Loop`
-    saved: OfKinds  # entry 0 is that of the lowest layer to visit, of each kind
-    carry: Carry  # the held leaves of the next layer's input
-    fetched: Arrays  # for the next layer, from the host
+    written = None if program.holds_all else jnp.int32(0)
+    loop = loop._replace(carry=read(loop.slots, slot), written=written)
+    changed = ("slots", "fetched", "carry", "written")
+    loop = _repeat(layers, layers.advances, r, layer, loop, changed)
+    return loop._replace(carry=[], written=None)
 
 
-def _save(layers: _Layers, plan: Plan, r: Index, loop: _Loop) -> _Loop:
+def _save(layers: _Layers, r: Index, loop: _Loop) -> _Loop:
     """Run the layers to visit, from the lowest, and save what their visits read."""
-    bottom = entry_at(plan.bottom, r)
-    bottom_slot = entry_at(plan.bottom_slot, r)
-    top = entry_at(plan.top, r)
+    bottom = entry_at(layers.program.bottom, r)
+    bottom_slot = entry_at(layers.program.bottom_slot, r)
+    visits = entry_at(layers.visits, r)
     is_read = layers.spec.of_held(layers.is_read)
 
-    def layer(k: Index, inner: _SaveLoop) -> _SaveLoop:
-        fetched, number = settle(inner.fetched, bottom + k)
-        # The layer after the top one is not needed: the first visit is of the top.
-        ahead = fetched and layers.fetch(loop.state, jnp.minimum(number + 1, top))
+    def layer(k: Index, loop: _Loop) -> _Loop:
+        fetched, number = settle(loop.fetched, bottom + k)
+        ahead: Arrays = []
+        if fetched:
+            # The layer after the top one is not needed: the first visit is of the top.
+            top = bottom + visits - 1
+            ahead = layers.fetch(loop.state, jnp.minimum(number + 1, top))
         # Leaves that visits don't read beside the residuals have no slots here.
         read_slots = write(
-            pick(inner.slots, is_read), bottom_slot + k, pick(inner.carry, is_read)
+            pick(loop.slots, is_read), bottom_slot + k, pick(loop.carry, is_read)
         )
-        slots = merge(inner.slots, read_slots, is_read)
-        carry, saved = layers.replay(
-            loop.state, number, (inner.carry, inner.saved), fetched, bottom=bottom
-        )
-        return _SaveLoop(slots, saved, carry, ahead)
+        slots = merge(loop.slots, read_slots, is_read)
+        carry, saved = layers.save(number, bottom, loop, fetched)
+        return loop._replace(slots=slots, saved=saved, fetched=ahead, carry=carry)
 
-    carry = read(loop.slots, bottom_slot)
-    assert loop.saved is not None
-    inner = _SaveLoop(loop.slots, loop.saved, carry, loop.fetched)
-    inner = layers.spec.repeat(trip_count(plan.visits, r), layer, inner)
-    return loop._replace(slots=inner.slots, saved=inner.saved, fetched=inner.fetched)
+    loop = loop._replace(carry=read(loop.slots, bottom_slot))
+    changed = ("slots", "saved", "fetched", "carry")
+    loop = _repeat(layers, layers.visits, r, layer, loop, changed)
+    return loop._replace(carry=[])
 
 
-class _VisitLoop(NamedTuple):
-    """The state of the loop over visits; it only reads slots and saved residuals."""
-
-    fetched: Arrays  # for the next layer to visit, or to run, from the host
-    cotangent: Carry  # of the next layer's output, as in `_Loop`
-    state: PyTree  # the visitor's
-
-
-def _visit(layers: _Layers, plan: Plan, r: Index, loop: _Loop) -> _Loop:
+def _visit(layers: _Layers, r: Index, loop: _Loop) -> _Loop:
     """Visit the layers from the top of the slots down."""
-    trips = trip_count(plan.visits, r)
-    count = trips.number if isinstance(trips, TripsOf) else trips
-    bottom = entry_at(plan.bottom, r)
+    program = layers.program
+    visits = entry_at(layers.visits, r)
+    bottom = entry_at(program.bottom, r)
 
-    def layer(k: Index, inner: _VisitLoop) -> _VisitLoop:
-        # Counted from below: where layers stopped, the visits begin under `plan.top`.
-        place = count - 1 - k
-        fetched, number = settle(inner.fetched, bottom + place)
+    def layer(k: Index, loop: _Loop) -> _Loop:
+        # Counted from below: where layers stopped, the visits begin under the top.
+        place = visits - 1 - k
+        fetched, number = settle(loop.fetched, bottom + place)
         below: Index = 0
         if fetched:
-            is_last = place == 0
-            below = jnp.where(is_last, entry_at(plan.next_first, r), number - 1)
-        ahead = layers.fetch(inner.state, below)
-        ahead, state = read_before_writes(ahead, inner.state, "cuda")
-        carry = read(loop.slots, entry_at(plan.bottom_slot, r) + place)
-        cotangent, state = layers.visit(
-            number, bottom, carry, loop.saved, fetched, (inner.cotangent, state)
-        )
-        return _VisitLoop(ahead, cotangent, state)
+            next_first = entry_at(program.first, r + 1)
+            below = jnp.where(place == 0, next_first, number - 1)
+        ahead = layers.fetch(loop.state, below)
+        ahead, state = read_before_writes(ahead, loop.state, "cuda")
+        loop = loop._replace(fetched=ahead, state=state)
+        held = read(loop.slots, entry_at(program.bottom_slot, r) + place)
+        cotangent, state = layers.visit(number, bottom, held, loop, fetched)
+        return loop._replace(cotangent=cotangent, state=state)
 
-    inner = _VisitLoop(loop.fetched, loop.cotangent, loop.state)
-    inner = layers.spec.repeat(trips, layer, inner)
-    return loop._replace(
-        fetched=inner.fetched, cotangent=inner.cotangent, state=inner.state
-    )
-
-
-def _visit_first(
-    layers: _Layers, checkpoints: Checkpoints, carry_ct: Carry, state: PyTree
-) -> tuple[Carry, PyTree]:
-    """Visit the first layers, whose inputs are all kept, with the residuals that
-    `first_kept` says: one run without a replay.
-    """
-    # Only `_visit` executes this run, and reads its layers and slots alone.
-    count = len(layers.numbers)
-    run = Run(0, 0, tuple(range(1, count)), count)
-    plan = Plan((run,), 0, False, checkpoints.ran)
-    carries = checkpoints.first_layers or []
-    fetched = layers.fetch(state, count - 1)
-    loop = _Loop(carries, checkpoints.residuals, fetched, carry_ct, state)
-    loop = _visit(layers, plan, 0, loop)
-    return loop.cotangent, loop.state
+    changed = ("fetched", "cotangent", "state")
+    return _repeat(layers, layers.visits, r, layer, loop, changed)

@@ -1,13 +1,12 @@
-"""Carries kept in numbered slots, and trip counts and other entries of a schedule's
-tables.
+"""Carries kept in numbered slots, and entries of a program's columns.
 
 What `forward.py` and `reverse.py` have in common: the checkpoints that one leaves for
-the other, and look-ups in tables of integers (`plan.py`), which are static wherever
-they can be: of a loop with a static trip count JAX makes a scan, whose trips XLA knows.
+the other, and look-ups in columns of integers (`Program`), which are static wherever
+they can be.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import equinox as eqx
 import jax
@@ -16,7 +15,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from .store import Index, empty_stack, slice_of, write, zeros_of
+from .store import Index, slice_of, write, zeros_of
 
 # Leaves of trees: shared inputs of layers, a layer's own, outputs.
 Arrays = list[Array]
@@ -44,17 +43,14 @@ class Checkpoints(NamedTuple):
     leaves that are held.
     """
 
-    # Inputs of the schedule's layers, stacked over slots; [] without a schedule, or
-    # where boundaries are on the host.
-    slots: Carry
-    # The first input of each segment, stacked on the host in the order of the forward
-    # sweep; None where they are in slots.
-    boundaries: Carry | None = None
+    # Inputs of the schedule's layers, stacked over slots on the device; or, stacked on
+    # the host in forward order, the first input of each segment. [] without a schedule.
+    inputs: Carry
     # The inputs of the first layers, stacked; None if there are none.
-    first_layers: Carry | None = None
-    # The saved residuals of the first layers, stacked for each kind; None if there are
-    # no such layers.
-    residuals: OfKinds | None = None
+    first_inputs: Carry | None = None
+    # The saved residuals of the first layers, stacked for each kind; [] if there are no
+    # such layers.
+    residuals: OfKinds = []
     # The first carry, where no slot has it or none on the device, and where layers may
     # stop; else None.
     origin: Carry | None = None
@@ -65,7 +61,7 @@ class Checkpoints(NamedTuple):
         """The arrays, on the device, that hold the input of the first layer."""
         if self.origin is not None:
             return self.origin
-        return self.slots if self.first_layers is None else self.first_layers
+        return self.inputs if self.first_inputs is None else self.first_inputs
 
     def first(self) -> Carry:
         """The input of the first layer."""
@@ -80,47 +76,25 @@ class Checkpoints(NamedTuple):
         """
         zeros = jax.tree.map(zeros_of, self)
         if self.origin is None:
-            first = [
-                write(stack, 0, leaf)
-                for stack, leaf in zip(zeros.source(), first, strict=True)
-            ]
+            first = write(zeros.source(), 0, first)
         return eqx.tree_at(Checkpoints.source, zeros, [*map(jnp.asarray, first)])
 
 
-def slots_for(
-    carry: Sequence[Any], size: int, is_read: Sequence[bool], sources: int
-) -> Carry:
-    """Slots for `size` carries; only `sources` of them for leaves that are not read
-    within a segment.
+# Integers of a program, one for each run or each layer.
+Column: TypeAlias = Sequence[int]
+
+
+def entry_at(column: Any, r: Index) -> Any:
+    """Look up an entry of a column: an int where the index is one or all entries agree.
+
+    Where layers may stop, columns of trip counts are arrays.
     """
-    return [
-        empty_stack(leaf, size if is_ else sources)
-        for leaf, is_ in zip(carry, is_read, strict=True)
-    ]
-
-
-class TripsOf(NamedTuple):
-    """A trip count that depends on the trip of the loop around."""
-
-    # The counts for all trips of the loop around; None if data decide.
-    table: np.ndarray | None
-    # The count for this trip.
-    number: Index
-
-
-def trip_count(table: Any, r: Index) -> int | TripsOf:
-    """Look up a trip count, static if all entries agree or the index is."""
-    if not isinstance(table, np.ndarray):
-        return TripsOf(None, entry_at(table, r))
+    if isinstance(column, Array):
+        return slice_of(column, r, 0)
     if isinstance(r, int):
-        return int(table[r])
-    if (table == table[0]).all():
-        return int(table[0])
-    return TripsOf(table, entry_at(table, r))
-
-
-def entry_at(table: Any, r: Index) -> Any:
-    """Look up an entry of a table, static if both are."""
-    if isinstance(r, int):
-        return int(table[r]) if isinstance(table, np.ndarray) else table[r]
-    return slice_of(jnp.asarray(table), r, 0)
+        return column[r]
+    if column.count(column[0]) == len(column):
+        return column[0]
+    if isinstance(column, range):
+        return column.start + r if column.start else r
+    return slice_of(jnp.asarray(np.asarray(column, np.int32)), r, 0)

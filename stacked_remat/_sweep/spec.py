@@ -25,6 +25,7 @@ list with an entry for each kind (`slots.OfKinds`). Layers have up to three numb
 import functools
 import operator
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
@@ -38,6 +39,7 @@ from jaxtyping import Array
 from .._activity import active_carry, bytes_of
 from .._placement import on_device
 from .._remat import NOTHING, Kept, Remat
+from .._schedule import Program
 from .._static import PyTree
 from .._trips import known_branches, known_trips
 from .gradient import (
@@ -50,7 +52,7 @@ from .gradient import (
 )
 from .kinds import Kind, Pattern
 from .rules import ruled
-from .slots import Arrays, Carry, Mask, OfKinds, TripsOf, entry_at, types_of
+from .slots import Arrays, Carry, Mask, OfKinds, entry_at, types_of
 from .store import (
     Index,
     at_least_one,
@@ -68,8 +70,8 @@ T = TypeVar("T")
 class _StoppingLoop(NamedTuple):
     """The state of a loop over layers that may stop."""
 
-    # How many layers have run.
-    ran: Index
+    # How many trips came before.
+    trip: Index
     # Whether the next layer, and all after it, change nothing.
     is_over: Array
     # That of the loop that the caller describes.
@@ -82,8 +84,7 @@ class SweepSpec:
 
     # The layer of each kind; `kinds[k].number` is `k`. All take one carry.
     kinds: tuple[Kind, ...]
-    # The policy. Its schedule covers the layers after the first ones, which it numbers
-    # from zero.
+    # The policy. Its schedule covers the layers after the first ones.
     remat: Remat
     # Whether the last layer on the axis runs first.
     reverse: bool = False
@@ -119,13 +120,12 @@ class SweepSpec:
         number: Index,
         run: Callable[[Kind, Index, T], T],
         state: T,
-        parts: Sequence[range] = (),
+        parts: Sequence[range],
     ) -> T:
         """`run(kind, row, state)` for the layer with this number; `row` is its place in
         its kind's stacks.
 
-        `parts` have all numbers that the loop around calls it for: by default the
-        schedule's layers.
+        `parts` have all numbers that the loop around calls it for.
 
         Of several kinds, where the number is traced, `run` is traced once for each kind
         with layers, in a loop of its own that runs once or not at all. There XLA
@@ -135,12 +135,11 @@ class SweepSpec:
         if self.pattern is None:
             return run(self.kinds[0], self.layer_index(number), state)
         kinds = self._order.kinds
-        rows = self.pattern.rows[:: -1 if self.reverse else 1]
-        if isinstance(number, int):
-            return run(self.kinds[kinds[number]], int(rows[number]), state)
-        kind = entry_at(np.asarray(kinds, np.int32), number)
-        row = entry_at(rows, number)
-        counts = self._counts(parts or [range(self.remat.first_layers, self.length)])
+        rows = self.pattern.rows[:: -1 if self.reverse else 1].tolist()
+        kind, row = entry_at(kinds, number), entry_at(rows, number)
+        if isinstance(kind, int):
+            return run(self.kinds[kind], row, state)
+        counts = self._counts(parts)
         for k in sorted({*kinds}):
 
             def run_kind(zero: Index, state: T, k: int = k) -> T:
@@ -160,53 +159,60 @@ class SweepSpec:
         return counts.tolist()
 
     def repeat(
-        self, trips: int | TripsOf, body: Callable[[Index, T], T], state: T
+        self,
+        trips: Index,
+        body: Callable[[Index, T], T],
+        state: T,
+        column: Any = None,
     ) -> T:
         """Run `for k in range(trips): state = body(k, state)`.
 
-        Where trip counts come from a table, the loop's name says how often it runs in
-        all (`_trips.py`).
+        Of a loop with an int for its trips JAX makes a scan, whose trips XLA knows. For
+        others, an entry of a column of integers, the loop's name says how often it runs
+        in all (`_trips.py`).
         """
-        if self.unrolled and isinstance(trips, int):
-            for k in range(trips):
-                state = body(k, state)
-            return state
+        if isinstance(trips, int):
+            column = None
+            if self.unrolled:
+                for k in range(trips):
+                    state = body(k, state)
+                return state
 
         def trip(k: Index, state: T) -> T:
-            # The counter may be an int64 (`jax_enable_x64`); tables are int32.
+            # The counter may be an int64 (`jax_enable_x64`); columns are int32.
             return body(lax.convert_element_type(k, jnp.int32), state)
 
-        table, number = trips if isinstance(trips, TripsOf) else (None, trips)
-        total, entered = (None, 1) if table is None else (int(table.sum()), len(table))
-        with known_trips(total, entered):
-            return lax.fori_loop(0, number, trip, state)
+        is_known = isinstance(column, Sequence)
+        with known_trips(sum(column), len(column)) if is_known else nullcontext():
+            return lax.fori_loop(0, trips, trip, state)
 
     def run(
-        self, trips: int | TripsOf, layer: Callable[[Index, T], T], state: T
-    ) -> tuple[T, Index | None]:
+        self,
+        trips: Index,
+        layer: Callable[[Index, T], T],
+        state: T,
+        column: Any = None,
+    ) -> T:
         """`repeat` a layer; if the sweep `stops`, until `state.carry` says so.
 
-        Also returns how many trips ran, None for all. On all devices, and for all
-        examples of a `jax.vmap`, as many: steps and their derivatives may be
-        collective.
+        On all devices, and for all examples of a `jax.vmap`, after as many: steps and
+        their derivatives may be collective.
         """
         if not self.stops:
-            return self.repeat(trips, layer, state), None
-        most = trips.number if isinstance(trips, TripsOf) else trips
+            return self.repeat(trips, layer, state, column)
 
         def is_over(state: PyTree) -> Array:
             return unvmap_all(on_all_devices(state.carry[0]))
 
         def goes_on(loop: _StoppingLoop) -> Array:
-            return (loop.ran < most) & ~loop.is_over
+            return (loop.trip < trips) & ~loop.is_over
 
         def trip(loop: _StoppingLoop) -> _StoppingLoop:
-            state = layer(loop.ran, loop.state)
-            return _StoppingLoop(loop.ran + 1, is_over(state), state)
+            state = layer(loop.trip, loop.state)
+            return _StoppingLoop(loop.trip + 1, is_over(state), state)
 
         loop = _StoppingLoop(jnp.int32(0), is_over(state), state)
-        loop = lax.while_loop(goes_on, trip, loop)
-        return loop.state, loop.ran
+        return lax.while_loop(goes_on, trip, loop).state
 
     def rows(self, kind: Kind) -> int:
         """The number of layers of this kind."""
@@ -226,8 +232,8 @@ class SweepSpec:
         """How many layers of this kind have numbers from `first` to before `number`."""
         if self.pattern is None:
             return number - first
-        table = self._order.before[:, kind.number]
-        return entry_at(table, number) - entry_at(table, first)
+        before = self._order.before[:, kind.number].tolist()
+        return entry_at(before, number) - entry_at(before, first)
 
     def inputs(
         self, kind: Kind, xs: OfKinds, row: Index, fetched: Sequence[Array] = ()
@@ -407,6 +413,17 @@ class SweepSpec:
             return held
         return merge([*map(zeros_of, self.carry_types)], held, self.held)
 
+    def slots_for(
+        self, carry: Sequence[Any], program: Program, is_read: Sequence[bool]
+    ) -> Carry:
+        """Slots for a program, of the held leaves of a carry like this; of leaves that
+        visits don't read, for the sources of replays alone.
+        """
+        slots = []
+        for leaf, reads in zip(self.of_held(carry), self.of_held(is_read), strict=True):
+            slots.append(empty_stack(leaf, program.slots if reads else program.sources))
+        return slots
+
     def residual_buffers(
         self, pullbacks: Sequence[LayerPullback], parts: Sequence[range]
     ) -> OfKinds:
@@ -416,7 +433,7 @@ class SweepSpec:
         buffers = []
         for pullback in pullbacks:
             kind, residuals = pullback.kind, pullback.residuals
-            counts = [int(self.entry(kind, part.stop, part.start)) for part in parts]
+            counts = [self.entry(kind, part.stop, part.start) for part in parts]
             # One entry at least, if there are layers of this kind: a loop that never
             # runs for it is traced too.
             size = max(min(1, self.rows(kind)), *counts)

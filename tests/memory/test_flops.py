@@ -334,8 +334,8 @@ def test_layers_of_several_kinds_count_what_the_schedule_says(policy):
     schedule = resolved.schedule(Layers.size - resolved.first_layers)
     again = [
         layer + resolved.first_layers
-        for run in schedule.runs
-        for layer in range(run.start, run.top)
+        for replayed in schedule.program().replayed
+        for layer in replayed
     ]
     if resolved.is_nested and resolved.save_carries == "offload":
         ends = np.cumsum(schedule.segments)

@@ -73,11 +73,11 @@ def cost(policy, internals):
         return 3 * LAYERS, LAYERS * internals
     schedule = policy.schedule(rest)
     again, carries, held = schedule.replays, schedule.slots, 1
-    if (
-        policy.save_block_internals
-    ):  # the layers of a segment run to be visited, and others before
-        again = sum(max(0, run.replays - run.visits + 1) for run in schedule.runs)
-        carries, held = schedule.sources, max(run.visits for run in schedule.runs)
+    if policy.save_block_internals:
+        # The layers of a segment run to be visited, and others before.
+        program = schedule.program(saves=True)
+        again = sum(program.advances)
+        carries, held = program.sources, max(program.visits)
     return 3 * first + 4 * rest + again, carries + (first + held) * internals
 
 

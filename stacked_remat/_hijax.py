@@ -38,17 +38,17 @@ class LowPrimitive(HiPrim):
     calls `super().__init__()`, which makes the entries of `params` attributes. Two are
     equal if their classes, `params` and `effects` are. Its methods:
 
-        expand(*args)                               what it computes
-        jvp, lin and linearized                     forward mode
-        vjp_fwd(nonzero, *args)                     results and residuals
-        input_cotangents(residuals, cotangents)       the cotangents of `args`
-        transposed(linear, args, cotangents)        those of its linear inputs
-        batch(axis, args, dims)                     `jax.vmap`
+        expand(*args)                              what it computes
+        jvp, lin and linearized                    forward mode
+        vjp_fwd(nonzero, *args)                    results and residuals
+        input_cotangents(residuals, cotangents)    the cotangents of `args`
+        transposed(linear, args, cotangents)       those of its linear inputs
+        batch(axis, args, dims)                    `jax.vmap`
 
     Cotangents are trees like `args`, with None where there is none.
     """
 
-    # Jaxprs whose sharding constraints and moves are all that it evaluates.
+    # Jaxprs with all sharding constraints and moves of what it evaluates.
     programs: tuple[Jaxpr, ...] = ()
 
     def __init__(self) -> None:

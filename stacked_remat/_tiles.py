@@ -25,7 +25,7 @@ from ._compat import batch_jaxpr, is_eager, without_constants
 from ._static import PyTree
 from ._sweep.gradient import pick
 from ._sweep.primitive import Rule, tangents_by
-from ._sweep.programs import jitted, run
+from ._sweep.programs import jitted, run, traced_program
 from ._sweep.rules import Bound, Differentiable, moved, not_mapped, of_part, primal_of
 from ._sweep.slots import Arrays, Mask
 from ._sweep.store import zeros_after
@@ -209,7 +209,7 @@ class Tiles(Differentiable):
     def __init__(self, tiling: Tiling, types: Sequence[ShapedArray]) -> None:
         self._program = jitted(tiling)
         self.in_avals = tuple(types)
-        self.out_aval = self._program.trace(*types).jaxpr.out_avals
+        self.out_aval = traced_program(self._program, *types).jaxpr.out_avals
         self.params = {"tiling": tiling}
         self.effects, self.programs = tiling.jaxpr.effects, (tiling.jaxpr,)
         super().__init__()

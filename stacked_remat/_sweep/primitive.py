@@ -40,7 +40,7 @@ from .._placement import has_host_arrays
 from .._static import PyTree, Static
 from .forward import forward, primal
 from .gradient import Checkpoint, Perturbed, merge, pick
-from .programs import jitted, run
+from .programs import jitted, run, traced_program
 from .reverse import pull_back
 from .reverse_spec import differentiated, for_forward_mode, for_reverse, serves
 from .rules import (
@@ -328,8 +328,8 @@ class Rule(Differentiable):
     def __init__(self, fn: Bound, reference: Bound, *args: PyTree) -> None:
         self._program = jitted(fn)
         self.in_avals = jax.tree.map(jax.typeof, args)
-        self.out_aval, traced = _results(fn, *args)
-        self.effects, self.programs = traced.effects, (traced.jaxpr,)
+        self.out_aval, closed = _results(fn, *args)
+        self.effects, self.programs = closed.effects, (closed.jaxpr,)
         self.params = {"fn": fn, "reference": reference}
         super().__init__()
 
@@ -407,9 +407,9 @@ def _for_tangents(fn: Bound) -> Bound:
 
 def _results(fn: Bound, *args: PyTree) -> tuple[PyTree, ClosedJaxpr]:
     """The types of what a function returns, and its jaxpr."""
-    traced = jitted(fn).trace(*args)
-    types = jax.tree.unflatten(traced.out_tree, traced.jaxpr.out_avals)
-    return types, traced.jaxpr
+    program = traced_program(jitted(fn), *args)
+    types = jax.tree.unflatten(program.out_tree, program.jaxpr.out_avals)
+    return types, program.jaxpr
 
 
 def _by_rule(

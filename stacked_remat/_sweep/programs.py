@@ -343,6 +343,16 @@ def jitted(fn: Callable) -> Any:
     return known
 
 
+def traced_program(jitted_fn: Any, *args: PyTree) -> Any:
+    """A jitted function, traced for arguments or their types.
+
+    With a mesh, if an empty one: JAX sets one wherever it evaluates or lowers an
+    equation, and its caches would not find there what was traced without.
+    """
+    with jax.sharding.use_abstract_mesh(jax.sharding.get_abstract_mesh()):
+        return jitted_fn.trace(*args)
+
+
 def are_known(arrays: PyTree) -> bool:
     """Whether nothing is traced, differentiated or mapped: neither the caller nor an
     array.
@@ -357,9 +367,9 @@ def run(jitted_fn: Any, *args: PyTree) -> PyTree:
     # Where JAX looks for NaN, what an executable computes raises an internal error.
     if not are_known(args) or numbers_are_checked():
         return jitted_fn(*args)
-    traced = jitted_fn.trace(*args)
+    program = traced_program(jitted_fn, *args)
     # What it closes over are arguments of the executable, which so holds none of it.
-    jaxpr, constants = without_constants(traced.jaxpr)
+    jaxpr, constants = without_constants(program.jaxpr)
     inputs = [*constants, *jax.tree.leaves(args)]
     described = structure(jaxpr)
     # Of traced values that it closes over JAX 0.12 makes further inputs.
@@ -368,13 +378,13 @@ def run(jitted_fn: Any, *args: PyTree) -> PyTree:
         return jitted_fn(*args)
     arrays: list[Any] = [*map(jnp.asarray, inputs)]
     places = tuple(map(_place, arrays))
-    key = traced.fun_name, described.key, places, trace_context()
+    key = program.fun_name, described.key, places, trace_context()
     executable = _executables(key)
     if not executable:
-        executable.append(_compiled(traced.fun_name, jaxpr, arrays))
+        executable.append(_compiled(program.fun_name, jaxpr, arrays))
         for array in described.arrays:
             weakref.finalize(array.value(), executable.clear).atexit = False
-    return jax.tree.unflatten(traced.out_tree, executable[0](*arrays))
+    return jax.tree.unflatten(program.out_tree, executable[0](*arrays))
 
 
 def _place(array: Any) -> Hashable:

@@ -3,6 +3,7 @@ of programs.
 """
 
 import contextvars
+import dataclasses
 import functools
 import gc
 import types
@@ -14,6 +15,7 @@ import haliax as hax
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
@@ -24,10 +26,12 @@ from stacked_remat import (
     StackedPattern,
     checkpoint,
     fold,
+    fused_update,
     lax_scan,
     map as map_layers,
     per_layer,
     scan,
+    streaming,
     tiled,
 )
 
@@ -164,6 +168,43 @@ class TestOutsideOfJit:
             return len(jax.live_arrays())
 
         assert calls((1.0, 2.0)) >= calls((3.0, 4.0, 5.0))
+
+    def test_changed_stacks_are_not_kept_alive(self):
+        """Stacks that are made of others, which call no constructor of Equinox."""
+
+        def visitor(visit, _):
+            return LayerResult(visit.vjp().carry, visit.layer)
+
+        def swept(stack):
+            result, sweep_back = stack.fold_vjp(ONES)
+            return sweep_back(result, visitor).layers
+
+        def updated(stack):
+            update = fused_update(lambda stack: stack.fold(ONES).sum(), optax.sgd(0.1))
+            return update(stack, update.init(stack)).model
+
+        blocks = {"a": Block, "b": Block}
+        pattern = StackedPattern.init(Layers, blocks, ("a", "b", "a", "b"))(weights())
+        stack = Stacked.init(Layers, Block, remat="nested")(weights())
+        matrices = Stacked.init(Layers, Block)(jnp.ones((4, 3, 3)))
+        made = [
+            lambda: stack[1:3],
+            lambda: pattern[1:3],
+            lambda: BlockSeq.init(Layers, Block)(weights())[1:3],
+            lambda: swept(stack),
+            lambda: swept(pattern),
+            lambda: updated(stack),
+            lambda: streaming.to_host(matrices),
+        ]
+        for make in made:
+            with pytest.raises(dataclasses.FrozenInstanceError):
+                make().remat = True
+            # No variable may hold one.
+            references = [*map(weakref.ref, jax.tree.leaves(make()))]
+            gc.collect()
+            left = {id(leaf) for leaf in jax.tree.leaves((stack, pattern, matrices))}
+            for reference in references:
+                assert reference() is None or id(reference()) in left
 
     @pytest.mark.parametrize("policy", [True, POLICIES["nested, names"]])
     def test_no_tracer_leaks(self, policy):

@@ -11,7 +11,6 @@ arrays are marked too (`applied`): for a field of the block that is declared `un
 each layer is given a `LayerStack`, with the arrays of all layers.
 """
 
-import copy
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal, TypeAlias, TypeVar
@@ -340,9 +339,10 @@ def changed(module: T, **fields: Any) -> T:
     """A copy with other fields. A subclass may have another constructor, so none is
     called.
     """
-    copied = copy.copy(module)
-    for name, value in fields.items():
-        object.__setattr__(copied, name, value)  # modules are frozen
+    # Not `copy.copy`: Equinox (0.13) takes what its `Module.__new__` makes for a module
+    # whose constructor still runs, which it keeps alive and lets be changed.
+    copied = object.__new__(type(module))
+    vars(copied).update(vars(module), **fields)
     return copied
 
 

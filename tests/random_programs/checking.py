@@ -29,7 +29,7 @@ REFUSALS = {  # what the documentation of an entry point says that it refuses
         "the results of a sweep with a visitor have no derivatives"
     ),
     "ordered effects where values are offloaded": "ordered effects",
-    "an optimizer with nothing to train": "nothing is trained|has no trainable",
+    "an optimizer with nothing to train": "there is nothing to fuse",
     "nothing to move to the host": "has no Stacked with an array for to_host",
     "a number in the carry becomes a named array": r"comes out as NamedArray",
 }

@@ -22,7 +22,7 @@ become segments of one length that keep everything (`_sweep/reverse_spec.py`).
 """
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
@@ -186,11 +186,22 @@ class _OfRealValues:
     policy: JaxPolicy
 
     def __call__(self, primitive: Any, *operands: Any, **params: Any) -> Any:
-        outputs, _ = primitive.abstract_eval(*operands, **params)
-        for output in outputs if primitive.multiple_results else [outputs]:
+        for output in _result_types(primitive, operands, params):
             if jnp.issubdtype(getattr(output, "dtype", bool), jnp.complexfloating):
                 return False
         return self.policy(primitive, *operands, **params)
+
+
+def _result_types(
+    primitive: Any, operands: tuple[Any, ...], params: dict[str, Any]
+) -> Sequence[Any]:
+    """The types of what an equation returns."""
+    # Functions with rules of their own, whose primitives tell no types.
+    called = params.get("call_jaxpr")
+    if called is not None:
+        return called.out_avals
+    outputs, _ = primitive.abstract_eval(*operands, **params)
+    return outputs if primitive.multiple_results else [outputs]
 
 
 @functools.cache

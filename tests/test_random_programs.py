@@ -17,6 +17,16 @@ SMALL = range(24)
 LARGE = range(1000, 1012)
 FOUND = [
     Spec(
+        seed=3371,
+        entry="bare",
+        layers=3,
+        parts=("custom_jvp",),
+        policy="dots_with_no_batch_dims_saveable",
+        transforms=("grad",),
+        unroll=True,
+        differentiated=("own",),
+    ),
+    Spec(
         seed=865,
         entry="pattern",
         layers=2,

@@ -30,6 +30,7 @@ REFUSALS = {  # what the documentation of an entry point says that it refuses
     ),
     "ordered effects where values are offloaded": "ordered effects",
     "an optimizer with nothing to train": "there is nothing to fuse",
+    "a loop of JAX around layers on the host": "closes over layers in host memory",
     "nothing to move to the host": "has no Stacked with an array for to_host",
     "a number in the carry becomes a named array": r"comes out as NamedArray",
 }

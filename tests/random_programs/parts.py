@@ -140,7 +140,8 @@ def inner_scan(make: Make) -> Part:
             carry = jnp.tanh(carry + row * weights)
             return carry, carry * row
 
-        last, rows = lax.scan(of_row, jnp.zeros_like(weights), x)
+        # Zeros that vary over devices as the rows do
+        last, rows = lax.scan(of_row, 0 * x[0] * weights, x)
         return rows + last[None], own
 
     return Part(step, make.per_layer(COLUMNS))

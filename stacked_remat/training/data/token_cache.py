@@ -33,7 +33,7 @@ from .packing import TokenizedDocuments
 from .records import Document, Record, place_of, read_records
 from .tokenizers import Counted, Tokenizer, Tokens
 
-_FORMAT = 6  # of the files of a cache
+_FORMAT = 7  # of the files of a cache
 _STATE, _LOCK, _CHECKSUMS = "state.json", ".lock", "checksums"
 _GROUP_RECORDS, _GROUP_LETTERS = 256, 2**20  # tokenized at once
 _PROBLEMS_KEPT, _UNREAD_KEPT = 5, 20
@@ -88,6 +88,7 @@ class CacheState:
         str
     ] = ()  # keys of records that nothing reads, in the order in which they came
     num_open: int = 0  # chats whose last answer the template leaves open
+    num_unmarked_ends: int = 0  # chats whose answers lack their ends
     fingerprint: str = ""
     checksum: int = 0  # of the file of checksums
     complete: bool = False
@@ -275,6 +276,7 @@ class _Writer:
         }
         for name, file in self._files.items():
             file.writelines(array.tobytes() for array in arrays[name])
+        chats = [text for text in texts if isinstance(text, RenderedChat)]
         state, (at, record) = self._state, group[-1]
         self._state = dataclasses.replace(
             state,
@@ -286,8 +288,9 @@ class _Writer:
             num_malformed=state.num_malformed + len(problems),
             problems=[*state.problems, *problems][:_PROBLEMS_KEPT],
             unread=[*unread][:_UNREAD_KEPT],
-            num_open=state.num_open
-            + sum(isinstance(text, RenderedChat) and text.is_open for text in texts),
+            num_open=state.num_open + sum(chat.is_open for chat in chats),
+            num_unmarked_ends=state.num_unmarked_ends
+            + sum(chat.has_unmarked_end for chat in chats),
         )
         return self._state
 

@@ -170,6 +170,12 @@ def _remarks(counts: CacheState) -> Iterator[str]:
             " token is trained on as its end, and the tokenizer's end token ends"
             f" {counts.num_open} chats"
         )
+    if counts.num_unmarked_ends:
+        yield (
+            "the chat template ends answers after {% endgeneration %}, so"
+            f" {counts.num_unmarked_ends} chats do not teach the model to end them:"
+            " move the end into the mark"
+        )
 
 
 def _split(

@@ -305,11 +305,9 @@ class Template:
         marked = self._run(readable, variables, prompt)
         text = _MARKS.sub("", marked)
         if not answers:
-            ends_in_answer = messages and not prompt and _is_answer(messages[-1])
-            is_open = (
-                bool(ends_in_answer)
-                and self._answer_end(messages, variables).is_left_open
-            )
+            is_open = False
+            if messages and _is_answer(messages[-1]) and not prompt:
+                is_open = self._answer_end(messages, variables).is_left_open
             return [_Chat(text, None, is_open, False)]
         if _BEGIN in marked:
             answers_of_texts = {text: _marked_answers(marked)}
@@ -389,7 +387,7 @@ class Template:
     def _rendered(
         self, messages: Any, variables: Mapping[str, Any], prompt: bool
     ) -> str:
-        values = {
+        variables_and_nulls = {
             "messages": messages,
             "add_generation_prompt": prompt,
             "tools": None,
@@ -399,7 +397,8 @@ class Template:
             **self._dated,
         }
         values = {
-            name: _NULL if value is None else value for name, value in values.items()
+            name: _NULL if value is None else value
+            for name, value in variables_and_nulls.items()
         }
         pieces, length = [], 0
         for piece in self._compiled.generate(**values):

@@ -251,16 +251,16 @@ class _Writer:
         unread = dict.fromkeys(self._state.unread)
         rendered = self._rendered(group)
         for number, (at, record) in enumerate(group):
-            own, problem = self._texts_of(
+            record_texts, problem = self._texts_of(
                 self._request.files[at], record, rendered.get(number)
             )
             if problem is not None:
                 problems.append(problem)
-            elif not any(map(_plain, own)):
+            elif not any(map(_plain, record_texts)):
                 num_empty += 1
             else:
-                texts += own
-                keys += [_key(record)] * len(own)
+                texts += record_texts
+                keys += [_key(record)] * len(record_texts)
                 assert record.document is not None
                 unread |= dict.fromkeys(self._unread(record.document))
         documents = _encode(self._request.tokenizer, texts)
@@ -270,8 +270,8 @@ class _Writer:
             "lengths": [np.array(lengths, np.int64)],
             "keys": [np.array(keys, np.uint64)],
             "counted": (
-                np.ones(len(tokens), bool) if own is None else own
-                for tokens, own in documents
+                np.ones(len(tokens), bool) if counted is None else counted
+                for tokens, counted in documents
             ),
         }
         for name, file in self._files.items():
@@ -335,10 +335,10 @@ class _Writer:
         if not chats:
             return {}
         template = self._request.tokenizer.chat_template
-        found = template.render_all(
+        results = template.render_all(
             [*chats.values()], answers=self._request.answers_only
         )
-        return dict(zip(chats, found, strict=False))
+        return dict(zip(chats, results, strict=False))
 
     def _texts_of(
         self,

@@ -136,10 +136,10 @@ def _tokenized(
         source: SourceConfig, files: tuple[SourceFile, ...], name: str
     ) -> CachedTokens:
         request = CacheRequest(name, files, source, tokenizer, config.on_malformed)
-        found = open_token_cache(request, Path(config.cache_dir), progress)
-        for remark in _remarks(found.counts):
+        tokens = open_token_cache(request, Path(config.cache_dir), progress)
+        for remark in _remarks(tokens.counts):
             progress.message(f"{name}: {remark}")
-        return found
+        return tokens
 
     if not config.sources:
         library = SourceConfig(("*.py",), format="text")

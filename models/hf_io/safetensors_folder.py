@@ -259,7 +259,9 @@ def write_safetensors(
             made = {name: np.ascontiguousarray(tensors[name].make()) for name in names}
             save_file(made, unfinished / file, metadata={"format": "pt"})
         for file, text in {**texts, **written}.items():
-            (unfinished / file).write_text(text, encoding="utf-8")
+            path = unfinished / file
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text, encoding="utf-8")
 
 
 def check_new_folder(root: Path) -> None:

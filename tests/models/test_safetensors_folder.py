@@ -142,6 +142,12 @@ def test_the_index_says_which_of_two_tensors_of_a_name_is_meant(tmp_path):
     )
 
 
+def test_a_text_may_be_in_a_folder_of_its_own(tmp_path):
+    texts = {"templates/tool_use.jinja": "tools"}
+    write_safetensors(tmp_path / "x", pending(**ARRAYS), documents={}, texts=texts)
+    assert (tmp_path / "x/templates/tool_use.jinja").read_text() == "tools"
+
+
 def test_a_full_disk_is_an_error_that_names_the_folder_and_leaves_nothing(tmp_path):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     for arrays, texts in ((ARRAYS, {}), ({}, {"note.txt": "x" * 10_000})):

@@ -15,14 +15,15 @@ import re
 import resource
 import signal
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 # Noncharacters of Unicode, which are for a program's own use: here they enclose the
 # assistant's answers.
 _BEGIN, _END = "\ufdd0", "\ufdd1"
 _MARKS = re.compile(f"[{_BEGIN}{_END}]")
 _PROBE = "\ue000"  # a private character, in no template
+_CALLS = ("tool_calls", "function_call")  # fields of an answer, written after its text
 _SHOWN = 1000  # characters of an error message
 
 
@@ -37,7 +38,8 @@ class _Fault(Exception):
 
 
 def _refuse_text_of(kind: str) -> NoReturn:
-    raise _Refused(f"the template writes {kind} of a message where it expects text")
+    fix = "test it with `is none` first" if kind == "a null" else "use `| tojson`"
+    raise _Refused(f"the template writes {kind} where it expects text: {fix}")
 
 
 class _Null:
@@ -59,7 +61,20 @@ class _Null:
 
 
 class _List(list[Any]):
-    """A list of a message, which a template may read, but not write as Python would."""
+    """A list of a message, which a template may read, but not write as Python would.
+
+    Parts of it and sums with it are such lists too.
+    """
+
+    def __getitem__(self, index: Any) -> Any:
+        selected = super().__getitem__(index)
+        return _List(selected) if isinstance(index, slice) else selected
+
+    def __add__(self, other: Any) -> Any:
+        return _List(super().__add__(other))
+
+    def __radd__(self, other: list[Any]) -> Any:
+        return _List(other + list(self))
 
     def __repr__(self) -> NoReturn:
         _refuse_text_of("a list")
@@ -69,6 +84,10 @@ class _Object(dict[str, Any]):
     """An object of a message, which a template may read, but not write as Python
     would.
     """
+
+    def get(self, name: str, default: Any = None) -> Any:
+        value = super().get(name, default)
+        return _NULL if value is None else value
 
     def __repr__(self) -> NoReturn:
         _refuse_text_of("an object")
@@ -82,7 +101,7 @@ def _unwritable(value: Any) -> Any:
     if value is None:
         return _NULL
     if isinstance(value, dict):
-        return _Object((key, _unwritable(own)) for key, own in value.items())
+        return _Object((key, _unwritable(item)) for key, item in value.items())
     if isinstance(value, list):
         return _List(map(_unwritable, value))
     return value
@@ -93,35 +112,59 @@ class _Message(_Object):
     templates.
 
     A template that asks `message['content'] is none`, as some do before they write tool
-    calls, is told so.
+    calls, is told so. So are `message.content == none` and `message.get('content')`.
     """
 
-    nulls: frozenset[str] = frozenset()
+    # Jinja's sandbox hides names that begin with an underscore from templates
+    _null_names: frozenset[str] = frozenset()
 
     def __missing__(self, name: str) -> Any:
-        if name in self.nulls:
+        if name in self._null_names:
             return _null_field()(obj=self, name=name)
         raise KeyError(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        value = super().get(name, default)
+        return self[name] if value == _NULL and name in self._null_names else value
 
 
 @functools.cache
 def _null_field() -> Any:
     from jinja2 import Undefined
 
-    return type("NullField", (Undefined,), {})
+    class NullField(Undefined):
+        """What is written as nothing, like a field that is not there, and is none."""
+
+        def __eq__(self, other: object) -> bool:
+            return _is_null(other)
+
+        def __hash__(self) -> int:
+            return hash(None)
+
+    return NullField
+
+
+def _is_null(value: Any) -> bool:
+    return value is None or isinstance(value, _Null | _null_field())
 
 
 def _message(message: Any) -> Any:
     """The message, as a template may read it."""
     if not isinstance(message, dict):
         return _unwritable(message)
-    found = _Message(
+    readable = _Message(
         (name, _unwritable(value))
         for name, value in message.items()
         if value is not None
     )
-    found.nulls = frozenset(name for name, value in message.items() if value is None)
-    return found
+    readable._null_names = frozenset(
+        name for name, value in message.items() if value is None
+    )
+    return readable
+
+
+def _is_answer(message: Any) -> bool:
+    return isinstance(message, dict) and message.get("role") == "assistant"
 
 
 def _raise_exception(message: str) -> NoReturn:
@@ -129,10 +172,28 @@ def _raise_exception(message: str) -> NoReturn:
 
 
 def _written(value: Any) -> Any:
-    """What a template writes of a value."""
-    if value is None:
-        raise _Refused("the template writes a value that is null")
-    return value
+    """What a template writes of a value, which has to be a text or a number."""
+    from jinja2 import Undefined
+
+    if isinstance(value, str | int | float | Undefined):
+        return value
+    if _is_null(value):
+        _refuse_text_of("a null")
+    if isinstance(value, Mapping):
+        _refuse_text_of("an object")
+    if isinstance(value, list | tuple):
+        _refuse_text_of("a list")
+    _refuse_text_of(f"Python's {type(value).__name__}")
+
+
+def _with_unwritable_list(list_filter: Callable[..., list[Any]]) -> Any:
+    """A filter of Jinja, whose list a template can't write as Python would."""
+
+    @functools.wraps(list_filter)
+    def filtered(*args: Any, **kwargs: Any) -> _List:
+        return _List(list_filter(*args, **kwargs))
+
+    return filtered
 
 
 def _to_json(
@@ -152,7 +213,7 @@ def _to_json(
 
 
 def _json_of_null(value: Any) -> None:
-    if not isinstance(value, _Null):
+    if not _is_null(value):
         raise TypeError(f"{type(value).__name__} is no value of JSON")
 
 
@@ -183,10 +244,26 @@ def _environment() -> Any:
     )
     environment.globals["raise_exception"] = _raise_exception
     environment.filters["tojson"] = _to_json
-    environment.tests["none"] = lambda value: (
-        value is None or isinstance(value, _Null | _null_field())
-    )
+    for name in ("list", "sort"):
+        environment.filters[name] = _with_unwritable_list(environment.filters[name])
+    environment.tests["none"] = _is_null
     return environment
+
+
+class _Chat(NamedTuple):
+    """A text of a chat, as `RenderedChat` has it."""
+
+    text: str
+    answers: list[tuple[int, int]] | None
+    is_open: bool
+    has_unmarked_end: bool
+
+
+class _AnswerEnd(NamedTuple):
+    """How a template ends an answer."""
+
+    is_left_open: bool = False  # nothing is written, and the next turn's marker ends it
+    is_unmarked: bool = False  # the end is not in {% generation %}, and the answer is
 
 
 class Template:
@@ -216,29 +293,31 @@ class Template:
         variables: Mapping[str, Any],
         answers: bool,
         prompt: bool,
-    ) -> list[tuple[str, list[tuple[int, int]] | None, bool]]:
-        """The texts of a chat, the places of the answers in each, and whether its last
-        turn is left open.
-        """
-        if answers and _MARKS.search(json.dumps(messages, ensure_ascii=False)):
+    ) -> list[_Chat]:
+        """The texts of a chat."""
+        if answers and _MARKS.search(
+            json.dumps([messages, variables], ensure_ascii=False)
+        ):
             raise _Refused(
-                "a message has U+FDD0 or U+FDD1, which are no characters of a text"
+                "the chat has U+FDD0 or U+FDD1, which are no characters of a text"
             )
-        messages = _List(map(_message, messages))
-        marked = self._run(messages, variables, prompt)
+        readable = _List(map(_message, messages))
+        marked = self._run(readable, variables, prompt)
         text = _MARKS.sub("", marked)
         if not answers:
-            ends_in_answer = (
-                bool(messages)
-                and not prompt
-                and messages[-1].get("role") == "assistant"
-            )
-            return [(text, None, ends_in_answer and self._leaves_turns_open)]
+            is_open = False
+            if messages and _is_answer(messages[-1]) and not prompt:
+                is_open = self._answer_end(messages, variables).is_left_open
+            return [_Chat(text, None, is_open, False)]
         if _BEGIN in marked:
-            found = {text: _marked_answers(marked)}
+            answers_of_texts = {text: _marked_answers(marked)}
         else:
-            found = self._answers(messages, variables, text)
-        return [self._with_ends(text, spans) for text, spans in found.items()]
+            answers_of_texts = self._answers(readable, variables, text)
+        answer_end = self._answer_end(messages, variables)
+        return [
+            _with_ends(text, spans, answer_end)
+            for text, spans in answers_of_texts.items()
+        ]
 
     def _answers(
         self, messages: Sequence[Any], variables: Mapping[str, Any], text: str
@@ -246,50 +325,50 @@ class Template:
         """Texts that together have every answer, and the places of the answers in
         each.
         """
-        found: dict[str, list[tuple[int, int]]] = {text: []}
+        answers: dict[str, list[tuple[int, int]]] = {text: []}
         for at in reversed(range(len(messages))):
-            if messages[at]["role"] != "assistant":
+            if not _is_answer(messages[at]):
                 continue
-            before = self._run(_List(messages[:at]), variables, True)
-            chat = self._run(_List(messages[: at + 1]), variables, False)
+            before = self._run(messages[:at], variables, True)
+            chat = self._run(messages[: at + 1], variables, False)
             if not chat.startswith(before):
                 raise _Refused(
                     f"the answer of message {at} does not follow the template's prompt"
                     " for an answer; train on all of the chat, or mark answers in the"
                     " template with {% generation %} and {% endgeneration %}"
                 )
-            whole = next((text for text in found if text.startswith(chat)), chat)
-            found.setdefault(whole, []).insert(0, (len(before), len(chat)))
-        with_answers = {text: spans for text, spans in found.items() if spans}
+            whole = next((text for text in answers if text.startswith(chat)), chat)
+            answers.setdefault(whole, []).insert(0, (len(before), len(chat)))
+        with_answers = {text: spans for text, spans in answers.items() if spans}
         return with_answers or {text: []}
 
-    def _with_ends(
-        self, text: str, spans: list[tuple[int, int]]
-    ) -> tuple[str, list[tuple[int, int]], bool]:
-        """The answers with what ends each of them, if that is the beginning of the next
-        turn.
-        """
-        if not self._leaves_turns_open:
-            return text, spans, False
-        ended = []
-        for first, stop in spans:
-            space = len(text[stop:]) - len(text[stop:].lstrip())
-            next_turn = stop + space
-            ended.append((first, next_turn + 1 if next_turn < len(text) else stop))
-        return text, ended, bool(spans) and not text[spans[-1][1] :].strip()
+    def _answer_end(
+        self, messages: Sequence[Any], variables: Mapping[str, Any]
+    ) -> _AnswerEnd:
+        """How the template ends the answers of this chat.
 
-    @functools.cached_property
-    def _leaves_turns_open(self) -> bool:
-        """Whether the template writes nothing after an answer, so that the next turn's
-        marker ends it.
+        It is asked to write the chat up to the last answer that has a content, with a
+        probe at the end of that content: a template may refuse any other chat, or end
+        it otherwise.
         """
-        turns = [{"role": role, "content": _PROBE} for role in ("user", "assistant")]
+        places = [at for at, message in enumerate(messages) if _is_answer(message)]
+        if not places:
+            return _AnswerEnd()
+        with_content = [at for at in places if messages[at].get("content")]
+        last = (with_content or places)[-1]
+        probed = _List(map(_message, [*messages[:last], _probed(messages[last])]))
         try:
-            text = _MARKS.sub("", self._run(_unwritable(turns), {}, False))
+            marked = self._run(probed, variables, False)
         except (_Refused, _Fault):
-            return False
-        _, content, after = text.rpartition(_PROBE)
-        return bool(content) and not after.strip()
+            return _AnswerEnd()
+        _, probe, after = marked.rpartition(_PROBE)
+        if not probe:
+            return _AnswerEnd()
+        in_mark, mark, after_mark = after.partition(_END)
+        return _AnswerEnd(
+            is_left_open=not _MARKS.sub("", after).strip(),
+            is_unmarked=bool(mark and not in_mark.strip() and after_mark.strip()),
+        )
 
     def _run(self, messages: Any, variables: Mapping[str, Any], prompt: bool) -> str:
         # Without a handler the signal ends the process
@@ -308,7 +387,7 @@ class Template:
     def _rendered(
         self, messages: Any, variables: Mapping[str, Any], prompt: bool
     ) -> str:
-        values = {
+        variables_and_nulls = {
             "messages": messages,
             "add_generation_prompt": prompt,
             "tools": None,
@@ -316,6 +395,10 @@ class Template:
             **self._constants,
             **variables,
             **self._dated,
+        }
+        values = {
+            name: _NULL if value is None else value
+            for name, value in variables_and_nulls.items()
         }
         pieces, length = [], 0
         for piece in self._compiled.generate(**values):
@@ -335,6 +418,43 @@ class Template:
             raise _Fault(
                 f"syntax {getattr(error, 'lineno', 1)}: {str(error)[:_SHOWN]}"
             ) from error
+
+
+def _probed(answer: Mapping[str, Any]) -> dict[str, Any]:
+    """The answer with a probe at the end of its content, and without the calls that
+    would be written after it.
+    """
+    content = answer.get("content")
+    if isinstance(content, str):
+        content += _PROBE
+    elif isinstance(content, list) and content:
+        *parts, last = content
+        if isinstance(last, dict):
+            last = {**last, "text": f"{last.get('text', '')}{_PROBE}"}
+        else:
+            last = f"{last}{_PROBE}"
+        content = [*parts, last]
+    else:
+        content = _PROBE
+    fields = {name: value for name, value in answer.items() if name not in _CALLS}
+    return {**fields, "content": content}
+
+
+def _with_ends(
+    text: str, spans: list[tuple[int, int]], answer_end: _AnswerEnd
+) -> _Chat:
+    """The answers with what ends each of them, if that is the beginning of the next
+    turn.
+    """
+    if not answer_end.is_left_open:
+        return _Chat(text, spans, False, bool(spans) and answer_end.is_unmarked)
+    ended = []
+    for first, stop in spans:
+        space = len(text[stop:]) - len(text[stop:].lstrip())
+        next_turn = stop + space
+        ended.append((first, next_turn + 1 if next_turn < len(text) else stop))
+    is_open = bool(spans) and not text[spans[-1][1] :].strip()
+    return _Chat(text, ended, is_open, False)
 
 
 def _marked_answers(marked: str) -> list[tuple[int, int]]:
@@ -378,6 +498,12 @@ def _reply(template: Template, chat: Mapping[str, Any]) -> dict[str, Any]:
         return {"refused": str(error)}
     except _Fault as error:
         return {"fault": str(error)}
+    except MemoryError:
+        raise
+    except RecursionError:
+        return {"refused": "the chat is nested too deeply"}
+    except Exception as error:
+        return {"refused": f"{type(error).__name__}: {str(error)[:_SHOWN]}"}
 
 
 if __name__ == "__main__":

@@ -49,11 +49,14 @@ class RenderedChat:
             last (what ends the turn is included); None if they were not asked for.
         is_open: whether its last turn is an answer that the template leaves open, so
             that the tokenizer's end token has to end it.
+        has_unmarked_end: whether its answers lack what ends them, because the template
+            writes that outside of `{% generation %}`.
     """
 
     text: str
     answers: tuple[tuple[int, int], ...] | None = None
     is_open: bool = False
+    has_unmarked_end: bool = False
 
 
 @final
@@ -65,7 +68,8 @@ class ChatTemplate:
     same messages always give the same text: the date is given.
 
     Messages are plain values of JSON. A template that writes a null, a list or an
-    object of one as Python would (`None`, `[...]`, `{...}`) is refused for that chat.
+    object as Python would (`None`, `[...]`, `{...}`) is refused for that chat; only
+    `tools` and `documents` may be made texts so (`tools | string`).
 
     Attributes:
         sources: the Jinja programs by name. As in transformers, `tool_use` renders
@@ -105,7 +109,7 @@ class ChatTemplate:
 
         Raises:
             ChatTemplateError: the template raised an error for these messages, or
-                writes one of their nulls, lists or objects.
+                writes a null, a list or an object.
             DataError: Jinja is not installed, there is no template for such chats, or
                 the template is not valid Jinja, asks for a date that is not given, or
                 takes too much memory or time.
@@ -204,10 +208,10 @@ class ChatTemplate:
         return self.source_for(variables), chat
 
     def _one(self, request: tuple[str, dict[str, Any]]) -> list[RenderedChat]:
-        (found,) = self._rendered([request])
-        if isinstance(found, Exception):
-            raise found
-        return found
+        (chats,) = self._rendered([request])
+        if isinstance(chats, Exception):
+            raise chats
+        return chats
 
     def _rendered(
         self, requests: Sequence[tuple[str, dict[str, Any]]]
@@ -254,8 +258,9 @@ def _of_reply(
             text,
             None if spans is None else tuple((first, stop) for first, stop in spans),
             is_open,
+            has_unmarked_end,
         )
-        for text, spans, is_open in reply["chats"]
+        for text, spans, is_open, has_unmarked_end in reply["chats"]
     ]
 
 

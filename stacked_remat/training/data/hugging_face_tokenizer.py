@@ -49,20 +49,12 @@ class HuggingFaceTokenizer(Tokenizer):
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
-        texts = {
-            key: one.get("content") if isinstance(one, Mapping) else one
-            for key, one in config.items()
-        }
-        specials = {
-            key: text
-            for key, text in texts.items()
-            if key.endswith("_token") and isinstance(text, str)
-        }
+        specials = _special_tokens(name, config)
         end = specials.get("eos_token")
         ends = [
-            vocabulary[one]
-            for one in ((end,) if end else _USUAL_ENDS)
-            if one in vocabulary
+            vocabulary[token]
+            for token in ((end,) if end else _USUAL_ENDS)
+            if token in vocabulary
         ]
         if not ends:
             raise DataError(
@@ -111,17 +103,17 @@ class HuggingFaceTokenizer(Tokenizer):
         """Each text after the tokenizer's post-processing, with the end token appended
         if it is missing.
         """
-        found = []
+        documents = []
         for encoding in self._tokenizer.encode_batch_fast(
             list(texts), add_special_tokens=True
         ):
             ids = encoding.ids
             if self._begin is not None and ids[:1] != [self._begin]:
                 ids = [self._begin, *ids]
-            found.append(
+            documents.append(
                 self._array(ids if ids[-1:] == [self.end] else [*ids, self.end])
             )
-        return found
+        return documents
 
     def encode_chats(
         self, chats: Sequence[RenderedChat]
@@ -132,14 +124,14 @@ class HuggingFaceTokenizer(Tokenizer):
         encodings = self._tokenizer.encode_batch(
             [chat.text for chat in chats], add_special_tokens=False
         )
-        found = []
+        documents = []
         for encoding, chat in zip(encodings, chats, strict=True):
             ids, counted = encoding.ids, _in_answers(chat, encoding.offsets)
             if chat.is_open and ids[-1:] != [self.end]:
                 ids = [*ids, self.end]
                 counted = None if counted is None else np.append(counted, True)
-            found.append((self._array(ids), counted))
-        return found
+            documents.append((self._array(ids), counted))
+        return documents
 
     def _array(self, tokens: Sequence[int]) -> Tokens:
         if max(tokens, default=0) >= self.vocab_size:
@@ -163,6 +155,25 @@ class HuggingFaceTokenizer(Tokenizer):
                 " beside its tokenizer.json."
             )
         return self._template
+
+
+def _special_tokens(name: str, config: Mapping[str, Any]) -> dict[str, str]:
+    """The texts of a config's special tokens, by their keys such as `eos_token`.
+
+    A DataError if the one that begins or ends texts is no text.
+    """
+    specials = {}
+    for key, value in config.items():
+        text = value.get("content") if isinstance(value, Mapping) else value
+        if key.endswith("_token") and isinstance(text, str):
+            specials[key] = text
+        elif key in ("bos_token", "eos_token") and value is not None:
+            raise DataError(
+                f"data.tokenizer = {name!r}: `{key}` in its tokenizer_config.json or"
+                f" special_tokens_map.json is {json.dumps(value)}, and not the text of"
+                ' a token, such as "</s>". Correct it.'
+            )
+    return specials
 
 
 def _in_answers(

@@ -33,7 +33,7 @@ from .packing import TokenizedDocuments
 from .records import Document, Record, place_of, read_records
 from .tokenizers import Counted, Tokenizer, Tokens
 
-_FORMAT = 6  # of the files of a cache
+_FORMAT = 7  # of the files of a cache
 _STATE, _LOCK, _CHECKSUMS = "state.json", ".lock", "checksums"
 _GROUP_RECORDS, _GROUP_LETTERS = 256, 2**20  # tokenized at once
 _PROBLEMS_KEPT, _UNREAD_KEPT = 5, 20
@@ -88,6 +88,7 @@ class CacheState:
         str
     ] = ()  # keys of records that nothing reads, in the order in which they came
     num_open: int = 0  # chats whose last answer the template leaves open
+    num_unmarked_ends: int = 0  # chats whose answers lack their ends
     fingerprint: str = ""
     checksum: int = 0  # of the file of checksums
     complete: bool = False
@@ -250,16 +251,16 @@ class _Writer:
         unread = dict.fromkeys(self._state.unread)
         rendered = self._rendered(group)
         for number, (at, record) in enumerate(group):
-            own, problem = self._texts_of(
+            record_texts, problem = self._texts_of(
                 self._request.files[at], record, rendered.get(number)
             )
             if problem is not None:
                 problems.append(problem)
-            elif not any(map(_plain, own)):
+            elif not any(map(_plain, record_texts)):
                 num_empty += 1
             else:
-                texts += own
-                keys += [_key(record)] * len(own)
+                texts += record_texts
+                keys += [_key(record)] * len(record_texts)
                 assert record.document is not None
                 unread |= dict.fromkeys(self._unread(record.document))
         documents = _encode(self._request.tokenizer, texts)
@@ -269,12 +270,13 @@ class _Writer:
             "lengths": [np.array(lengths, np.int64)],
             "keys": [np.array(keys, np.uint64)],
             "counted": (
-                np.ones(len(tokens), bool) if own is None else own
-                for tokens, own in documents
+                np.ones(len(tokens), bool) if counted is None else counted
+                for tokens, counted in documents
             ),
         }
         for name, file in self._files.items():
             file.writelines(array.tobytes() for array in arrays[name])
+        chats = [text for text in texts if isinstance(text, RenderedChat)]
         state, (at, record) = self._state, group[-1]
         self._state = dataclasses.replace(
             state,
@@ -286,8 +288,9 @@ class _Writer:
             num_malformed=state.num_malformed + len(problems),
             problems=[*state.problems, *problems][:_PROBLEMS_KEPT],
             unread=[*unread][:_UNREAD_KEPT],
-            num_open=state.num_open
-            + sum(isinstance(text, RenderedChat) and text.is_open for text in texts),
+            num_open=state.num_open + sum(chat.is_open for chat in chats),
+            num_unmarked_ends=state.num_unmarked_ends
+            + sum(chat.has_unmarked_end for chat in chats),
         )
         return self._state
 
@@ -332,10 +335,10 @@ class _Writer:
         if not chats:
             return {}
         template = self._request.tokenizer.chat_template
-        found = template.render_all(
+        results = template.render_all(
             [*chats.values()], answers=self._request.answers_only
         )
-        return dict(zip(chats, found, strict=False))
+        return dict(zip(chats, results, strict=False))
 
     def _texts_of(
         self,

@@ -3,6 +3,7 @@ Hugging Face Hub.
 """
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ _TOKENIZER, _CONFIG, _TEMPLATE = (
 )
 _SPECIAL_TOKENS = "special_tokens_map.json"
 _FILES = [_TOKENIZER, _CONFIG, _SPECIAL_TOKENS, _TEMPLATE]
+_FURTHER_TEMPLATES = "additional_chat_templates/*.jinja"  # by their names
 _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(@[\w./-]+)?")
 
 
@@ -41,18 +43,18 @@ def load_tokenizer(
             token, its vocabulary has more tokens than the model, or a package is
             missing.
     """
-    found = (
+    tokenizer = (
         ByteTokenizer()
         if name in (None, "byte")
         else _pretrained(name, chat_date, rows)
     )
-    if rows is not None and found.vocab_size > rows:
+    if rows is not None and tokenizer.vocab_size > rows:
         raise DataError(
-            f"data.tokenizer = {name!r} has {found.vocab_size} tokens, and the"
+            f"data.tokenizer = {name!r} has {tokenizer.vocab_size} tokens, and the"
             f" embedding of the model {rows} rows. Use the model's own tokenizer, or"
             " for a new model a larger vocab_size."
         )
-    return found
+    return tokenizer
 
 
 def _pretrained(name: str, chat_date: str | None, rows: int | None) -> Tokenizer:
@@ -62,25 +64,38 @@ def _pretrained(name: str, chat_date: str | None, rows: int | None) -> Tokenizer
             config |= read_json_fields(files[file]) if file in files else {}
         except (OSError, ValueError) as error:
             raise DataError(f"data.tokenizer = {name!r}: {error}") from error
-    template = (
-        _text(files[_TEMPLATE])
-        if _TEMPLATE in files
-        else _templates(config.get("chat_template"), name)
-    )
+    template = _template_files(files)
+    if template is None:
+        template = _templates(config.get("chat_template"), name)
     return HuggingFaceTokenizer(
         name, _text(files[_TOKENIZER]), config, template, chat_date, rows
     )
 
 
-def _templates(given: Any, name: str) -> str | dict[str, str] | None:
+def _template_files(files: Mapping[str, Path]) -> str | dict[str, str] | None:
+    """The chat template that is a file of its own, or several by name. As in
+    transformers, the config's count only if there are none.
+    """
+    templates = {}
+    for file, path in files.items():
+        if file == _TEMPLATE:
+            templates["default"] = _text(path)
+        elif file.endswith(".jinja"):
+            templates[path.stem] = _text(path)
+    return templates["default"] if [*templates] == ["default"] else templates or None
+
+
+def _templates(in_config: Any, name: str) -> str | dict[str, str] | None:
     """The chat template of a `tokenizer_config.json`, or several by name."""
-    if given is None or isinstance(given, str):
-        return given
-    named = given
-    if isinstance(given, list) and all(isinstance(own, dict) for own in given):
-        named = {own.get("name"): own.get("template") for own in given}
+    if in_config is None or isinstance(in_config, str):
+        return in_config
+    named = in_config
+    if isinstance(in_config, list) and all(
+        isinstance(entry, dict) for entry in in_config
+    ):
+        named = {entry.get("name"): entry.get("template") for entry in in_config}
     if not isinstance(named, dict) or not all(
-        isinstance(text, str) for own in named.items() for text in own
+        isinstance(text, str) for entry in named.items() for text in entry
     ):
         raise DataError(
             f"data.tokenizer = {name!r}: `chat_template` in its {_CONFIG} is neither a"
@@ -92,8 +107,8 @@ def _templates(given: Any, name: str) -> str | dict[str, str] | None:
 
 
 def read_tokenizer_files(name: str) -> dict[str, str]:
-    """The texts of a tokenizer's files, by the names that Hugging Face's libraries look
-    for.
+    """The texts of a tokenizer's files, by the names (relative paths) that Hugging
+    Face's libraries look for.
 
     Args:
         name: as for `load_tokenizer`; `byte` has no files.
@@ -112,15 +127,17 @@ def _files(name: str) -> dict[str, Path]:
     """The files that a tokenizer has, by their usual names."""
     path = Path(name).expanduser()
     if path.is_file():
-        folder, own = path.parent, {_TOKENIZER: path}
+        folder, named_file = path.parent, {_TOKENIZER: path}
     elif path.is_dir():
-        folder, own = path, {}
+        folder, named_file = path, {}
     elif _HUB_NAME.fullmatch(name) and not name.endswith(".json"):
         hub = optional("huggingface_hub", f"data.tokenizer = {name!r}")
         repository, _, revision = name.partition("@")
         try:  # from the Hub or its local cache
-            options = {"revision": revision or None, "allow_patterns": _FILES}
-            folder, own = Path(hub.snapshot_download(repository, **options)), {}
+            patterns = [*_FILES, _FURTHER_TEMPLATES]
+            options = {"revision": revision or None, "allow_patterns": patterns}
+            folder = Path(hub.snapshot_download(repository, **options))
+            named_file = {}
         except (
             OSError,
             ValueError,
@@ -137,15 +154,18 @@ def _files(name: str) -> dict[str, Path]:
             " tokenizer.json that exists, nor a name on the Hugging Face Hub"
             " (owner/name)."
         )
-    found = {file: folder / file for file in _FILES if (folder / file).is_file()} | own
-    if _TOKENIZER not in found:
+    further = sorted(folder.glob(_FURTHER_TEMPLATES))
+    names = [*_FILES, *(path.relative_to(folder).as_posix() for path in further)]
+    files = {file: folder / file for file in names if (folder / file).is_file()}
+    files |= named_file
+    if _TOKENIZER not in files:
         raise DataError(
             f"data.tokenizer = {name!r} has no {_TOKENIZER}. Convert older kinds of"
             " tokenizers with transformers,"
             " AutoTokenizer.from_pretrained(...).save_pretrained(FOLDER), and name"
             " that folder."
         )
-    return found
+    return files
 
 
 def _text(path: Path) -> str:

@@ -136,10 +136,10 @@ def _tokenized(
         source: SourceConfig, files: tuple[SourceFile, ...], name: str
     ) -> CachedTokens:
         request = CacheRequest(name, files, source, tokenizer, config.on_malformed)
-        found = open_token_cache(request, Path(config.cache_dir), progress)
-        for remark in _remarks(found.counts):
+        tokens = open_token_cache(request, Path(config.cache_dir), progress)
+        for remark in _remarks(tokens.counts):
             progress.message(f"{name}: {remark}")
-        return found
+        return tokens
 
     if not config.sources:
         library = SourceConfig(("*.py",), format="text")
@@ -169,6 +169,12 @@ def _remarks(counts: CacheState) -> Iterator[str]:
             "the chat template writes nothing after an answer: the next turn's first"
             " token is trained on as its end, and the tokenizer's end token ends"
             f" {counts.num_open} chats"
+        )
+    if counts.num_unmarked_ends:
+        yield (
+            "the chat template ends answers after {% endgeneration %}, so"
+            f" {counts.num_unmarked_ends} chats do not teach the model to end them:"
+            " move the end into the mark"
         )
 
 

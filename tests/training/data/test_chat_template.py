@@ -77,10 +77,11 @@ def test_answers_are_what_the_template_marks():
     assert chat.text == "<u>one?</u><a>two.</a><u>three?</u><a>four.</a>"
     assert answers(chat) == ["two.</a>", "four.</a>"]
     assert ChatTemplate(MARKED, {}).render(CHAT) == chat.text
-    with pytest.raises(ChatTemplateError, match="which are no characters of a text"):
-        ChatTemplate(MARKED, {}).render_with_answers(
-            [{"role": "user", "content": "\ufdd0"}]
-        )
+    for content, variables in [("\ufdd0", {}), ("a", {"tools": [{"x": "\ufdd1"}]})]:
+        with pytest.raises(ChatTemplateError, match="no characters of a text"):
+            ChatTemplate(MARKED, {}).render_with_answers(
+                [{"role": "user", "content": content}], variables
+            )
 
 
 def test_without_marks_answers_follow_the_generation_prompt():
@@ -188,6 +189,24 @@ def test_of_many_chats_the_one_that_takes_too_much_is_found(monkeypatch):
     assert answers(second[0]) == ["two.<|im_end|>\n", "four.<|im_end|>\n"]
 
 
+def test_a_chat_that_the_program_cannot_take_is_refused_and_the_next_is_rendered():
+    nested = {}
+    for _ in range(400):
+        nested = {"a": nested}
+    strange = cast(
+        list[Any],
+        [[{"role": "user", "content": nested}], [{"content": "a"}], ["text"], CHAT],
+    )
+    template = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", {})
+    deep, no_role, text, chat = cast(
+        list[Any],
+        template.render_all([(messages, {}) for messages in strange], answers=True),
+    )
+    assert isinstance(deep, ChatTemplateError) and "nested too deeply" in str(deep)
+    assert no_role[0].text == "a" and no_role[0].answers == ()
+    assert text[0].text == "" and answers(chat[0]) == ["two.t", "four."]
+
+
 def test_a_chat_that_is_interrupted_leaves_no_reply_for_the_next_one(monkeypatch):
     template, replies = ByteTokenizer().chat_template, chat_template._Renderer._replies
 
@@ -202,11 +221,17 @@ def test_a_chat_that_is_interrupted_leaves_no_reply_for_the_next_one(monkeypatch
     assert template.render(CHAT[:1]) == "<|im_start|>user\none?<|im_end|>\n"
 
 
-CALL = {"role": "assistant", "content": None, "tool_calls": [{"a": None}]}
+CALL = {
+    "role": "assistant",
+    "content": None,
+    "tool_calls": [{"a": None}],
+    "refusal": None,
+}
 PARTS = {
     "role": "user",
     "content": [{"type": "text", "text": "x"}, {"type": "text", "text": "y"}],
 }
+PARTS_AS_JSON = '[{"type": "text", "text": "x"}]'
 NULL = "{% set n = messages[0].tool_calls[0].a %}"
 
 
@@ -248,8 +273,44 @@ NULL = "{% set n = messages[0].tool_calls[0].a %}"
             "{{ messages[1].content is string or messages[1].content is mapping }}",
             "False",
         ),
+        (
+            (
+                "{{ messages[0].content == none }} {{ messages[0].content != none }}"
+                " {{ messages[0].name == none }} {{ messages[1].content == none }}"
+            ),
+            "True False False False",
+        ),
+        (
+            (
+                "{{ messages[0].get('content') ~ '' }}"
+                "{{ messages[0].get('content') is none }}"
+                " {{ messages[0].get('refusal', 'd') }} {{ messages[0].get('b', 'c') }}"
+            ),
+            "True d c",
+        ),
+        ("{{ (messages[1].content[:1] + []) | tojson }}", PARTS_AS_JSON),
+        ("{{ messages[1].content | list | length }}", "2"),
+        ("{{ tools is none }} {{ tools == none }} {{ tools or 'no' }}", "True True no"),
+        ("{{ none_given is none }} {{ none_given | tojson }}", "True null"),
+        ("{{ given | string }} {{ given ~ '' }}", "['a'] ['a']"),
         ("{{ 'a' + messages[0].content }}", None),
         ("{{ messages[0].get('name') }}", None),
+        ("{{ messages[0].get('name') ~ '' }}", None),
+        ("{{ messages[0].tool_calls[0].get('a') ~ '' }}", None),
+        ("{{ tools ~ '' }}", None),
+        ("{{ documents | string }}", None),
+        ("{{ none_given ~ '' }}", None),
+        ("{{ given }}", None),
+        ("{{ messages[1].content[:1] }}", None),
+        ("{{ messages[1].content[:1] | map(attribute='text') | list ~ '' }}", None),
+        ("{{ messages[1].content | list }}", None),
+        ("{{ messages[1].content | map(attribute='text') | sort | string }}", None),
+        ("{{ messages[1].content | map(attribute='text') }}", None),
+        ("{{ messages[1].content + [] }}", None),
+        ("{{ ([] + messages[1].content) }}", None),
+        ("{{ messages[1].keys() }}", None),
+        ("{{ messages[1].copy() }}", None),
+        ("{{ (messages[1].role, 1) }}", None),
         (NULL + "{{ n }}", None),
         (NULL + "{{ n | trim }}", None),
         (NULL + "{{ 'a' ~ n }}", None),
@@ -265,13 +326,14 @@ def test_nulls_lists_and_objects_of_messages_are_read_and_not_written_as_python_
     source, expected
 ):
     template = ChatTemplate(source, {})
+    variables = {"none_given": None, "given": ["a"]}
     if expected is not None:
-        assert template.render([CALL, PARTS]) == expected
+        assert template.render([CALL, PARTS], variables=variables) == expected
     else:
         with pytest.raises(
             ChatTemplateError, match=r"where it expects text|is null|no attribute"
         ):
-            template.render([CALL, PARTS])
+            template.render([CALL, PARTS], variables=variables)
 
 
 def test_the_byte_template_writes_tools_calls_their_answers_and_parts():
@@ -342,6 +404,72 @@ def test_the_next_turn_ends_an_answer_after_which_the_template_writes_nothing(ma
         not closed.is_open
         and not ByteTokenizer().chat_template.render_whole(CHAT).is_open
     )
+
+
+TURNS = (
+    "{% for m in messages %}<{{ m.role }}>CONTENT{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+WITH_SYSTEM = [{"role": "system", "content": "S"}, *CHAT]
+AS_PARTS = [
+    {**message, "content": [{"type": "text", "text": message["content"]}]}
+    for message in CHAT
+]
+CALLED = [CHAT[0], {**CHAT[1], "tool_calls": [{"name": "f"}]}, *CHAT[2:]]
+CALLED[3] = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
+
+
+@pytest.mark.parametrize(
+    ("before", "content", "chat", "variables"),
+    [
+        ("", "{{ m.content }}", CHAT, {}),
+        (
+            "{% if messages[0].role != 'system' %}{{ raise_exception('') }}{% endif %}",
+            "{{ m.content }}",
+            WITH_SYSTEM,
+            {},
+        ),
+        (
+            "",
+            "{% for part in m.content %}{{ part.text }}{% endfor %}",
+            AS_PARTS,
+            {},
+        ),
+        ("{{ tools[0].name }}", "{{ m.content }}", CHAT, {"tools": [{"name": "f"}]}),
+        (
+            "",
+            "{{ m.content }}{% if not plain %}</s>{% endif %}",
+            CHAT,
+            {"plain": True},
+        ),
+        ("", "{{ m.content or '' }}{{ m.tool_calls | tojson }}", CALLED, {}),
+    ],
+)
+def test_the_chat_itself_and_its_variables_say_whether_an_answer_is_left_open(
+    before, content, chat, variables
+):
+    content = content.replace("{{ m.tool_calls | tojson }}", CALLS_AS_JSON)
+    template = ChatTemplate(before + TURNS.replace("CONTENT", content), {})
+    (rendered,) = template.render_with_answers(chat, variables)
+    first, second = answers(rendered)
+    assert first.startswith("two.") and first.endswith("<")
+    assert second in ("four.", '[{"name": "f"}]')
+    assert rendered.is_open and not rendered.has_unmarked_end
+    assert template.render_whole(chat, variables).is_open
+    closed = ChatTemplate(before + TURNS.replace("CONTENT", content + "</s>"), {})
+    (rendered,) = closed.render_with_answers(chat, variables)
+    assert not rendered.is_open and answers(rendered)[1] == second + "</s>"
+
+
+CALLS_AS_JSON = "{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}"
+
+
+def test_an_end_outside_of_the_marks_is_noticed():
+    marked = "{% generation %}{{ m.content }}{% endgeneration %}</s>"
+    template = ChatTemplate(TURNS.replace("CONTENT", marked), {})
+    (chat,) = template.render_with_answers(CHAT)
+    assert chat.has_unmarked_end and not chat.is_open
+    assert not ChatTemplate(MARKED, {}).render_with_answers(CHAT)[0].has_unmarked_end
 
 
 def test_variables_reach_the_template_in_answers_too():

@@ -127,6 +127,10 @@ def test_the_end_token_is_that_of_the_config_or_a_usual_one():
         DataError, match=r"it has no `eos_token`. Put a tokenizer_config.json"
     ):
         make(unnamed, {})
+    for wrong in ({"eos_token": 3}, {"bos_token": ["<s>"]}, {"bos_token": {}}):
+        with pytest.raises(DataError, match=r"`..._token` .* is .* not the text of a"):
+            make(config={**CONFIG, **wrong})
+    make(config={**CONFIG, "bos_token": None})
 
 
 def test_the_beginning_of_a_document_has_no_end_token():

@@ -45,6 +45,20 @@ def test_a_template_in_a_file_of_its_own_or_in_a_list_is_found(tmp_path):
     assert load_tokenizer(str(folder)).chat_template.render([]) == "by default"
 
 
+def test_further_templates_are_files_in_a_folder_of_their_own(tmp_path):
+    folder = save(tmp_path, template="of the config")
+    (folder / "chat_template.jinja").write_text("own file")
+    alone = load_tokenizer(str(folder)).fingerprint
+    further = folder / "additional_chat_templates"
+    further.mkdir()
+    (further / "tool_use.jinja").write_text("tools")
+    template = load_tokenizer(str(folder)).chat_template
+    assert template.sources == {"default": "own file", "tool_use": "tools"}
+    assert load_tokenizer(str(folder)).fingerprint != alone
+    texts = read_tokenizer_files(str(folder))
+    assert texts["additional_chat_templates/tool_use.jinja"] == "tools"
+
+
 def test_special_tokens_in_a_file_of_their_own_are_found(tmp_path):
     folder = save(tmp_path, config={})
     (folder / "special_tokens_map.json").write_text(
@@ -61,7 +75,7 @@ def hub(tmp_path, monkeypatch):
 
     def download(repository, *, revision, allow_patterns):
         asked.append((repository, revision))
-        assert allow_patterns[0] == "tokenizer.json" and len(allow_patterns) == 4
+        assert allow_patterns[0] == "tokenizer.json" and len(allow_patterns) == 5
         return str(folder)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)

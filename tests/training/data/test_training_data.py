@@ -252,6 +252,28 @@ def test_keys_that_nothing_reads_and_open_answers_are_said_once(tmp_path):
     )
 
 
+def test_answers_whose_ends_are_not_marked_are_said_once(tmp_path):
+    template = (
+        "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}"
+        "</turn>{% endfor %}"
+    )
+    tokenizer = load_tokenizer(str(save(tmp_path / "words", template=template)))
+    chat = [{"role": "assistant", "content": "even"}]
+    (tmp_path / "a.jsonl").write_text(
+        "".join(json.dumps({"messages": chat, "n": n}) + "\n" for n in range(20))
+    )
+    (tmp_path / "b.txt").write_text("never odd")
+    source = SourceConfig(
+        (str(tmp_path / "a.jsonl"),),
+        held_out=(str(tmp_path / "b.txt"),),
+        train_on="answers",
+    )
+    progress = Silent()
+    open_data(tmp_path, tokenizer, sources={"a": source}, progress=progress)
+    said = [text for text in progress.messages if "endgeneration" in text]
+    assert len(said) == 1 and "20 chats do not teach the model to end" in said[0]
+
+
 def test_a_limit_of_the_chat_template_names_the_record(tmp_path):
     template = (
         "{% if messages[0].content == 'me 3' %}{{ 'x' * 3000000000 }}{% endif %}{{"

@@ -20,6 +20,7 @@ from models.decoder.remat_presets import (
 from stacked_remat.ops import RotaryScaling, rotary_from_hf, rotary_to_hf
 from stacked_remat.training import RematPresets
 from stacked_remat.training.config_checks import check_choices, check_positive
+from stacked_remat.training.config_file import RecordsArguments
 
 OF_RUN = MappingProxyType({"of_run": True})
 """The metadata of fields that a run decides, not the folder of its weights; null takes
@@ -29,7 +30,7 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 
 
 @dataclass(frozen=True)
-class AttentionConfig:
+class AttentionConfig(RecordsArguments):
     """Settings of attention.
 
     Attributes:
@@ -67,7 +68,7 @@ class AttentionConfig:
 
 
 @dataclass(frozen=True)
-class RotaryConfig:
+class RotaryConfig(RecordsArguments):
     """The rotary position embedding.
 
     Attributes:
@@ -90,7 +91,7 @@ class RotaryConfig:
 
 
 @dataclass(frozen=True)
-class ExpertsConfig:
+class ExpertsConfig(RecordsArguments):
     """A router that sends every token to a few experts.
 
     Attributes:
@@ -165,7 +166,7 @@ class ExpertsConfig:
 
 
 @dataclass(frozen=True)
-class LatentConfig:
+class LatentConfig(RecordsArguments):
     """Widths of multi-head latent attention.
 
     Attributes:
@@ -317,7 +318,7 @@ class LayerSpec:
 
 
 @dataclass(frozen=True)
-class DecoderConfig(draccus.ChoiceRegistry):
+class DecoderConfig(RecordsArguments, draccus.ChoiceRegistry):
     """A decoder in which every layer has one MLP, and what decoders with experts share
     with it.
 

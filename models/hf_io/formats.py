@@ -208,8 +208,7 @@ def config_from_hf(
             str(error),
         )
         raise ValueError(text) from error
-    # Without its written keys, which are of config files
-    return dataclasses.replace(config), vocab_size
+    return config, vocab_size
 
 
 def config_to_hf(
@@ -267,17 +266,14 @@ def says_nothing(config: DecoderConfig) -> bool:
     """Whether a config says nothing of what a folder decides but its type and a longer
     context.
 
-    What a file says is what is written there, also where it is the default. A config
-    that Python code made says what differs from the defaults.
+    A config says what is written in it, by a file or as an argument in Python, also
+    where it is the default.
     """
-    lengthens, written = config.rotary.scaling is not None, written_keys(config)
-    if written is not None:
-        said = [key for key in written - {"type"} if _is_of_folder(config, key)]
-        return all(lengthens and key.startswith("rotary.") for key in said)
-    usual = type(config)()
-    if lengthens:
-        usual = dataclasses.replace(usual, rotary=config.rotary)
-    return not differing_fields("model", config, usual)
+    lengthens = config.rotary.scaling is not None
+    said = [
+        key for key in written_keys(config) - {"type"} if _is_of_folder(config, key)
+    ]
+    return all(lengthens and key.startswith("rotary.") for key in said)
 
 
 def unlike_folder(config: DecoderConfig, found: DecoderConfig) -> list[str]:
@@ -287,18 +283,11 @@ def unlike_folder(config: DecoderConfig, found: DecoderConfig) -> list[str]:
     written, theta = written_keys(config), config.rotary.theta
     if not says_nothing(config):
         return differing_fields("model", written_out(config), written_out(found))
-    if type(config) is not type(found) and (written is None or "type" in written):
+    if type(config) is not type(found) and "type" in written:
         return differing_fields("model", config, found)
-    says_theta = (
-        theta != type(config)().rotary.theta
-        if written is None
-        else "rotary.theta" in written
-    )
-    return (
-        differing_fields("model.rotary.theta", theta, found.rotary.theta)
-        if says_theta
-        else []
-    )
+    if "rotary.theta" not in written:
+        return []
+    return differing_fields("model.rotary.theta", theta, found.rotary.theta)
 
 
 def _is_of_folder(config: Any, key: str) -> bool:
@@ -310,10 +299,9 @@ def _is_of_folder(config: Any, key: str) -> bool:
         one.name == name and "of_run" in one.metadata
         for one in dataclasses.fields(config)
     )
-    own = getattr(config, name)
-    return not is_of_run and (
-        not dataclasses.is_dataclass(own) or _is_of_folder(own, below)
-    )
+    value = getattr(config, name)
+    has_keys = below and dataclasses.is_dataclass(value)
+    return not is_of_run and (not has_keys or _is_of_folder(value, below))
 
 
 def written_out(config: DecoderConfig) -> DecoderConfig:
@@ -338,40 +326,30 @@ def pretrained_config(config: DecoderConfig, found: DecoderConfig) -> DecoderCon
     of `config`.
     """
     written, longest = written_keys(config), found.rotary.max_position_embeddings
-    found = _with_fields_of_run(found, config, type(config)(), written)
+    found = _with_fields_of_run(found, config, written)
     if (
         config.rotary.scaling is not None
     ):  # a longer context than the folder was made for
         rotary = dataclasses.replace(config.rotary, theta=found.rotary.theta)
-        if written is not None and "rotary.max_position_embeddings" not in written:
+        if "rotary.max_position_embeddings" not in written:
             rotary = dataclasses.replace(rotary, max_position_embeddings=longest)
         found = dataclasses.replace(found, rotary=rotary)
     return found
 
 
 def _with_fields_of_run(
-    found: Any,
-    config: object,
-    default: object,
-    written: Collection[str] | None,
-    section: str = "",
+    found: Any, config: object, written: Collection[str], section: str = ""
 ) -> Any:
-    """The config found, with the fields of the run that `config` gives.
-
-    Which these are `written` says, or, of a config made in Python, that they are not
-    those of `default`.
-    """
+    """The config found, with the fields of the run that are written in `config`."""
     changes = {}
-    for one in dataclasses.fields(found):
-        key, other = section + one.name, getattr(found, one.name)
-        own, usual = getattr(config, one.name, None), getattr(default, one.name, None)
-        if "of_run" in one.metadata:
-            is_given = own != usual if written is None else key in written
-            changes[one.name] = own if is_given and own is not None else other
-        elif dataclasses.is_dataclass(own) and dataclasses.is_dataclass(other):
-            changes[one.name] = _with_fields_of_run(
-                other, own, usual, written, f"{key}."
-            )
+    for entry in dataclasses.fields(found):
+        name, key = entry.name, section + entry.name
+        of_config, of_found = getattr(config, name, None), getattr(found, name)
+        if "of_run" in entry.metadata:
+            if key in written and of_config is not None:
+                changes[name] = of_config
+        elif dataclasses.is_dataclass(of_config) and dataclasses.is_dataclass(of_found):
+            changes[name] = _with_fields_of_run(of_found, of_config, written, f"{key}.")
     return dataclasses.replace(found, **changes)
 
 

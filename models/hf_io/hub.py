@@ -1,6 +1,7 @@
 """Model folders by path, or by their name on the Hugging Face Hub."""
 
 import glob
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,22 +26,21 @@ def model_folder(name: str, *, weights: bool = True) -> Path:
     On the Hub a name may end in `@revision`. Without `weights` only JSON and texts are
     fetched. Other formats of the weights, and folders in the folder, are not.
     """
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        return folder
+    if _is_folder(name):
+        return Path(name).expanduser()
     repository, _, revision = name.partition("@")
     if not REPOSITORY.fullmatch(repository):
         raise FileNotFoundError(
-            f"There is no folder {name}, and it is not a name on the Hugging Face Hub,"
-            " which would be owner/model."
+            f"There is no folder {name or repr(name)}, and it is not a name on the"
+            " Hugging Face Hub, which would be owner/model."
         )
-    found = _fetched(name, repository, revision)
+    folder = _fetched(name, repository, revision)
     if not weights:
-        return found
+        return folder
     files = (
         [ADAPTERS]
-        if _has_adapters(found)
-        else [glob.escape(file) for file in weight_files(found)]
+        if _has_adapters(folder)
+        else [glob.escape(file) for file in weight_files(folder)]
     )
     return _fetched(name, repository, revision, files)
 
@@ -56,14 +56,14 @@ def adapted_model(root: Path, name: str) -> str | None:
         return None
     settings = read_json(root / ADAPTER_CONFIG)
     base, revision = settings.get("base_model_name_or_path"), settings.get("revision")
-    if not isinstance(base, str):
+    if not base or not isinstance(base, str):
         raise WeightsError(
             f"{root / ADAPTER_CONFIG} has no base_model_name_or_path: name the model"
             " there."
         )
-    is_local = Path(base).expanduser().is_dir()
+    is_local = _is_folder(base)
     is_published = REPOSITORY.fullmatch(base.partition("@")[0]) is not None
-    is_downloaded = is_hub_snapshot(root) or not Path(name).expanduser().is_dir()
+    is_downloaded = is_hub_snapshot(root) or not _is_folder(name)
     if is_downloaded and (is_local or not is_published):
         raise WeightsError(
             f"The adapters {name} from the Hugging Face Hub are for {shown(base)},"
@@ -74,6 +74,13 @@ def adapted_model(root: Path, name: str) -> str | None:
             " initialize_from_hf."
         )
     return base if revision is None or is_local else f"{base}@{revision}"
+
+
+def _is_folder(name: str) -> bool:
+    """Whether a name is of a folder here; false for "", which `Path` takes for the
+    current folder, and for what no file system can have as a name.
+    """
+    return os.path.isdir(os.path.expanduser(name))
 
 
 def _has_adapters(root: Path) -> bool:

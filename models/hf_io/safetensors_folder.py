@@ -284,7 +284,14 @@ class Pending:
 
 def weight_files(root: Path) -> list[str]:
     """The files that a folder's weights are in, whether they are there or not."""
-    return sorted({*_weight_map(root).values()}) or [SINGLE]
+    if files := sorted({*_weight_map(root).values()}):
+        return files
+    if not _is_inside(root, SINGLE):
+        raise WeightsError(
+            f"{root / SINGLE} is a link to a file outside of that folder. Put the"
+            " weights into the folder."
+        )
+    return [SINGLE]
 
 
 def _weight_map(root: Path) -> dict[str, str]:

@@ -69,7 +69,8 @@ def digests(tree: Any) -> dict[str, list[int]]:
     They depend on the bits of every element and on its index, so elements that change
     places, and changes that cancel in a sum of bits, are noticed. They are the same
     under every sharding. Arrays of one shape collide with a probability of about
-    2**-64.
+    2**-64. Without `jax_enable_x64`, NumPy's numbers of 64 bits count as those of 32
+    that JAX makes of them, as which checkpoints are restored.
 
     Cost: one pass over the arrays on their devices, without a copy.
     """
@@ -94,6 +95,8 @@ def _digest(array: Array) -> tuple[Array, Array]:
         sums = _sums_of_hashes(_words(entry), first=index)
         return (totals[0] + sums[0], totals[1] + sums[1]), None
 
+    if array.ndim == 0:
+        return _sums_of_hashes(_words(to_device(array)))
     return jax.lax.scan(add, (jnp.uint32(0), jnp.uint32(0)), jnp.arange(len(array)))[0]
 
 

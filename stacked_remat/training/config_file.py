@@ -8,7 +8,7 @@ import math
 import re
 import typing
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import draccus
 import draccus.utils
@@ -30,7 +30,7 @@ from .errors import ConfigError, all_without_credentials
 
 Config = TypeVar("Config")
 
-# an attribute of configs that were read, which `dataclasses.replace` drops
+# an attribute of configs; `dataclasses.replace` does not keep it
 _WRITTEN = "_written_keys"
 _CONFIG_PATH, _COMMAND_LINE = "config_path", "on the command line"
 _BOOLS = yaml.SafeLoader.bool_values  # of `yes`, `true`, `on` and their opposites
@@ -95,14 +95,36 @@ def decode_config(
     return _Decoder(config_class, place, given).section(config_class, tree, "")
 
 
-def written_keys(section: Any) -> frozenset[str] | None:
-    """The dotted keys that a config file or the command line gave below a section, its
-    `type` included.
+def written_keys(section: Any) -> frozenset[str]:
+    """The dotted keys that were given below a section, its `type` included: by a config
+    file, by the command line, or by Python code as arguments.
 
-    None for a config that Python code made: there a default and a value that equals it
-    look alike.
+    Empty for a section that Python code made of another class than
+    `RecordsArguments`: there a default and a value that equals it look alike.
     """
-    return getattr(section, _WRITTEN, None)
+    return getattr(section, _WRITTEN, frozenset())
+
+
+class RecordsArguments:
+    """A section of configs whose `written_keys` are known where Python code made it.
+
+    These are its arguments, so that a value that is written differs from a default
+    that it equals. `dataclasses.replace` gives all fields as arguments.
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """An instance that knows the names of its arguments."""
+        section = super().__new__(cls)
+        fields: Any = dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]
+        by_position = zip([field.name for field in fields], args, strict=False)
+        written = {"type"} if issubclass(cls, draccus.ChoiceRegistry) else set()
+        for name, value in [*by_position, *kwargs.items()]:
+            if isinstance(value, RecordsArguments):
+                written |= {f"{name}.{key}" for key in written_keys(value)}
+            else:
+                written.add(name)
+        object.__setattr__(section, _WRITTEN, frozenset(written))
+        return section
 
 
 def config_as_dict(config: Any) -> dict[str, Any]:

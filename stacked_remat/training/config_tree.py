@@ -13,11 +13,12 @@ keys of included files, at any depth; a section that names another `type`, or `{
 replaces the included one.
 """
 
+import itertools
 import os
 import posixpath
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import fsspec
@@ -25,6 +26,9 @@ import yaml
 
 from .._messages import shown
 from .errors import ConfigError
+
+# Files that include two files each, at many levels, would be read for ever.
+_MOST_INCLUDES = 1_000
 
 
 def leaves(
@@ -112,6 +116,8 @@ class _File:
     location: str
     chain: str = ""  # `, included by FILE line N` for each of them, the nearest first
     includers: tuple[str, ...] = ()
+    # Of all files that the first one leads to
+    numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     @property
     def where(self) -> str:
@@ -127,12 +133,15 @@ class _File:
                 f"{by}{self.chain}, includes {name!r}: {error}"
             ) from error
         includers = (*self.includers, self.location)
-        found = _File(location, f", included by {by}{self.chain}", includers)
+        chain = f", included by {by}{self.chain}"
         if location in includers:
+            raise ConfigError(f"A config file can't include itself: {location}{chain}.")
+        if next(self.numbers) > _MOST_INCLUDES:
             raise ConfigError(
-                f"A config file can't include itself: {location}{found.chain}."
+                f"More than {_MOST_INCLUDES:,} files are included, the last one"
+                f" {location}{chain}; a file counts each time. Include each file once."
             )
-        return found.value()
+        return _File(location, chain, includers, self.numbers).value()
 
     def value(self) -> Any:
         """What the file holds."""

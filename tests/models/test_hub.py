@@ -123,7 +123,7 @@ def test_the_base_of_adapters_has_the_revision_that_they_name(asked, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["/nowhere/model", "./nowhere/model", "model", "a/b/c"]
+    "name", ["/nowhere/model", "./nowhere/model", "model", "a/b/c", "a" * 5_000]
 )
 def test_names_of_neither_a_folder_nor_a_repository_are_refused(name, asked):
     with pytest.raises(
@@ -131,6 +131,22 @@ def test_names_of_neither_a_folder_nor_a_repository_are_refused(name, asked):
     ):
         model_folder(name)
     assert not asked
+
+
+@pytest.mark.parametrize(
+    ("base", "error", "message"),
+    [
+        ("", WeightsError, "has no base_model_name_or_path: name the model there"),
+        ("a" * 5_000, FileNotFoundError, "it is not a name on the Hugging Face Hub"),
+    ],
+)
+def test_adapters_of_no_model_are_refused(asked, tmp_path, base, error, message):
+    settings = {"base_model_name_or_path": base}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
+    with pytest.raises(error, match=message):
+        find_model(str(tmp_path))
+    with pytest.raises(FileNotFoundError, match="There is no folder ''"):
+        model_folder("")
 
 
 def test_repositories_missing_on_the_hub_are_named(monkeypatch):

@@ -223,6 +223,28 @@ def test_a_written_model_that_is_the_folders_is_taken(unusual):
     assert LmRunConfig(initialize_from_hf=str(folder)).resolved().model == expected
 
 
+def test_a_model_written_in_python_is_not_taken_for_the_folders(unusual):
+    """Arguments that are the defaults are written too, as in a file."""
+    folder, config = unusual
+    model_of_run = Qwen3MoeConfig(tiles=2, attention=AttentionConfig(backend="exact"))
+
+    def resolved(model):
+        return LmRunConfig(model=model, initialize_from_hf=str(folder)).resolved().model
+
+    found = resolved(model_of_run)
+    assert differing_fields("model", found, written_out(config)) == []
+    assert (found.tiles, found.attention.backend) == (2, "exact")
+    assert resolved(found) == found and resolved(config).num_layers == 5
+    for model in (
+        Qwen3MoeConfig(num_layers=4),
+        Qwen3MoeConfig(128, 4),
+        Qwen3MoeConfig(experts=ExpertsConfig(num_experts=8)),
+        dataclasses.replace(model_of_run, tiles=4),
+    ):
+        with pytest.raises(ConfigError, match="not the one in .*"):
+            resolved(model)
+
+
 def test_a_type_that_is_written_is_the_folders(unusual):
     folder, _ = unusual
     with pytest.raises(

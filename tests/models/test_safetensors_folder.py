@@ -252,6 +252,21 @@ def test_an_index_names_only_files_of_its_folder(tmp_path, monkeypatch, name):
             opened()
 
 
+def test_weights_in_one_file_are_no_link_out_of_their_folder(tmp_path):
+    repository = tmp_path / "models--owner--name"
+    mine, snapshot = tmp_path / "mine", repository / "snapshots" / "1a2b"
+    blob, other = repository / "blobs" / "c3", tmp_path / "other.safetensors"
+    for folder in (mine, snapshot, blob.parent):
+        folder.mkdir(parents=True)
+    for file in (blob, other):
+        save_file(ARRAYS, file)
+    (snapshot / "model.safetensors").symlink_to(blob)
+    assert {*SafetensorsFolder.open(snapshot).shapes} == {*ARRAYS}
+    (mine / "model.safetensors").symlink_to(other)
+    with pytest.raises(WeightsError, match="model.safetensors is a link to a file out"):
+        SafetensorsFolder.open(mine)
+
+
 def test_files_in_a_folder_of_the_folder_and_links_of_the_hubs_cache_are_read(tmp_path):
     repository = tmp_path / "models--owner--name"
     snapshot, blobs = repository / "snapshots" / "1a2b", repository / "blobs"

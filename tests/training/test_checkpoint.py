@@ -359,6 +359,12 @@ def test_digests_of_nan_payloads_layers_and_keys_differ():
     assert digests({"a": one, "b": two}) != digests({"a": two, "b": one})
 
 
+def test_a_scalar_in_host_memory_has_the_digest_of_one_on_the_device():
+    number = jnp.float32(3)
+    on_host = jax.device_put(number, jax.memory.Space.Host)
+    assert digests({"a": on_host}) == digests({"a": number})
+
+
 def test_a_checkpoint_with_digests_of_an_earlier_version_is_refused_by_name(tmp_path):
     saved_at(tmp_path, 3)
     file = tmp_path / "checkpoints" / "3" / "run" / "metadata"

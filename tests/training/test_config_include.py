@@ -106,6 +106,21 @@ def test_urls_are_read_and_their_includes_are_relative_to_them():
         parse_config(Drawing, ["--config_path", "nosuch://a.yaml"])
 
 
+def test_files_that_include_two_files_at_each_level_end_in_an_error(tmp_path):
+    def files(levels):
+        twice = "title: a\npaint:\n  <<: [!include {0}.yaml, !include {0}.yaml]"
+        inner = "<<: [!include {0}.yaml, !include {0}.yaml]"
+        texts = {f"{at}.yaml": inner.format(at + 1) for at in range(1, levels)}
+        return texts | {"main.yaml": twice.format(1), f"{levels}.yaml": "layers: 8"}
+
+    assert parse(tmp_path, files(8)).paint.layers == 8
+    with pytest.raises(
+        ConfigError,
+        match=r"More than 1,000 files are included, the last one .*/\d+.yaml, included",
+    ):
+        parse(tmp_path, files(24))
+
+
 @pytest.mark.parametrize(
     ("files", "message"),
     [

@@ -5,7 +5,7 @@ weeks, so the run that reads a damaged block finds it, before its tokens are tra
 """
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, final
 
@@ -23,9 +23,9 @@ def num_blocks(num_bytes: int) -> int:
     return -(-num_bytes // _BLOCK)
 
 
-def block_checksums(file: BinaryIO) -> list[int]:
-    """The checksum of each block of a file."""
-    return [zlib.crc32(block) for block in iter(lambda: file.read(_BLOCK), b"")]
+def blocks_of(file: BinaryIO) -> Iterator[bytes]:
+    """The blocks of a file, whose CRC-32s are their checksums."""
+    return iter(lambda: file.read(_BLOCK), b"")
 
 
 @final
@@ -55,7 +55,7 @@ class CheckedArray:
         Args:
             path: the file.
             dtype: of its elements, whose size divides that of a block.
-            checksums: as `block_checksums` returns them.
+            checksums: of the blocks, as `blocks_of` cuts the file into.
             count: elements of the array.
             limit: all elements are below it; any if not given.
         """

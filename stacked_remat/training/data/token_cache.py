@@ -2,6 +2,8 @@
 
 Its arrays are appended to files of raw numbers. `state.json` says how much of them is
 whole: what a killed process wrote beyond that is cut off, and its text tokenized again.
+It also has the checksum of what was written to each file, which is compared when a
+build resumes and when it ends, so that a damaged file never gets a valid checksum.
 When everything is written, so are checksums of the files' blocks, which are compared
 when a block is read.
 """
@@ -14,8 +16,8 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,7 +29,7 @@ from ..data_config import SourceConfig
 from ..errors import DataError
 from ..progress import ConsoleProgress
 from .chat_template import ChatTemplateError, RenderedChat
-from .checked_array import CheckedArray, block_checksums, num_blocks
+from .checked_array import CheckedArray, blocks_of, num_blocks
 from .files import SourceFile
 from .packing import TokenizedDocuments
 from .records import Document, Record, place_of, read_records
@@ -90,6 +92,8 @@ class CacheState:
     num_open: int = 0  # chats whose last answer the template leaves open
     num_unmarked_ends: int = 0  # chats whose answers lack their ends
     fingerprint: str = ""
+    # The CRC-32 of what was written to each file of the layout.
+    file_checksums: Mapping[str, int] = field(default_factory=dict)
     checksum: int = 0  # of the file of checksums
     complete: bool = False
 
@@ -167,6 +171,7 @@ def _read_state(folder: Path, request: CacheRequest) -> CacheState:
         return CacheState()
     try:
         state = CacheState(**json.loads(path.read_bytes()))
+        _check_types(state)
         for name, (count, dtype) in state.layout(request).items():
             path = folder / name
             if path.stat().st_size < count * np.dtype(dtype).itemsize:
@@ -175,12 +180,57 @@ def _read_state(folder: Path, request: CacheRequest) -> CacheState:
             path = folder / _CHECKSUMS
             if zlib.crc32(path.read_bytes()) != state.checksum:
                 raise ValueError
-    except (FileNotFoundError, ValueError, TypeError) as error:
-        raise DataError(
-            f"{path} is {'damaged' if path.exists() else 'missing'}. Delete the token"
-            f" cache {folder}, and the next run tokenizes its text again."
-        ) from error
+    # Brackets within each other by the thousand exceed Python's recursion limit
+    except (FileNotFoundError, ValueError, TypeError, RecursionError) as error:
+        raise _unusable(path, "damaged" if path.exists() else "missing") from error
     return state
+
+
+def _unusable(path: Path, problem: str) -> DataError:
+    """The error for a file of a cache."""
+    return DataError(
+        f"{path} is {problem}. Delete the token cache {path.parent}, and the next run"
+        " tokenizes its text again."
+    )
+
+
+def _check_types(state: CacheState) -> None:
+    """Raises a TypeError for a state with an entry that no state is saved with."""
+    for entry in dataclasses.fields(state):
+        value, usual = getattr(state, entry.name), getattr(CacheState(), entry.name)
+        if isinstance(usual, Mapping):
+            is_right = isinstance(value, dict) and all(map(_is_count, value.values()))
+        elif isinstance(usual, tuple):
+            is_right = isinstance(value, list) and all(
+                isinstance(text, str) for text in value
+            )
+        elif type(usual) is int:
+            is_right = _is_count(value)
+        else:
+            is_right = type(value) is type(usual)
+        if not is_right:
+            raise TypeError(f"{entry.name} is {value!r}")
+
+
+def _is_count(value: Any) -> bool:
+    # bool is a subclass of int
+    return type(value) is int and value >= 0
+
+
+def _read_back(path: Path, checksum: int) -> tuple[bytes, list[int]]:
+    """The SHA-256 of a file and the checksums of its blocks.
+
+    A DataError if the file has not the checksum of what was written to it.
+    """
+    digest, block_checksums, file_checksum = hashlib.sha256(), [], 0
+    with path.open("rb") as file:
+        for block in blocks_of(file):
+            digest.update(block)
+            block_checksums.append(zlib.crc32(block))
+            file_checksum = zlib.crc32(block, file_checksum)
+    if file_checksum != checksum:
+        raise _unusable(path, "damaged: its bytes are not those that were written")
+    return digest.digest(), block_checksums
 
 
 def _build(
@@ -240,9 +290,13 @@ class _Writer:
     ):
         self._request, self._folder, self._state = request, folder, state
         self._files = {}
+        self._file_checksums = {}  # of what is written to the files, saved or not
         for name, (count, dtype) in state.layout(request).items():
-            self._files[name] = files.enter_context((folder / name).open("ab"))
-            self._files[name].truncate(count * np.dtype(dtype).itemsize)
+            file = files.enter_context((folder / name).open("ab"))
+            file.truncate(count * np.dtype(dtype).itemsize)
+            checksum = state.file_checksums.get(name, 0)
+            _read_back(folder / name, checksum)
+            self._files[name], self._file_checksums[name] = file, checksum
 
     def add(self, group: Sequence[tuple[int, Record]]) -> CacheState:
         """Tokenizes a group of records, and returns the state after it."""
@@ -275,7 +329,12 @@ class _Writer:
             ),
         }
         for name, file in self._files.items():
-            file.writelines(array.tobytes() for array in arrays[name])
+            for array in arrays[name]:
+                content = array.tobytes()
+                file.write(content)
+                self._file_checksums[name] = zlib.crc32(
+                    content, self._file_checksums[name]
+                )
         chats = [text for text in texts if isinstance(text, RenderedChat)]
         state, (at, record) = self._state, group[-1]
         self._state = dataclasses.replace(
@@ -291,6 +350,7 @@ class _Writer:
             num_open=state.num_open + sum(chat.is_open for chat in chats),
             num_unmarked_ends=state.num_unmarked_ends
             + sum(chat.has_unmarked_end for chat in chats),
+            file_checksums=dict(self._file_checksums),
         )
         return self._state
 
@@ -305,15 +365,14 @@ class _Writer:
             path.write_text(json.dumps(dataclasses.asdict(self._state), indent=2))
 
     def _complete(self) -> None:
-        """Writes the checksums of all files, and sets what the last state says of
-        them.
+        """Compares all files with what was written, writes the checksums of their
+        blocks, and sets what the last state says of them.
         """
         digest, checksums = hashlib.sha256(), []
-        for file in self._files.values():
-            with open(file.name, "rb") as written:
-                digest.update(hashlib.file_digest(written, "sha256").digest())
-                written.seek(0)
-                checksums += block_checksums(written)
+        for name, checksum in self._file_checksums.items():
+            file_digest, block_checksums = _read_back(self._folder / name, checksum)
+            digest.update(file_digest)
+            checksums += block_checksums
         content = np.array(checksums, np.uint32).tobytes()
         with replaced_whole(self._folder / _CHECKSUMS) as path:
             path.write_bytes(content)
@@ -432,9 +491,11 @@ def _open(request: CacheRequest, folder: Path) -> CachedTokens:
     checksums = np.fromfile(folder / _CHECKSUMS, np.uint32)
     blocks, arrays = state.num_blocks(request), {}
     for name, (count, dtype) in state.layout(request).items():
-        own, checksums = np.split(checksums, [blocks[name]])
+        of_blocks, checksums = np.split(checksums, [blocks[name]])
         limit = request.tokenizer.vocab_size if name == "tokens" else None
-        arrays[name] = CheckedArray(folder / name, dtype, own, count=count, limit=limit)
+        arrays[name] = CheckedArray(
+            folder / name, dtype, of_blocks, count=count, limit=limit
+        )
     lengths = np.array(arrays["lengths"])
     documents = TokenizedDocuments(
         arrays["tokens"],

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import threading
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -290,6 +291,75 @@ def test_a_changed_bit_is_found_when_its_block_is_read(
     assert texts(build(folder, tmp_path / "cache", train_on="answers")) == expected()
 
 
+@pytest.mark.parametrize("name", ["tokens", "lengths", "counted", "keys"])
+def test_damage_before_the_cache_is_complete_is_found(
+    folder, tmp_path, monkeypatch, name
+):
+    """Between a save and a resumption, and while the process runs that writes it."""
+    options, save = (
+        {"save_tokens": 3000, "train_on": "answers"},
+        token_cache._Writer.save,
+    )
+
+    def damage():
+        (file,) = (tmp_path / "cache").glob(f"*/{name}")
+        content = file.read_bytes()
+        file.write_bytes(bytes([content[0] ^ 1]) + content[1:])
+        return file
+
+    def killed(writer, **options):
+        save(writer, **options)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(token_cache._Writer, "save", killed)
+        build(folder, tmp_path / "cache", **options)
+    root = damage().parent
+    fix = f"Delete the token cache {root}, and the next run tokenizes its text again"
+    refused = pytest.raises(DataError, match=rf"{root / name} is damaged: .*{fix}")
+    with refused:
+        build(folder, tmp_path / "cache", **options)
+    damage()  # the bit as it was
+    with monkeypatch.context() as patch, refused:
+        complete = token_cache._Writer._complete
+        patch.setattr(
+            token_cache._Writer,
+            "_complete",
+            lambda writer: (damage(), complete(writer)),
+        )
+        build(folder, tmp_path / "cache", **options)
+    damage()
+    assert texts(build(folder, tmp_path / "cache", **options)) == expected()
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"num_tokens": -1},
+        {"num_documents": -1},
+        {"num_tokens": 542.0},
+        {"next_record": True},
+        {"fingerprint": None},
+        {"complete": "no"},
+        {"unread": 3},
+        {"problems": [1]},
+        {"file_checksums": {"tokens": "1"}},
+        {"other": 1},
+        "[" * 100_000,
+    ],
+    ids=lambda changed: str(changed)[:40],
+)
+def test_a_state_that_no_cache_is_saved_with_is_damaged(folder, tmp_path, changed):
+    build(folder, tmp_path / "cache")
+    (root,) = (tmp_path / "cache").iterdir()
+    text = changed
+    if isinstance(changed, dict):
+        text = json.dumps(json.loads((root / "state.json").read_text()) | changed)
+    (root / "state.json").write_text(text)
+    with pytest.raises(DataError, match="state.json is damaged. Delete the token"):
+        build(folder, tmp_path / "cache")
+
+
 def test_a_token_outside_of_the_vocabulary_names_the_file(
     folder, tmp_path, monkeypatch
 ):
@@ -318,7 +388,7 @@ def test_a_block_is_checked_once(tmp_path, monkeypatch):
     numbers = np.arange(13, dtype=np.uint16)
     (tmp_path / "numbers").write_bytes(numbers.tobytes())
     with (tmp_path / "numbers").open("rb") as file:
-        checksums = checked_array.block_checksums(file)
+        checksums = [zlib.crc32(block) for block in checked_array.blocks_of(file)]
     array = CheckedArray(tmp_path / "numbers", np.uint16, checksums, count=13)
     checked, check = [], array._check
     monkeypatch.setattr(

@@ -152,6 +152,12 @@ def _remat_for(spec: SweepSpec, residuals: Sequence[Residuals]) -> Remat:
     Of N layers, `shrinking` holds √(2N) carries. Where the internals of a layer take
     r <= 1/2 of the memory of a carry, k segments whose internals are kept while they
     are reversed take k + r N / k carries: 2√(rN) <= √(2N) for k = √(rN).
+
+    On a CPU segments may be shorter, so that small layers run fast. The tracing
+    platform decides, as in `forward._writes_take_long`, since
+    `lax.platform_dependent` would trace the sweep twice. Only layers whose internals
+    take a few dozen bytes are cut in another way; what is exported from a CPU has the
+    same values, and up to a quarter more memory.
     """
     remat, length = spec.remat, spec.length
     is_nested = length > 1 and remat == Remat(length, schedule=shrinking(length))

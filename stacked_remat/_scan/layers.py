@@ -38,7 +38,7 @@ from .._sweep.primitive import run_layers
 from .._sweep.rules import Bound
 from .._sweep.spec import SweepSpec
 from .._sweep.store import at_least_one, read
-from .._sweep.trace import TracedLayers, has_refs, trace_layers
+from .._sweep.trace import TracedLayers, check_offloaded, has_refs, trace_layers
 from .layer_axis import Join, Split, split_kinds
 from .marks import is_array
 from .stacking import name_stacked, numbers_to_arrays, stack_outputs
@@ -90,6 +90,9 @@ def trace_kinds(
         offloads=remat.offloads,
         replays=replays,
     )
+    for kind in traced.kinds:
+        offloaded = *remat.kept.offloaded, *remat.first_kept.offloaded
+        check_offloaded(kind.jaxpr, offloaded)
     return traced, static
 
 

@@ -100,7 +100,7 @@ def test_attributes_that_python_does_not_compare_by_value():
     def layer(seed, slope):
         activation = functools.partial(jax.nn.leaky_relu, negative_slope=slope)
         made = Layer(seed, activation=activation)
-        made.unset = float("nan")
+        made.options["unset"] = float("nan")
         return made
 
     layers = [layer(seed, 0.2) for seed in range(3)]

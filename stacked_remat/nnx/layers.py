@@ -228,22 +228,25 @@ def _is_same_graph(first: nnx.GraphDef, second: nnx.GraphDef) -> bool:
 
 
 def _is_equal(first: Any, second: Any) -> bool:
-    """Whether two attributes are equal, as `==`, but NaN equals NaN, and partials are
-    equal by their parts.
+    """Whether two attributes are equal, as `==`, but NaN equals NaN, True is not 1, and
+    partials are equal by their parts.
     """
     if first is second:
         return True
     # True == 1, and a layer may compute another thing with it.
-    if type(first) is not type(second) or isinstance(first, jax.Array | np.ndarray):
+    if type(first) is not type(second):
         return False
+    if isinstance(first, jax.Array | np.ndarray):
+        is_same_type = (first.shape, first.dtype) == (second.shape, second.dtype)
+        return is_same_type and bool((first == second).all())
     if isinstance(first, functools.partial):
-        parts = first.func, *first.args, *first.keywords.values()
-        second_parts = second.func, *second.args, *second.keywords.values()
-        return (
-            len(first.args) == len(second.args)
-            and [*first.keywords] == [*second.keywords]
-            and all(map(_is_equal, parts, second_parts))
-        )
+        parts = first.func, first.args, first.keywords
+        return _is_equal(parts, (second.func, second.args, second.keywords))
+    if isinstance(first, dict):
+        values = [second.get(key) for key in first]
+        return first.keys() == second.keys() and _is_equal([*first.values()], values)
+    if isinstance(first, list | tuple):
+        return len(first) == len(second) and all(map(_is_equal, first, second))
     are_nan = isinstance(first, float) and first != first and second != second
     return are_nan or bool(first == second)
 

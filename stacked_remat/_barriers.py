@@ -21,7 +21,7 @@ _barrier_p.multiple_results = True
 
 def barrier_on(platforms: tuple[str, ...], tree: PyTree) -> PyTree:
     """`lax.optimization_barrier` in programs for these platforms (`"cuda"`, `"tpu"`),
-    nothing in others.
+    nothing in others. `"cuda"` stands for all GPUs, as in `_placement.platform`.
     """
     leaves, structure = jax.tree.flatten(tree)
     return jax.tree.unflatten(structure, _barrier_p.bind(*leaves, platforms=platforms))
@@ -58,5 +58,6 @@ ad.primitive_jvps[_barrier_p] = _differentiated
 ad.primitive_transposes[_barrier_p] = _transposed
 batching.primitive_batchers[_barrier_p] = _batched
 mlir.register_lowering(_barrier_p, _lowered_for("any other"))
-for _platform in ("cuda", "tpu"):
-    mlir.register_lowering(_barrier_p, _lowered_for(_platform), platform=_platform)
+mlir.register_lowering(_barrier_p, _lowered_for("tpu"), platform="tpu")
+# Of ROCm too, which JAX calls a GPU as well and compiles by the same XLA:GPU
+mlir.register_lowering(_barrier_p, _lowered_for("cuda"), platform="gpu")

@@ -32,11 +32,11 @@ compiled_for = jax.make_user_context(default_value=None)
 
 def platform() -> str:
     """The kind of device that the program being traced is for: `"cpu"`, `"cuda"`,
-    `"tpu"`, ...
+    `"tpu"`, ... `"cuda"` for all GPUs: JAX calls those of ROCm `"gpu"` too.
     """
     device = compiled_for.value or jax.default_backend()
     name = getattr(device, "platform", device)
-    return "cuda" if name == "gpu" else name
+    return "cuda" if name in ("gpu", "rocm") else name
 
 
 def target_device() -> Any:

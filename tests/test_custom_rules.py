@@ -256,7 +256,9 @@ def test_rules_compute_what_is_swept_with_a_visitor_and_layers_of_several_kinds(
 
 
 @pytest.mark.parametrize(
-    "remat", [False, "nested", POLICIES["first layers"], POLICIES["names"]], ids=str
+    "remat",
+    [False, "nested", "recompute", POLICIES["first layers"], POLICIES["names"]],
+    ids=str,
 )
 def test_a_rule_closes_over_traced_values(remat):
     """Of a `jax.jit`, a `jax.vmap` or a `jax.grad` around the derivative, and of a

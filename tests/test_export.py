@@ -79,9 +79,10 @@ def test_barriers_are_those_of_the_platform_it_is_exported_for(remat, with_barri
     )
     count = {
         name: barriers(export.export(gradient, platforms=[name])(WEIGHTS))
-        for name in PLATFORMS
+        for name in (*PLATFORMS, "rocm")
     }
     assert {name for name in PLATFORMS if count[name] > count["cpu"]} == with_barriers
+    assert count["rocm"] == count["cuda"]
     together = export.export(gradient, platforms=PLATFORMS)(WEIGHTS)
     assert barriers(together) >= max(count.values())
 

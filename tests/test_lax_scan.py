@@ -74,6 +74,7 @@ def test_it_takes_the_arguments_of_jax():
         (("text", XS), {}, "The carry is 'text', which is no array"),
         ((1.0, XS), {"length": 4}, "given inputs of different lengths"),
         ((1.0, XS), {"length": "four"}, "length is the number of steps"),
+        ((1.0, None), {"length": float("inf")}, "length is the number of steps"),
         ((1.0,), {}, "xs has no array to split. Pass length="),
         (
             (1.0, XS),

@@ -17,8 +17,9 @@ from stacked_remat import (
     fold,
     scan,
 )
+from stacked_remat._placement import compiled_for
 
-from .blocks import POLICIES, quick_jit, with_remat3
+from .blocks import POLICIES, assert_close, quick_jit, with_remat3
 from .jaxprs import equations_of
 from .random_arrays import normal
 
@@ -345,3 +346,34 @@ def test_barriers_are_where_layers_share_one_program():
     assert has_barriers(stack, remat="recompute")
     assert has_barriers(sequence)
     assert has_barriers(sequence, remat="nested")
+
+
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+def test_a_name_in_an_inner_scan_is_not_offloaded_on_accelerators(platform):
+    """XLA's error there names nothing; on a CPU nothing moves, and it runs."""
+    weights = jnp.linspace(-0.5, 0.5, 12).reshape(4, 3)
+
+    def gradient(policy, *, in_scan=True):
+        def inner(x, weight):
+            named = checkpoint_name(jnp.sin(x * weight), "h") if in_scan else x
+            return named * weight, None
+
+        def layer(x, weight):
+            x = x if in_scan else checkpoint_name(jnp.sin(x), "h")
+            return jax.lax.scan(inner, x, jnp.stack([weight, weight]))[0]
+
+        def loss(weights):
+            return jnp.sum(fold(layer, 4, remat=policy)(jnp.ones(3), weights))
+
+        return jax.grad(loss)
+
+    offloads = ScanCheckpointPolicy(offload_block_internals=["h"])
+    saves = ScanCheckpointPolicy(save_block_internals=["h"])
+    assert_close(gradient(offloads)(weights), gradient(saves)(weights))
+    with compiled_for(platform):
+        for allowed in (gradient(saves), gradient(offloads, in_scan=False)):
+            jax.make_jaxpr(allowed)(weights)
+        with pytest.raises(
+            ValueError, match=r"name 'h' inside a lax.scan .*save_block"
+        ):
+            jax.make_jaxpr(gradient(offloads))(weights)

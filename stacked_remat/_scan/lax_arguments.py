@@ -41,7 +41,7 @@ def number_of_steps(length: Any) -> int:
     """A length as an int; JAX takes whatever `int` does, as 4.0."""
     try:
         number: Any = int(length)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):  # the last of infinity
         number = length  # for the error
     return whole_number("length", number, "the number of steps", least=0)
 

@@ -28,17 +28,18 @@ import numpy as np
 from haliax import Axis
 
 from .._checkpoint import checkpoint_name, recomputed, saving_internals
-from .._compat import is_eager
+from .._compat import is_eager, nothing_is_traced
 from .._placement import has_host_arrays, on_device, platform
 from .._remat import EVERYTHING, NOTHING, Kept, Remat
 from .._schedule import Tree
 from .._static import PyTree, Static
 from .._sweep.kinds import Pattern
 from .._sweep.primitive import run_layers
+from .._sweep.reverse_spec import with_rules_as_arguments
 from .._sweep.rules import Bound
 from .._sweep.spec import SweepSpec
 from .._sweep.store import at_least_one, read
-from .._sweep.trace import TracedLayers, has_refs, trace_layers
+from .._sweep.trace import TracedLayers, check_offloaded, has_refs, trace_layers
 from .layer_axis import Join, Split, split_kinds
 from .marks import is_array
 from .stacking import name_stacked, numbers_to_arrays, stack_outputs
@@ -90,6 +91,9 @@ def trace_kinds(
         offloads=remat.offloads,
         replays=replays,
     )
+    for kind in traced.kinds:
+        offloaded = *remat.kept.offloaded, *remat.first_kept.offloaded
+        check_offloaded(kind.jaxpr, offloaded)
     return traced, static
 
 
@@ -153,6 +157,8 @@ def scan_layers(call: FoldCall, init: PyTree, arguments: PyTree) -> Any:
             # alone and runs the layers again; a sweep keeps the carries that the policy
             # says.
             plain = None
+        if not remat.carries and not nothing_is_traced():
+            traced = with_rules_as_arguments(traced)
         program = remat.swept() if plain is None else remat
         spec = sweep_spec(call, traced, program, axis)
         run = functools.partial(run_layers, traced, spec, plain)

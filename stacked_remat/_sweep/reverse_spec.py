@@ -31,9 +31,10 @@ from .._remat import EVERYTHING, NOTHING, Remat
 from .._schedule import equal, shrinking
 from .gradient import LayerPullback, Perturbed, Residuals, pick
 from .programs import found_in
-from .rules import ruled, without_closures
-from .slots import Arrays, Mask, OfKinds, inverted
+from .rules import floats, ruled, without_closures
+from .slots import Arrays, Mask, OfKinds, inverted, types_of
 from .spec import SweepSpec
+from .trace import TracedLayers
 
 
 def differentiated(
@@ -88,6 +89,27 @@ def _layer_and_values(
         opened.append(without_constants(ClosedJaxpr(jaxpr_of_all, constants))[0])
     layer_jaxpr, values_jaxpr = opened
     return layer_jaxpr, values_jaxpr, constants
+
+
+def with_rules_as_arguments(traced: TracedLayers) -> TracedLayers:
+    """Layers whose `jax.custom_vjp`s close over no traced value: what they closed over
+    is the first of what layers share.
+
+    For a `jax.checkpoint` around all layers, which JAX (0.12) fails to differentiate
+    otherwise.
+    """
+    kinds, shared = [], []
+    for kind, leaves in zip(traced.kinds, traced.shared, strict=True):
+        nonzero = floats(types_of(kind.jaxpr.invars))
+        _, active, closures = ruled(kind.jaxpr, nonzero)
+        constants = []
+        if closures:
+            layer, _ = without_closures(kind.jaxpr, nonzero, active)
+            jaxpr, constants = without_constants(layer)
+            kind = replace(kind, jaxpr=jaxpr)
+        kinds.append(kind)
+        shared.append([*constants, *leaves])
+    return traced._replace(kinds=tuple(kinds), shared=shared)
 
 
 def for_forward_mode(spec: SweepSpec) -> SweepSpec:
@@ -152,6 +174,12 @@ def _remat_for(spec: SweepSpec, residuals: Sequence[Residuals]) -> Remat:
     Of N layers, `shrinking` holds √(2N) carries. Where the internals of a layer take
     r <= 1/2 of the memory of a carry, k segments whose internals are kept while they
     are reversed take k + r N / k carries: 2√(rN) <= √(2N) for k = √(rN).
+
+    On a CPU segments may be shorter, so that small layers run fast. The tracing
+    platform decides, as in `forward._writes_take_long`, since
+    `lax.platform_dependent` would trace the sweep twice. Only layers whose internals
+    take a few dozen bytes are cut in another way; what is exported from a CPU has the
+    same values, and up to a quarter more memory.
     """
     remat, length = spec.remat, spec.length
     is_nested = length > 1 and remat == Remat(length, schedule=shrinking(length))

@@ -21,13 +21,14 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr, jaxprs_in_params
 from jax.extend.core.primitives import convert_element_type_p
 from jax.interpreters.partial_eval import dce_jaxpr
 from jaxtyping import Array
 
 from .._activity import forwarded_inputs
 from .._compat import ordered_effects, without_constants
+from .._placement import platform
 from .._static import PyTree
 from .gradient import pick
 from .kinds import Kind
@@ -245,3 +246,37 @@ def check_effects(jaxpr: Jaxpr, constants: Sequence[PyTree], *, offloads: bool) 
             " compile in a program that uses host memory. Drop ordered=True from the"
             " callback, or use a policy that does not offload."
         )
+
+
+def check_offloaded(jaxpr: Jaxpr, names: Sequence[str]) -> None:
+    """Refuse to offload a name that a layer gives in an inner scan, where XLA can't
+    compile it.
+
+    XLA for GPUs and TPUs (jaxlib 0.10.2) ends in an INTERNAL error, which names
+    nothing: each step would write to a stack on the host. On a CPU nothing moves.
+    """
+    in_loops = _names_in_scans(jaxpr, in_scan=False)
+    refused = [name for name in names if name in in_loops]
+    if refused and platform() != "cpu":
+        raise ValueError(
+            f"The layer gives the name {refused[0]!r} inside a lax.scan of its own, and"
+            " XLA for GPUs and TPUs can't offload it there. Save it on the device"
+            f" (save_block_internals=[{refused[0]!r}]), give the name to the result of"
+            " the inner scan, or offload the carries."
+        )
+
+
+def _names_in_scans(jaxpr: Jaxpr, *, in_scan: bool) -> set[str]:
+    """The checkpoint names that are given in scans within a jaxpr."""
+    found: set[str] = set()
+    for equation in jaxpr.eqns:
+        primitive = equation.primitive.name
+        if primitive == "name" and in_scan:
+            found.add(equation.params["name"])
+        # A custom rule may replace the function, with its names.
+        if primitive == "custom_vjp_call":
+            continue
+        for inner in jaxprs_in_params(equation.params):
+            is_within = in_scan or primitive == "scan"
+            found |= _names_in_scans(inner, in_scan=is_within)
+    return found

@@ -10,6 +10,7 @@ by all that `nnx.merge` takes from one (`_difference`), and refuse, or keep apar
 differs in more than the values of variables.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -47,7 +48,7 @@ def stack(layers: Sequence[nnx.Module], axis_name: str = "layers") -> Any:
         ValueError: there are no layers, two share a variable, or two differ in an
             attribute or in the shape or dtype of a variable; names its path and both
             values. `pattern` takes such layers.
-        TypeError: a layer is no module.
+        TypeError: `layers` is no list, or a layer is no module.
 
     Cost: a copy of all variables.
     """
@@ -89,7 +90,7 @@ def pattern(
         ValueError: there are no layers; when it runs, a layer that writes to its
             variables (statistics, counts of random numbers), which only `remat_scan`
             keeps.
-        TypeError: a layer is no module.
+        TypeError: `layers` is no list, or a layer is no module.
 
     Cost: a copy of all variables.
     """
@@ -100,10 +101,11 @@ def pattern(
         name = _kind_of(layer, kinds)
         kinds.setdefault(name, []).append(layer)
         order.append(name)
-    # A block's static half is that of the first of its kind: all others equal it.
     stacks = {}
     for name, kind in kinds.items():
-        blocks = [ModuleBlock(*nnx.split(layer)) for layer in kind]
+        # The static half of the first stands for all, which equal it.
+        graphdef = nnx.graphdef(kind[0])
+        blocks = [ModuleBlock(graphdef, nnx.state(layer)) for layer in kind]
         stacks[name] = Stacked.of(blocks)
     return StackedPattern(stacks, order, len(layers), remat)
 
@@ -156,6 +158,11 @@ def _check(layers: Sequence[nnx.Module]) -> None:
     """Refuse what is no list of modules, and layers that share a variable, of which
     each would train its own copy.
     """
+    if not isinstance(layers, Sequence):
+        raise TypeError(
+            f"Layers are a list of nnx.Modules; got a {type(layers).__name__}. Write"
+            " [Layer(rngs=nnx.Rngs(seed)) for seed in range(6)]."
+        )
     if not layers:
         raise ValueError("There are no layers. Give a list of modules.")
     # The layer that has a variable, by the variable's identity.
@@ -195,7 +202,7 @@ def _difference(first: nnx.Module, second: nnx.Module) -> str | None:
             return f"{path}: {value!r} and {second_value!r}"
     # What has no value to show: which variables are shared within a layer, and objects
     # that are compared by identity.
-    if nnx.graphdef(first) != nnx.graphdef(second):
+    if not _is_same_graph(nnx.graphdef(first), nnx.graphdef(second)):
         return (
             "their structure: variables that one of them shares, or an attribute that"
             " is no value"
@@ -203,9 +210,45 @@ def _difference(first: nnx.Module, second: nnx.Module) -> str | None:
     return None
 
 
+def _is_same_graph(first: nnx.GraphDef, second: nnx.GraphDef) -> bool:
+    """Whether two modules have one structure; attributes are compared by
+    `_is_equal`.
+    """
+    if first.nodes != second.nodes or len(first.attributes) != len(second.attributes):
+        return False
+    for (key, attribute), (second_key, second_attribute) in zip(
+        first.attributes, second.attributes, strict=True
+    ):
+        # `nnx.graphlib.Static` has the value of an attribute that is no node.
+        value = getattr(attribute, "value", attribute)
+        second_value = getattr(second_attribute, "value", second_attribute)
+        if key != second_key or not _is_equal(value, second_value):
+            return False
+    return True
+
+
 def _is_equal(first: Any, second: Any) -> bool:
+    """Whether two attributes are equal, as `==`, but NaN equals NaN, True is not 1, and
+    partials are equal by their parts.
+    """
+    if first is second:
+        return True
     # True == 1, and a layer may compute another thing with it.
-    return type(first) is type(second) and bool(first == second)
+    if type(first) is not type(second):
+        return False
+    if isinstance(first, jax.Array | np.ndarray):
+        is_same_type = (first.shape, first.dtype) == (second.shape, second.dtype)
+        return is_same_type and bool((first == second).all())
+    if isinstance(first, functools.partial):
+        parts = first.func, first.args, first.keywords
+        return _is_equal(parts, (second.func, second.args, second.keywords))
+    if isinstance(first, dict):
+        values = [second.get(key) for key in first]
+        return first.keys() == second.keys() and _is_equal([*first.values()], values)
+    if isinstance(first, list | tuple):
+        return len(first) == len(second) and all(map(_is_equal, first, second))
+    are_nan = isinstance(first, float) and first != first and second != second
+    return are_nan or bool(first == second)
 
 
 def _parts(layer: nnx.Module) -> dict[str, Any]:

@@ -217,6 +217,32 @@ def test_an_optimizer_of_signs_is_refused_before_the_work(name):
     assert not ran
 
 
+SATURATED = {
+    "divided by its size": optax.stateless(
+        lambda g, _: jax.tree.map(lambda x: -0.1 * x / (jnp.abs(x) + 1e-30), g)
+    ),
+    "adam without memory": optax.adam(0.1, b1=0, b2=0),
+    "clip": optax.chain(optax.clip(1e-6), optax.sgd(1e4)),
+}
+
+
+@pytest.mark.parametrize("name", SATURATED)
+def test_derivatives_of_only_rounding_are_refused(name):
+    plain = lambda model, batch: jnp.mean((batch @ model) ** 2, axis=-1)  # noqa: E731
+    optimizer, model = SATURATED[name], jnp.eye(3) + 0.5
+    batches = jax.random.normal(jax.random.key(0), (Steps.size, Examples.size, 3))
+
+    def replayed(batches):
+        start = model, optimizer.init(model)
+        step = weighted_step(plain, optimizer)
+        held_out = lambda state: jnp.sum(state[0] ** 2)  # noqa: E731
+        return replay(step, start, batches, held_out, Steps, Examples).examples
+
+    for run in (replayed, jax.jit(replayed)):
+        with pytest.raises(RuntimeError, match="derivative .* is zero or rounding"):
+            run(batches)
+
+
 def test_steps_that_change_nothing_yet_are_no_signs():
     """A rate of zero, and gradients that are gathered over steps."""
     plain = lambda model, batch: jnp.mean((batch @ model) ** 2, axis=-1)  # noqa: E731

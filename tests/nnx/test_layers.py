@@ -2,6 +2,7 @@
 several kinds.
 """
 
+import functools
 from typing import Any
 
 import equinox as eqx
@@ -93,8 +94,29 @@ def test_a_stack_refuses_unlike_layers(other, message):
         stack([Layer(0), Layer(1), other])
 
 
+def test_attributes_that_python_does_not_compare_by_value():
+    """NaN, and partials with equal parts."""
+
+    def layer(seed, slope):
+        activation = functools.partial(jax.nn.leaky_relu, negative_slope=slope)
+        made = Layer(seed, activation=activation)
+        made.options["unset"] = float("nan")
+        return made
+
+    layers = [layer(seed, 0.2) for seed in range(3)]
+    assert_close(folded(X, stack(layers)), loop(layers, X))
+    blocks = pattern([*layers, layer(3, 0.1)])
+    assert [*blocks.stacks] == ["Layer_0", "Layer_1"]
+    assert_close(blocks.fold(X, shared(SCALE)), loop([*layers, layer(3, 0.1)], X))
+    for other in (0.1, 1):
+        with pytest.raises(ValueError, match="Layers 0 and 1 differ in activation"):
+            stack([layer(0, True), layer(1, other)])
+
+
 def test_what_is_no_list_of_modules_is_refused():
     for make in (stack, pattern):
+        with pytest.raises(TypeError, match="a list of nnx.Modules; got a Layer"):
+            make(Layer(0))
         with pytest.raises(ValueError, match="There are no layers"):
             make([])
         with pytest.raises(TypeError, match="Layer 1 is a function"):

@@ -269,6 +269,8 @@ def _is_weak(leaf: Any) -> bool:
 def _numbers(leaf: Any) -> np.ndarray:
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
+    if not leaf.size:  # which JAX (0.10.2) can't read if it is on several devices
+        return np.zeros(leaf.shape)
     array = np.asarray(leaf)
     return array.astype(np.complex128 if np.iscomplexobj(array) else np.float64)
 

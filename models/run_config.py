@@ -278,8 +278,8 @@ class LmRunConfig:
                 " another folder."
             )
         if self.lora is not None and begun.has_adapters:
-            # What is merged again on other devices has other last bits, and would not
-            # be the frozen weights.
+            # Merging again on other devices changes the low-order bits, and so the
+            # frozen weights.
             raise ConfigError(
                 "lora trains no adapters on top of those of initialize_from_hf"
                 f" ({begun.name}). Export that whole with models.export_hf, and begin"

@@ -185,8 +185,8 @@ class BlockFoldable(HaliaxStackNames, ModuleWithStateDictSerialization, Generic[
                 ValueError: for an argument of another length than the axis, and for a
                     key, or a list with a Python value for each layer, that is neither
                     split nor marked.
-                TypeError: for what is no axis or number, and if `Block` is an instance,
-                    or doesn't build an `eqx.Module`.
+                TypeError: if `Layers` is no axis or number, and if `Block` is an
+                    instance, or doesn't build an `eqx.Module`.
             """
             what = f"{cls.__name__}.init"
             if remat is not None and gradient_checkpointing is not None:

@@ -47,7 +47,7 @@ class BlockSeq(BlockFoldable[M]):
         blocks: the layers.
 
     Raises:
-        TypeError: for what is no axis, and for a block that is not an `eqx.Module`.
+        TypeError: if `Layers` is no axis, or a block is not an `eqx.Module`.
         ValueError: where the number of blocks is not the size of the axis.
     """
 

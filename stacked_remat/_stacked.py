@@ -237,7 +237,7 @@ class Stacked(StackedKinds[M]):
             arrays with it as first dimension.
 
     Raises:
-        TypeError: for what is no axis, and for a block that is not an `eqx.Module`.
+        TypeError: if `Layers` is no axis, or a block is not an `eqx.Module`.
         ValueError: where the block's arrays do not have the layers in front.
     """
 

@@ -53,7 +53,8 @@ class StackedPattern(StackedKinds[M]):
         pattern: the kind of each layer.
 
     Raises:
-        TypeError: for what is no axis, a dict of `Stacked` or a sequence of names.
+        TypeError: if `Layers` is no axis, `stacks` no dict of `Stacked`, or `pattern`
+            no sequence of names.
         ValueError: for a pattern with unknown kinds, or of another length than the
             axis; for stacks that do not have the layers that the pattern says.
     """

@@ -1,10 +1,10 @@
 # %% [markdown]
 # # Influence by replay: what the loss would be without an example
 #
-# For whoever asks what an example did. A training run is a fold of its step, so the
+# What an example did in a training run. The run is a fold of its step, so the
 # loss after it can be differentiated by the weight of each example in each step. That
 # is exact for the run, with its order and its optimizer, where the dot product of two
-# gradients tells of one step.
+# gradients describes one step.
 
 # %%
 import equinox as eqx

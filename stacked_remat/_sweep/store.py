@@ -184,8 +184,8 @@ def slice_of(stack: Array, index: Index, axis: int) -> Array:
 
 @functools.cache
 def _entry_of(axis: int) -> Callable[[Array, Array], Array]:
-    """`slice_of`, of which `jax.vmap` makes a gather otherwise; host memory and some
-    shardings have none.
+    """`slice_of` with a rule for `jax.vmap`, whose own would make a gather: host memory
+    and some shardings have no gather.
     """
     mapped = jax.custom_batching.custom_vmap(functools.partial(slice_of, axis=axis))
 

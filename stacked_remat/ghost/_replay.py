@@ -72,7 +72,7 @@ def replay(
     ```
 
     Exact for this run, with its order, keys and optimizer, where a gradient dot product
-    tells of one step (Bae et al. 2024, "Training Data Attribution via Approximate
+    describes one step (Bae et al. 2024, "Training Data Attribution via Approximate
     Unrolled Differentiation"; Ilyas and Engstrom 2025, "MAGIC").
 
     Args:

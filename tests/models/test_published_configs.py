@@ -2,6 +2,7 @@
 published size.
 """
 
+import dataclasses
 import json
 
 import equinox as eqx
@@ -429,7 +430,7 @@ def test_a_decoder_that_an_architecture_lacks_is_not_written():
         WeightsError, match="llama can't have this decoder; .* model.attention.window"
     ):
         config_to_hf(
-            type(config)(**{**vars(config), "attention": attention}),
+            dataclasses.replace(config, attention=attention),
             vocab_size,
             dtype="float32",
         )

@@ -280,11 +280,24 @@ def _bound(spec: Spec, expected: list[np.ndarray], largest: float) -> float:
     reference.
     """
     _, right, leaves = functions(spec)
+
+    def difference(run: Function, moved: list[Any]) -> float:
+        again = map(_numbers, jax.tree.leaves(jax.jit(run)(moved)))
+        pairs = zip(expected, again, strict=True)
+        return max(np.abs(a - b).max(initial=0) for a, b in pairs)
+
     least = TOLERANCE
     if spec.dtype == "float64":
         moved = [leaf * (1 + 1e-13) if leaf.dtype == float else leaf for leaf in leaves]
+        by_rounding = 100 * difference(right, moved)
         if "mixed_dtypes" in spec.parts:
-            least = 30 * float(jnp.finfo(jnp.float32).eps)
+            epsilon = float(jnp.finfo(jnp.float32).eps)
+            least = 30 * epsilon
+            moved = []
+            for leaf in leaves:
+                is_narrow = leaf.dtype == jnp.float32
+                moved.append(leaf * np.float32(1 + epsilon) if is_narrow else leaf)
+            by_rounding = max(by_rounding, difference(right, moved))
     else:
         least = 30 * float(jnp.finfo(spec.dtype).eps)
         _, right, wide = functions(dataclasses.replace(spec, dtype="float64"))
@@ -292,11 +305,8 @@ def _bound(spec: Spec, expected: list[np.ndarray], largest: float) -> float:
             narrow.astype(own.dtype) if is_float(own) else own
             for narrow, own in zip(leaves, wide, strict=True)
         ]
-    again = map(_numbers, jax.tree.leaves(jax.jit(right)(moved)))
-    differences = [
-        np.abs(a - b).max(initial=0) for a, b in zip(expected, again, strict=True)
-    ]
-    return max(least * max(1.0, largest), 100 * max(differences))
+        by_rounding = 100 * difference(right, moved)
+    return max(least * max(1.0, largest), by_rounding)
 
 
 def smallest(spec: Spec, kind: str) -> Spec:

@@ -3,9 +3,8 @@
 The methods that apply layers (`fold`, `scan`, `vmap` and their `_via` forms) are all
 `_applied`: it makes a `FoldCall` (`call_of`), divides an `eqx.nn.State` among the
 layers, and calls `_run`, which each class has: a loop of JAX over stacks, or a Python
-loop. The
-rest is what layers have in common with a list, the checks of what a user builds them
-of, and `init` with its types.
+loop. The rest is what layers have in common with a list, the checks of what a user
+builds them of, and `init` with its types.
 """
 
 import abc

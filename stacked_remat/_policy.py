@@ -112,7 +112,8 @@ class ScanCheckpointPolicy(_haliax_names.HaliaxFields):
             reversed. One of `jax.checkpoint_policies` (`dots_saveable`, ...), or any
             function of that kind, chooses by operation; `JAX_REMAT3=1` takes only those
             that go by names.
-        offload_block_internals: names that are moved to the host instead.
+        offload_block_internals: names that are moved to the host instead. For GPUs and
+            TPUs none may be given inside a `lax.scan` of the layer.
         nested: cut the layers into segments, keep the carry at the start of each, and
             replay one segment at a time (Chen et al. 2016, "Training deep nets with
             sublinear memory cost"). `True` cuts into segments that each have a layer

@@ -528,7 +528,7 @@ class TestRefused:
                 )(visit, state),
                 layer_state=states,
             )
-        with pytest.raises(ValueError, match="a kind, one of \\(None,\\); got 'tanh'"):
+        with pytest.raises(ValueError, match="zeros takes no name, .*; got 'tanh'"):
             sweep_back.func.zeros("tanh")
         with pytest.raises(ValueError, match="a pair of cotangents"):
             sweep_back.func(jnp.zeros(()), sgd)

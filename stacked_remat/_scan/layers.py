@@ -91,8 +91,8 @@ def trace_kinds(
         offloads=remat.offloads,
         replays=replays,
     )
+    offloaded = *remat.kept.offloaded, *remat.first_kept.offloaded
     for kind in traced.kinds:
-        offloaded = *remat.kept.offloaded, *remat.first_kept.offloaded
         check_offloaded(kind.jaxpr, offloaded)
     return traced, static
 

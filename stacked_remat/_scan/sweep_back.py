@@ -142,7 +142,8 @@ class SweepBack(eqx.Module):
         ```
 
         Args:
-            kind: the name of a kind of layers, of a `StackedPattern`.
+            kind: the name of a kind of layers, of a `StackedPattern`; None for layers
+                of one kind.
 
         Raises:
             ValueError: there is no kind of this name.
@@ -151,10 +152,10 @@ class SweepBack(eqx.Module):
         pattern = types.spec.pattern
         names = (None,) if pattern is None else pattern.names
         if kind not in names:
-            raise ValueError(
-                f"sweep_back.zeros takes the name of a kind, one of {names}; got"
-                f" {kind!r}."
-            )
+            expected = "no name, as the layers are of one kind"
+            if pattern is not None:
+                expected = f"the name of a kind of layers, one of {names}"
+            raise ValueError(f"sweep_back.zeros takes {expected}; got {kind!r}.")
         of_kind = types.spec.kinds[names.index(kind)]
         input_types = types.spec.input_types(self._xs, self._shared)[of_kind.number]
         masks = types.perturbed.of_layer(of_kind)
@@ -351,8 +352,8 @@ def _split_states(types: SweepTypes, layer_state: PyTree) -> tuple[list[Split], 
     caller = Caller("sweep_back", lambda path: f"layer_state{jtu.keystr(path)}")
     splits, join = split_kinds(marked, types.axis, types.spec.pattern, caller)
     states = []
-    for layout, stacks, shared in splits:
-        states.append(Split(layout, [*map(jnp.asarray, stacks)], shared))
+    for split in splits:
+        states.append(split._replace(stacks=[*map(jnp.asarray, split.stacks)]))
     return states, join
 
 

@@ -27,9 +27,10 @@ import jax.numpy as jnp
 import numpy as np
 from haliax import Axis
 
+from .. import _xla_hints as xla_hints
 from .._checkpoint import checkpoint_name, recomputed, saving_internals
 from .._compat import is_eager, nothing_is_traced
-from .._placement import has_host_arrays, on_device, platform
+from .._placement import has_host_arrays, on_device
 from .._remat import EVERYTHING, NOTHING, Kept, Remat
 from .._schedule import Tree
 from .._static import PyTree, Static
@@ -217,11 +218,9 @@ def _checkpointed(
     def named(shared: PyTree, carry: PyTree, x: PyTree) -> PyTree:
         return layer(shared, checkpoint_name(carry, carry_name), x)
 
-    # GPUs need the barriers also where carries come from the host, for which see
-    # `_sweep.reverse`. They are a parameter of JAX's checkpoint, the same for all
-    # platforms. A program that is traced on a CPU has them, to no effect there, since
-    # it may be exported. One for TPUs does not: 814 MB for 805 (v5p, `offload`).
-    prevent_cse = not is_rolled or bool(carry_name and platform() != "tpu")
+    prevent_cse = xla_hints.needs_checkpoint_barriers(
+        is_rolled=is_rolled, offloads_carry=bool(carry_name)
+    )
     run = named if carry_name else layer
     return jax.checkpoint(run, policy=kept.policy(carry_name), prevent_cse=prevent_cse)
 

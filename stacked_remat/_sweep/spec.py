@@ -36,6 +36,7 @@ from equinox.internal import unvmap_all
 from jax import lax
 from jaxtyping import Array
 
+from .. import _xla_hints as xla_hints
 from .._activity import active_carry, bytes_of
 from .._placement import on_device
 from .._remat import NOTHING, Kept, Remat
@@ -128,9 +129,7 @@ class SweepSpec:
         `parts` have all numbers that the loop around calls it for.
 
         Of several kinds, where the number is traced, `run` is traced once for each kind
-        with layers, in a loop of its own that runs once or not at all. There XLA
-        updates the state in place; the branches of a conditional copy stacks (GPUs) and
-        carries (TPUs).
+        with layers.
         """
         if self.pattern is None:
             return run(self.kinds[0], self.layer_index(number), state)
@@ -141,15 +140,9 @@ class SweepSpec:
             return run(self.kinds[kind], row, state)
         counts = self._counts(parts)
         for k in sorted({*kinds}):
-
-            def run_kind(zero: Index, state: T, k: int = k) -> T:
-                # Without the counter, which is 0, XLA for TPUs reads the weights of all
-                # kinds ahead of the loops.
-                return run(self.kinds[k], row + zero, state)
-
-            trips = (kind == k).astype(np.int32)
+            run_kind = functools.partial(run, self.kinds[k])
             with known_trips(counts[k], sum(counts)):
-                state = lax.fori_loop(0, trips, run_kind, state)
+                state = xla_hints.run_if(kind == k, run_kind, row, state)
         return state
 
     def _counts(self, parts: Sequence[range]) -> list[int]:
@@ -391,15 +384,14 @@ class SweepSpec:
             is_read = tuple(map(operator.or_, is_read, reads))
         return saves, is_read
 
-    def carry_bytes(self) -> int:
-        return sum(map(bytes_of, self.carry_types))
-
-    def carry_has_known_size(self) -> bool:
-        """Whether no dimension of the carry is symbolic, as `jax.export` has them."""
+    def carry_bytes(self) -> int | None:
+        """The bytes of a carry; None if a dimension is symbolic, as `jax.export` has
+        them.
+        """
         for type_ in self.carry_types:
             if not all(isinstance(size, int) for size in type_.shape):
-                return False
-        return True
+                return None
+        return sum(map(bytes_of, self.carry_types))
 
     def of_held(self, carry: Sequence[T]) -> list[T]:
         """The leaves of a carry that are held."""

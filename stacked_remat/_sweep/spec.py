@@ -11,7 +11,7 @@ methods:
     run      the same, which ends early where layers may stop
     inputs   a layer's weights and other own inputs, read from their stacks
     fetch    the same of stacks on the host, for the layer that comes next
-    plain    the whole sweep as one `lax.scan`: for the values of layers of one kind,
+    plain    all layers as one `lax.scan`: for the values of layers of one kind,
              for policies that cut nothing, and for derivatives of derivatives
 
 Arrays are lists of leaves here (`slots.Arrays`), never trees; what differs by kind is a
@@ -38,8 +38,9 @@ from jaxtyping import Array
 
 from .. import _xla_hints as xla_hints
 from .._activity import active_carry, bytes_of
+from .._names import named
 from .._placement import on_device
-from .._remat import NOTHING, Kept, Remat
+from .._remat import EVERYTHING, NOTHING, Kept, Remat
 from .._schedule import Program
 from .._static import PyTree
 from .._trips import known_branches, known_trips
@@ -100,6 +101,9 @@ class SweepSpec:
     # Which leaves of a carry checkpoints have; None for all, which a user's visitor may
     # read.
     held: Mask | None = None
+    # The name of the carries that a loop moves to the host, one by one; "" if it moves
+    # none.
+    carry_name: str = ""
 
     @property
     def length(self) -> int:
@@ -313,6 +317,30 @@ class SweepSpec:
         last = max(self.rows(kind) - 1, 0)
         rows = np.minimum(self.pattern.before[:-1, kind.number], last)
         return [on_device(at_least_one(stack))[rows] for stack in stacks]
+
+    def loop(self, init: Carry, xs: OfKinds, shared: OfKinds) -> tuple[Carry, OfKinds]:
+        """Run a policy that cuts nothing: a scan with checkpointed layers."""
+        return self.plain(self._checkpointed, init, xs, shared)
+
+    def _checkpointed(self, layer: Callable) -> Callable:
+        """A layer of a loop under `jax.checkpoint`, as the policy says."""
+        kept = self.remat.kept
+        if kept == EVERYTHING:
+            return layer
+
+        def run(shared: Arrays, carry: Carry, x: Arrays) -> tuple[Carry, Arrays]:
+            if self.carry_name:
+                carry = [named(leaf, self.carry_name) for leaf in carry]
+            return layer(shared, carry, x)
+
+        # A loop over a symbolic number of layers (`jax.export`) stays one.
+        is_symbolic = not isinstance(self.length, int | np.integer)
+        prevent_cse = xla_hints.needs_checkpoint_barriers(
+            is_rolled=is_symbolic or self.unroll < self.length,
+            offloads_carry=bool(self.carry_name),
+        )
+        policy = kept.policy(self.carry_name)
+        return jax.checkpoint(run, policy=policy, prevent_cse=prevent_cse)
 
     def reference(
         self, init: Carry, xs: OfKinds, shared: OfKinds

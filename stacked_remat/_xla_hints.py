@@ -96,8 +96,8 @@ def score_after(cotangents: list[Array], arrays: list[Array]) -> tuple[Any, Any]
     """The cotangents of an operation's results, and what its part of a score is
     computed from, which begins once all of it is there.
 
-    GPUs and TPUs: otherwise its products are merged with those of the forward pass, and
-    their results stay in memory.
+    GPUs: otherwise its products are merged with those of the forward pass, and their
+    results stay in memory.
     """
     return lax.optimization_barrier((cotangents, arrays))
 
@@ -106,8 +106,7 @@ def score_before(cotangents: list[Array], score: Array) -> tuple[Any, Any]:
     """The cotangents, for what comes after the operation, once its part of a score is
     there.
 
-    GPUs and TPUs: otherwise scores are computed later, and what they need stays in
-    memory.
+    GPUs: otherwise scores are computed later, and what they need stays in memory.
     """
     # H200, a small decoder, all trained: 271 / 319 MB (`benchmarks/ghost.py`).
     return lax.optimization_barrier((cotangents, score))
@@ -155,10 +154,11 @@ _with_tangent_apart.defjvp(
 def zero_after(done: PyTree, zero: Array) -> Array:
     """The zero, from which a loop's buffers are made, there once `done` is.
 
-    GPUs and TPUs: the buffers may be filled early otherwise, and held while what the
-    loop reads is computed.
+    TPUs: otherwise the buffers are filled early, and held while what the loop reads is
+    computed. GPUs may do so too.
     """
-    # H200: no difference where cross entropy follows 48 layers, nor in tiled layers.
+    # v5p, "nested", then cross entropy with the gradient of its head: 5.00 / 6.16 GiB;
+    # H200: no difference.
     return lax.optimization_barrier((done, zero))[1]
 
 
@@ -167,11 +167,11 @@ def unread(old: PyTree, new: PyTree) -> PyTree:
     """`old`, with derivatives of `new`, for a carry of a loop whose values nothing
     reads.
 
-    All platforms: a value that a loop only passes on is removed; a sum is not, though
-    nothing reads it.
+    GPUs: a value that a loop only passes on is removed; a sum is not, though nothing
+    reads it.
     """
     # H200, a product with the Hessian, "nested": 14.00 / 20.06 GiB; of inner width
-    # 2,048: 7.02 / 7.78. `test_stack_memory`.
+    # 2,048: 7.02 / 7.78. v5p: no difference. `test_stack_memory`.
     # Not `old` itself: `jax.vmap` must find it mapped where `new` is.
     return jax.tree.map(lambda x, y: lax.select_n(False, x, y), old, new)
 
@@ -189,7 +189,8 @@ def run_if(is_run: Array, body: Callable[[Any, T], T], index: Array, state: T) -
     """
 
     # H200, two kinds of layers and a remainder, against a conditional: "nested" 6.88 /
-    # 7.61 GiB, "offload" 4.38 / 5.11. `test_pattern`.
+    # 7.61 GiB, "offload" 4.38 / 5.11. v5p, against an index without the counter:
+    # "nested" 5.00 / 5.14, "offload" 4.38 / 4.52. `test_pattern`.
     def run(zero: Array, state: T) -> T:
         return body(index + zero, state)
 

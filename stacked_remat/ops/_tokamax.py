@@ -28,7 +28,18 @@ from jaxtyping import Array, Int
 
 from .._placement import target_device
 from .._trips import known_products
-from ._attention_rule import Attended, Blocks, Kernel, Key, LogSumExp, Query, Sight
+from ._attention_rule import (
+    Attended,
+    Blocks,
+    Kernel,
+    Key,
+    LogSumExp,
+    Output,
+    Query,
+    Sight,
+    Value,
+    flatten_heads,
+)
 from ._backends import UnsupportedCallError
 from ._grouped_linear import Kernels
 
@@ -105,34 +116,38 @@ def calling_tokamax() -> Iterator[None]:
 
 
 def _forward(
-    query: Query, key: Key, value: Key, sight: Sight, blocks: Blocks
-) -> tuple[Query, LogSumExp]:
+    query: Query, key: Key, value: Value, sight: Sight, blocks: Blocks
+) -> tuple[Output, LogSumExp]:
     from tokamax._src.ops.attention import (  # pyright: ignore[reportMissingImports]
         pallas_mosaic_gpu,
     )
 
-    shape, mask = (
-        query.shape,
-        _mask(sight.first(query.shape[1], blocks.window), sight.rows),
-    )
+    *heads, head_dim = query.shape
+    value_dim = value.shape[-1]
+    mask = _mask(sight.first(query.shape[1], blocks.window), sight.rows)
     # By a query in the mean, at most
     seen = min(key.shape[1] // 2, blocks.window or key.shape[1])
-    with calling_tokamax(), known_products(4 * seen * query.size):
-        output, (highest, total) = pallas_mosaic_gpu.PallasMosaicGpuFlashAttention()(
-            _heads_as_one(query),
+    products = 2 * seen * math.prod(heads) * (head_dim + value_dim)
+    # With a small softcap it would by default not subtract the highest score, and
+    # exponentials of 11 and more are infinite in float16.
+    attend = pallas_mosaic_gpu.PallasMosaicGpuFlashAttention(use_stable_softmax=True)
+    with calling_tokamax(), known_products(products):
+        output, (highest, total) = attend(
+            flatten_heads(query),
             key,
             value,
             logits_scale=blocks.scale,
+            logits_soft_cap=blocks.softcap,
             mask=mask,
             return_residuals=True,
         )
     lse = jnp.moveaxis(highest + jnp.log(total), 1, 2)
-    return output.reshape(shape), lse.reshape(shape[:-1])
+    return output.reshape(*heads, value_dim), lse.reshape(heads)
 
 
 def _backward(
-    attended: Attended, cotangent: Query, blocks: Blocks
-) -> tuple[Query, Key, Key]:
+    attended: Attended, cotangent: Output, blocks: Blocks
+) -> tuple[Query, Key, Value]:
     length, window, sight = attended.query.shape[1], blocks.window, attended.sight
     if blocks.strips > 1:
         return _in_strips(attended, cotangent, blocks)
@@ -149,7 +164,7 @@ def _backward(
         functools.partial(_in_chunks, blocks=blocks, chunk=chunk) for chunk in chunks
     ]
     mask = _mask(sight.first(length, window), sight.rows)
-    ways.append(functools.partial(_gradients, mask=mask, scale=blocks.scale))
+    ways.append(functools.partial(_gradients, mask=mask, blocks=blocks))
     if window is not None or sight.starts is None or len(ways) == 1:
         return ways[0](attended, cotangent)
     longest = 1 + jnp.max(jnp.arange(length, dtype=jnp.int32)[None] - sight.starts)
@@ -171,8 +186,8 @@ ATTENTION = Kernel(_one_by_one(_forward), _one_by_one(_backward))
 
 
 def _in_strips(
-    attended: Attended, cotangent: Query, blocks: Blocks
-) -> tuple[Query, Key, Key]:
+    attended: Attended, cotangent: Output, blocks: Blocks
+) -> tuple[Query, Key, Value]:
     """The gradients of parts of the queries with the keys that they may see.
 
     And of parts of the keys, with the queries that may see them, so that no gradients
@@ -182,8 +197,8 @@ def _in_strips(
     rows, columns = attended.query.shape[1] // parts, attended.key.shape[1] // parts
 
     def gradients(
-        queries: tuple[int, int], keys: tuple[int, int], products: int
-    ) -> tuple[Query, Key, Key]:
+        queries: tuple[int, int], keys: tuple[int, int], products: tuple[int, int]
+    ) -> tuple[Query, Key, Value]:
         own, seen = (
             slice(*(rows * end for end in queries)),
             slice(*(columns * end for end in keys)),
@@ -196,17 +211,18 @@ def _in_strips(
             )
         )
         mask = _mask(sight.first(len(some.query[0]), blocks.window), sight.rows)
-        return _gradients(some, cotangent[:, own], mask, blocks.scale, products)
+        return _gradients(some, cotangent[:, own], mask, blocks, products)
 
-    # XLA leaves out the kernel whose results are not used. Of seven products one has
-    # three, the other four.
+    # XLA leaves out the kernel whose results are not used. Both compute scores and the
+    # gradient of weights; one then that of queries, the other those of keys and values.
     # Parts before one's own
     reach = parts if blocks.window is None else -(-(blocks.window - 1) // columns)
     of_query = [
-        gradients((p, p + 1), (max(0, p - reach), p + 1), 3)[0] for p in range(parts)
+        gradients((p, p + 1), (max(0, p - reach), p + 1), (2, 1))[0]
+        for p in range(parts)
     ]
     of_keys = [
-        gradients((p, min(parts, p + 1 + reach)), (p, p + 1), 4)[1:]
+        gradients((p, min(parts, p + 1 + reach)), (p, p + 1), (2, 2))[1:]
         for p in range(parts)
     ]
     of_key, of_value = (
@@ -216,8 +232,8 @@ def _in_strips(
 
 
 def _in_chunks(
-    attended: Attended, cotangent: Query, blocks: Blocks, chunk: int
-) -> tuple[Query, Key, Key]:
+    attended: Attended, cotangent: Output, blocks: Blocks, chunk: int
+) -> tuple[Query, Key, Value]:
     """The gradients of chunks of queries, each with its own keys and those of the chunk
     before it.
 
@@ -254,7 +270,7 @@ def _in_chunks(
     mask = _mask(first.reshape(-1, chunk), chunk + jnp.arange(chunk, dtype=jnp.int32))
     # No weights
     some = _cut(attended, cut, with_before)._replace(lse=cut(attended.lse, jnp.inf))
-    of_query, of_key, of_value = _gradients(some, cut(cotangent), mask, blocks.scale)
+    of_query, of_key, of_value = _gradients(some, cut(cotangent), mask, blocks)
     return joined(of_query), summed(of_key), summed(of_value)
 
 
@@ -271,10 +287,14 @@ def _cut(
 
 
 def _gradients(
-    attended: Attended, cotangent: Query, mask: Any, scale: float, products: int = 7
-) -> tuple[Query, Key, Key]:
-    """By two kernels, of which those that are used have so many products of queries and
-    keys in all.
+    attended: Attended,
+    cotangent: Output,
+    mask: Any,
+    blocks: Blocks,
+    products: tuple[int, int] = (4, 3),
+) -> tuple[Query, Key, Value]:
+    """By two kernels, of which those that are used have so many products as wide as
+    keys, and as values, in all.
     """
     from tokamax._src.ops.attention import (  # pyright: ignore[reportMissingImports]
         pallas_mosaic_gpu,
@@ -282,17 +302,23 @@ def _gradients(
     )
 
     query, key, value, _, _, output, lse = attended
-    one, output, cotangent = map(_heads_as_one, (query, output, cotangent))
+    queries, output, cotangent = map(flatten_heads, (query, output, cotangent))
     # The highest score and the sum of the exponentials of others less that, of which it
     # has the logarithm.
     highest = jnp.moveaxis(lse.reshape(*lse.shape[:2], -1), 2, 1)
     forward = pallas_mosaic_gpu.PallasMosaicGpuFlashAttention()
-    pairs = key.shape[1] // 2 if mask.is_causal else key.shape[1]
-    with (
-        calling_tokamax(),
-        known_products(products * pairs * query.size),
-    ):  # by each, in the mean
-        bound = forward.bind(one, key, value, logits_scale=scale, mask=mask)
+    seen = key.shape[1] // 2 if mask.is_causal else key.shape[1]
+    width = products[0] * key.shape[-1] + products[1] * value.shape[-1]
+    flops = 2 * seen * math.prod(query.shape[:-1]) * width
+    with calling_tokamax(), known_products(flops // 2):  # of each kernel, in the mean
+        bound = forward.bind(
+            queries,
+            key,
+            value,
+            logits_scale=blocks.scale,
+            logits_soft_cap=blocks.softcap,
+            mask=mask,
+        )
         found = pallas_mosaic_gpu_vjp.PallasMosaicGpuFlashAttentionVjp()(
             (highest, jnp.ones_like(highest)),
             output,
@@ -316,10 +342,6 @@ def _mask(
         return base.Mask(is_causal=True, k_start=start)
     start = jnp.zeros_like(last)[None, None] if start is None else start
     return base.Mask(k_start=start, k_end=last[None, None] + 1)
-
-
-def _heads_as_one(x: Query) -> Array:
-    return x.reshape(*x.shape[:2], -1, x.shape[-1])
 
 
 def _product(x: Array, w: Array, sizes: Array, transposed: bool) -> Array:

@@ -16,6 +16,7 @@ import functools
 import importlib.metadata
 import logging
 import math
+import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -23,7 +24,6 @@ import jax
 import jax.numpy as jnp
 from jax import custom_batching, lax
 from jax.experimental import layout
-from jax.extend import backend
 from jaxtyping import Array, Int
 
 from .._placement import target_device
@@ -81,16 +81,10 @@ def why_not_tokamax(what: str, capabilities: Mapping[float, str]) -> str | None:
     return None
 
 
-@contextlib.contextmanager
-def calling_tokamax() -> Iterator[None]:
-    """Within it, kernels are for the program's device, which need not be attached, and
-    may mix dtypes.
-
-    Raises:
-        UnsupportedCallError: this process has called them for another kind of GPU.
-            jaxlib (0.12) compiles Mosaic for the first one only.
+def check_one_kind_of_gpu(device: Any) -> None:
+    """Check that this process has called kernels for no other kind of GPU: jaxlib
+    (0.12) compiles Mosaic for the first one only.
     """
-    device = target_device()
     capability = _called_for.setdefault("capability", device.compute_capability)
     if capability != device.compute_capability:
         raise UnsupportedCallError(
@@ -98,6 +92,18 @@ def calling_tokamax() -> Iterator[None]:
             f" capability {capability}, not {device.compute_capability} too: compile"
             f" for {device.device_kind} in another."
         )
+
+
+@contextlib.contextmanager
+def calling_tokamax() -> Iterator[None]:
+    """Within it, kernels are for the program's device, which need not be attached, and
+    may mix dtypes.
+
+    Raises:
+        UnsupportedCallError: see `check_one_kind_of_gpu`.
+    """
+    device = target_device()
+    check_one_kind_of_gpu(device)
     log = logging.getLogger("absl")
 
     def says_more(record: logging.LogRecord) -> bool:
@@ -105,14 +111,40 @@ def calling_tokamax() -> Iterator[None]:
         return not str(record.msg).startswith("Autotuning cache miss")
 
     log.addFilter(says_more)
-    own = backend.get_default_device, jax.devices
-    backend.get_default_device, jax.devices = lambda: device, lambda *_: [device]
     try:
-        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        with (
+            # They ask `jax.extend.backend.get_default_device` for the number of cores.
+            jax.default_device(device),
+            jax.numpy_dtype_promotion("standard"),
+            jax.numpy_rank_promotion("allow"),
+        ):
             yield
     finally:
-        backend.get_default_device, jax.devices = own
         log.removeFilter(says_more)
+
+
+class _JaxOfTarget:
+    """The module `jax`, but for its devices: the one that the program is for."""
+
+    def devices(self) -> list[Any]:
+        return [target_device()]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(jax, name)
+
+
+def _asking_for_target(fn: Any) -> Any:
+    """`fn`, which reads `jax.devices()[0].core_count`, with those of the program.
+
+    JAX's kernels (0.10.2, 0.12) have no argument for it, and a program may be for
+    devices that are not attached. This is a copy, so `jax` stays as it is.
+    """
+    names = {**fn.__globals__, "jax": _JaxOfTarget()}
+    copy = types.FunctionType(
+        fn.__code__, names, fn.__name__, fn.__defaults__, fn.__closure__
+    )
+    copy.__kwdefaults__ = fn.__kwdefaults__
+    return copy
 
 
 def _forward(
@@ -399,8 +431,9 @@ def _outer(x: Array, y: Array, sizes: Array) -> Array:
         for one in (x, y)
     ]
     tiles = [_width(one.shape[1]) for one in wide]
+    kernel = _asking_for_target(transposed_ragged_dot_mgpu.transposed_ragged_dot)
     with calling_tokamax():
-        found = transposed_ragged_dot_mgpu.transposed_ragged_dot(
+        found = kernel(
             *wide, group_sizes=sizes, block_m=tiles[0], block_n=tiles[1], **_STEPS
         )
     return found[:, : x.shape[1], : y.shape[1]]

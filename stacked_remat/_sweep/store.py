@@ -59,8 +59,9 @@ def on_mesh(stack: Array) -> Array:
     """The stack on the mesh, whole on each device, if its Explicit axes were set after
     it was made.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    is_placed = not mesh.explicit_axes or not jax.typeof(stack).sharding.mesh.empty
+    if not jax.sharding.get_abstract_mesh().explicit_axes:
+        return stack
+    is_placed = not jax.typeof(stack).sharding.mesh.empty
     return stack if is_placed else jax.reshard(stack, jax.P())
 
 
@@ -112,7 +113,8 @@ def zeros_after(done: PyTree, like: PyTree) -> PyTree:
     """Zeros of these shapes and types, sharded as these are, made once the arrays of
     `done` are there.
     """
-    zero = xla_hints.zero_after(*varying_alike((done, jnp.zeros((), jnp.int32))))
+    done, zero = varying_alike((done, jnp.zeros((), jnp.int32)))
+    zero = xla_hints.zero_after(done, zero)
 
     def zeros(leaf: Any) -> Array:
         is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
@@ -228,17 +230,16 @@ def read_layer(
     `ahead` is what `read_ahead` has read of the stacks in the mask `is_ahead`.
     """
     entries = iter(ahead)
-
-    def part(place: int, stack: Array) -> Array:
+    parts = []
+    for place, stack in enumerate(stacks):
         if unsliced[place]:
-            return stack
-        return (
-            next(entries)
-            if ahead and is_ahead[place] and is_on_host(stack)
-            else read(stack, index)
-        )
-
-    return [part(place, stack) for place, stack in enumerate(stacks)]
+            part = stack
+        elif ahead and is_ahead[place] and is_on_host(stack):
+            part = next(entries)
+        else:
+            part = read(stack, index)
+        parts.append(part)
+    return parts
 
 
 def entry_types(stacks: list[Array], unsliced: Sequence[bool]) -> list[ShapedArray]:
@@ -261,8 +262,11 @@ def read_ahead(
 
     In the carry of a loop they are transferred while the iteration before computes.
     """
-    pairs = zip(stacks, is_read, strict=True)
-    return [read(stack, index) for stack, reads in pairs if reads and is_on_host(stack)]
+    entries = []
+    for stack, reads in zip(stacks, is_read, strict=True):
+        if reads and is_on_host(stack):
+            entries.append(read(stack, index))
+    return entries
 
 
 def at_least_one(stack: Array) -> Array:
@@ -271,7 +275,8 @@ def at_least_one(stack: Array) -> Array:
     """
     if stack.shape[0]:
         return stack
-    return zeros_of(jax.typeof(stack).update(shape=(1, *stack.shape[1:])))
+    of_one = jax.typeof(stack).update(shape=(1, *stack.shape[1:]))
+    return zeros_of(of_one)
 
 
 def write(stacked: PyTree, index: Index, entry: PyTree) -> PyTree:

@@ -165,7 +165,8 @@ def without_passed_on(traced: TracedLayers) -> tuple[TracedLayers, list[bool]]:
     """
     passed_on = [True] * len(traced.init)
     for kind in traced.kinds:
-        _, carry_places, _ = kind.split(range(len(kind.jaxpr.invars)))
+        places = range(len(kind.jaxpr.invars))
+        _, carry_places, _ = kind.split(places)
         carry_sources = forwarded_inputs(kind.jaxpr)[: kind.carries]
         stays = map(operator.eq, carry_sources, carry_places)
         passed_on = [*map(operator.and_, passed_on, stays)]
@@ -179,8 +180,9 @@ def without_passed_on(traced: TracedLayers) -> tuple[TracedLayers, list[bool]]:
         jaxpr, _ = dce_jaxpr(kind.jaxpr, is_kept, instantiate=True)
         shared, carry, x = kind.split(jaxpr.invars)
         # These inputs move from the carry to the end of what is shared.
-        inputs = [*shared, *pick(carry, passed_on), *pick(carry, is_changed), *x]
-        jaxpr = jaxpr.replace(invars=inputs)
+        shared = [*shared, *pick(carry, passed_on)]
+        carry = pick(carry, is_changed)
+        jaxpr = jaxpr.replace(invars=[*shared, *carry, *x])
         kinds.append(replace(kind, jaxpr=jaxpr, carries=sum(is_changed)))
     traced = traced._replace(
         kinds=tuple(kinds),
@@ -217,7 +219,8 @@ def _same_types(init: PyTree, carry: PyTree, *, weak: bool = True) -> bool:
     """
     if jax.tree.structure(init) != jax.tree.structure(carry):
         return False
-    for old, new in zip(jax.tree.leaves(init), jax.tree.leaves(carry), strict=True):
+    leaves, new_leaves = jax.tree.leaves(init), jax.tree.leaves(carry)
+    for old, new in zip(leaves, new_leaves, strict=True):
         if (old.shape, old.dtype) != (new.shape, new.dtype):
             return False
         # Of keys only the type says that they are not weak

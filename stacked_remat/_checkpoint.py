@@ -16,9 +16,7 @@ from typing import Any, Literal, ParamSpec, TypeVar
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.core import eval_jaxpr
-from jaxtyping import Array
 
 from ._compat import nothing_is_traced
 from ._messages import shown
@@ -188,12 +186,5 @@ def checkpoint_name(tree: T, name: str) -> T:
             " checkpoint_name(tree, name)."
         )
     return jax.tree.map(
-        lambda leaf: _named(leaf, name) if is_array(leaf) else leaf, tree
+        lambda leaf: named(leaf, name) if is_array(leaf) else leaf, tree
     )
-
-
-def _named(leaf: Array, name: str) -> Array:
-    if jnp.iscomplexobj(leaf):  # JAX keeps named values as real numbers
-        real = _named(jnp.real(leaf), name)
-        return lax.complex(real, _named(jnp.imag(leaf), name))
-    return named(leaf, name)

@@ -41,9 +41,9 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, DTypeLike, Float
 
+from .. import _xla_hints as xla_hints
 from .._placement import has_host_arrays, moves_to_host, to_host
 from .._scan.api import scan
 from .._scan.checks import describe
@@ -356,8 +356,7 @@ class _StackUpdate:
             return result
         layers = self.layers[kind]
         gradients = jax.tree.leaves(masked(cotangents.layer, layers.mask))
-        # Without the barrier XLA holds a layer's internals until the optimizer is done.
-        gradients = fused._cast(lax.optimization_barrier(gradients))
+        gradients = fused._cast(xla_hints.gradients_before_update(gradients))
         result = result._replace(state=squares + _sum_of_squares(gradients))
         if not updates:
             return result

@@ -23,8 +23,8 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
-from jax import lax
 
+from .. import _xla_hints as xla_hints
 from .._activity import is_differentiable, not_differentiable
 from .._static import PyTree, Static
 from .._sweep.gradient import LayerPullback, LeafVisit, Perturbed, pick
@@ -232,8 +232,7 @@ class _TreeVisitor:
         returned = [*loop.returned]
         before = returned[number]
         carry_ct, *new = self.visited(visit, before.layer_state, loop.visitor_state)
-        # Without the barrier XLA holds a layer's internals until all is written.
-        new, state = lax.optimization_barrier(new)
+        new, state = xla_hints.results_before_writes(new)
         returned[number] = before.with_layer(visit.row, new)
         return carry_ct, _SweepState(returned, state)
 

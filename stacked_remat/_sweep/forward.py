@@ -31,7 +31,8 @@ from typing import NamedTuple, TypeAlias
 import jax.numpy as jnp
 from jax import lax
 
-from .._placement import has_host_arrays, platform, to_host
+from .. import _xla_hints as xla_hints
+from .._placement import has_host_arrays, to_host
 from .._schedule import Schedule
 from .gradient import LayerPullback, Perturbed
 from .kinds import Kind
@@ -48,8 +49,6 @@ from .store import (
     Index,
     empty_stack,
     on_mesh,
-    read_before_writes,
-    settle,
     with_tangents,
     write,
 )
@@ -112,7 +111,7 @@ def _forward_step(
     """
 
     def step(number: Index, state: ForwardState) -> ForwardState:
-        fetched, number = settle(state.fetched, number)
+        fetched, number = xla_hints.copy_fetched(state.fetched, number)
         # The last layer reads itself again: a loop's carry has one shape.
         ahead = fetched and spec.fetch(xs, jnp.minimum(number + 1, spec.length - 1))
 
@@ -127,8 +126,7 @@ def _forward_step(
             else:
                 carry, y = kind.values(*inputs)
             if spec.remat.boundaries_on_host:
-                # Or XLA reads while the output is written, and not while the step runs.
-                ahead, (y, ys) = read_before_writes(ahead, (y, ys), "tpu")
+                ahead, (y, ys) = xla_hints.read_before_outputs(ahead, (y, ys))
             ys = kind.write(ys, row, y)
             return state._replace(
                 carry=carry, ys=ys, fetched=ahead, residuals=residuals
@@ -214,11 +212,10 @@ def _run_scheduled(
     state = state._replace(inputs=spec.slots_for(state.carry, program, is_read))
     # A leaf that no visit reads has slots for the sources of replays alone, so that not
     # every input can be written.
-    if (
-        spec.stops
-        or not all(is_read)
-        or (_writes_take_long(spec) and not spec.unrolled)
-    ):
+    writes_few = spec.stops or not all(is_read)
+    if not writes_few and not spec.unrolled:
+        writes_few = xla_hints.write_takes_long(spec.carry_bytes())
+    if writes_few:
         bounds, slots = (*program.kept, layers.stop), range(len(program.kept))
     else:
         # All inputs are written: loops in a loop take a GPU more time, and a TPU more
@@ -226,24 +223,6 @@ def _run_scheduled(
         bounds = range(layers.start, layers.stop + 1)
         slots = program.input_slots
     return _run_stretches(spec, step, bounds, slots, state)
-
-
-_SMALL_CARRY = 2**20  # bytes
-
-
-def _writes_take_long(spec: SweepSpec) -> bool:
-    """Whether the write of a carry takes as long as a step: on a CPU, of a small one.
-
-    The tracing platform decides, since `lax.platform_dependent` would trace all layers
-    twice (a transformer block: 1.17 -> 1.34 of the time of `lax.scan`). So large
-    carries, which GPUs and TPUs have, are written alike everywhere: what is exported
-    from a CPU suits them.
-    """
-    return (
-        platform() == "cpu"
-        and spec.carry_has_known_size()
-        and spec.carry_bytes() <= _SMALL_CARRY
-    )
 
 
 def _run_stretches(

@@ -20,13 +20,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-import jax
 import numpy as np
-from jax import lax
 from jax.core import eval_jaxpr
-from jax.extend.core import ClosedJaxpr, Jaxpr, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.interpreters.partial_eval import dce_jaxpr
 
+from .. import _xla_hints as xla_hints
 from .._compat import without_constants
 from .slots import Arrays, Carry, Mask, OfKinds, inverted, types_of
 from .store import Index, write
@@ -93,7 +92,9 @@ class Kind:
 
     def layer(self, shared: Arrays, carry: Carry, x: Arrays) -> tuple[Carry, Arrays]:
         """The layer, for derivatives."""
-        evaluate = _eval_with_barriers if self.in_forward_mode else eval_jaxpr
+        evaluate = eval_jaxpr
+        if self.in_forward_mode:
+            evaluate = xla_hints.eval_product_tangents_apart
         outputs = evaluate(self.jaxpr, (), *shared, *carry, *x)
         return outputs[: self.carries], outputs[self.carries :]
 
@@ -123,38 +124,6 @@ class Kind:
         written = [*stacks]
         written[self.number] = write(stacks[self.number], row, entry)
         return written
-
-
-def _eval_with_barriers(jaxpr: Jaxpr, _: tuple[()], *inputs: Any) -> list[Any]:
-    """`eval_jaxpr`, where the tangent of a product, a sum of two, is there before what
-    reads it.
-
-    Otherwise XLA for GPUs holds the parts of all such sums at once.
-    """
-    known = dict(zip(jaxpr.invars, inputs, strict=True))
-    for equation in jaxpr.eqns:
-        is_product = equation.primitive.name == "dot_general"
-        before_reads = _barrier if is_product else lambda x: x
-        # Each operand once: an equation may read a variable twice.
-        operands = [*dict.fromkeys(v for v in equation.invars if isinstance(v, Var))]
-        program = jaxpr.replace(
-            invars=operands, eqns=[equation], outvars=equation.outvars
-        )
-        values = [before_reads(known[var]) for var in operands]
-        results = eval_jaxpr(program, (), *values)
-        known |= zip(equation.outvars, map(before_reads, results), strict=True)
-    return [known[out] if isinstance(out, Var) else out.val for out in jaxpr.outvars]
-
-
-# The value passes; the tangent goes through a barrier.
-@jax.custom_jvp
-def _barrier(x: Any) -> Any:
-    return x
-
-
-_barrier.defjvp(
-    lambda primals, tangents: (_barrier(*primals), lax.optimization_barrier(*tangents))
-)
 
 
 @dataclass(frozen=True)

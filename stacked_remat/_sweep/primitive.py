@@ -39,7 +39,7 @@ from .._compat import batch_jaxpr, is_eager, nothing_is_traced
 from .._placement import has_host_arrays
 from .._static import PyTree, Static
 from .forward import forward, primal
-from .gradient import Checkpoint, Perturbed, merge, pick
+from .gradient import Perturbed, merge, pick
 from .programs import jitted, run, traced_program
 from .reverse import pull_back
 from .reverse_spec import differentiated, for_forward_mode, for_reverse, serves
@@ -64,18 +64,13 @@ from .trace import TracedLayers, has_refs, weak_as, without_passed_on
 
 
 def run_layers(
-    traced: TracedLayers,
-    spec: SweepSpec,
-    plain: Checkpoint | None,
-    init: Carry,
-    stacks: OfKinds,
+    traced: TracedLayers, spec: SweepSpec, init: Carry, stacks: OfKinds
 ) -> tuple[Any, list[PyTree]]:
     """Run traced layers of each kind from one first carry.
 
     Args:
         traced: the layers.
-        spec: the sweep over them.
-        plain: a checkpoint of each layer, for a plain scan; None for a sweep.
+        spec: the loop or the sweep over them.
         init: the leaves of the first carry.
         stacks: the layers' own inputs.
 
@@ -84,8 +79,8 @@ def run_layers(
     """
     layers, passed_on = without_passed_on(traced._replace(init=[*init]))
     spec = replace(spec, kinds=layers.kinds)
-    scanned = sweep_of if plain is None else functools.partial(plain_scan, plain)
-    carry, ys = scanned(spec, layers.init, stacks, layers.shared)
+    run_all = loop_of if spec.remat.form == "loop" else sweep_of
+    carry, ys = run_all(spec, layers.init, stacks, layers.shared)
     carry = [*map(weak_as, carry, spec.carry_types)]
     outputs = [*map(layers.output, layers.kinds, ys)]
     carry = merge(init, carry, inverted(passed_on))
@@ -244,20 +239,21 @@ def sweep_of(
     return Sweep(spec, init, xs, shared)(init, xs, shared)
 
 
-def plain_scan(
-    checkpoint: Checkpoint, spec: SweepSpec, *args: PyTree
+def loop_of(
+    spec: SweepSpec, init: Carry, xs: OfKinds, shared: OfKinds
 ) -> tuple[Carry, OfKinds]:
-    """Run the layers of a plain scan, each checkpointed."""
-    plain = Bound("scan", SweepSpec.plain, (spec, checkpoint))
+    """Run the layers of a loop, with results as of `sweep_of`."""
+    args = init, xs, shared
+    loop = Bound("scan", SweepSpec.loop, (spec,))
     # A primitive has cotangents for all inputs on the host, which JAX makes on the
     # device where a layer doesn't read one. And outside of `jax.jit` its derivative
     # keeps its arguments alone.
     is_primitive = is_eager() or has_host_arrays(args)
     if not is_primitive or _closes_over_traced(spec):
-        return plain(*args)
+        return loop(*args)
     if has_refs(args):
-        return jitted(plain)(*args)
-    return Rule(plain, plain, *args)(*args)
+        return jitted(loop)(*args)
+    return Rule(loop, loop, *args)(*args)
 
 
 def _closes_over_traced(spec: SweepSpec) -> bool:

@@ -15,12 +15,11 @@ from jax.core import ShapedArray
 from jax.extend.core import mapped_aval, unmapped_aval
 from jaxtyping import Array
 
+from .. import _xla_hints as xla_hints
 from .._activity import is_differentiable
-from .._barriers import barrier_on
 from .._compat import made_on_host
 from .._placement import has_host_arrays, is_on_host, on_device, to_host
 from .._static import PyTree
-from .._trips import known_trips
 
 # Of a layer, a slot, a run, a trip or a row; known or traced.
 Index: TypeAlias = int | Array
@@ -104,11 +103,8 @@ def with_tangents(buffers: PyTree, inputs: PyTree) -> PyTree:
 def zeros_after(done: PyTree, like: PyTree) -> PyTree:
     """Zeros of these shapes and types, sharded as these are, made once the arrays of
     `done` are there.
-
-    XLA fills the buffers of a loop early otherwise, and holds them while what the loop
-    reads is computed.
     """
-    _, zero = lax.optimization_barrier(varying_alike((done, jnp.zeros((), jnp.int32))))
+    zero = xla_hints.zero_after(*varying_alike((done, jnp.zeros((), jnp.int32))))
 
     def zeros(leaf: Any) -> Array:
         is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
@@ -259,48 +255,6 @@ def read_ahead(
     """
     pairs = zip(stacks, is_read, strict=True)
     return [read(stack, index) for stack, reads in pairs if reads and is_on_host(stack)]
-
-
-def settle(fetched: list[Array], index: Index) -> tuple[list[Array], Any]:
-    """What was read ahead, and the layer's number, from which the next one that is to
-    be read is computed.
-
-    A loop's carry has one buffer, and XLA would begin the next transfer into it only
-    after the last use of what is there; so that is first copied to another buffer, in a
-    way that XLA does not remove.
-    """
-    if not fetched:
-        return fetched, index
-    return lax.optimization_barrier(
-        ([jnp.where(index >= 0, leaf, jnp.zeros_like(leaf)) for leaf in fetched], index)
-    )
-
-
-def read_before_writes(
-    ahead: list[Array], state: PyTree, platform: str
-) -> tuple[list[Array], Any]:
-    """What was read ahead, and a state whose stacks on the host may now be written, on
-    this platform.
-
-    Where XLA would otherwise copy a stack that is read and written in one iteration
-    (for GPUs, and in loops within the iteration), or begin to read too late.
-    """
-    if ahead and has_host_arrays(state):
-        return barrier_on((platform,), (ahead, state))
-    return ahead, state
-
-
-def apart_from_transfers(compute: Callable[[], Any]) -> PyTree:
-    """The arrays that `compute` returns; on GPUs in the body of a loop that XLA does
-    not know to run once.
-
-    XLA for GPUs reorders what is computed beside transfers, and then holds more of it
-    at a time. On other platforms XLA sees that the loop runs once, and removes it.
-    """
-    zeros = jax.tree.map(zeros_of, jax.eval_shape(compute))
-    once = barrier_on(("cuda",), jnp.int32(1))
-    with known_trips(1):
-        return lax.fori_loop(0, once, lambda *_: compute(), zeros)
 
 
 def at_least_one(stack: Array) -> Array:

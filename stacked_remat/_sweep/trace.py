@@ -26,9 +26,9 @@ from jax.extend.core.primitives import convert_element_type_p
 from jax.interpreters.partial_eval import dce_jaxpr
 from jaxtyping import Array
 
+from .. import _xla_hints as xla_hints
 from .._activity import forwarded_inputs
 from .._compat import ordered_effects, without_constants
-from .._placement import platform
 from .._static import PyTree
 from .gradient import pick
 from .kinds import Kind
@@ -251,11 +251,8 @@ def check_effects(jaxpr: Jaxpr, constants: Sequence[PyTree], *, offloads: bool) 
 def check_offloaded(jaxpr: Jaxpr, names: Sequence[str]) -> None:
     """Refuse to offload a name that a layer gives in an inner scan, where XLA can't
     compile it.
-
-    XLA for GPUs and TPUs (jaxlib 0.10.2) ends in an INTERNAL error, which names
-    nothing: each step would write to a stack on the host. On a CPU nothing moves.
     """
-    if not names or platform() == "cpu":
+    if not names or xla_hints.offloads_in_scans():
         return
     in_loops = _names_in_scans(jaxpr, in_scan=False)
     refused = [name for name in names if name in in_loops]

@@ -24,10 +24,13 @@ from ._attention_rule import (
     Kernel,
     Key,
     LogSumExp,
+    Output,
     Query,
     Ranges,
     Sight,
+    Value,
     of_normalisation,
+    soft_capped,
 )
 
 _NEVER = -1e30  # finite, so that differences of two of them are not NaN
@@ -67,18 +70,23 @@ class _Cut(NamedTuple):
         """Block `i` of numbers of rows, `[batch, kv_heads, group, row]`."""
         return jnp.moveaxis(_block(x, i, self.blocks.size), 1, 3)
 
-    def scores(
-        self, q: Array, k: Array, i: Array, j: Array, keys_first: bool = False
-    ) -> Array:
-        """Scores of a block, in float32, masked: `[batch, kv_heads, group, query,
-        key]`.
+    def scores(self, q: Array, k: Array, keys_first: bool = False) -> Array:
+        """Scores of a block, in float32: `[batch, kv_heads, group, query, key]`.
 
         With `keys_first` the keys come before the group: XLA for CPUs need not
         transpose them backward.
         """
-        size, (rows, starts, _) = self.blocks.size, self.sight
         result = "bksgq" if keys_first else "bkgqs"
         scores = _einsum(f"{','.join(self.axes)}->{result}", q, k) * self.blocks.scale
+        return soft_capped(scores, self.blocks.softcap)
+
+    def masked(
+        self, scores: Array, i: Array, j: Array, keys_first: bool = False
+    ) -> Array:
+        """`scores` where queries of block `i` see keys of block `j`, and `_NEVER`
+        elsewhere.
+        """
+        size, (rows, starts, _) = self.blocks.size, self.sight
         within = jnp.arange(size, dtype=jnp.int32)
         row = (i * size + within if rows is None else _block(rows, i, size))[:, None]
         column = (j * size + within)[None, :]
@@ -112,8 +120,8 @@ def _over(
 
 
 def _forward(
-    query: Query, key: Key, value: Key, sight: Sight, blocks: Blocks
-) -> tuple[Query, LogSumExp]:
+    query: Query, key: Key, value: Value, sight: Sight, blocks: Blocks
+) -> tuple[Output, LogSumExp]:
     length, cut = query.shape[1], _Cut.of(query, key, sight, blocks)
     query, key, value = cut.padded(query, key, value)
     ranges, (_, column) = Ranges.of(cut.seen()), cut.axes
@@ -126,7 +134,7 @@ def _forward(
             j: Array, state: tuple[Array, Array, Array]
         ) -> tuple[Array, Array, Array]:
             highest, total, sums = state
-            scores = cut.scores(q, cut.cut(key, j), i, j)
+            scores = cut.masked(cut.scores(q, cut.cut(key, j)), i, j)
             new_highest = jnp.maximum(highest, jnp.max(scores, axis=-1))
             weights = jnp.exp(scores - new_highest[..., None])
             shrink = jnp.exp(highest - new_highest)
@@ -142,7 +150,7 @@ def _forward(
         start = (
             jnp.full(shape, _NEVER, jnp.float32),
             zeros,
-            jnp.zeros((*shape, q.shape[-1]), jnp.float32),
+            jnp.zeros((*shape, value.shape[-1]), jnp.float32),
         )
         _, start = varying_alike((q, start))
         highest, total, sums = _over(ranges, i, key_block, start)
@@ -156,8 +164,8 @@ def _forward(
 
 
 def _backward(
-    attended: Attended, cotangent: Query, blocks: Blocks
-) -> tuple[Query, Key, Key]:
+    attended: Attended, cotangent: Output, blocks: Blocks
+) -> tuple[Query, Key, Value]:
     query, key, value, _, sight, _, lse = attended
     rows, columns, cut = (
         query.shape[1],
@@ -178,13 +186,16 @@ def _backward(
         ) -> tuple[Array, Array, Array]:
             query_gradient, key_gradient, value_gradient = state
             q, c = cut.cut(query, i), cut.cut(ct, i)
-            scores = cut.scores(q, k, i, j, keys_first=True)
-            weights = jnp.exp(scores - cut.of_scores(lse, i)[:, :, None])
+            scores = cut.scores(q, k, keys_first=True)
+            visible = cut.masked(scores, i, j, keys_first=True)
+            weights = jnp.exp(visible - cut.of_scores(lse, i)[:, :, None])
             value_gradient += _einsum(
                 f"bksgq,{row}->{column}", weights.astype(c.dtype), c
             )
             of_weights = _einsum(f"{row},{column}->bksgq", c, v)
             of_scores = weights * (of_weights - cut.of_scores(kept, i)[:, :, None])
+            if blocks.softcap is not None:
+                of_scores *= 1 - jnp.square(scores / blocks.softcap)
             of_scores = (of_scores * blocks.scale).astype(q.dtype)
             key_gradient += _einsum(f"bksgq,{row}->{column}", of_scores, q)
             new = jnp.transpose(
@@ -196,10 +207,8 @@ def _backward(
             )
             return query_gradient, key_gradient, value_gradient
 
-        _, zeros = varying_alike((k, jnp.zeros(k.shape, jnp.float32)))
-        query_gradient, *found = _over(
-            ranges, j, query_block, (query_gradient, zeros, zeros)
-        )
+        _, zeros = varying_alike((k, [jnp.zeros(x.shape, jnp.float32) for x in (k, v)]))
+        query_gradient, *found = _over(ranges, j, query_block, (query_gradient, *zeros))
         if blocks.heads_first:
             found = [jnp.moveaxis(block, -2, 1) for block in found]
         of_key, of_value = (x.astype(key.dtype) for x in found)

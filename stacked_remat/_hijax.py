@@ -134,7 +134,7 @@ def _lowered(
     expanded = functools.partial(_expanded, _prim=_prim)
     closed = jax.make_jaxpr(expanded)(*leaves)
     used = used or (True,) * len(closed.out_avals)
-    jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, used, instantiate=True)
+    jaxpr = partial_eval.dce_jaxpr(closed.jaxpr, used, instantiate=True)[0]
     computed = iter(eval_jaxpr(jaxpr, closed.consts, *leaves))
     results = []
     for is_used, type_ in zip(used, closed.out_avals, strict=True):

@@ -59,7 +59,7 @@ def split(
             )
         if not is_node(leaf):
             return nnx.NodeStates.from_split(None, leaf, metadata=axis)
-        axes = axis
+        axes: Any = axis
         if not isinstance(axis, nnx.StateAxes):
             axes = nnx.StateAxes({...: axis})
         graphdef, *states = context.split(leaf, *axes.filters)

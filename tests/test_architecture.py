@@ -25,9 +25,12 @@ CORE = "compat base schedule placement remat policy sweep scan stacks"
 # stacked_remat/__init__.py.
 LAYERS = {
     "compat": ("_compat", ""),
-    "base": ("_activity _files _hijax _messages _noted _static _trips", "compat"),
+    "base": (
+        "_activity _files _hijax _messages _noted _placement _static _trips",
+        "compat",
+    ),
     "schedule": ("_schedule", "base"),
-    "placement": ("_names _placement _xla_hints", "compat base"),
+    "placement": ("_names _xla_hints", "compat base"),
     "remat": ("_remat", "compat base schedule"),
     "policy": ("_haliax_names _policy", "compat base schedule remat"),
     "sweep": ("_sweep", "compat base schedule placement remat"),

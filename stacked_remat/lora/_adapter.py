@@ -6,6 +6,7 @@ import difflib
 import fnmatch
 import math
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, TypeVar
@@ -107,6 +108,13 @@ class LoraLinear(eqx.Module):
             return whole + adapted.rearrange(whole.axes).astype(whole.dtype)
         low = (x @ self.a.astype(x.dtype)) * self.scale
         return whole + (low @ self.b.astype(x.dtype)).astype(whole.dtype)
+
+    def apply_maps(self, apply: Callable[[Any, Any], Any], x: Any) -> Any:
+        """See `stacked_remat.ops.ComposedLinear`; of named arrays."""
+        low = apply(self.a.astype(x.dtype), x) * self.scale
+        whole = apply(self.wrapped, x)
+        adapted = apply(self.b.astype(x.dtype), low)
+        return whole + adapted.rearrange(whole.axes)
 
     In = property(attrgetter("wrapped.In"), doc="The input axes of a named linear.")
     Out = property(attrgetter("wrapped.Out"), doc="The output axes of a named linear.")

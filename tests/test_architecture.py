@@ -33,7 +33,7 @@ LAYERS = {
     "sweep": ("_sweep", "compat base schedule placement remat"),
     "scan": ("_checkpoint _scan", "compat base schedule placement remat policy sweep"),
     "stacks": (
-        "_block_foldable _block_seq _stacked _state_dict _tiled _tiles",
+        "_block_foldable _block_seq _paths _stacked _state_dict _tiled _tiles",
         CORE,
     ),
     "offload_check": ("_offload_check", "policy scan"),
@@ -43,7 +43,7 @@ LAYERS = {
     "ops": ("ops", "compat base placement sweep public"),
     "streaming": ("streaming", "base placement policy sweep scan stacks"),
     "nnx": ("nnx", "base public"),
-    "ghost": ("ghost", CORE + " lora ops"),
+    "ghost": ("ghost", CORE + " ops"),
     "memory": ("memory", "compat base schedule placement policy public"),
     "training": ("training", CORE + " fused ghost lora ops streaming memory public"),
 }

@@ -2,8 +2,6 @@
 model.
 """
 
-import difflib
-import fnmatch
 import math
 import zlib
 from collections.abc import Callable
@@ -21,8 +19,8 @@ from haliax.axis import axis_spec_to_tuple
 from jax import lax
 from jaxtyping import Array, DTypeLike, PRNGKeyArray
 
+from .._paths import check_patterns, find_modules, first_match, map_modules
 from .._sweep.store import read, write
-from ._paths import find_modules, map_modules
 
 T = TypeVar("T")
 
@@ -169,12 +167,15 @@ def apply_lora(
     Memory: `rank * (In + Out)` numbers of `dtype` for each linear and layer.
     """
     paths = list(find_modules(model, LINEARS))
-    for target in config.targets:
-        if not any(fnmatch.fnmatchcase(path, target) for path in paths):
-            raise ValueError(_no_match(target, paths))
+    if not paths:
+        raise ValueError(
+            f"lora.targets: {config.targets[0]!r} matches no linear: the model has no"
+            " linear of Haliax or Equinox."
+        )
+    check_patterns("lora.targets", config.targets, paths, "linear")
 
     def adapt(path: str, linear: Any) -> Any:
-        if not any(fnmatch.fnmatchcase(path, target) for target in config.targets):
+        if first_match(path, config.targets) is None:
             return linear
         if isinstance(linear, LoraLinear):
             raise ValueError(
@@ -340,17 +341,3 @@ _COPYING = jax.jit(_merge, static_argnames=("factor", "outermost"))
 _DONATING = jax.jit(
     _merge, static_argnames=("factor", "outermost"), donate_argnames="weight"
 )
-
-
-def _no_match(target: str, paths: list[str]) -> str:
-    if not paths:
-        return (
-            f"lora.targets: {target!r} matches no linear: the model has no linear of"
-            " Haliax or Equinox."
-        )
-    nearest = difflib.get_close_matches(target, paths, n=5, cutoff=0.0)
-    return (
-        f"lora.targets: {target!r} matches no linear. Nearest of {len(paths)}:"
-        f" {', '.join(nearest)}. A pattern has to match the whole path; `*` matches any"
-        " characters."
-    )

@@ -22,6 +22,7 @@ from .._files import (
     written_safetensors,
 )
 from .._messages import entry_problems, float_problems
+from .._paths import map_modules
 from ._adapter import (
     LINEARS,
     RANK_AXIS,
@@ -31,7 +32,6 @@ from ._adapter import (
     lora_linears,
     named_adapter,
 )
-from ._paths import map_modules
 from ._peft_config import CONFIG_FILE, PeftSettings, adapter_file, describe
 from ._peft_layout import (
     PREFIX,

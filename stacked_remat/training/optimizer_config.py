@@ -118,7 +118,8 @@ class OptimizerConfig(draccus.ChoiceRegistry, abc.ABC):
     """
 
     learning_rate: float = 1e-3
-    learning_rates: dict[str, float] = field(default_factory=dict)
+    # A dict has no hash, and two configs that are equal have equal ones.
+    learning_rates: dict[str, float] = field(default_factory=dict, hash=False)
     warmup: float = 0.01
     schedule: ScheduleConfig = field(default_factory=CosineSchedule)
     weight_decay: float = 0.1

@@ -14,7 +14,7 @@ CPUs drops barriers.
 
 A program may be lowered for another platform than the one that traces it, or for
 several: `jax.export` does. So what only one platform needs is a primitive with a
-lowering rule of that platform. Four decisions can't wait for that, and are made as a
+lowering rule of that platform. Three decisions can't wait for that, and are made as a
 program is traced: see the end of the file.
 """
 
@@ -267,47 +267,64 @@ def apart_from_transfers(compute: Callable[[], T], zeros: T) -> T:
         return lax.fori_loop(0, once, lambda *_: compute(), zeros)
 
 
+def refused_offload(problem: str, inputs: T) -> T:
+    """The inputs of layers, in a program that is refused with a `ValueError` as it is
+    lowered for a GPU or a TPU.
+
+    For a name that is to be offloaded and that a layer gives in a scan of its own: each
+    step would write to a stack on the host, for which XLA ends in an INTERNAL error
+    that names nothing. On a CPU nothing moves.
+    """
+    return _barrier_on(("cuda", "tpu"), inputs, problem)
+
+
 # --- Barriers for some platforms, chosen as a program is lowered
 
 _barrier_p = Primitive("barrier_on")
 _barrier_p.multiple_results = True
 
 
-def _barrier_on(platforms: tuple[str, ...], tree: Any) -> Any:
+def _barrier_on(platforms: tuple[str, ...], tree: Any, problem: str = "") -> Any:
     """`lax.optimization_barrier` in programs for these platforms (`"cuda"`, `"tpu"`),
     nothing in others. `"cuda"` stands for all GPUs, as in `_placement.platform`.
+
+    With a problem, such programs are refused with that text instead.
     """
     leaves, structure = jax.tree.flatten(tree)
-    return jax.tree.unflatten(structure, _barrier_p.bind(*leaves, platforms=platforms))
+    results = _barrier_p.bind(*leaves, platforms=platforms, problem=problem)
+    return jax.tree.unflatten(structure, results)
 
 
 def _lowered_for(platform: str) -> Callable[..., Any]:
-    def barrier(*arrays: Any, platforms: tuple[str, ...]) -> tuple[Any, ...]:
-        return lax.optimization_barrier(arrays) if platform in platforms else arrays
+    def barrier(
+        *arrays: Any, platforms: tuple[str, ...], problem: str
+    ) -> tuple[Any, ...]:
+        if platform not in platforms:
+            return arrays
+        if problem:
+            raise ValueError(problem)
+        return lax.optimization_barrier(arrays)
 
     return mlir.lower_fun(barrier, multiple_results=True)
 
 
-def _differentiated(
-    primals: Any, tangents: Any, *, platforms: tuple[str, ...]
-) -> tuple[Any, Any]:
+def _differentiated(primals: Any, tangents: Any, **where: Any) -> tuple[Any, Any]:
     tangents = [ad.instantiate_zeros(tangent) for tangent in tangents]
-    return _barrier_on(platforms, [*primals]), _barrier_on(platforms, tangents)
+    return _barrier_p.bind(*primals, **where), _barrier_p.bind(*tangents, **where)
 
 
-def _transposed(cotangents: Any, *_: Any, platforms: tuple[str, ...]) -> Any:
-    return _barrier_on(
-        platforms, [ad.instantiate_zeros(cotangent) for cotangent in cotangents]
-    )
+def _transposed(cotangents: Any, *_: Any, **where: Any) -> Any:
+    cotangents = [ad.instantiate_zeros(cotangent) for cotangent in cotangents]
+    return _barrier_p.bind(*cotangents, **where)
 
 
-def _batched(arrays: Any, dims: Any, *, platforms: tuple[str, ...]) -> tuple[Any, Any]:
-    return _barrier_on(platforms, [*arrays]), dims
+def _batched(arrays: Any, dims: Any, **where: Any) -> tuple[Any, Any]:
+    return _barrier_p.bind(*arrays, **where), dims
 
 
 # One operation by itself has nothing to hold
-_barrier_p.def_impl(lambda *arrays, platforms: [*arrays])
-_barrier_p.def_abstract_eval(lambda *types, platforms: types)
+_barrier_p.def_impl(lambda *arrays, **where: [*arrays])
+_barrier_p.def_abstract_eval(lambda *types, **where: types)
 ad.primitive_jvps[_barrier_p] = _differentiated
 ad.primitive_transposes[_barrier_p] = _transposed
 batching.primitive_batchers[_barrier_p] = _batched
@@ -362,12 +379,3 @@ def needs_checkpoint_barriers(*, is_rolled: bool, offloads_carry: bool) -> bool:
     a CPU has them, to no effect there, since it may be exported.
     """
     return not is_rolled or (offloads_carry and platform() != "tpu")
-
-
-def offloads_in_scans() -> bool:
-    """Whether a name may be offloaded that a layer gives in a scan of its own.
-
-    GPUs and TPUs: XLA ends in an INTERNAL error, which names nothing, since each step
-    would write to a stack on the host. On a CPU nothing moves.
-    """
-    return platform() == "cpu"

@@ -25,25 +25,30 @@ CORE = "compat base schedule placement remat policy sweep scan stacks"
 # stacked_remat/__init__.py.
 LAYERS = {
     "compat": ("_compat", ""),
-    "base": ("_activity _files _hijax _messages _noted _static _trips", "compat"),
+    "base": (
+        "_activity _files _hijax _messages _noted _placement _static _trips",
+        "compat",
+    ),
     "schedule": ("_schedule", "base"),
-    "placement": ("_names _placement _xla_hints", "compat base"),
+    "placement": ("_names _xla_hints", "compat base"),
     "remat": ("_remat", "compat base schedule"),
     "policy": ("_haliax_names _policy", "compat base schedule remat"),
     "sweep": ("_sweep", "compat base schedule placement remat"),
     "scan": ("_checkpoint _scan", "compat base schedule placement remat policy sweep"),
     "stacks": (
-        "_block_foldable _block_seq _stacked _state_dict _tiled _tiles",
+        "_block_foldable _block_seq _paths _stacked _state_dict _tiled _tiles",
         CORE,
     ),
     "offload_check": ("_offload_check", "policy scan"),
     "fused": ("_fused", "compat base placement policy scan stacks"),
-    "ops": ("lora ops", CORE),
+    # Not `scan`, whose public names they take from `public`, nor each other
+    "lora": ("lora", "base sweep stacks"),
+    "ops": ("ops", "compat base placement sweep public"),
     "streaming": ("streaming", "base placement policy sweep scan stacks"),
     "nnx": ("nnx", "base public"),
     "ghost": ("ghost", CORE + " ops"),
     "memory": ("memory", "compat base schedule placement policy public"),
-    "training": ("training", CORE + " fused ghost ops streaming memory public"),
+    "training": ("training", CORE + " fused ghost lora ops streaming memory public"),
 }
 
 # Modules of the library that may use private names of JAX and Haliax.

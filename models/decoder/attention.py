@@ -212,11 +212,7 @@ class CausalAttention(eqx.Module):
     ) -> NamedArray:
         axes = (POSITION_AXIS, self.spec.KVHeads.name, self.spec.HeadDim)
         options = {"documents": documents, "backend": backend, **self._options}
-        return self._output(causal_attention(query, key, value, *axes, **options), x)
-
-    def _output(self, attended: NamedArray, x: NamedArray) -> NamedArray:
-        if self.spec.latent is not None:  # values are padded to the width of keys
-            attended = attended[self.spec.HeadDim, : self.spec.latent.value_dim]
+        attended = causal_attention(query, key, value, *axes, **options)
         return self.o_proj(attended).rearrange(x.axes)
 
     @property

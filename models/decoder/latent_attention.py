@@ -91,7 +91,7 @@ class LatentAttention(CausalAttention):
     def heads(
         self, x: NamedArray, rotary: RotaryTable
     ) -> tuple[NamedArray, NamedArray, NamedArray]:
-        """Queries, keys and values `[..., KVHeads, HeadDim]`; values end in zeros."""
+        """Queries, keys and values `[..., KVHeads, HeadDim]`; values are narrower."""
         latent, HeadDim = self._latent, self.spec.HeadDim
         plain = latent.plain_dim
         if self.q_proj is not None:
@@ -113,11 +113,6 @@ class LatentAttention(CausalAttention):
             [query[HeadDim, :plain], self._rotated(query[HeadDim, plain:], rotary)],
         )
         value = both[HeadDim.name, plain:]
-        padding = hax.zeros(
-            (*value.axes[:-1], HeadDim.resize(HeadDim.size - latent.value_dim)),
-            value.dtype,
-        )
-        value = hax.concatenate(HeadDim.name, [value, padding])
         return query, named_heads(key, "key", x), named_heads(value, "value", x)
 
     def kept(

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.core import ShapedArray
+from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import mapped_aval, unmapped_aval
 from jaxtyping import Array
 
@@ -70,11 +71,11 @@ def zeros_like(stack: Array) -> Array:
 
 
 def with_tangents(buffers: PyTree, inputs: PyTree) -> PyTree:
-    """The buffers of a loop; those on the host have tangents, zeros on the host, if any
-    of the loop's inputs has one.
+    """The buffers of a loop, or an entry of one; those on the host have tangents, zeros
+    on the host if they have none yet, where any of `inputs` has one.
 
-    Where a loop writes to a buffer without tangents what has some, JAX makes the zeros
-    to begin with on the device (0.10.2, 0.12).
+    Where only one of a buffer and what is written to it has a tangent, JAX makes the
+    zeros of the other on the device (0.10.2, 0.12).
     """
     if not has_host_arrays(buffers):
         return buffers
@@ -89,13 +90,20 @@ def with_tangents(buffers: PyTree, inputs: PyTree) -> PyTree:
         return leaves
 
     def rule(primals: tuple, tangents: tuple) -> tuple[list[Array], list[Any]]:
-        (leaves, _), (leaf_tangents, _) = primals, tangents
+        (leaves, causes), (leaf_tangents, cause_tangents) = primals, tangents
+        further_causes = [*causes]
+        for tangent in cause_tangents:
+            if not isinstance(tangent, SymbolicZero):
+                further_causes.append(tangent)
         made_tangents = []
         for leaf, tangent in zip(leaves, leaf_tangents, strict=True):
             if is_on_host(leaf) and is_differentiable(leaf.dtype):
-                tangent = zeros_like(leaf)
+                if isinstance(tangent, SymbolicZero):
+                    tangent = zeros_like(leaf)
+                tangent = with_tangents(tangent, further_causes)
             made_tangents.append(tangent)
-        return leaves, made_tangents
+        # Both may be differentiated once more.
+        return with_tangents(leaves, causes), made_tangents
 
     made.defjvp(rule, symbolic_zeros=True)
     return jax.tree.unflatten(tree, made(leaves, causes))
@@ -277,9 +285,10 @@ def write(stacked: PyTree, index: Index, entry: PyTree) -> PyTree:
     """
 
     def replaced(stack: Array, new: Array) -> Array:
-        moved = lax.expand_dims(to_host(new) if is_on_host(stack) else new, (0,))
+        if is_on_host(stack):
+            new = with_tangents(to_host(new), stack)
         return lax.dynamic_update_slice_in_dim(
-            stack, moved, index, 0, allow_negative_indices=False
+            stack, lax.expand_dims(new, (0,)), index, 0, allow_negative_indices=False
         )
 
     return jax.tree.map(replaced, stacked, entry)

@@ -15,7 +15,7 @@ varies over. So a layer is traced again until its carry stays as it is.
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import equinox as eqx
 import jax
@@ -34,6 +34,8 @@ from .gradient import pick
 from .kinds import Kind
 from .slots import Arrays, Carry, OfKinds, inverted, types_of
 from .store import entry_types, varying_as
+
+T = TypeVar("T")
 
 
 class TracedLayers(NamedTuple):
@@ -251,21 +253,25 @@ def check_effects(jaxpr: Jaxpr, constants: Sequence[PyTree], *, offloads: bool) 
         )
 
 
-def check_offloaded(jaxpr: Jaxpr, names: Sequence[str]) -> None:
-    """Refuse to offload a name that a layer gives in an inner scan, where XLA can't
-    compile it.
+def check_offloaded(kinds: Sequence[Kind], names: Sequence[str], inputs: T) -> T:
+    """The inputs of a loop over these layers. With them a program is refused for GPUs
+    and TPUs if a layer gives one of the offloaded names in a scan of its own.
     """
-    if not names or xla_hints.offloads_in_scans():
-        return
-    in_loops = _names_in_scans(jaxpr, in_scan=False)
+    if not names:
+        return inputs
+    in_loops: set[str] = set()
+    for kind in kinds:
+        in_loops |= _names_in_scans(kind.jaxpr, in_scan=False)
     refused = [name for name in names if name in in_loops]
-    if refused:
-        raise ValueError(
-            f"The layer gives the name {refused[0]!r} inside a lax.scan of its own, and"
-            " XLA for GPUs and TPUs can't offload it there. Save it on the device"
-            f" (save_block_internals=[{refused[0]!r}]), give the name to the result of"
-            " the inner scan, or offload the carries."
-        )
+    if not refused:
+        return inputs
+    problem = (
+        f"The layer gives the name {refused[0]!r} inside a lax.scan of its own, and"
+        " XLA for GPUs and TPUs can't offload it there. Save it on the device"
+        f" (save_block_internals=[{refused[0]!r}]), give the name to the result of the"
+        " inner scan, or offload the carries."
+    )
+    return xla_hints.refused_offload(problem, inputs)
 
 
 def _names_in_scans(jaxpr: Jaxpr, *, in_scan: bool) -> set[str]:

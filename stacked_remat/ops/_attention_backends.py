@@ -1,5 +1,6 @@
 """Implementations of causal attention, and which calls each supports."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import haliax as hax
@@ -7,6 +8,7 @@ import haliax.nn as hnn
 import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
+from jaxtyping import Array
 
 from .._names import named
 from ._attention_blockwise import BLOCKWISE
@@ -16,9 +18,13 @@ from ._attention_rule import (
     Kernel,
     Key,
     LogSumExp,
+    Output,
     Query,
     Sight,
     Sinks,
+    Value,
+    flatten_heads,
+    soft_capped,
     strips_among,
 )
 from ._attention_splash import splash_block_size, splash_kernel
@@ -32,7 +38,8 @@ class AttentionCall(Call):
     """See `Call`; positions are those of one device."""
 
     position: int
-    head_dim: int
+    head_dim: int  # of queries and keys
+    value_dim: int
     has_documents: bool
     blocks: Blocks
     among: int = 1  # devices over which positions are divided
@@ -45,15 +52,18 @@ def attend_by_definition(
     Slot: Axis,
     HeadDim: Axis,
     *,
+    out: Sequence[Axis],
     last: NamedArray,
     first: NamedArray | None,
     scale: float,
+    softcap: float | None,
     sinks: NamedArray | None,
 ) -> NamedArray:
     """Attention of queries to keys along `Slot` from `first` to `last`, with all scores
     in memory at once.
 
-    Both are int32 over axes of `query`; `first` is None for the beginning.
+    Both are int32 over axes of `query`; `first` is None for the beginning. The result
+    has the axes `out`.
     """
     slots = hax.arange(Slot, dtype=jnp.int32)
     visible = last.broadcast_axis(Slot) >= slots
@@ -62,6 +72,7 @@ def attend_by_definition(
     scores = (
         hax.dot(query, key, axis=HeadDim, preferred_element_type=jnp.float32) * scale
     )
+    scores = soft_capped(scores, softcap)
     scores = hax.where(visible, scores, float(jnp.finfo(jnp.float32).min))
     weights = hnn.softmax(scores, axis=Slot)
     if sinks is not None:
@@ -70,23 +81,24 @@ def attend_by_definition(
         )
     weights = weights.astype(value.dtype)
     attended = hax.dot(weights, value, axis=Slot, preferred_element_type=jnp.float32)
-    return attended.rearrange(query.axes).astype(query.dtype)
+    return attended.rearrange(out).astype(query.dtype)
 
 
 def exact_attention(
     query: Query,
     key: Key,
-    value: Key,
+    value: Value,
     sight: Sight,
     blocks: Blocks,
     sinks: Sinks | None = None,
-) -> Query:
+) -> Output:
     """By the definition; the reference for the kernels."""
     named_query = hax.named(query, ("batch", "row", "kv_heads", "group", "head_dim"))
-    Batch, Row, *_, HeadDim = named_query.axes
+    Batch, Row, KVHeads, Group, HeadDim = named_query.axes
     named_key, named_value = (
         hax.named(x, ("batch", "slot", "kv_heads", "head_dim")) for x in (key, value)
     )
+    ValueDim = named_value.resolve_axis("head_dim")
     first = sight.first(Row.size, blocks.window)
     if first is not None:
         first = hax.named(jnp.broadcast_to(first, (Batch.size, Row.size)), (Batch, Row))
@@ -96,44 +108,63 @@ def exact_attention(
         named_value,
         named_key.resolve_axis("slot"),
         HeadDim,
+        out=(Batch, Row, KVHeads, Group, ValueDim),
         last=hax.named(jnp.asarray(sight.last(Row.size)), Row),
         first=first,
         scale=blocks.scale,
+        softcap=blocks.softcap,
         sinks=None if sinks is None else hax.named(sinks, ("kv_heads", "group")),
     )
     return named(attended.array, "attention_output")
 
 
 def _cudnn_forward(
-    query: Query, key: Key, value: Key, sight: Sight, blocks: Blocks
-) -> tuple[Query, LogSumExp]:
-    one = query.reshape(*query.shape[:2], -1, query.shape[-1])
-    output, lse = cudnn_attention(one, key, value, blocks.scale, blocks.window)
-    return output.reshape(query.shape), jnp.moveaxis(lse, 1, 2).reshape(
-        query.shape[:-1]
+    query: Query, key: Key, value: Value, sight: Sight, blocks: Blocks
+) -> tuple[Output, LogSumExp]:
+    width = max(key.shape[-1], value.shape[-1])
+    queries, keys, values = (
+        _with_width(width, x) for x in (flatten_heads(query), key, value)
     )
+    output, lse = cudnn_attention(queries, keys, values, blocks.scale, blocks.window)
+    output = output[..., : value.shape[-1]]
+    lse = jnp.moveaxis(lse, 1, 2)
+    heads = query.shape[:-1]
+    return output.reshape(*heads, value.shape[-1]), lse.reshape(heads)
 
 
 def _cudnn_backward(
-    attended: Attended, cotangent: Query, blocks: Blocks
-) -> tuple[Query, Key, Key]:
+    attended: Attended, cotangent: Output, blocks: Blocks
+) -> tuple[Query, Key, Value]:
     query, key, value, _, _, output, lse = attended
-    one, output, cotangent = (
-        x.reshape(*x.shape[:2], -1, x.shape[-1]) for x in (query, output, cotangent)
+    width = max(key.shape[-1], value.shape[-1])
+    arrays = flatten_heads(query), key, value, flatten_heads(output)
+    queries, keys, values, output = (_with_width(width, x) for x in arrays)
+    lse = jnp.moveaxis(lse.reshape(queries.shape[:-1]), 2, 1)
+    of_query, of_key, of_value = cudnn_attention_gradients(
+        (queries, keys, values),
+        (output, lse),
+        _with_width(width, flatten_heads(cotangent)),
+        blocks.scale,
+        blocks.window,
     )
-    lse = jnp.moveaxis(lse.reshape(one.shape[:-1]), 2, 1)
-    found = cudnn_attention_gradients(
-        (one, key, value), (output, lse), cotangent, blocks.scale, blocks.window
-    )
-    return found[0].reshape(query.shape), found[1], found[2]
+    of_query = of_query[..., : key.shape[-1]].reshape(query.shape)
+    return of_query, of_key[..., : key.shape[-1]], of_value[..., : value.shape[-1]]
+
+
+def _with_width(width: int, x: Array) -> Array:
+    """With zeros after the last axis. cuDNN has kernels for values of another width
+    than keys, which JAX checks against the attached GPU alone.
+    """
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, width - x.shape[-1])])
 
 
 def _why_not_width(call: AttentionCall, widest: int) -> str | None:
-    if call.head_dim > widest or call.head_dim % 8:
-        return (
-            f"it takes head widths that are multiples of 8 up to {widest}, not"
-            f" {call.head_dim}"
-        )
+    for width in (call.head_dim, call.value_dim):
+        if width > widest or width % 8:
+            return (
+                f"it takes head widths that are multiples of 8 up to {widest}, not"
+                f" {width}"
+            )
     return None
 
 
@@ -148,6 +179,8 @@ def _why_not_cudnn(call: AttentionCall) -> str | None:
             "its kernels are for GPUs of compute capability 8.0 and later, not"
             f" {capability}"
         )
+    if call.blocks.softcap is not None:
+        return "it has no softcap of the scores"
     if call.has_documents:
         return (
             "it has no document boundaries: its statistics would take memory for"
@@ -180,14 +213,15 @@ def _why_not_tokamax(call: AttentionCall) -> str | None:
 
 
 def _why_not_splash(call: AttentionCall) -> str | None:
-    if call.head_dim > 512:
+    widest = max(call.head_dim, call.value_dim)
+    if widest > 512:
         return (
             "its blocks fit a TPU's vector memory for heads up to 512 wide, not"
-            f" {call.head_dim}"
+            f" {widest}"
         )
     strip = call.position // strips_among(call.among, call.position)
     sizes = strip, call.position, call.among * call.position, call.blocks.window
-    size = splash_block_size(*sizes, call.head_dim * call.dtype.itemsize)
+    size = splash_block_size(*sizes, widest * call.dtype.itemsize)
     return size if isinstance(size, str) else None
 
 

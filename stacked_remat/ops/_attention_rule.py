@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import haliax as hax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,6 +22,8 @@ from .per_device import align_varying_axes
 
 Query = Float[Array, "batch row kv_heads group head_dim"]
 Key = Float[Array, "batch position kv_heads head_dim"]
+Value = Float[Array, "batch position kv_heads value_dim"]
+Output = Float[Array, "batch row kv_heads group value_dim"]
 LogSumExp = Float[Array, "batch row kv_heads group"]
 Documents = Int[Array, "batch position"]
 Sinks = Float[Array, "kv_heads group"]
@@ -114,7 +117,7 @@ class Ranges(NamedTuple):
 
 @dataclass(frozen=True)
 class Blocks:
-    scale: float  # of the scores
+    scale: float  # of the scores, before the softcap
     # positions in a block of queries, and of keys, for kernels that do not choose it
     size: int
     # Positions that a query sees, its own included; None for all before it
@@ -124,6 +127,16 @@ class Blocks:
     heads_first: bool = False
     # Equal ones of the queries; strip i is in part i of as many of all positions
     strips: int = 1
+    # Scores are within plus and minus this, by `soft_capped`; None for any
+    softcap: float | None = None
+
+
+def soft_capped(scores: Any, softcap: float | None) -> Any:
+    """`softcap * tanh(scores / softcap)`, of plain or named arrays ("Gemma 2", 2024).
+
+    Its derivative is `1 - (result / softcap) ** 2`.
+    """
+    return scores if softcap is None else hax.tanh(scores / softcap) * softcap
 
 
 class Attended(NamedTuple):
@@ -131,10 +144,10 @@ class Attended(NamedTuple):
 
     query: Query
     key: Key
-    value: Key
+    value: Value
     sinks: Sinks | None
     sight: Sight
-    output: Query
+    output: Output
     lse: LogSumExp
 
 
@@ -142,26 +155,26 @@ class Attended(NamedTuple):
 class Kernel:
     """An implementation of attention without sinks.
 
-    `forward` gives the output, like the query, and the log-sum-exp of each row of
-    scores, in float32. `backward` gives the gradients of query, key and value, like
-    these, from weights that are the exponentials of scores less `lse`, whatever else
-    than scores of these keys that sums up.
+    `forward` gives the output, in the dtype of the query, and the log-sum-exp of each
+    row of scores, in float32. `backward` gives the gradients of query, key and value,
+    like these, from weights that are the exponentials of scores less `lse`, whatever
+    else than scores of these keys that sums up.
     """
 
-    forward: Callable[[Query, Key, Key, Sight, Blocks], tuple[Query, LogSumExp]]
-    backward: Callable[[Attended, Query, Blocks], tuple[Query, Key, Key]]
+    forward: Callable[[Query, Key, Value, Sight, Blocks], tuple[Output, LogSumExp]]
+    backward: Callable[[Attended, Output, Blocks], tuple[Query, Key, Value]]
 
 
 def attend_by(
     kernel: Kernel,
     query: Query,
     key: Key,
-    value: Key,
+    value: Value,
     sight: Sight,
     blocks: Blocks,
     sinks: Sinks | None = None,
-) -> Query:
-    """Attention by a kernel, like `query`, in its dtype; see `causal_attention`."""
+) -> Output:
+    """Attention by a kernel, in the dtype of `query`; see `causal_attention`."""
     given = query, key, value, sight, sinks
     query, key, value, sight, sinks = align_varying_axes("causal_attention", given)
     # Named outside of the custom derivative, whose forward rule `JAX_REMAT3` does not
@@ -187,19 +200,19 @@ def attend_by(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _with_derivative(attended: Attended, kernel: Kernel, blocks: Blocks) -> Query:
+def _with_derivative(attended: Attended, kernel: Kernel, blocks: Blocks) -> Output:
     """`attended.output`, with the derivative of attention."""
     return attended.output
 
 
 def _forward_rule(
     attended: Attended, kernel: Kernel, blocks: Blocks
-) -> tuple[Query, Attended]:
+) -> tuple[Output, Attended]:
     return attended.output, attended
 
 
 def _backward_rule(
-    kernel: Kernel, blocks: Blocks, attended: Attended, cotangent: Query
+    kernel: Kernel, blocks: Blocks, attended: Attended, cotangent: Output
 ) -> tuple[Any]:
     of_inputs = _once_only(kernel, blocks, attended, cotangent)
     return (Attended(*of_inputs, *(None,) * 3),)  # pyright: ignore[reportArgumentType]
@@ -210,8 +223,8 @@ _with_derivative.defvjp(_forward_rule, _backward_rule)
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _once_only(
-    kernel: Kernel, blocks: Blocks, attended: Attended, cotangent: Query
-) -> tuple[Query, Key, Key, Sinks | None]:
+    kernel: Kernel, blocks: Blocks, attended: Attended, cotangent: Output
+) -> tuple[Query, Key, Value, Sinks | None]:
     """The backward pass. Its derivative is an error: it would treat the output as a
     constant.
     """
@@ -234,21 +247,26 @@ def _refuse(kernel: Kernel, blocks: Blocks, primals: Any, tangents: Any) -> Any:
     )
 
 
-def of_normalisation(attended: Attended, cotangent: Query) -> LogSumExp:
+def of_normalisation(attended: Attended, cotangent: Output) -> LogSumExp:
     """The gradient of the softmax's normalisation, for each row."""
     return jnp.sum(
         cotangent.astype(jnp.float32) * attended.output.astype(jnp.float32), axis=-1
     )
 
 
+def flatten_heads(x: Array) -> Array:
+    """`[batch, row, kv_heads, group, width]` with all heads along one axis."""
+    return x.reshape(*x.shape[:2], -1, x.shape[-1])
+
+
 def attend_in_context(
-    attend: Callable[[Query, Key, Key, Sight, int], Query],
+    attend: Callable[[Query, Key, Value, Sight, int], Output],
     query: Query,
     key: Key,
-    value: Key,
+    value: Value,
     documents: Documents | None,
     context: tuple[str, ...],
-) -> Query:
+) -> Output:
     """Attention of one device's positions to those of all devices along `context`
     (context parallelism).
 

@@ -26,9 +26,11 @@ from ._attention_rule import (
     Kernel,
     Key,
     LogSumExp,
+    Output,
     Query,
     Ranges,
     Sight,
+    Value,
 )
 
 LANES = 128  # the width of a TPU's vector registers; block sizes are multiples of it
@@ -102,8 +104,9 @@ def splash_kernel(interpret: bool = False) -> Kernel:
     Matrix products of float32 have JAX's default precision, which on a TPU is that of
     bfloat16 unless `jax.default_matmul_precision` says otherwise.
 
-    Cost: `2 * heads * position**2 * head_dim` FLOPs forward and 3.5 times that
-    backward, which computes scores twice; less for a window and documents. Memory: the
+    Cost: `heads * position**2 * (head_dim + value_dim)` FLOPs forward and 3.5 times
+    that backward, which computes scores twice, for values as wide as keys; less for a
+    window and documents. Memory: the
     results, a copy of each array with heads first, and while a forward kernel runs, 128
     copies of one key head's log-sum-exp.
     """
@@ -121,8 +124,8 @@ def _of_heads(
     query: Query,
     *others: Array,
 ) -> list[Array]:
-    """`fn` of the kernel, the FLOPs of a product, the documents and each key head, for
-    each sequence.
+    """`fn` of the kernel, the FLOPs of a coordinate, the documents and each key head,
+    for each sequence.
 
     Arrays are `[batch, position, kv_heads, ...]`. lax.map over heads takes less memory
     than jax.vmap.
@@ -131,11 +134,9 @@ def _of_heads(
     def of_sequence(sequence: tuple[Any, tuple[Array, ...]]) -> tuple[Array, ...]:
         (starts, of_keys), heads = sequence
         own = sight._replace(starts=None if starts is None else starts[None])
-        kernel, products = _kernel_for(
-            query, others[0].shape[1], own, blocks, interpret
-        )
+        kernel, flops = _kernel_for(query, others[0], others[1], own, blocks, interpret)
         segments = None if starts is None else splash.SegmentIds(starts, of_keys)
-        return lax.map(lambda head: fn(kernel, products, segments, *head), heads)
+        return lax.map(lambda head: fn(kernel, flops, segments, *head), heads)
 
     heads_first = tuple(jnp.moveaxis(x, 2, 1) for x in (query, *others))
     return [
@@ -145,11 +146,11 @@ def _of_heads(
 
 
 def _forward(
-    query: Query, key: Key, value: Key, sight: Sight, blocks: Blocks, interpret: bool
-) -> tuple[Query, LogSumExp]:
+    query: Query, key: Key, value: Value, sight: Sight, blocks: Blocks, interpret: bool
+) -> tuple[Output, LogSumExp]:
     def attend(
         kernel: Any,
-        products: int,
+        flops: int,
         segments: Any,
         query: Array,
         key: Array,
@@ -157,7 +158,7 @@ def _forward(
     ) -> Any:
         # The kernels take no scale, so queries are scaled, and rounded once more.
         queries = jnp.moveaxis(query * blocks.scale, 1, 0)
-        with known_products(2 * products):
+        with known_products(flops * (key.shape[-1] + value.shape[-1])):
             output, (lse,) = kernel(queries, key, value, segments)
         return jnp.moveaxis(output, 0, 1), lse.T
 
@@ -166,16 +167,17 @@ def _forward(
 
 
 def _backward(
-    attended: Attended, cotangent: Query, blocks: Blocks, interpret: bool
-) -> tuple[Query, Key, Key]:
-    def gradients(kernel: Any, products: int, segments: Any, *head: Array) -> Any:
+    attended: Attended, cotangent: Output, blocks: Blocks, interpret: bool
+) -> tuple[Query, Key, Value]:
+    def gradients(kernel: Any, flops: int, segments: Any, *head: Array) -> Any:
         query, key, value, output, cotangent, lse = head
         queries, output, cotangent = (
             jnp.moveaxis(x, 1, 0) for x in (query * blocks.scale, output, cotangent)
         )
         residuals = queries, key, value, segments, None, output, lse.T
-        # Scores again and two products in each of two kernels, and one more in one.
-        with known_products(7 * products // 2):
+        # Each of two kernels computes the scores again, the gradient of weights, and
+        # that of queries, or of keys and values. Half of it all is noted for each.
+        with known_products(flops * (4 * key.shape[-1] + 3 * value.shape[-1]) // 2):
             of_query, of_key, of_value = splash_gradients(kernel, residuals, cotangent)
         return jnp.moveaxis(of_query, 0, 1) * blocks.scale, of_key, of_value
 
@@ -201,18 +203,19 @@ def splash_gradients(
 
 
 def _kernel_for(
-    query: Query, columns: int, sight: Sight, blocks: Blocks, interpret: bool
+    query: Query, key: Key, value: Value, sight: Sight, blocks: Blocks, interpret: bool
 ) -> tuple[Any, int]:
-    """The kernel of a key head, and the FLOPs of a product of its blocks, without what
-    documents skip.
+    """The kernel of a key head, and the FLOPs of one coordinate in a product of its
+    blocks, without what documents skip.
     """
-    _, rows, _, group, head_dim = query.shape
+    rows, columns, group = query.shape[1], key.shape[1], query.shape[3]
+    widest = max(key.shape[-1], value.shape[-1])
     sizes = (
         rows // blocks.strips,
         rows,
         columns,
         blocks.window,
-        head_dim * query.dtype.itemsize,
+        widest * query.dtype.itemsize,
     )
     size = blocks.size if interpret else splash_block_size(*sizes)
     assert isinstance(size, int), size
@@ -240,7 +243,7 @@ def _kernel_for(
         block_sizes=splash.BlockSizes(**dict.fromkeys(names, size)),
         save_residuals=True,
         mask_value=splash.DEFAULT_MASK_VALUE,
-        attn_logits_soft_cap=None,
+        attn_logits_soft_cap=blocks.softcap,
         residual_checkpoint_name=None,
         mask_function=_Visible(blocks.window),
         interpret=interpret,
@@ -248,7 +251,7 @@ def _kernel_for(
     # Queries of several devices have as many to see.
     total = Ranges.of(Sight().blocks_seen(columns, columns, size, blocks.window)).total
     assert total is not None
-    return kernel, 2 * group * head_dim * size**2 * total * rows // columns
+    return kernel, 2 * group * size**2 * total * rows // columns
 
 
 def table(ranges: Ranges, width: int) -> tuple[Array, Array]:

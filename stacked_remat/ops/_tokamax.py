@@ -16,6 +16,7 @@ import functools
 import importlib.metadata
 import logging
 import math
+import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -23,12 +24,22 @@ import jax
 import jax.numpy as jnp
 from jax import custom_batching, lax
 from jax.experimental import layout
-from jax.extend import backend
 from jaxtyping import Array, Int
 
 from .._placement import target_device
 from .._trips import known_products
-from ._attention_rule import Attended, Blocks, Kernel, Key, LogSumExp, Query, Sight
+from ._attention_rule import (
+    Attended,
+    Blocks,
+    Kernel,
+    Key,
+    LogSumExp,
+    Output,
+    Query,
+    Sight,
+    Value,
+    flatten_heads,
+)
 from ._backends import UnsupportedCallError
 from ._grouped_linear import Kernels
 
@@ -70,16 +81,10 @@ def why_not_tokamax(what: str, capabilities: Mapping[float, str]) -> str | None:
     return None
 
 
-@contextlib.contextmanager
-def calling_tokamax() -> Iterator[None]:
-    """Within it, kernels are for the program's device, which need not be attached, and
-    may mix dtypes.
-
-    Raises:
-        UnsupportedCallError: this process has called them for another kind of GPU.
-            jaxlib (0.12) compiles Mosaic for the first one only.
+def check_one_kind_of_gpu(device: Any) -> None:
+    """Check that this process has called kernels for no other kind of GPU: jaxlib
+    (0.12) compiles Mosaic for the first one only.
     """
-    device = target_device()
     capability = _called_for.setdefault("capability", device.compute_capability)
     if capability != device.compute_capability:
         raise UnsupportedCallError(
@@ -87,6 +92,18 @@ def calling_tokamax() -> Iterator[None]:
             f" capability {capability}, not {device.compute_capability} too: compile"
             f" for {device.device_kind} in another."
         )
+
+
+@contextlib.contextmanager
+def calling_tokamax() -> Iterator[None]:
+    """Within it, kernels are for the program's device, which need not be attached, and
+    may mix dtypes.
+
+    Raises:
+        UnsupportedCallError: see `check_one_kind_of_gpu`.
+    """
+    device = target_device()
+    check_one_kind_of_gpu(device)
     log = logging.getLogger("absl")
 
     def says_more(record: logging.LogRecord) -> bool:
@@ -94,45 +111,75 @@ def calling_tokamax() -> Iterator[None]:
         return not str(record.msg).startswith("Autotuning cache miss")
 
     log.addFilter(says_more)
-    own = backend.get_default_device, jax.devices
-    backend.get_default_device, jax.devices = lambda: device, lambda *_: [device]
     try:
-        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        with (
+            # They ask `jax.extend.backend.get_default_device` for the number of cores.
+            jax.default_device(device),
+            jax.numpy_dtype_promotion("standard"),
+            jax.numpy_rank_promotion("allow"),
+        ):
             yield
     finally:
-        backend.get_default_device, jax.devices = own
         log.removeFilter(says_more)
 
 
+class _JaxOfTarget:
+    """The module `jax`, but for its devices: the one that the program is for."""
+
+    def devices(self) -> list[Any]:
+        return [target_device()]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(jax, name)
+
+
+def _asking_for_target(fn: Any) -> Any:
+    """`fn`, which reads `jax.devices()[0].core_count`, with those of the program.
+
+    JAX's kernels (0.10.2, 0.12) have no argument for it, and a program may be for
+    devices that are not attached. This is a copy, so `jax` stays as it is.
+    """
+    names = {**fn.__globals__, "jax": _JaxOfTarget()}
+    copy = types.FunctionType(
+        fn.__code__, names, fn.__name__, fn.__defaults__, fn.__closure__
+    )
+    copy.__kwdefaults__ = fn.__kwdefaults__
+    return copy
+
+
 def _forward(
-    query: Query, key: Key, value: Key, sight: Sight, blocks: Blocks
-) -> tuple[Query, LogSumExp]:
+    query: Query, key: Key, value: Value, sight: Sight, blocks: Blocks
+) -> tuple[Output, LogSumExp]:
     from tokamax._src.ops.attention import (  # pyright: ignore[reportMissingImports]
         pallas_mosaic_gpu,
     )
 
-    shape, mask = (
-        query.shape,
-        _mask(sight.first(query.shape[1], blocks.window), sight.rows),
-    )
+    *heads, head_dim = query.shape
+    value_dim = value.shape[-1]
+    mask = _mask(sight.first(query.shape[1], blocks.window), sight.rows)
     # By a query in the mean, at most
     seen = min(key.shape[1] // 2, blocks.window or key.shape[1])
-    with calling_tokamax(), known_products(4 * seen * query.size):
-        output, (highest, total) = pallas_mosaic_gpu.PallasMosaicGpuFlashAttention()(
-            _heads_as_one(query),
+    products = 2 * seen * math.prod(heads) * (head_dim + value_dim)
+    # With a small softcap it would by default not subtract the highest score, and
+    # exponentials of 11 and more are infinite in float16.
+    attend = pallas_mosaic_gpu.PallasMosaicGpuFlashAttention(use_stable_softmax=True)
+    with calling_tokamax(), known_products(products):
+        output, (highest, total) = attend(
+            flatten_heads(query),
             key,
             value,
             logits_scale=blocks.scale,
+            logits_soft_cap=blocks.softcap,
             mask=mask,
             return_residuals=True,
         )
     lse = jnp.moveaxis(highest + jnp.log(total), 1, 2)
-    return output.reshape(shape), lse.reshape(shape[:-1])
+    return output.reshape(*heads, value_dim), lse.reshape(heads)
 
 
 def _backward(
-    attended: Attended, cotangent: Query, blocks: Blocks
-) -> tuple[Query, Key, Key]:
+    attended: Attended, cotangent: Output, blocks: Blocks
+) -> tuple[Query, Key, Value]:
     length, window, sight = attended.query.shape[1], blocks.window, attended.sight
     if blocks.strips > 1:
         return _in_strips(attended, cotangent, blocks)
@@ -149,7 +196,7 @@ def _backward(
         functools.partial(_in_chunks, blocks=blocks, chunk=chunk) for chunk in chunks
     ]
     mask = _mask(sight.first(length, window), sight.rows)
-    ways.append(functools.partial(_gradients, mask=mask, scale=blocks.scale))
+    ways.append(functools.partial(_gradients, mask=mask, blocks=blocks))
     if window is not None or sight.starts is None or len(ways) == 1:
         return ways[0](attended, cotangent)
     longest = 1 + jnp.max(jnp.arange(length, dtype=jnp.int32)[None] - sight.starts)
@@ -171,8 +218,8 @@ ATTENTION = Kernel(_one_by_one(_forward), _one_by_one(_backward))
 
 
 def _in_strips(
-    attended: Attended, cotangent: Query, blocks: Blocks
-) -> tuple[Query, Key, Key]:
+    attended: Attended, cotangent: Output, blocks: Blocks
+) -> tuple[Query, Key, Value]:
     """The gradients of parts of the queries with the keys that they may see.
 
     And of parts of the keys, with the queries that may see them, so that no gradients
@@ -182,8 +229,8 @@ def _in_strips(
     rows, columns = attended.query.shape[1] // parts, attended.key.shape[1] // parts
 
     def gradients(
-        queries: tuple[int, int], keys: tuple[int, int], products: int
-    ) -> tuple[Query, Key, Key]:
+        queries: tuple[int, int], keys: tuple[int, int], products: tuple[int, int]
+    ) -> tuple[Query, Key, Value]:
         own, seen = (
             slice(*(rows * end for end in queries)),
             slice(*(columns * end for end in keys)),
@@ -196,17 +243,18 @@ def _in_strips(
             )
         )
         mask = _mask(sight.first(len(some.query[0]), blocks.window), sight.rows)
-        return _gradients(some, cotangent[:, own], mask, blocks.scale, products)
+        return _gradients(some, cotangent[:, own], mask, blocks, products)
 
-    # XLA leaves out the kernel whose results are not used. Of seven products one has
-    # three, the other four.
+    # XLA leaves out the kernel whose results are not used. Both compute scores and the
+    # gradient of weights; one then that of queries, the other those of keys and values.
     # Parts before one's own
     reach = parts if blocks.window is None else -(-(blocks.window - 1) // columns)
     of_query = [
-        gradients((p, p + 1), (max(0, p - reach), p + 1), 3)[0] for p in range(parts)
+        gradients((p, p + 1), (max(0, p - reach), p + 1), (2, 1))[0]
+        for p in range(parts)
     ]
     of_keys = [
-        gradients((p, min(parts, p + 1 + reach)), (p, p + 1), 4)[1:]
+        gradients((p, min(parts, p + 1 + reach)), (p, p + 1), (2, 2))[1:]
         for p in range(parts)
     ]
     of_key, of_value = (
@@ -216,8 +264,8 @@ def _in_strips(
 
 
 def _in_chunks(
-    attended: Attended, cotangent: Query, blocks: Blocks, chunk: int
-) -> tuple[Query, Key, Key]:
+    attended: Attended, cotangent: Output, blocks: Blocks, chunk: int
+) -> tuple[Query, Key, Value]:
     """The gradients of chunks of queries, each with its own keys and those of the chunk
     before it.
 
@@ -254,7 +302,7 @@ def _in_chunks(
     mask = _mask(first.reshape(-1, chunk), chunk + jnp.arange(chunk, dtype=jnp.int32))
     # No weights
     some = _cut(attended, cut, with_before)._replace(lse=cut(attended.lse, jnp.inf))
-    of_query, of_key, of_value = _gradients(some, cut(cotangent), mask, blocks.scale)
+    of_query, of_key, of_value = _gradients(some, cut(cotangent), mask, blocks)
     return joined(of_query), summed(of_key), summed(of_value)
 
 
@@ -271,10 +319,14 @@ def _cut(
 
 
 def _gradients(
-    attended: Attended, cotangent: Query, mask: Any, scale: float, products: int = 7
-) -> tuple[Query, Key, Key]:
-    """By two kernels, of which those that are used have so many products of queries and
-    keys in all.
+    attended: Attended,
+    cotangent: Output,
+    mask: Any,
+    blocks: Blocks,
+    products: tuple[int, int] = (4, 3),
+) -> tuple[Query, Key, Value]:
+    """By two kernels, of which those that are used have so many products as wide as
+    keys, and as values, in all.
     """
     from tokamax._src.ops.attention import (  # pyright: ignore[reportMissingImports]
         pallas_mosaic_gpu,
@@ -282,17 +334,23 @@ def _gradients(
     )
 
     query, key, value, _, _, output, lse = attended
-    one, output, cotangent = map(_heads_as_one, (query, output, cotangent))
+    queries, output, cotangent = map(flatten_heads, (query, output, cotangent))
     # The highest score and the sum of the exponentials of others less that, of which it
     # has the logarithm.
     highest = jnp.moveaxis(lse.reshape(*lse.shape[:2], -1), 2, 1)
     forward = pallas_mosaic_gpu.PallasMosaicGpuFlashAttention()
-    pairs = key.shape[1] // 2 if mask.is_causal else key.shape[1]
-    with (
-        calling_tokamax(),
-        known_products(products * pairs * query.size),
-    ):  # by each, in the mean
-        bound = forward.bind(one, key, value, logits_scale=scale, mask=mask)
+    seen = key.shape[1] // 2 if mask.is_causal else key.shape[1]
+    width = products[0] * key.shape[-1] + products[1] * value.shape[-1]
+    flops = 2 * seen * math.prod(query.shape[:-1]) * width
+    with calling_tokamax(), known_products(flops // 2):  # of each kernel, in the mean
+        bound = forward.bind(
+            queries,
+            key,
+            value,
+            logits_scale=blocks.scale,
+            logits_soft_cap=blocks.softcap,
+            mask=mask,
+        )
         found = pallas_mosaic_gpu_vjp.PallasMosaicGpuFlashAttentionVjp()(
             (highest, jnp.ones_like(highest)),
             output,
@@ -316,10 +374,6 @@ def _mask(
         return base.Mask(is_causal=True, k_start=start)
     start = jnp.zeros_like(last)[None, None] if start is None else start
     return base.Mask(k_start=start, k_end=last[None, None] + 1)
-
-
-def _heads_as_one(x: Query) -> Array:
-    return x.reshape(*x.shape[:2], -1, x.shape[-1])
 
 
 def _product(x: Array, w: Array, sizes: Array, transposed: bool) -> Array:
@@ -377,8 +431,9 @@ def _outer(x: Array, y: Array, sizes: Array) -> Array:
         for one in (x, y)
     ]
     tiles = [_width(one.shape[1]) for one in wide]
+    kernel = _asking_for_target(transposed_ragged_dot_mgpu.transposed_ragged_dot)
     with calling_tokamax():
-        found = transposed_ragged_dot_mgpu.transposed_ragged_dot(
+        found = kernel(
             *wide, group_sizes=sizes, block_m=tiles[0], block_n=tiles[1], **_STEPS
         )
     return found[:, : x.shape[1], : y.shape[1]]

@@ -8,11 +8,13 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import haliax as hax
 import jax
 import jax.numpy as jnp
 import numpy as np
 from haliax import Axis, AxisSelector, NamedArray
 
+from .._messages import axes_text
 from .._noted import DERIVATIVE_OF_RESULT, noted
 from .._placement import platform
 from ._attention_backends import (
@@ -21,7 +23,16 @@ from ._attention_backends import (
     attend_by_definition,
     exact_attention,
 )
-from ._attention_rule import Blocks, Key, Query, Sight, attend_by, attend_in_context
+from ._attention_rule import (
+    Blocks,
+    Key,
+    Output,
+    Query,
+    Sight,
+    Value,
+    attend_by,
+    attend_in_context,
+)
 from ._backends import choose_backend, devices_left_to_the_compiler
 from ._named import FLOATS, INTEGERS, check_named
 from .per_device import mesh_axes, per_device
@@ -42,6 +53,7 @@ def causal_attention(
     window: int | None = None,
     sinks: NamedArray | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
     backend: str = "auto",
 ) -> NamedArray:
     """Softmax attention of every position to itself and those before it (Ainslie et al.
@@ -55,7 +67,8 @@ def causal_attention(
         query: `[..., Pos, KVHeads, HeadsPerKV..., HeadDim]` in any order: the axes that
             `key` lacks are query heads that share a key head.
         key: `[..., Pos, KVHeads, HeadDim]`.
-        value: like `key`.
+        value: like `key`, but for the axis of a head's coordinates, which may have
+            another size or name than `HeadDim`.
         Pos: the axis of positions, or its name.
         KVHeads: the axis of key and value heads, or its name.
         HeadDim: the axis that is contracted, or its name.
@@ -68,20 +81,24 @@ def causal_attention(
             "attention sinks", with a learnt score and no value).
         scale: factor of the scores, a Python number; `HeadDim.size ** -0.5` if not
             given. Multiply `query` by a factor that is learnt.
+        softcap: scaled scores become `softcap * tanh(scores / softcap)`, a Python
+            number (Gemma Team 2024, "Gemma 2"), before sinks and masks; None for not.
         backend: `"auto"` for the first of `"cudnn"`, `"tokamax"`, `"splash"` and
             `"blockwise"` that supports the call, or one of these or `"exact"` by name.
 
     Returns:
-        Like `query`, in its axis order and dtype. Scores and sums are in float32.
+        Like `query`, in its axis order and dtype, with the coordinates of `value` in
+        place of `HeadDim`. Scores and sums are in float32.
 
     Raises:
         ValueError: an argument does not fit, or the backend does not support the call.
         NotImplementedError: a derivative of the gradient, except for `"exact"`.
 
-    Cost: `2 * heads * Pos**2 * HeadDim` FLOPs forward, 2.5 times that backward, with
-    `"splash"` and `"tokamax"` 3.5 times, less where documents or the window skip blocks
-    (backward with `"tokamax"` where all are short); memory proportional to `Pos`.
-    `"exact"`: twice that, and `heads * Pos**2`.
+    Cost: `heads * Pos**2 * (HeadDim + ValueDim)` FLOPs forward, 2.5 times that
+    backward, with `"splash"` and `"tokamax"` 3.5 times, less where documents or the
+    window skip blocks (backward with `"tokamax"` where all are short); `"cudnn"` pads
+    the narrower of keys and values. Memory proportional to `Pos`. `"exact"`: twice
+    that, and `heads * Pos**2`.
 
     On several devices: if Haliax's axis mapping (`haliax.axis_mapping`) maps batch
     axes, `KVHeads` or `Pos` to axes of the mesh in use (`jax.set_mesh`), each device
@@ -99,30 +116,34 @@ def causal_attention(
     Pos, KVHeads, HeadDim = named
     batch = tuple(axis for axis in key.axes if axis not in (Pos, KVHeads, HeadDim))
     check_named("key", key, FLOATS, (Pos, KVHeads, HeadDim), batch)
-    check_named("value", value, FLOATS, key.axes, ())
     check_named("query", query, FLOATS, key.axes)
+    ValueDim = _value_axis(query, key, value, HeadDim)
+    out = _with_values(query.axes, HeadDim, ValueDim)
     if documents is not None:
         check_named("documents", documents, INTEGERS, (Pos,), batch)
     if sinks is not None:
         heads = [axis for axis in query.axes if axis not in key.axes]
         check_named("sinks", sinks, FLOATS, (KVHeads, *heads), ())
-    _check_options(window, scale)
-    if query.size == 0:
-        return query
+    _check_options(window, scale, softcap)
+    if query.size == 0 or ValueDim.size == 0:
+        return hax.zeros(out, query.dtype)
     factor = HeadDim.size**-0.5 if scale is None else float(scale)
     window = None if window is None else min(int(window), Pos.size)
+    on_cpu = platform() == "cpu"
     blocks = Blocks(
-        factor, _BLOCKS[platform() == "cpu"], window, heads_first=platform() == "cpu"
+        factor,
+        _BLOCKS[on_cpu],
+        window,
+        heads_first=on_cpu,
+        softcap=None if softcap is None else float(softcap),
     )
-    names = Pos.name, KVHeads.name, HeadDim.name
+    names = Pos.name, KVHeads.name, HeadDim.name, ValueDim.name
 
     def of_all(*arguments: Any) -> NamedArray:
         attend = functools.partial(
             _attend, names=names, blocks=blocks, backend=backend, context=mesh_axes(Pos)
         )
-        return per_device(
-            attend, *arguments, over=(*batch, KVHeads, Pos), out=query.axes
-        )
+        return per_device(attend, *arguments, over=(*batch, KVHeads, Pos), out=out)
 
     return noted(DERIVATIVE_OF_RESULT, of_all)(query, key, value, documents, sinks)
 
@@ -138,14 +159,15 @@ def decode_attention(
     window: int | None = None,
     sinks: NamedArray | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
 ) -> NamedArray:
     """Softmax attention to the slots of a cache up to each query's position; slot i
     holds position i.
 
     Equals `causal_attention` on the whole sequence, for the query's position; `window`,
-    `sinks`, `scale` and what comes back are as there. It is the definition on any
-    device: reading the cache is the limit. Slots after that position may hold anything
-    finite.
+    `sinks`, `scale`, `softcap` and what comes back are as there. It is the definition
+    on any device: reading the cache is the limit. Slots after that position may hold
+    anything finite.
 
     Args:
         query: `[..., KVHeads, HeadsPerKV..., HeadDim]` in any order; several positions
@@ -153,7 +175,8 @@ def decode_attention(
             key head.
         key: `[..., KVHeads, Slot, HeadDim]` in any order; `query` has all its axes but
             `Slot`.
-        value: like `key`.
+        value: like `key`, but for the axis of a head's coordinates, which may have
+            another size or name than `HeadDim`.
         Slot: the axis of positions in the cache, or its name.
         HeadDim: the axis that is contracted, or its name.
         positions: integers over some axes of `query`: the position of each query. Its
@@ -162,9 +185,9 @@ def decode_attention(
     Raises:
         ValueError: an argument does not fit.
 
-    Cost: `4 * heads * Slot * HeadDim` FLOPs per query, masked slots included, and one
-    read of the cache; memory for `heads * Slot` scores per query. Fastest where `key`
-    and `value` end in `Slot, HeadDim`.
+    Cost: `2 * heads * Slot * (HeadDim + ValueDim)` FLOPs per query, masked slots
+    included, and one read of the cache; memory for `heads * Slot` scores per query.
+    Fastest where `key` and `value` end in `Slot` and a head's coordinates.
     """
     check_named("key", key, FLOATS, ())
     Slot, HeadDim = (
@@ -178,13 +201,13 @@ def decode_attention(
             " 'query_position'})."
         )
     check_named("key", key, FLOATS, (Slot, HeadDim))
-    check_named("value", value, FLOATS, key.axes, ())
     check_named("query", query, FLOATS, [axis for axis in key.axes if axis != Slot])
+    ValueDim = _value_axis(query, key, value, HeadDim)
     own = [axis for axis in query.axes if axis != HeadDim]
     check_named("positions", positions, INTEGERS, (), own)
     if sinks is not None:
         check_named("sinks", sinks, FLOATS, (), own)
-    _check_options(window, scale)
+    _check_options(window, scale, softcap)
     last = positions.astype(jnp.int32)
     return attend_by_definition(
         query,
@@ -192,11 +215,40 @@ def decode_attention(
         value,
         Slot,
         HeadDim,
+        out=_with_values(query.axes, HeadDim, ValueDim),
         last=last,
         first=None if window is None else last - (min(window, Slot.size) - 1),
         scale=HeadDim.size**-0.5 if scale is None else scale,
+        softcap=softcap,
         sinks=sinks,
     )
+
+
+def _value_axis(
+    query: NamedArray, key: NamedArray, value: NamedArray, HeadDim: Axis
+) -> Axis:
+    """The axis that `value` has in place of `HeadDim` of `key`."""
+    shared = [axis for axis in key.axes if axis != HeadDim]
+    check_named("value", value, FLOATS, shared)
+    own = [axis for axis in value.axes if axis not in shared]
+    if len(own) != 1:
+        raise ValueError(
+            f"`value` has {axes_text(value.axes)}; it must have {axes_text(shared)} and"
+            " one axis of a head's coordinates, of any size."
+        )
+    (ValueDim,) = own
+    if ValueDim.name in {axis.name for axis in query.axes} - {HeadDim.name}:
+        raise ValueError(
+            f"`value` has the axis {axes_text(own)}, whose name is that of an axis of"
+            f" query heads. Rename it, as to {HeadDim.name!r}."
+        )
+    return ValueDim
+
+
+def _with_values(
+    axes: Sequence[Axis], HeadDim: Axis, ValueDim: Axis
+) -> tuple[Axis, ...]:
+    return tuple(ValueDim if axis == HeadDim else axis for axis in axes)
 
 
 def _attend(
@@ -206,7 +258,7 @@ def _attend(
     documents: NamedArray | None,
     sinks: NamedArray | None,
     *,
-    names: tuple[str, str, str],
+    names: tuple[str, str, str, str],
     blocks: Blocks,
     backend: str,
     context: tuple[str, ...],
@@ -214,7 +266,9 @@ def _attend(
     """Attention of one device's positions, which the axes `context` of the mesh divide,
     if there are any.
     """
-    own = Row, KVHeads, HeadDim = tuple(key.resolve_axis(name) for name in names)
+    *key_names, value_name = names
+    own = Row, KVHeads, HeadDim = tuple(key.resolve_axis(name) for name in key_names)
+    ValueDim = value.resolve_axis(value_name)
     batch = tuple(axis for axis in key.axes if axis not in own)
     group = tuple(axis for axis in query.axes if axis not in (*own, *batch))
     size, groups = (math.prod(axis.size for axis in axes) for axes in (batch, group))
@@ -227,16 +281,16 @@ def _attend(
         devices=devices_left_to_the_compiler(query.array),
         position=Row.size,
         head_dim=HeadDim.size,
+        value_dim=ValueDim.size,
         has_documents=documents is not None,
         blocks=blocks,
         among=math.prod(map(jax.lax.axis_size, context)),
     )
     kind = "" if blocks.window is None else f"window {blocks.window}"
     kernel = choose_backend("attention", BACKENDS, backend, call, kind)
-    whole, shape = (
-        (*batch, Row, KVHeads, *group, HeadDim),
-        (size, Row.size, KVHeads.size),
-    )
+    heads = (*batch, Row, KVHeads, *group)
+    out = (*heads, ValueDim)
+    shape = (size, Row.size, KVHeads.size)
 
     def flat(x: NamedArray | None, axes: Sequence[Axis], *shape: int) -> Any:
         return (
@@ -245,16 +299,16 @@ def _attend(
             else x.broadcast_to(axes).rearrange(axes).array.reshape(shape)
         )
 
-    query_array = flat(query, whole, *shape, groups, HeadDim.size)
-    key_array, value_array = (
-        flat(x, (*batch, *own), *shape, HeadDim.size) for x in (key, value)
-    )
+    query_array = flat(query, (*heads, HeadDim), *shape, groups, HeadDim.size)
+    key_array = flat(key, (*batch, *own), *shape, HeadDim.size)
+    value_axes = (*batch, Row, KVHeads, ValueDim)
+    value_array = flat(value, value_axes, *shape, ValueDim.size)
     document_array = flat(documents, (*batch, Row), size, Row.size)
     sink_array = flat(sinks, (KVHeads, *group), KVHeads.size, groups)
 
     def attend(
-        query: Query, key: Key, value: Key, sight: Sight, strips: int = 1
-    ) -> Query:
+        query: Query, key: Key, value: Value, sight: Sight, strips: int = 1
+    ) -> Output:
         if kernel is None:
             return exact_attention(query, key, value, sight, blocks, sink_array)
         options = dataclasses.replace(blocks, strips=strips)
@@ -265,12 +319,11 @@ def _attend(
         attended = attend_in_context(attend, *arrays, document_array, context)
     else:
         attended = attend(*arrays, Sight.of(document_array))
-    return NamedArray(attended.reshape([axis.size for axis in whole]), whole).rearrange(
-        query.axes
-    )
+    attended = NamedArray(attended.reshape([axis.size for axis in out]), out)
+    return attended.rearrange(_with_values(query.axes, HeadDim, ValueDim))
 
 
-def _check_options(window: Any, scale: Any) -> None:
+def _check_options(window: Any, scale: Any, softcap: Any) -> None:
     if window is not None and (
         window is True or not isinstance(window, int | np.integer) or window < 1
     ):
@@ -281,4 +334,11 @@ def _check_options(window: Any, scale: Any) -> None:
         raise ValueError(
             "scale must be a number; multiply query by one that is learnt. Got"
             f" {scale!r}."
+        )
+    if softcap is not None and not (
+        isinstance(softcap, int | float | np.number) and 0 < softcap < math.inf
+    ):
+        raise ValueError(
+            "softcap must be a positive number, or None for no cap of the scores; got"
+            f" {softcap!r}."
         )

@@ -21,7 +21,7 @@ from stacked_remat.ops._attention_rule import Blocks, Sight, attend_by
 from stacked_remat.ops._attention_splash import splash_kernel
 from stacked_remat.ops._backends import backends_taken, choose_backend
 
-from ..blocks import quick_jit
+from ..blocks import assert_close, quick_jit
 
 Batch, Pos, HeadDim = Axis("batch", 2), Axis("position", 5), Axis("head_dim", 6)
 KVHeads, HeadsPerKV = Axis("kv_heads", 2), Axis("heads_per_kv", 3)
@@ -39,26 +39,33 @@ def attend(query, key, value, *, Pos=Pos, **options):
     return run(of, query, key, value)
 
 
-def naive_attention(query, key, value, documents, window=None, sinks=None):
-    """`[batch, pos, kv, group, dim]` to `[batch, pos, kv, dim]`, a query head and a
-    position at a time.
+def naive_attention(
+    query, key, value, documents, window=None, sinks=None, softcap=None
+):
+    """`[batch, pos, kv, group, dim]` to `[batch, pos, kv, group, value_dim]`, a query
+    head and a position at a time.
     """
-    out = np.zeros_like(query)
+    out = np.zeros((*query.shape[:-1], value.shape[-1]), query.dtype)
     for b, q, kv, group in np.ndindex(query.shape[:4]):
         first = 0 if window is None else max(0, q + 1 - window)
         seen = [s for s in range(first, q + 1) if documents[b, s] == documents[b, q]]
         scores = key[b, seen, kv] @ query[b, q, kv, group] / np.sqrt(query.shape[-1])
+        if softcap is not None:
+            scores = softcap * np.tanh(scores / softcap)
         sink = 0.0 if sinks is None else np.exp(sinks[kv, group] - scores.max())
         weights = np.exp(scores - scores.max())
         out[b, q, kv, group] = (weights / (weights.sum() + sink)) @ value[b, seen, kv]
     return out
 
 
-def arrays(length, seed=0, dtype=jnp.float32):
+def arrays(length, seed=0, dtype=jnp.float32, value_dim=6):
+    """Query, key, value and a cotangent of the result."""
     keys = jax.random.split(jax.random.key(seed), 4)
-    query = jax.random.normal(keys[0], (2, length, 2, 3, 6), dtype)
-    key, value = (jax.random.normal(k, (2, length, 2, 6), dtype) for k in keys[1:3])
-    return query, key, value, jax.random.normal(keys[3], query.shape, dtype)
+    heads, shape = (2, length, 2, 3), (2, length, 2)
+    query = jax.random.normal(keys[0], (*heads, 6), dtype)
+    key = jax.random.normal(keys[1], (*shape, 6), dtype)
+    value = jax.random.normal(keys[2], (*shape, value_dim), dtype)
+    return query, key, value, jax.random.normal(keys[3], (*heads, value_dim), dtype)
 
 
 KEPT = pytest.mark.skipif(
@@ -70,9 +77,16 @@ SINKS = hax.named(
 )
 
 
-@pytest.mark.parametrize(("window", "sinks"), [(None, None), (3, SINKS)])
-def test_it_equals_one_head_and_position_at_a_time(window, sinks):
-    query, key, value, _ = arrays(9)
+@pytest.mark.parametrize("backend", ["exact", "blockwise"])
+@pytest.mark.parametrize(
+    ("window", "sinks", "softcap", "value_dim"),
+    [(None, None, None, 6), (3, SINKS, None, 2), (4, SINKS, 0.8, 9)],
+)
+def test_it_equals_one_head_and_position_at_a_time(
+    window, sinks, softcap, value_dim, backend
+):
+    query, key, value, _ = arrays(9, value_dim=value_dim)
+    ValueDim = Axis("value_dim", value_dim)
     # Consecutive positions of one number.
     documents = jnp.array([[1, 0, 1, 0, 2, 0, 1, 2, 2], [3, 3, 0, 3, 0, 0, 3, 1, 1]])
     in_order = np.cumsum(np.diff(np.asarray(documents), prepend=-1) != 0, axis=1)
@@ -80,17 +94,42 @@ def test_it_equals_one_head_and_position_at_a_time(window, sinks):
     attended = attend(
         hax.named(query, (Batch, Pos, KVHeads, HeadsPerKV, HeadDim)),
         hax.named(key, (Batch, Pos, KVHeads, HeadDim)),
-        hax.named(value, (Batch, Pos, KVHeads, HeadDim)),
+        hax.named(value, (Batch, Pos, KVHeads, ValueDim)),
         Pos=Pos,
         documents=hax.named(documents, (Batch, Pos)),
         window=window,
         sinks=None if sinks is None else sinks.rearrange((HeadsPerKV, KVHeads)),
-        backend="exact",
+        softcap=softcap,
+        backend=backend,
     )
     own = None if sinks is None else np.asarray(sinks.array)
     query, key, value = map(np.asarray, (query, key, value))
-    expected = naive_attention(query, key, value, in_order, window=window, sinks=own)
+    options = dict(window=window, sinks=own, softcap=softcap)
+    expected = naive_attention(query, key, value, in_order, **options)
+    assert attended.axes == (Batch, Pos, KVHeads, HeadsPerKV, ValueDim)
     np.testing.assert_allclose(attended.array, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("value_dim", [6, 4])
+def test_tangents_are_those_of_the_gradient(value_dim):
+    """Forward mode, which `"exact"` alone has."""
+    *inputs, cotangent = arrays(7, value_dim=value_dim)
+    *tangents, _ = arrays(7, seed=1, value_dim=value_dim)
+    blocks = Blocks(0.4, 7, 5, softcap=0.8)
+
+    @quick_jit
+    def both(inputs, tangents, cotangent):
+        def of(query, key, value):
+            return exact_attention(query, key, value, Sight(), blocks, SINKS.array)
+
+        _, forward = jax.jvp(of, inputs, tangents)
+        _, pullback = jax.vjp(of, *inputs)
+        backward = pullback(cotangent)
+        along = [jnp.vdot(one, ct) for one, ct in zip(tangents, backward, strict=True)]
+        return jnp.vdot(forward, cotangent), sum(along)
+
+    found, expected = both(tuple(inputs), tuple(tangents), cotangent)
+    np.testing.assert_allclose(found, expected, rtol=1e-4)
 
 
 def attended_with_gradients(of, blocks, rows=None):
@@ -114,22 +153,34 @@ def random_documents(rng, length):
 
 
 @pytest.mark.parametrize(
-    ("length", "size", "window", "has_documents", "rows", "sinks", "dtype"),
+    (
+        "length",
+        "size",
+        "window",
+        "has_documents",
+        "rows",
+        "sinks",
+        "dtype",
+        "softcap",
+        "value_dim",
+    ),
     [
-        (13, 4, None, True, None, None, jnp.float32),
-        (11, 2, 3, True, (1, 2, 7, 10), SINKS.array, jnp.float32),
-        (7, 8, 2, False, None, SINKS.array, jnp.float32),
-        (16, 2, 5, True, (2, 3, 4, 10, 11, 15), SINKS.array, jnp.bfloat16),
+        (13, 4, None, True, None, None, jnp.float32, None, 6),
+        (11, 2, 3, True, (1, 2, 7, 10), SINKS.array, jnp.float32, 0.7, 4),
+        (7, 8, 2, False, None, SINKS.array, jnp.float32, None, 6),
+        (16, 2, 5, True, (2, 3, 4, 10, 11, 15), SINKS.array, jnp.bfloat16, None, 6),
+        (10, 4, None, False, None, None, jnp.float32, 0.5, 9),
     ],
 )
 def test_values_and_gradients_in_blocks_are_those_of_the_definition(
-    length, size, window, has_documents, rows, sinks, dtype
+    length, size, window, has_documents, rows, sinks, dtype, softcap, value_dim
 ):
     rows = None if rows is None else jnp.asarray(rows, jnp.int32)
     given = [
         x if rows is None or i in (1, 2) else x[:, rows]
-        for i, x in enumerate(arrays(length))
+        for i, x in enumerate(arrays(length, value_dim=value_dim))
     ]
+    blocks = Blocks(0.4, size, window, softcap=softcap)
     given = [*(x.astype(dtype) for x in given), sinks]
 
     def close(got, wanted):
@@ -142,7 +193,7 @@ def test_values_and_gradients_in_blocks_are_those_of_the_definition(
     with jax.enable_x64(True):
         wide = jax.tree.map(lambda x: x.astype(jnp.float64), given)
         found, expected = (
-            attended_with_gradients(of, Blocks(0.4, size, window), rows)
+            attended_with_gradients(of, blocks, rows)
             for of in (functools.partial(attend_by, BLOCKWISE), exact_attention)
         )
         for _ in range(8 if has_documents else 1):
@@ -269,10 +320,27 @@ def test_no_group_axis_is_one_head_a_key_head():
         (
             dict(value=hax.ones((Batch, Pos, KVHeads, HeadDim, Axis("more", 2)))),
             (
-                "`value` has .*more=2; it must have batch=2, position=5, kv_heads=2,"
-                " head_dim=6"
+                "`value` has .*more=2; it must have batch=2, position=5, kv_heads=2 and"
+                " one axis of a head's coordinates, of any size"
             ),
         ),
+        (
+            dict(value=hax.ones((Batch, Pos, KVHeads))),
+            "`value` has .*; it must have .* and one axis of a head's coordinates",
+        ),
+        (
+            dict(value=hax.ones((Batch, Pos, HeadDim))),
+            "`value` has .*; it must have batch=2, position=5, kv_heads=2",
+        ),
+        (
+            dict(value=hax.ones((Batch, Pos, KVHeads, Axis("heads_per_kv", 2)))),
+            (
+                "`value` has the axis heads_per_kv=2, whose name is that of an axis of"
+                " query heads. Rename it, as to 'head_dim'"
+            ),
+        ),
+        (dict(softcap=0.0), "softcap must be a positive number, or None .*; got 0.0"),
+        (dict(softcap=jnp.ones(())), "softcap must be a positive number"),
     ],
 )
 def test_arguments_are_checked(change, message):
@@ -292,6 +360,9 @@ def test_arguments_are_checked(change, message):
     [
         (dict(dtype=jnp.dtype("float32")), "takes bfloat16 and float16, not float32"),
         (dict(head_dim=136), "multiples of 8 up to 128, not 136"),
+        (dict(value_dim=60), "multiples of 8 up to 128, not 60"),
+        (dict(value_dim=64), None),
+        (dict(blocks=Blocks(1.0, 8, softcap=50.0)), "it has no softcap of the scores"),
         (dict(has_documents=True), "no document boundaries"),
         (dict(blocks=Blocks(1.0, 8, window=4)), None),
         (dict(among=2), "the axis of positions is divided over devices"),
@@ -307,7 +378,7 @@ def test_cudnn_says_why_it_does_not_support_a_call(change, message, monkeypatch)
     installed = change.pop("installed", True)
     monkeypatch.setattr(_attention_backends, "cudnn_is_installed", lambda: installed)
     call = dict(platform="cuda", dtype=jnp.dtype("bfloat16"), position=64, head_dim=128)
-    call |= dict(has_documents=False, blocks=Blocks(1.0, 8))
+    call |= dict(value_dim=128, has_documents=False, blocks=Blocks(1.0, 8))
     whole = AttentionCall(**(call | change))
     reason = BACKENDS["cudnn"].why_not(whole)
     assert reason is None if message is None else message in reason
@@ -319,6 +390,34 @@ def test_cudnn_says_why_it_does_not_support_a_call(change, message, monkeypatch)
         )
     assert found["attention, window 4"].startswith(taken)
     assert message is None or f"not cudnn: {reason}" in found["attention, window 4"]
+
+
+@pytest.mark.parametrize("value_dim", [6, 2, 9])
+def test_cudnn_is_given_keys_and_values_of_one_width(value_dim, monkeypatch):
+    scale = 0.4
+
+    def causal(query, key, value):
+        assert query.shape[-1] == key.shape[-1] == value.shape[-1]
+        key, value = (jnp.repeat(x, 3, axis=2) for x in (key, value))
+        scores = jnp.einsum("bqhd,bshd->bhqs", query, key) * scale
+        scores = jnp.where(jnp.tri(query.shape[1], dtype=bool), scores, -jnp.inf)
+        output = jnp.einsum("bhqs,bshd->bqhd", jax.nn.softmax(scores), value)
+        return output, jax.nn.logsumexp(scores, axis=-1)
+
+    def gradients(inputs, results, cotangent, scale, window):
+        assert results[0].shape == cotangent.shape
+        return jax.vjp(lambda *some: causal(*some)[0], *inputs)[1](cotangent)
+
+    forward = lambda query, key, value, scale, window: causal(query, key, value)  # noqa: E731
+    monkeypatch.setattr(_attention_backends, "cudnn_attention", forward)
+    monkeypatch.setattr(_attention_backends, "cudnn_attention_gradients", gradients)
+    kernel = functools.partial(attend_by, BACKENDS["cudnn"].kernel)
+    given = (*arrays(7, value_dim=value_dim), None)
+    found, expected = (
+        attended_with_gradients(of, Blocks(scale, 7))(*given)
+        for of in (kernel, exact_attention)
+    )
+    assert_close(found, expected, 1e-4, 3e-5)
 
 
 def test_a_window_over_all_positions_is_none():

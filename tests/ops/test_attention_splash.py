@@ -36,17 +36,22 @@ DOCUMENTS = np.stack(
 )
 
 
-def test_values_and_gradients_are_those_of_exact_attention():
+@pytest.mark.parametrize(
+    ("value_dim", "softcap"), [(128, None), (64, 0.7), (256, None)]
+)
+def test_values_and_gradients_are_those_of_exact_attention(value_dim, softcap):
     """With several rows and key heads, documents and a window they are in
     `test_context_parallel.py`.
     """
-    query, cotangent = (normal(seed, 1, 256, 1, 2, 128) for seed in (0, 1))
-    key, value = (normal(seed, 1, 256, 1, 128) for seed in (2, 3))
+    query = normal(0, 1, 256, 1, 2, 128)
+    cotangent = normal(1, 1, 256, 1, 2, value_dim)
+    key = normal(2, 1, 256, 1, 128)
+    value = normal(3, 1, 256, 1, value_dim)
     sinks = jnp.array([[-2.0, 3.0]])
 
     kernel = functools.partial(attend_by, splash_kernel(interpret=True))
     found, expected = (
-        attended_with_gradients(of, Blocks(0.1, 128))(
+        attended_with_gradients(of, Blocks(0.1, 128, softcap=softcap))(
             query, key, value, cotangent, sinks
         )
         for of in (kernel, exact_attention)
@@ -117,6 +122,7 @@ def test_blocks_divide_the_sequence_and_their_table_fits(
         (dict(dtype=jnp.dtype("float16")), "takes bfloat16 and float32, not float16"),
         (dict(position=100), "a multiple of 128 consecutive positions, not 100"),
         (dict(head_dim=1024), "for heads up to 512 wide, not 1024"),
+        (dict(value_dim=640), "for heads up to 512 wide, not 640"),
         (
             dict(position=2**20, blocks=Blocks(1.0, 8)),
             "1024 x 1024 blocks of 1024 positions",
@@ -137,12 +143,12 @@ def test_it_says_why_it_does_not_support_a_call(change, message):
     call = dict(
         platform="tpu", dtype=jnp.dtype("bfloat16"), position=1024, head_dim=128
     )
-    call |= dict(has_documents=True, blocks=Blocks(1.0, 8, window=4))
+    call |= dict(value_dim=64, has_documents=True, blocks=Blocks(1.0, 8, window=4))
     reason = BACKENDS["splash"].why_not(AttentionCall(**(call | change)))
     assert reason is None if message is None else message in reason
 
 
-def attention_and_gradients(documents=None, window=None, backend="auto", sinks=None):
+def attention_and_gradients(backend="auto", **options):
     def run(query, key, value, cotangent):
         Pos, KVHeads, HeadDim = key.axes[-3:]
         attend = functools.partial(
@@ -150,10 +156,8 @@ def attention_and_gradients(documents=None, window=None, backend="auto", sinks=N
             Pos=Pos,
             KVHeads=KVHeads,
             HeadDim=HeadDim,
-            documents=documents,
-            window=window,
-            sinks=sinks,
             backend=backend,
+            **options,
         )
         output, pullback = jax.vjp(attend, query, key, value)
         return output, pullback(cotangent)
@@ -162,8 +166,17 @@ def attention_and_gradients(documents=None, window=None, backend="auto", sinks=N
 
 
 def shapes(
-    length, kv_heads, group, head_dim, dtype=jnp.bfloat16, batch=(), sharding=None
+    length,
+    kv_heads,
+    group,
+    head_dim,
+    dtype=jnp.bfloat16,
+    batch=(),
+    sharding=None,
+    value_dim=None,
 ):
+    """Query, key, value and a cotangent of the result."""
+
     def named(*axes):
         shape = tuple(axis.size for axis in axes)
         return hax.NamedArray(
@@ -176,9 +189,14 @@ def shapes(
         Axis("kv_heads", kv_heads),
         Axis("head_dim", head_dim),
     )
-    key = named(*Batch, Pos, KVHeads, HeadDim)
-    query = named(*Batch, Pos, KVHeads, Axis("heads_per_kv", group), HeadDim)
-    return query, key, key, query
+    ValueDim = HeadDim.resize(value_dim or head_dim)
+    Group = Axis("heads_per_kv", group)
+    return (
+        named(*Batch, Pos, KVHeads, Group, HeadDim),
+        named(*Batch, Pos, KVHeads, HeadDim),
+        named(*Batch, Pos, KVHeads, ValueDim),
+        named(*Batch, Pos, KVHeads, Group, ValueDim),
+    )
 
 
 @pytest.mark.target("tpu")
@@ -207,18 +225,26 @@ def test_65536_positions_on_a_tpu(backend, most, products):
 
 @pytest.mark.target("tpu")
 @pytest.mark.parametrize(
-    ("head_dim", "dtype"), [(64, jnp.bfloat16), (200, jnp.bfloat16), (512, jnp.float32)]
+    ("head_dim", "value_dim", "dtype", "softcap"),
+    [
+        (64, 64, jnp.bfloat16, None),
+        (200, 200, jnp.bfloat16, 50.0),
+        (512, 512, jnp.float32, None),
+        (192, 128, jnp.bfloat16, None),
+        (72, 200, jnp.float32, 50.0),
+    ],
 )
-def test_a_tpu_takes_any_width_with_documents_and_sinks(head_dim, dtype):
+def test_a_tpu_takes_any_width_with_documents_and_sinks(
+    head_dim, value_dim, dtype, softcap
+):
     documents = hax.arange(Axis("position", 1024)) // 100
     sinks = hax.ones((Axis("kv_heads", 1), Axis("heads_per_kv", 2)))
-    call = attention_and_gradients(documents, 600, "splash", sinks)
-    assert (
-        memory.report(
-            call, *shapes(1024, 1, 2, head_dim, dtype), target="v5p"
-        ).temporaries
-        > 0
+    call = attention_and_gradients(
+        "splash", documents=documents, window=600, sinks=sinks, softcap=softcap
     )
+    inputs = shapes(1024, 1, 2, head_dim, dtype, value_dim=value_dim)
+    found = memory.report(call, *inputs, target="v5p")
+    assert found.temporaries > 0 and found.flops.matmul > 0
 
 
 @pytest.mark.target("tpu")

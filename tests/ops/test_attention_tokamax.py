@@ -24,7 +24,6 @@ from stacked_remat.ops._attention_rule import Blocks, attend_by
 
 from .test_attention import SINKS, arrays, attended_with_gradients, random_documents
 from .test_attention_splash import shapes
-from .test_grouped_tokamax import Hopper
 
 
 @pytest.fixture
@@ -39,13 +38,14 @@ def by_definition(monkeypatch):
 
     def gradients(residuals, output, cotangent, q, k, v, **options):
         mask = options["mask"].as_array(q.shape[-3], k.shape[-3])
-        return _gradients(
-            residuals, output, cotangent, q, k, v, mask, options["logits_scale"]
-        )
+        scale, softcap = options["logits_scale"], options["logits_soft_cap"]
+        return _gradients(residuals, output, cotangent, q, k, v, mask, scale, softcap)
 
-    monkeypatch.setattr(
-        pallas_mosaic_gpu, "PallasMosaicGpuFlashAttention", base.DotProductAttention
-    )
+    def attention(use_stable_softmax=True):
+        assert use_stable_softmax
+        return base.DotProductAttention()
+
+    monkeypatch.setattr(pallas_mosaic_gpu, "PallasMosaicGpuFlashAttention", attention)
     monkeypatch.setattr(
         pallas_mosaic_gpu_vjp, "PallasMosaicGpuFlashAttentionVjp", lambda: gradients
     )
@@ -53,12 +53,16 @@ def by_definition(monkeypatch):
     monkeypatch.setattr(_tokamax, "_PARTS_OF_LENGTH", (6, 3))
 
 
-def _gradients(residuals, output, cotangent, q, k, v, mask, scale):
+def _gradients(residuals, output, cotangent, q, k, v, mask, scale, softcap):
     """As the kernels compute them: from the highest score and the sum."""
     highest, total = residuals
     group = q.shape[-2] // k.shape[-2]
     keys, values = (jnp.repeat(x, group, axis=-2) for x in (k, v))
     scores = jnp.einsum("bqhd,bshd->bhqs", q, keys) * scale
+    slope = 1.0
+    if softcap is not None:
+        scores = softcap * jnp.tanh(scores / softcap)
+        slope = 1.0 - (scores / softcap) ** 2
     weights = jnp.where(
         mask, jnp.exp(scores - highest[..., None]) / total[..., None], 0.0
     )
@@ -66,6 +70,7 @@ def _gradients(residuals, output, cotangent, q, k, v, mask, scale):
     of_scores = (
         weights
         * (jnp.einsum("bqhd,bshd->bhqs", cotangent, values) - kept[..., None])
+        * slope
         * scale
     )
 
@@ -81,20 +86,20 @@ def _gradients(residuals, output, cotangent, q, k, v, mask, scale):
 
 @pytest.mark.target("cuda")
 @pytest.mark.parametrize(
-    ("window", "has_documents", "rows"),
+    ("window", "has_documents", "rows", "softcap", "value_dim"),
     [
-        (None, True, None),
-        (3, True, None),
-        (3, False, None),
-        (5, False, None),
-        (3, True, (2, 3, 9, 12)),
-        (None, True, (2, 3, 6, 7, 10, 11)),
-        (3, True, (2, 3, 6, 7, 10, 11)),
-        (6, True, (2, 3, 6, 7, 10, 11)),
+        (None, True, None, None, 6),
+        (3, True, None, 0.7, 4),
+        (3, False, None, None, 6),
+        (5, False, None, None, 9),
+        (3, True, (2, 3, 9, 12), None, 6),
+        (None, True, (2, 3, 6, 7, 10, 11), 0.7, 4),
+        (3, True, (2, 3, 6, 7, 10, 11), None, 6),
+        (6, True, (2, 3, 6, 7, 10, 11), None, 6),
     ],
 )
 def test_queries_see_keys_from_a_first_to_a_last(
-    window, has_documents, rows, by_definition
+    window, has_documents, rows, softcap, value_dim, by_definition
 ):
     rows = None if rows is None else jnp.asarray(rows, jnp.int32)
     # The last chunk of 13 is mostly padding, that of 12 is whole.
@@ -103,13 +108,15 @@ def test_queries_see_keys_from_a_first_to_a_last(
         length, strips = 12, 3
     given = [
         x if rows is None or i in (1, 2) else x[:, rows]
-        for i, x in enumerate(arrays(length))
+        for i, x in enumerate(arrays(length, value_dim=value_dim))
     ]
+    blocks = Blocks(0.4, 4, window, strips=strips, softcap=softcap)
 
     rng = np.random.default_rng(0)
-    with compiled_for(Hopper()):
+    (device,) = memory.find_target("h200").devices()
+    with compiled_for(device):
         found, expected = (
-            attended_with_gradients(of, Blocks(0.4, 4, window, strips=strips), rows)
+            attended_with_gradients(of, blocks, rows)
             for of in (
                 functools.partial(attend_by, _tokamax.ATTENTION),
                 exact_attention,
@@ -175,23 +182,32 @@ def test_on_a_gpu_attention_is_kernels_and_saved_it_is_not_recomputed():
 
 @pytest.mark.target("cuda")
 @pytest.mark.parametrize(
-    ("head_dim", "dtype"), [(80, jnp.float16), (256, jnp.bfloat16)]
+    ("head_dim", "value_dim", "dtype", "softcap"),
+    [
+        (80, 80, jnp.float16, None),
+        (256, 256, jnp.bfloat16, None),
+        (192, 128, jnp.bfloat16, None),
+        (64, 104, jnp.float16, 30.0),
+    ],
 )
-def test_a_gpu_takes_any_width_and_divided_positions(head_dim, dtype):
+def test_a_gpu_takes_any_width_and_divided_positions(
+    head_dim, value_dim, dtype, softcap
+):
     pytest.importorskip("tokamax")
     mesh = jax.sharding.Mesh(memory.find_target("h200").devices(2), ("context",))
     spec = jax.sharding.PartitionSpec("context")
-    query, key, _, _ = shapes(
-        1024, 1, 2, head_dim, dtype, sharding=jax.sharding.NamedSharding(mesh, spec)
-    )
+    sharding = jax.sharding.NamedSharding(mesh, spec)
+    inputs = shapes(1024, 1, 2, head_dim, dtype, sharding=sharding, value_dim=value_dim)
 
-    def gradients(query, key):
-        axes = key.axes
-        attend = functools.partial(causal_attention, backend="tokamax")
-        return jax.vjp(lambda q, k: attend(q, k, k, *axes), query, key)[1](query)
+    def gradients(query, key, value, cotangent):
+        attend = functools.partial(causal_attention, backend="tokamax", softcap=softcap)
+        _, pullback = jax.vjp(
+            lambda *arrays: attend(*arrays, *key.axes), query, key, value
+        )
+        return pullback(cotangent)
 
     with jax.set_mesh(mesh), hax.axis_mapping({"position": "context"}):
-        assert memory.report(gradients, query, key, target="h200").flops.exact
+        assert memory.report(gradients, *inputs, target="h200").flops.exact
 
 
 @pytest.mark.target("cuda")
@@ -229,7 +245,7 @@ def test_in_float16_it_takes_whole_blocks_of_queries():
             dtype=jnp.dtype(dtype),
             position=position,
             head_dim=64,
-            # fmt: skip
+            value_dim=64,
             has_documents=False,
             blocks=Blocks(1.0, 8),
             among=among,

@@ -41,12 +41,20 @@ SINKS = hax.random.normal(jax.random.key(9), (HeadsPerKV, KVHeads))
 
 
 @pytest.mark.parametrize(
-    ("window", "scale", "sinks"),
-    [(None, None, None), (1, None, SINKS), (4, 0.2, SINKS)],
+    ("window", "scale", "sinks", "softcap", "ValueDim"),
+    [
+        (None, None, None, None, HeadDim),
+        (1, None, SINKS, None, HeadDim.resize(4)),
+        (4, 0.2, SINKS, 0.7, Axis("value_dim", 8)),
+    ],
 )
-def test_it_is_causal_attention_at_the_position_of_each_row(window, scale, sinks):
+def test_it_is_causal_attention_at_the_position_of_each_row(
+    window, scale, sinks, softcap, ValueDim
+):
     query, key, value = sequences()
-    options = dict(window=window, scale=scale, sinks=sinks)
+    if ValueDim != HeadDim:
+        value = hax.random.normal(jax.random.key(5), (Batch, KVHeads, Slot, ValueDim))
+    options = dict(window=window, scale=scale, sinks=sinks, softcap=softcap)
 
     @jax.jit
     def both(positions):
@@ -59,7 +67,7 @@ def test_it_is_causal_attention_at_the_position_of_each_row(window, scale, sinks
 
     for positions in [(0, 4, 8), (7, 7, 1)]:
         found, expected = both(hax.named(jnp.array(positions), Batch))
-        assert found.axes == (Batch, KVHeads, HeadsPerKV, HeadDim)
+        assert found.axes == (Batch, KVHeads, HeadsPerKV, ValueDim)
         np.testing.assert_allclose(found.array, expected.array, atol=1e-6)
 
 
@@ -90,6 +98,21 @@ def test_axes_may_come_in_any_order():
         rtol=1e-5,
         atol=1e-6,
     )
+
+
+def test_tangents_are_differences():
+    query, key, value = sequences()
+    own = at(query, Positions)
+
+    @jax.jit
+    def along(step):
+        def moved(step):
+            return attend(own + step, key - step, value * step, softcap=0.8).array
+
+        return jax.jvp(moved, (step,), (1.0,))[1], moved(step)
+
+    (found, _), (_, ahead), (_, behind) = along(0.5), along(0.51), along(0.49)
+    np.testing.assert_allclose(found, (ahead - behind) / 0.02, atol=2e-3)
 
 
 def test_half_precision_has_wide_scores_and_sums():
@@ -137,6 +160,7 @@ def test_half_precision_has_wide_scores_and_sums():
             dict(value=hax.ones((Batch, Slot, HeadDim))),
             "`value` has .*; it must have batch=3, kv_heads=2",
         ),
+        (dict(softcap=-1), "softcap must be a positive number, or None .*; got -1"),
         (
             dict(query=hax.ones((Batch, HeadDim))),
             "`query` has .*; it must have batch=3, kv_heads=2",

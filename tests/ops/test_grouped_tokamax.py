@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend import backend
 
 from stacked_remat import memory
 from stacked_remat._placement import compiled_for
@@ -26,6 +27,14 @@ class Hopper:
 @pytest.fixture
 def hopper():
     with compiled_for(device := Hopper()):
+        yield device
+
+
+@pytest.fixture
+def h200():
+    """A device that JAX knows, though it is not attached."""
+    (device,) = memory.find_target("h200").devices()
+    with compiled_for(device):
         yield device
 
 
@@ -79,9 +88,10 @@ def test_it_is_taken_on_hopper_gpus_in_the_versions_that_were_tried(
             choose_backend("backend", EXPERT_BACKENDS, "tokamax", call)
 
 
+@pytest.mark.target("cuda")
 @pytest.mark.parametrize("widths", [(32, 10), (128, 64)])
 def test_products_mean_what_kernels_say_whatever_rows_of_no_expert_hold(
-    widths, monkeypatch, hopper
+    widths, monkeypatch, h200
 ):
     """By the kernels' own definitions: JAX has no interpreter for them (0.12)."""
     pytest.importorskip("tokamax")
@@ -161,11 +171,25 @@ def test_products_compile_for_every_rank_and_their_arithmetic_is_counted(rank):
 def test_a_process_calls_the_kernels_for_one_kind_of_gpu(monkeypatch, hopper):
     monkeypatch.setattr(_tokamax, "_called_for", {})
     for _ in range(2):
-        with _tokamax.calling_tokamax():
-            pass
+        _tokamax.check_one_kind_of_gpu(hopper)
     hopper.compute_capability = "10.0"
     with pytest.raises(
         ValueError, match="one kind of GPU, here of compute capability 9.0, not 10.0"
     ):
-        with _tokamax.calling_tokamax():
-            pass
+        _tokamax.check_one_kind_of_gpu(hopper)
+
+
+@pytest.mark.target("cuda")
+def test_kernels_ask_for_the_device_of_the_program_and_jax_keeps_its_own():
+    attached = jax.devices()
+    (device,) = memory.find_target("h200").devices()
+
+    def kernel(*, more=1):
+        own = backend.get_default_device()
+        return jax.devices()[0].core_count, own.core_count, jax.devices, more
+
+    with compiled_for(device), _tokamax.calling_tokamax():
+        cores, default, devices, more = _tokamax._asking_for_target(kernel)()
+        assert jax.devices() == attached
+    assert cores == default == device.core_count
+    assert devices is not jax.devices and more == 1

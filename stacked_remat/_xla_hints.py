@@ -99,6 +99,7 @@ def score_after(cotangents: list[Array], arrays: list[Array]) -> tuple[Any, Any]
     GPUs: otherwise its products are merged with those of the forward pass, and their
     results stay in memory.
     """
+    # H200, a small decoder, all trained: 271 / 332 MB (`benchmarks/ghost.py`).
     return lax.optimization_barrier((cotangents, arrays))
 
 
@@ -108,7 +109,7 @@ def score_before(cotangents: list[Array], score: Array) -> tuple[Any, Any]:
 
     GPUs: otherwise scores are computed later, and what they need stays in memory.
     """
-    # H200, a small decoder, all trained: 271 / 319 MB (`benchmarks/ghost.py`).
+    # H200, the same: 271 / 319 MB.
     return lax.optimization_barrier((cotangents, score))
 
 
@@ -122,17 +123,26 @@ def eval_product_tangents_apart(jaxpr: Jaxpr, _: tuple[()], *inputs: Any) -> lis
     # `test_stack_memory`.
     known = dict(zip(jaxpr.invars, inputs, strict=True))
     for equation in jaxpr.eqns:
-        is_product = equation.primitive.name == "dot_general"
-        before_reads = _with_tangent_apart if is_product else lambda x: x
         # Each operand once: an equation may read a variable twice.
-        operands = [*dict.fromkeys(v for v in equation.invars if isinstance(v, Var))]
+        operands = []
+        for var in equation.invars:
+            if isinstance(var, Var) and var not in operands:
+                operands.append(var)
         program = jaxpr.replace(
             invars=operands, eqns=[equation], outvars=equation.outvars
         )
-        values = [before_reads(known[var]) for var in operands]
+        is_product = equation.primitive.name == "dot_general"
+        values = [known[var] for var in operands]
+        if is_product:
+            values = [*map(_with_tangent_apart, values)]
         results = eval_jaxpr(program, (), *values)
-        known |= zip(equation.outvars, map(before_reads, results), strict=True)
-    return [known[out] if isinstance(out, Var) else out.val for out in jaxpr.outvars]
+        if is_product:
+            results = [*map(_with_tangent_apart, results)]
+        known |= zip(equation.outvars, results, strict=True)
+    outputs = []
+    for out in jaxpr.outvars:
+        outputs.append(known[out] if isinstance(out, Var) else out.val)
+    return outputs
 
 
 @jax.custom_jvp
@@ -157,8 +167,8 @@ def zero_after(done: PyTree, zero: Array) -> Array:
     TPUs: otherwise the buffers are filled early, and held while what the loop reads is
     computed. GPUs may do so too.
     """
-    # v5p, "nested", then cross entropy with the gradient of its head: 5.00 / 6.16 GiB;
-    # H200: no difference.
+    # v5p, "nested", then cross entropy with the gradient of its head: 5.00 / 6.16 GiB.
+    # `test_visitor_memory`. H200: no difference.
     return lax.optimization_barrier((done, zero))[1]
 
 
@@ -171,7 +181,8 @@ def unread(old: PyTree, new: PyTree) -> PyTree:
     reads it.
     """
     # H200, a product with the Hessian, "nested": 14.00 / 20.06 GiB; of inner width
-    # 2,048: 7.02 / 7.78. v5p: no difference. `test_stack_memory`.
+    # 2,048: 7.02 / 7.78. v5p: no difference. JAX 0.12 removes such values before XLA
+    # does. `test_stack_memory`.
     # Not `old` itself: `jax.vmap` must find it mapped where `new` is.
     return jax.tree.map(lambda x, y: lax.select_n(False, x, y), old, new)
 

@@ -136,7 +136,13 @@ HINTS = [
     ("score_before", same, scored, EVERYWHERE),
     ("eval_product_tangents_apart", eval_jaxpr, product_with_hessian, EVERYWHERE),
     ("zero_after", lambda _, zero: zero, in_tiles, EVERYWHERE),
-    ("unread", lambda _, new: new, product_with_hessian, EVERYWHERE),
+    (
+        "unread",
+        lambda _, new: new,
+        product_with_hessian,
+        # JAX 0.12 removes the values itself
+        EVERYWHERE if jax.__version_info__ < (0, 11) else set(),
+    ),
     (
         "run_if",
         lambda is_run, body, index, state: jax.lax.cond(

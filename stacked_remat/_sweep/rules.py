@@ -189,7 +189,11 @@ def _traced_rules(jaxpr: Jaxpr, nonzero: Sequence[bool]) -> Ruled:
             functools.partial(eval_jaxpr, jaxpr, ()), inputs, nonzero
         )
         zeros = [*map(jnp.zeros_like, part)]
-        values, _ = jax.jvp(lambda part: observed(*of_layer(part)), (part,), (zeros,))
+
+        def run_observed(part: Arrays) -> tuple[PyTree, ...]:
+            return observed(*of_layer(part))
+
+        values, _ = jax.jvp(run_observed, (part,), (zeros,))
         return values
 
     closed = jax.make_jaxpr(run)(*(var.aval for var in jaxpr.invars))

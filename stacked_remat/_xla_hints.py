@@ -167,8 +167,8 @@ def unread(old: PyTree, new: PyTree) -> PyTree:
     """`old`, with derivatives of `new`, for a carry of a loop whose values nothing
     reads.
 
-    All platforms: a value that a loop only passes on is removed; a sum is not, though
-    nothing reads it.
+    All platforms, before JAX 0.12: a value that a loop only passes on is removed; a sum
+    is not, though nothing reads it.
     """
     # H200, a product with the Hessian, "nested": 14.00 / 20.06 GiB; of inner width
     # 2,048: 7.02 / 7.78. `test_stack_memory`.

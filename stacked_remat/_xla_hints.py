@@ -68,7 +68,8 @@ def gradient_for_visitor(
     held until the visitor has used the gradient. One barrier for all parts would keep
     those that the visitor does not use.
     """
-    # H200, SGD as a visitor, carries from the host: 6.38 / 6.44 GiB.
+    # H200, SGD as a visitor, carries from the host: 6.38 / 6.44 GiB. v5p, the same,
+    # "nested": 5.00 / 7.13, where `results_before_writes` is missing too.
     platforms = ("cuda", "tpu") if carry_from_host else ("tpu",)
     return _barrier_on(platforms, (gradient, carry_cotangent))[0]
 
@@ -76,10 +77,10 @@ def gradient_for_visitor(
 def results_before_writes(results: T) -> T:
     """What a user's visitor returned, all there before any of it is written.
 
-    GPUs: otherwise the layer's internals are held until all is written.
+    GPUs and TPUs: otherwise the layer's internals are held until all is written.
     """
     # H200, SGD as a visitor, carries from the host: 6.38 / 6.44 GiB; `fused_update`
-    # with AdamW: 7.13 / 7.19. v5p, SGD as a visitor, "nested": no difference.
+    # with AdamW: 7.13 / 7.19. v5p: see `gradient_for_visitor`, one of which suffices.
     return lax.optimization_barrier(results)
 
 
@@ -88,7 +89,7 @@ def gradients_before_update(gradients: list[Array]) -> list[Array]:
 
     GPUs: otherwise the layer's internals are held until it is done.
     """
-    # H200, AdamW: 7.13 / 7.44 GiB.
+    # H200, AdamW: 7.13 / 7.44 GiB. v5p, AdamW: no difference.
     return lax.optimization_barrier(gradients)
 
 
@@ -165,7 +166,7 @@ def zero_after(done: PyTree, zero: Array) -> Array:
     """The zero, from which a loop's buffers are made, there once `done` is.
 
     TPUs: otherwise the buffers are filled early, and held while what the loop reads is
-    computed. GPUs may do so too.
+    computed.
     """
     # v5p, "nested", then cross entropy with the gradient of its head: 5.00 / 6.16 GiB.
     # `test_visitor_memory`. H200: no difference.
@@ -177,12 +178,11 @@ def unread(old: PyTree, new: PyTree) -> PyTree:
     """`old`, with derivatives of `new`, for a carry of a loop whose values nothing
     reads.
 
-    GPUs: a value that a loop only passes on is removed; a sum is not, though nothing
-    reads it.
+    GPUs, before JAX 0.12: a value that a loop only passes on is removed; a sum is not,
+    though nothing reads it.
     """
     # H200, a product with the Hessian, "nested": 14.00 / 20.06 GiB; of inner width
-    # 2,048: 7.02 / 7.78. v5p: no difference. JAX 0.12 removes such values before XLA
-    # does. `test_stack_memory`.
+    # 2,048: 7.02 / 7.78. v5p: no difference. `test_stack_memory`.
     # Not `old` itself: `jax.vmap` must find it mapped where `new` is.
     return jax.tree.map(lambda x, y: lax.select_n(False, x, y), old, new)
 

@@ -136,12 +136,12 @@ HINTS = [
     ("score_before", same, scored, EVERYWHERE),
     ("eval_product_tangents_apart", eval_jaxpr, product_with_hessian, EVERYWHERE),
     ("zero_after", lambda _, zero: zero, in_tiles, EVERYWHERE),
+    # From JAX 0.12 on, a sum that nothing reads is removed as well.
     (
         "unread",
         lambda _, new: new,
         product_with_hessian,
-        # JAX 0.12 removes the values itself
-        EVERYWHERE if jax.__version_info__ < (0, 11) else set(),
+        EVERYWHERE if jax.__version_info__ < (0, 12) else set(),
     ),
     (
         "run_if",

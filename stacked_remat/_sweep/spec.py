@@ -255,11 +255,10 @@ class SweepSpec:
     def plain(
         self, recomputes: bool, init: Carry, xs: OfKinds, shared: OfKinds
     ) -> tuple[Carry, OfKinds]:
-        """Scan plainly over layers, one at a time. If it `recomputes`, each is under
-        `jax.checkpoint`, with the internals that the policy keeps.
+        """Scan plainly over layers, one at a time, with all derivatives. If it
+        `recomputes`, each layer is under `jax.checkpoint`, as the policy says.
 
-        It has all derivatives. Of several kinds, it costs a copy of each stack with an
-        entry for every layer.
+        Of several kinds, it costs a copy of each stack with an entry for every layer.
         """
         pattern = self.pattern
         no_outputs: OfKinds = []

@@ -241,16 +241,6 @@ def copy_fetched(fetched: list[Array], index: Any) -> tuple[list[Array], Any]:
     return lax.optimization_barrier((copies, index))
 
 
-def read_before_outputs(ahead: list[Array], outputs: T) -> tuple[list[Array], T]:
-    """What the next layer reads from the host, and outputs that are written then.
-
-    TPUs: otherwise it is read while outputs are written, and not while the layer runs.
-    """
-    if ahead and has_host_arrays(outputs):
-        return _barrier_on(("tpu",), (ahead, outputs))
-    return ahead, outputs
-
-
 def read_before_updates(ahead: list[Array], state: T) -> tuple[list[Array], T]:
     """What the next layer reads from the host, and a state whose stacks on the host are
     written then.

@@ -21,7 +21,6 @@ from stacked_remat import (
     fold,
     fused_update,
     ghost,
-    scan,
     shared,
     tiled,
 )
@@ -78,18 +77,6 @@ def updated(weights, x):
     )
     blocks = Stacked(Tanh(weights), LAYERS)
     return update(blocks, update.init(blocks), x).model.stacked.weight
-
-
-def with_outputs_on_the_host(weights, x):
-    def with_output(x, weight):
-        return step(x, weight), to_host(x)
-
-    def loss(x):
-        y, outputs = scan(with_output, LAYERS, remat=OFFLOADED)(x, to_host(weights))
-        return jnp.sum(y), outputs
-
-    found, outputs = jax.grad(loss, has_aux=True)(x)
-    return found, to_device(outputs)
 
 
 def in_tiles(weights, x):
@@ -163,7 +150,6 @@ HINTS = [
         visited("nested", on_host=True),
         EVERYWHERE,
     ),
-    ("read_before_outputs", same, with_outputs_on_the_host, {"tpu"}),
     (
         "read_before_updates",
         same,

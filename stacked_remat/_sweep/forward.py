@@ -121,7 +121,7 @@ def _forward_step(
             ahead = spec.fetch(xs, jnp.minimum(number + 1, last))
 
         def run(kind: Kind, row: Index, state: ForwardState) -> ForwardState:
-            ahead, ys, residuals = state.fetched, state.ys, state.residuals
+            residuals = state.residuals
             x = spec.inputs(kind, xs, row, fetched)
             inputs = shared[kind.number], state.carry, x
             if pullbacks:
@@ -130,12 +130,8 @@ def _forward_step(
                 residuals = kind.write(residuals, entry, saved)
             else:
                 carry, y = kind.values(*inputs)
-            if spec.remat.boundaries_on_host:
-                ahead, (y, ys) = xla_hints.read_before_outputs(ahead, (y, ys))
-            ys = kind.write(ys, row, y)
-            return state._replace(
-                carry=carry, ys=ys, fetched=ahead, residuals=residuals
-            )
+            ys = kind.write(state.ys, row, y)
+            return state._replace(carry=carry, ys=ys, residuals=residuals)
 
         ran = None if state.ran is None else state.ran + 1
         state = state._replace(fetched=ahead, ran=ran)

@@ -74,6 +74,12 @@ class LmRunConfig:
             each of the tokenizer's.
         lora: adapters to train instead of the model's own weights, which then get
             neither gradients nor optimizer state; null to train these.
+        freeze: patterns of paths of parameters that are not trained, such as
+            `"*router*"`: they get neither gradients nor optimizer state. A path has
+            the names of attributes, `*` for the number of a layer, and the
+            parameter's own: `layers.*.attention.q_proj.weight`, or with `lora`
+            `layers.*.attention.q_proj.a`. A pattern that matches nothing is an error
+            that names near paths.
         remat: memory policy of the model's stack of layers: an alias (true, false,
             nested, offload, ...), a preset of the model (attention_saved, ...), the
             fields of a `ScanCheckpointPolicy`, or `auto` for the one with the fewest
@@ -101,6 +107,7 @@ class LmRunConfig:
     initialize_from_hf: str | None = None
     vocab_size: int | None = None
     lora: LoraConfig | None = None
+    freeze: list[str] = field(default_factory=list)
     remat: bool | dict[str, Any] | str = True
     budget: str | None = None
     host_budget: str | None = None

@@ -29,6 +29,7 @@ from stacked_remat.lora import (
     LoraLinear,
     apply_lora,
     lora_filter,
+    lora_linears,
     merge_lora,
 )
 from stacked_remat.training import (
@@ -43,9 +44,12 @@ from stacked_remat.training import (
     TrainState,
     build_optimizer,
     cast_parameters,
+    check_learning_rates,
     load_checkpoint,
+    trainable_except,
 )
 from stacked_remat.training.checkpoint import check_unsaved
+from stacked_remat.training.parameters import is_floating
 from stacked_remat.training.trainer_config import FloatName
 
 
@@ -79,11 +83,31 @@ def _but_router_biases(model: Any) -> Any:
         marks = jax.tree.map(lambda _: True, node)
         if not isinstance(node, SparseExperts) or node.bias is None:
             return marks
+        if node.bias.array is None:  # frozen
+            return marks
         return eqx.tree_at(lambda one: one.bias.array, marks, False)
 
     return jax.tree.map(
         mark, model, is_leaf=lambda node: isinstance(node, SparseExperts)
     )
+
+
+def trained_parts(
+    config: LmRunConfig, model: Decoder, *, key: PRNGKeyArray
+) -> tuple[Decoder, Trainable]:
+    """The model to train, with adapters if the run has them, and which of its arrays
+    are trained.
+    """
+    model, trainable = with_adapters(model, config.lora, key=key)
+    if not (config.freeze or config.optimizer.learning_rates):
+        return model, trainable
+    try:
+        trainable = trainable_except(model, config.freeze, trainable)
+        trained = eqx.filter(model, trainable)
+        check_learning_rates(config.optimizer.learning_rates, trained)
+    except ValueError as error:
+        raise ConfigError(f"Bad config: {error}") from error
+    return model, trainable
 
 
 def with_adapters(
@@ -182,16 +206,21 @@ class Placement:
             _model_key(run),
         )
         if run.lora is None:
-            return load_checkpoint(
-                folder, self.shapes(found, dtype), step=found.step, part="trained"
-            )
+            shapes = self.shapes(found, dtype)
+            trainable = trainable_except(shapes, run.freeze, is_floating)
+            trained, frozen = eqx.partition(shapes, trainable)
+            load = functools.partial(load_checkpoint, folder, step=found.step)
+            model = load(trained, part="trained")
+            if run.freeze:
+                model = eqx.combine(model, load(frozen, part="frozen"))
+            return model
         if base is not None:
             weights = self.load_model(base, dtype)
         else:
             weights = self.partitioning.init_sharded(
                 self.random, found.config, found.Vocab, dtype, key
             )
-        adapted, trainable = with_adapters(weights, run.lora, key=key)
+        adapted, trainable = trained_parts(run, weights, key=key)
         trained, frozen = eqx.partition(
             self.partitioning.shard_weights(adapted), trainable
         )
@@ -260,7 +289,7 @@ def _begun(
     key, dtype = _model_key(config), config.trainer.precision.parameters
     if weights is None:
         weights = placement.random(config.model, config.Vocab, dtype, key)
-    adapted, trainable = with_adapters(weights, config.lora, key=key)
+    adapted, trainable = trained_parts(config, weights, key=key)
     if placement.streamed and config.trainer.update.fused:  # adapters too
         adapted = streaming.to_host(adapted)
     return TrainState.init(adapted, run_optimizer(config), trainable)
@@ -285,8 +314,13 @@ def batch_shapes(data: DataConfig, partitioning: Partitioning) -> TokenBatch:
 
 
 def saved_arrays(state: TrainState) -> TrainState:
-    """True for the arrays that checkpoints hold: all but those that are frozen."""
+    """True for the arrays that checkpoints hold: all but those that are frozen under
+    adapters, which begin from a model that is kept elsewhere, or from the seed.
+    """
     marks = jax.tree.map(lambda _: True, state)
+    linears = lora_linears(state.frozen).values()
+    if not any(isinstance(linear, LoraLinear) for linear in linears):
+        return marks
     return dataclasses.replace(
         marks, frozen=jax.tree.map(lambda _: False, state.frozen)
     )

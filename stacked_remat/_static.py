@@ -1,4 +1,4 @@
-"""Trees, and a static value among the leaves of one.
+"""Trees, kinds of leaves, and a static value among the leaves of one.
 
 Functions that JAX transforms return arrays alone. What else a layer or a user's
 function returns (strings, functions, Python numbers) comes out of them in a `Static`,
@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from typing import Any, TypeAlias
 
 import jax
+from haliax import NamedArray
 
 PyTree: TypeAlias = Any  # that of jaxtyping is unknown to pyright
 
@@ -16,6 +17,22 @@ PyTree: TypeAlias = Any  # that of jaxtyping is unknown to pyright
 def with_leaves(tree: PyTree, leaves: Iterable[PyTree]) -> PyTree:
     """The tree with other leaves, in order."""
     return jax.tree.unflatten(jax.tree.structure(tree), leaves)
+
+
+def is_named(leaf: Any) -> bool:
+    return isinstance(leaf, NamedArray)
+
+
+def is_array(leaf: Any) -> bool:
+    """Whether `leaf` is an array of any library, a tracer or a `ShapeDtypeStruct`, and
+    not a `NamedArray`.
+    """
+    return hasattr(leaf, "shape") and hasattr(leaf, "dtype") and not is_named(leaf)
+
+
+def raw_array(leaf: Any) -> Any:
+    """The array of a named array; any other leaf as it is."""
+    return leaf.array if is_named(leaf) else leaf
 
 
 @jax.tree_util.register_static

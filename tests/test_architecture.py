@@ -36,17 +36,19 @@ LAYERS = {
     "sweep": ("_sweep", "compat base schedule placement remat"),
     "scan": ("_checkpoint _scan", "compat base schedule placement remat policy sweep"),
     "stacks": (
-        "_block_foldable _block_seq _stacked _state_dict _tiled _tiles",
+        "_block_foldable _block_seq _paths _stacked _state_dict _tiled _tiles",
         CORE,
     ),
     "offload_check": ("_offload_check", "policy scan"),
     "fused": ("_fused", "compat base placement policy scan stacks"),
-    "ops": ("lora ops", CORE),
+    # Not `scan`, whose public names they take from `public`, nor each other
+    "lora": ("lora", "base sweep stacks"),
+    "ops": ("ops", "compat base placement sweep public"),
     "streaming": ("streaming", "base placement policy sweep scan stacks"),
     "nnx": ("nnx", "base public"),
     "ghost": ("ghost", CORE + " ops"),
     "memory": ("memory", "compat base schedule placement policy public"),
-    "training": ("training", CORE + " fused ghost ops streaming memory public"),
+    "training": ("training", CORE + " fused ghost lora ops streaming memory public"),
 }
 
 # Modules of the library that may use private names of JAX and Haliax.

@@ -492,6 +492,9 @@ def _followed_loss(
 
     trace = eqx.filter_make_jaxpr(loss)
     closed, output_types, output_static = trace(*inputs)
+    # A loss that lacks its `return` has no fold in its program either.
+    if not closed.jaxpr.outvars:
+        _check_scalar(output_static, fused.has_aux)
     # Which variables of the jaxpr are a stack's weights.
     input_structure = jax.tree.structure(inputs)
     _, variables = jax.tree.unflatten(input_structure, closed.jaxpr.invars)

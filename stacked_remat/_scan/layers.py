@@ -35,6 +35,7 @@ from .._static import PyTree, Static
 from .._sweep.kinds import Pattern
 from .._sweep.primitive import run_layers
 from .._sweep.reverse_spec import with_rules_as_arguments
+from .._sweep.slots import Carry, OfKinds
 from .._sweep.spec import SweepSpec
 from .._sweep.store import at_least_one, read
 from .._sweep.trace import TracedLayers, check_offloaded, has_refs, trace_layers
@@ -89,10 +90,16 @@ def trace_kinds(
         offloads=remat.offloads,
         replays=replays,
     )
-    offloaded = *remat.kept.offloaded, *remat.first_kept.offloaded
-    for kind in traced.kinds:
-        check_offloaded(kind.jaxpr, offloaded)
     return traced, static
+
+
+def checked_inputs(
+    traced: TracedLayers, splits: Sequence[Split], remat: Remat
+) -> tuple[Carry, OfKinds]:
+    """The first carry of traced layers, and their stacks; see `check_offloaded`."""
+    offloaded = *remat.kept.offloaded, *remat.first_kept.offloaded
+    stacks = [split.stacks for split in splits]
+    return check_offloaded(traced.kinds, offloaded, (traced.init, stacks))
 
 
 def sweep_spec(
@@ -163,7 +170,7 @@ def scan_layers(call: FoldCall, init: PyTree, arguments: PyTree) -> Any:
         # A primitive of a loop keeps its arguments alone.
         if program.form == "sweep" or not is_primitive:
             run = _replayed_whole(run, remat)
-        carry, ys = run(traced.init, [split.stacks for split in splits])
+        carry, ys = run(*checked_inputs(traced, splits, remat))
     carry = eqx.combine(carry, static)
     if call.until is not None:
         carry = carry.carry

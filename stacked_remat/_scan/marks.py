@@ -25,7 +25,7 @@ from jax.tree_util import KeyPath
 
 from .._noted import noting
 from .._placement import has_host_arrays, on_several_devices
-from .._static import PyTree
+from .._static import PyTree, is_array, is_named, raw_array
 
 T = TypeVar("T")
 NUMBER = int | float | complex  # and bool
@@ -35,22 +35,6 @@ IsScanned: TypeAlias = bool | Callable[[Any], bool]
 # stack's own arrays, as an unmarked one (stored) or given whole to layers (unsliced)
 Rule: TypeAlias = Literal["default", "shared", "per_layer", "stored", "unsliced"]
 Entry: TypeAlias = tuple[KeyPath, Any, Rule]  # path, leaf, and its rule
-
-
-def is_named(leaf: Any) -> bool:
-    return isinstance(leaf, NamedArray)
-
-
-def is_array(leaf: Any) -> bool:
-    """Whether `leaf` is an array of any library, a tracer or a `ShapeDtypeStruct`, and
-    not a `NamedArray`.
-    """
-    return hasattr(leaf, "shape") and hasattr(leaf, "dtype") and not is_named(leaf)
-
-
-def raw_array(leaf: Any) -> Any:
-    """The array of a named array; any other leaf as it is."""
-    return leaf.array if is_named(leaf) else leaf
 
 
 def is_named_or_shaped_array(leaf: Any) -> bool:

@@ -82,7 +82,9 @@ def primal(
     spec: SweepSpec, init: Carry, xs: OfKinds, shared: OfKinds
 ) -> tuple[Carry, OfKinds]:
     """Run all layers and keep nothing: the last carry, and the outputs of each kind."""
-    if not spec.length or not (spec.pattern or spec.stops or has_host_arrays(xs)):
+    # One scan, unless layers are of several kinds, may stop, or are read from the host.
+    needs_steps = spec.pattern or spec.stops or has_host_arrays(xs)
+    if not spec.length or not needs_steps:
         return spec.plain(None, init, xs, shared)
     step = _forward_step(spec, xs, shared, range(spec.length))
     state = spec.run(spec.length, step, _start(spec, init, xs))
@@ -112,8 +114,11 @@ def _forward_step(
 
     def step(number: Index, state: ForwardState) -> ForwardState:
         fetched, number = xla_hints.copy_fetched(state.fetched, number)
-        # The last layer reads itself again: a loop's carry has one shape.
-        ahead = fetched and spec.fetch(xs, jnp.minimum(number + 1, spec.length - 1))
+        ahead: Arrays = []
+        if fetched:
+            # The last layer reads itself again: a loop's carry has one shape.
+            last = spec.length - 1
+            ahead = spec.fetch(xs, jnp.minimum(number + 1, last))
 
         def run(kind: Kind, row: Index, state: ForwardState) -> ForwardState:
             ahead, ys, residuals = state.fetched, state.ys, state.residuals
@@ -184,7 +189,8 @@ def _run_first(
     on_host = remat.carries == "host" and remat.schedule is None
     inputs = empty_stack(spec.of_held(state.carry), count, on_host)
     residuals = spec.residual_buffers(pullbacks, [range(count)])
-    inputs, residuals = with_tangents((inputs, residuals), (state.carry, xs, shared))
+    buffers = inputs, residuals
+    inputs, residuals = with_tangents(buffers, (state.carry, xs, shared))
     state = state._replace(inputs=inputs, residuals=residuals)
     return _run_stretches(spec, step, range(count + 1), range(count), state)
 
@@ -216,7 +222,8 @@ def _run_scheduled(
     if not writes_few and not spec.unrolled:
         writes_few = xla_hints.write_takes_long(spec.carry_bytes())
     if writes_few:
-        bounds, slots = (*program.kept, layers.stop), range(len(program.kept))
+        bounds = (*program.kept, layers.stop)
+        slots = range(len(program.kept))
     else:
         # All inputs are written: loops in a loop take a GPU more time, and a TPU more
         # memory.

@@ -81,7 +81,8 @@ class Perturbed:
 
     def of_layer(self, kind: Kind) -> tuple[Mask, Mask, Mask]:
         """The leaves of the inputs of one layer."""
-        return self.shared[kind.number], self.carry, self.xs[kind.number]
+        number = kind.number
+        return self.shared[number], self.carry, self.xs[number]
 
 
 class Residuals(NamedTuple):
@@ -229,10 +230,11 @@ class LayerPullback:
     @property
     def cotangent_types(self) -> tuple[list[Any], list[Any]]:
         """The types of the cotangents of the perturbed leaves of carry and output."""
-        carries = self.kind.carries
-        types = [type_.to_ct_aval() for type_ in types_of(self.kind.jaxpr.outvars)]
-        of_carry = pick(types[:carries], self.perturbed.carry)
-        return of_carry, pick(types[carries:], self.perturbed.ys[self.kind.number])
+        kind = self.kind
+        types = [type_.to_ct_aval() for type_ in types_of(kind.jaxpr.outvars)]
+        of_carry = pick(types[: kind.carries], self.perturbed.carry)
+        of_output = pick(types[kind.carries :], self.perturbed.ys[kind.number])
+        return of_carry, of_output
 
     @property
     def jaxpr(self) -> ClosedJaxpr:
@@ -310,10 +312,12 @@ def _residuals(
     results = len(jaxpr.outvars) - structure.num_leaves
     shared, carry, x = map(len, types)
     before_carry = [False] * (len(constants) + shared)
-    is_carry = [*before_carry, *[True] * carry, *[False] * x]
+    after_carry = [False] * x
+    is_carry = [*before_carry, *[True] * carry, *after_carry]
     # What depends on weights alone is made again: saved casts or transposes of weights
     # would fill a buffer with a segment of weights.
-    is_data = [*before_carry, *[place >= flags for place in range(carry)], *[False] * x]
+    carry_is_data = [False] * flags + [True] * (carry - flags)
+    is_data = [*before_carry, *carry_is_data, *after_carry]
     depends = active_outputs(jaxpr, is_data, counts=lambda _: True)[results:]
     sources = forwarded_inputs(jaxpr)[results:]
     # Inputs are not saved twice: the carry is in a slot, the others in their stacks.

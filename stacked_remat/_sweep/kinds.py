@@ -71,7 +71,8 @@ class Kind:
         """Of which stacks in `x` it reads the layer's entry: they are sliced, and it
         uses that. Others need not be brought from the host.
         """
-        _, is_read = dce_jaxpr(self.jaxpr, [True] * len(self.jaxpr.outvars))
+        is_used = [True] * len(self.jaxpr.outvars)
+        _, is_read = dce_jaxpr(self.jaxpr, is_used)
         _, _, x_is_read = self.split(is_read)
         return tuple(map(operator.and_, x_is_read, self.sliced))
 
@@ -100,7 +101,8 @@ class Kind:
 
     def values(self, shared: Arrays, carry: Carry, x: Arrays) -> tuple[Carry, Arrays]:
         """The layer's results, where they are not differentiated."""
-        outputs = eval_jaxpr(self.values_jaxpr or self.jaxpr, (), *shared, *carry, *x)
+        jaxpr = self.values_jaxpr or self.jaxpr
+        outputs = eval_jaxpr(jaxpr, (), *shared, *carry, *x)
         return outputs[: self.carries], outputs[self.carries :]
 
     def replayed(self, shared: Arrays, carry: Carry, x: Arrays) -> Carry:
@@ -149,11 +151,15 @@ class Pattern:
         """How many layers of each kind come before each layer: `[layer, kind]`, and one
         row for the end.
         """
-        kinds = np.arange(len(self.names))
-        is_kind = np.asarray(self.kinds, np.int32)[:, None] == kinds
-        return np.pad(np.cumsum(is_kind, 0, dtype=np.int32), ((1, 0), (0, 0)))
+        number_of_kinds = len(self.names)
+        before = np.zeros((len(self.kinds) + 1, number_of_kinds), np.int32)
+        for layer, kind in enumerate(self.kinds):
+            before[layer + 1] = before[layer]
+            before[layer + 1, kind] += 1
+        return before
 
     @functools.cached_property
     def rows(self) -> np.ndarray:
         """The place of each layer in the stacks of its kind."""
-        return self.before[np.arange(len(self.kinds)), [*self.kinds]]
+        layers = np.arange(len(self.kinds))
+        return self.before[layers, [*self.kinds]]

@@ -32,7 +32,7 @@ from typing import Any
 
 import jax
 from jax.extend.core import ClosedJaxpr, unmapped_aval
-from jax.interpreters import ad, batching
+from jax.interpreters import batching
 
 from .._activity import active_outputs
 from .._compat import batch_jaxpr, is_eager, nothing_is_traced
@@ -104,8 +104,10 @@ class Sweep(Differentiable):
         self.out_aval = (self.in_avals[0], ys)
         # `super().__init__` makes parameters attributes, and JAX compares by them.
         self.params = {"spec": spec}
-        self.effects = frozenset().union(*(kind.jaxpr.effects for kind in spec.kinds))
         self.programs = tuple(kind.jaxpr for kind in spec.kinds)
+        self.effects = frozenset()
+        for jaxpr in self.programs:
+            self.effects |= jaxpr.effects
         super().__init__()
 
     def expand(self, init: Carry, xs: OfKinds, shared: OfKinds) -> PyTree:
@@ -179,11 +181,6 @@ class Sweep(Differentiable):
         ys_ct = [*map(as_arrays, map(pick, ys_ct, perturbed.ys))]
         input_cts = sweep_backward(spec, perturbed, *kept, carry_ct, ys_ct)
         return self._like_inputs(input_cts, nonzero)
-
-    def _has_cotangent(self, cotangents: PyTree) -> Mask:
-        leaves = self.out_tree.flatten_up_to(cotangents)
-        pairs = zip(floats(self.out_aval), leaves, strict=True)
-        return tuple(is_ and not isinstance(ct, ad.Zero) for is_, ct in pairs)
 
     def batch(self, axis: Any, args: PyTree, dims: PyTree) -> PyTree:
         if not_mapped(self, axis, dims):
@@ -342,8 +339,10 @@ class Rule(Differentiable):
         self, nonzero: Mask, has_ct: Mask, args: PyTree, cts: Arrays
     ) -> Arrays:
         back = Bound("cotangents", cotangents_of, (self.reference, nonzero, has_ct))
-        # Outside of `jax.jit` a primitive again, which is compiled as one program.
-        return Rule(back, back, args, cts)(args, cts) if is_eager() else back(args, cts)
+        if is_eager():
+            # A primitive again, which is compiled as one program.
+            back = Rule(back, back, args, cts)
+        return back(args, cts)
 
     def batch(self, axis: Any, args: PyTree, dims: PyTree) -> PyTree:
         if not_mapped(self, axis, dims):
@@ -412,7 +411,8 @@ def _by_rule(
     name: str, fn: Callable, reference: Callable, bound: tuple, *args: PyTree
 ) -> PyTree:
     """Call `fn` as a `Rule`, with the first arguments `bound` to it and `reference`."""
-    return Rule(Bound(name, fn, bound), Bound(name, reference, bound), *args)(*args)
+    rule = Rule(Bound(name, fn, bound), Bound(name, reference, bound), *args)
+    return rule(*args)
 
 
 def _forward_reference(spec: SweepSpec, perturbed: Perturbed, *args: PyTree) -> PyTree:
@@ -425,9 +425,10 @@ def _forward_reference(spec: SweepSpec, perturbed: Perturbed, *args: PyTree) -> 
     run, part = of_part(spec.reference, args, perturbed.inputs)
     results, _ = jax.vjp(run, part)
     # The checkpoints that the sweep would return, by their types.
-    types, _ = _results(Bound("sweep_forward", forward, (spec, perturbed)), *args)
-    *result_types, checkpoint_types = types
-    carry, ys = jax.tree.unflatten(jax.tree.structure(tuple(result_types)), results)
+    sweep = Bound("sweep_forward", forward, (spec, perturbed))
+    (*result_types, checkpoint_types), _ = _results(sweep, *args)
+    structure = jax.tree.structure(tuple(result_types))
+    carry, ys = jax.tree.unflatten(structure, results)
     return carry, ys, checkpoint_types.from_first(spec.of_held(init))
 
 

@@ -62,11 +62,8 @@ def differentiated(
         kinds.append(replace(kind, jaxpr=layer, values_jaxpr=values))
         masks.append((*[False] * len(constants), *shared_mask))
         inputs.append([*constants, *leaves])
-    return (
-        replace(spec, kinds=tuple(kinds)),
-        replace(perturbed, shared=tuple(masks)),
-        inputs,
-    )
+    spec = replace(spec, kinds=tuple(kinds))
+    return spec, replace(perturbed, shared=tuple(masks)), inputs
 
 
 def _layer_and_values(
@@ -156,8 +153,9 @@ def _surely_holds_all(spec: SweepSpec) -> bool:
     """
     carry_bytes = spec.carry_bytes()
     for kind in spec.kinds:
-        shared, carry, x = map(len, kind.split(kind.jaxpr.invars))
-        is_carry = [False] * shared + [True] * carry + [False] * x
+        inputs = len(kind.jaxpr.invars)
+        _, carry_places, _ = kind.split(range(inputs))
+        is_carry = [place in carry_places for place in range(inputs)]
         is_read, read_bytes = surely_read(kind.jaxpr, is_carry)
         _, carry_is_read, _ = kind.split(is_read)
         reads_enough = carry_bytes is None or 2 * read_bytes > carry_bytes

@@ -152,7 +152,9 @@ class SweepSpec:
     def _counts(self, parts: Sequence[range]) -> list[int]:
         """How many layers of each kind have numbers in `parts`."""
         before = self._order.before
-        counts = np.sum([before[part.stop] - before[part.start] for part in parts], 0)
+        counts = np.zeros_like(before[0])
+        for part in parts:
+            counts += before[part.stop] - before[part.start]
         return counts.tolist()
 
     def repeat(
@@ -273,7 +275,9 @@ class SweepSpec:
                 x = merge(whole_stacks, on_device(entries[k]), kind.sliced)
                 carry, y = layer(shared[k], carry, x)
                 # All branches return outputs of all kinds; those of others are dropped.
-                return carry, [*no_outputs[:k], y, *no_outputs[k + 1 :]]
+                outputs = [*no_outputs]
+                outputs[k] = y
+                return carry, outputs
 
             return run
 
@@ -315,7 +319,8 @@ class SweepSpec:
         """
         assert self.pattern is not None
         last = max(self.rows(kind) - 1, 0)
-        rows = np.minimum(self.pattern.before[:-1, kind.number], last)
+        before = self.pattern.before[:-1, kind.number]
+        rows = np.minimum(before, last)
         return [on_device(at_least_one(stack))[rows] for stack in stacks]
 
     def loop(self, init: Carry, xs: OfKinds, shared: OfKinds) -> tuple[Carry, OfKinds]:
@@ -440,8 +445,10 @@ class SweepSpec:
         visits don't read, for the sources of replays alone.
         """
         slots = []
-        for leaf, reads in zip(self.of_held(carry), self.of_held(is_read), strict=True):
-            slots.append(empty_stack(leaf, program.slots if reads else program.sources))
+        leaves, masks = self.of_held(carry), self.of_held(is_read)
+        for leaf, reads in zip(leaves, masks, strict=True):
+            size = program.slots if reads else program.sources
+            slots.append(empty_stack(leaf, size))
         return slots
 
     def residual_buffers(

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.core import ShapedArray
+from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import mapped_aval, unmapped_aval
 from jaxtyping import Array
 
@@ -58,8 +59,9 @@ def on_mesh(stack: Array) -> Array:
     """The stack on the mesh, whole on each device, if its Explicit axes were set after
     it was made.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    is_placed = not mesh.explicit_axes or not jax.typeof(stack).sharding.mesh.empty
+    if not jax.sharding.get_abstract_mesh().explicit_axes:
+        return stack
+    is_placed = not jax.typeof(stack).sharding.mesh.empty
     return stack if is_placed else jax.reshard(stack, jax.P())
 
 
@@ -69,11 +71,11 @@ def zeros_like(stack: Array) -> Array:
 
 
 def with_tangents(buffers: PyTree, inputs: PyTree) -> PyTree:
-    """The buffers of a loop; those on the host have tangents, zeros on the host, if any
-    of the loop's inputs has one.
+    """The buffers of a loop, or an entry of one; those on the host have tangents, zeros
+    on the host if they have none yet, where any of `inputs` has one.
 
-    Where a loop writes to a buffer without tangents what has some, JAX makes the zeros
-    to begin with on the device (0.10.2, 0.12).
+    Where only one of a buffer and what is written to it has a tangent, JAX makes the
+    zeros of the other on the device (0.10.2, 0.12).
     """
     if not has_host_arrays(buffers):
         return buffers
@@ -88,13 +90,20 @@ def with_tangents(buffers: PyTree, inputs: PyTree) -> PyTree:
         return leaves
 
     def rule(primals: tuple, tangents: tuple) -> tuple[list[Array], list[Any]]:
-        (leaves, _), (leaf_tangents, _) = primals, tangents
+        (leaves, causes), (leaf_tangents, cause_tangents) = primals, tangents
+        further_causes = [*causes]
+        for tangent in cause_tangents:
+            if not isinstance(tangent, SymbolicZero):
+                further_causes.append(tangent)
         made_tangents = []
         for leaf, tangent in zip(leaves, leaf_tangents, strict=True):
             if is_on_host(leaf) and is_differentiable(leaf.dtype):
-                tangent = zeros_like(leaf)
+                if isinstance(tangent, SymbolicZero):
+                    tangent = zeros_like(leaf)
+                tangent = with_tangents(tangent, further_causes)
             made_tangents.append(tangent)
-        return leaves, made_tangents
+        # Both may be differentiated once more.
+        return with_tangents(leaves, causes), made_tangents
 
     made.defjvp(rule, symbolic_zeros=True)
     return jax.tree.unflatten(tree, made(leaves, causes))
@@ -104,7 +113,8 @@ def zeros_after(done: PyTree, like: PyTree) -> PyTree:
     """Zeros of these shapes and types, sharded as these are, made once the arrays of
     `done` are there.
     """
-    zero = xla_hints.zero_after(*varying_alike((done, jnp.zeros((), jnp.int32))))
+    done, zero = varying_alike((done, jnp.zeros((), jnp.int32)))
+    zero = xla_hints.zero_after(done, zero)
 
     def zeros(leaf: Any) -> Array:
         is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
@@ -220,17 +230,16 @@ def read_layer(
     `ahead` is what `read_ahead` has read of the stacks in the mask `is_ahead`.
     """
     entries = iter(ahead)
-
-    def part(place: int, stack: Array) -> Array:
+    parts = []
+    for place, stack in enumerate(stacks):
         if unsliced[place]:
-            return stack
-        return (
-            next(entries)
-            if ahead and is_ahead[place] and is_on_host(stack)
-            else read(stack, index)
-        )
-
-    return [part(place, stack) for place, stack in enumerate(stacks)]
+            part = stack
+        elif ahead and is_ahead[place] and is_on_host(stack):
+            part = next(entries)
+        else:
+            part = read(stack, index)
+        parts.append(part)
+    return parts
 
 
 def entry_types(stacks: list[Array], unsliced: Sequence[bool]) -> list[ShapedArray]:
@@ -253,8 +262,11 @@ def read_ahead(
 
     In the carry of a loop they are transferred while the iteration before computes.
     """
-    pairs = zip(stacks, is_read, strict=True)
-    return [read(stack, index) for stack, reads in pairs if reads and is_on_host(stack)]
+    entries = []
+    for stack, reads in zip(stacks, is_read, strict=True):
+        if reads and is_on_host(stack):
+            entries.append(read(stack, index))
+    return entries
 
 
 def at_least_one(stack: Array) -> Array:
@@ -263,7 +275,8 @@ def at_least_one(stack: Array) -> Array:
     """
     if stack.shape[0]:
         return stack
-    return zeros_of(jax.typeof(stack).update(shape=(1, *stack.shape[1:])))
+    of_one = jax.typeof(stack).update(shape=(1, *stack.shape[1:]))
+    return zeros_of(of_one)
 
 
 def write(stacked: PyTree, index: Index, entry: PyTree) -> PyTree:
@@ -272,9 +285,10 @@ def write(stacked: PyTree, index: Index, entry: PyTree) -> PyTree:
     """
 
     def replaced(stack: Array, new: Array) -> Array:
-        moved = lax.expand_dims(to_host(new) if is_on_host(stack) else new, (0,))
+        if is_on_host(stack):
+            new = with_tangents(to_host(new), stack)
         return lax.dynamic_update_slice_in_dim(
-            stack, moved, index, 0, allow_negative_indices=False
+            stack, lax.expand_dims(new, (0,)), index, 0, allow_negative_indices=False
         )
 
     return jax.tree.map(replaced, stacked, entry)

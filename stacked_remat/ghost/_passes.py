@@ -23,10 +23,10 @@ from jax.extend.core import Var
 
 from .._activity import active_variables, has_tangent, is_in
 from .._noted import Notes, noting
+from .._paths import dotted
 from .._scan.marks import is_named, raw_array
 from .._stacked import Stacked
 from .._sweep.gradient import merge, pick
-from ..lora._paths import dotted
 from ._examples import Examples
 from ._interpret import Interpreter, is_loop, looped, sliced_places
 from ._losses import Task, leaves_with_paths

@@ -1,11 +1,16 @@
 """Low-rank adapters of linears: their config; adding, selecting and merging them in a
 model.
+
+An adapter (Hu et al. 2022, "LoRA") adds `(x A) B * scale` to a linear's output. It is a
+module around the linear, so that models need not know of adapters: `apply_lora` puts it
+in the linear's place. A and B have the axes of the stacks around the linear, as its
+weight has, so that a loop over layers slices them as other weights. Names of axes are
+kept, and mappings of axes to a mesh hold for A and B too.
 """
 
-import difflib
-import fnmatch
 import math
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, TypeVar
@@ -20,8 +25,8 @@ from haliax.axis import axis_spec_to_tuple
 from jax import lax
 from jaxtyping import Array, DTypeLike, PRNGKeyArray
 
+from .._paths import check_patterns, find_modules, first_match, map_modules
 from .._sweep.store import read, write
-from ._paths import find_modules, map_modules
 
 T = TypeVar("T")
 
@@ -100,13 +105,24 @@ class LoraLinear(eqx.Module):
     def __call__(self, x: Any, *, key: PRNGKeyArray | None = None) -> Any:
         """Apply the wrapped linear, to which `key` is passed, and the adapter."""
         whole: Any = self.wrapped(x, key=key)
+        a: Any = self.a.astype(x.dtype)
+        b: Any = self.b.astype(x.dtype)
         # The low-rank activations are the smallest array to scale.
-        if isinstance(self.a, NamedArray) and isinstance(self.wrapped, hnn.Linear):
-            low = x.dot(self.a.astype(x.dtype), axis=self.wrapped.In) * self.scale
-            adapted = low.dot(self.b.astype(x.dtype), axis=RANK_AXIS)
-            return whole + adapted.rearrange(whole.axes).astype(whole.dtype)
-        low = (x @ self.a.astype(x.dtype)) * self.scale
-        return whole + (low @ self.b.astype(x.dtype)).astype(whole.dtype)
+        if isinstance(self.wrapped, hnn.Linear):
+            low = x.dot(a, axis=self.wrapped.In) * self.scale
+            adapted = low.dot(b, axis=RANK_AXIS).rearrange(whole.axes)
+        else:
+            low = (x @ a) * self.scale
+            adapted = low @ b
+        # With weights that are wider than x, so is `whole`.
+        return whole + adapted.astype(whole.dtype)
+
+    def apply_maps(self, apply: Callable[[Any, Any], Any], x: Any) -> Any:
+        """See `stacked_remat.ops.ComposedLinear`; of named arrays."""
+        low = apply(self.a.astype(x.dtype), x) * self.scale
+        whole = apply(self.wrapped, x)
+        adapted = apply(self.b.astype(x.dtype), low)
+        return whole + adapted.rearrange(whole.axes)
 
     In = property(attrgetter("wrapped.In"), doc="The input axes of a named linear.")
     Out = property(attrgetter("wrapped.Out"), doc="The output axes of a named linear.")
@@ -161,18 +177,23 @@ def apply_lora(
     Memory: `rank * (In + Out)` numbers of `dtype` for each linear and layer.
     """
     paths = list(find_modules(model, LINEARS))
-    for target in config.targets:
-        if not any(fnmatch.fnmatchcase(path, target) for path in paths):
-            raise ValueError(_no_match(target, paths))
+    if not paths:
+        raise ValueError(
+            f"lora.targets: {config.targets[0]!r} matches no linear: the model has no"
+            " linear of Haliax or Equinox."
+        )
+    check_patterns("lora.targets", config.targets, paths, "linear")
 
     def adapt(path: str, linear: Any) -> Any:
-        if not any(fnmatch.fnmatchcase(path, target) for target in config.targets):
+        if first_match(path, config.targets) is None:
             return linear
         if isinstance(linear, LoraLinear):
             raise ValueError(
                 f"{path} has an adapter already. Merge it first, or leave it out of the"
                 " targets."
             )
+        # By the path, so that other targets don't change it; not by `hash`, which
+        # differs between processes.
         own_key = jax.random.fold_in(key, zlib.crc32(path.encode()) & 0x7FFFFFFF)
         if isinstance(linear, eqx.nn.Linear) and "scalar" in (
             linear.in_features,
@@ -182,8 +203,11 @@ def apply_lora(
                 f"{path} maps scalars and can't have an adapter. Leave it out of the"
                 " targets."
             )
-        (Stack, In, Out), Rank = axes_of(linear), Axis(RANK_AXIS, config.rank)
-        a = hax.random.normal(own_key, (*Stack, *In, Rank)) * hax.axis_size(In) ** -0.5
+        Stack, In, Out = axes_of(linear)
+        Rank = Axis(RANK_AXIS, config.rank)
+        deviation = hax.axis_size(In) ** -0.5
+        a = hax.random.normal(own_key, (*Stack, *In, Rank)) * deviation
+        # Zero, so that the adapted model computes what the model does.
         b = hax.zeros((*Stack, Rank, *Out), dtype=dtype)
         return lora_linear(linear, a.astype(dtype), b, config.scale)
 
@@ -238,47 +262,53 @@ def axes_of(linear: Any) -> tuple[tuple[Axis, ...], tuple[Axis, ...], tuple[Axis
     """The axes of the stacks around a linear, of its input and of its output; a plain
     one gets names.
     """
-    linear = linear.wrapped if isinstance(linear, LoraLinear) else linear
+    if isinstance(linear, LoraLinear):
+        linear = linear.wrapped
     if not isinstance(linear, hnn.Linear):
-        *stack, wide, narrow = linear.weight.shape
-        Stack = tuple(
-            Axis(f"stack_{number}", size) for number, size in enumerate(stack)
-        )
-        return Stack, (Axis("in", narrow),), (Axis("out", wide),)
-    In, Out = axis_spec_to_tuple(linear.In), axis_spec_to_tuple(linear.Out)
+        # Equinox's weights are [out, in], behind the dimensions of stacks.
+        *sizes, wide, narrow = linear.weight.shape
+        stack_axes = []
+        for number, size in enumerate(sizes):
+            stack_axes.append(Axis(f"stack_{number}", size))
+        In = (Axis("in", narrow),)
+        Out = (Axis("out", wide),)
+        return tuple(stack_axes), In, Out
+    In = axis_spec_to_tuple(linear.In)
+    Out = axis_spec_to_tuple(linear.Out)
     own = {axis.name for axis in (*In, *Out)}
-    return tuple(axis for axis in linear.weight.axes if axis.name not in own), In, Out
+    Stack = tuple(axis for axis in linear.weight.axes if axis.name not in own)
+    return Stack, In, Out
 
 
 def arranged(array: NamedArray | Array, *axes: Axis) -> NamedArray:
     """An array of a linear with its axes in this order, which a plain one has."""
-    return (
-        array.rearrange(axes)
-        if isinstance(array, NamedArray)
-        else NamedArray(array, axes)
-    )
+    if isinstance(array, NamedArray):
+        return array.rearrange(axes)
+    return NamedArray(array, axes)
 
 
 def named_adapter(node: LoraLinear) -> tuple[NamedArray, NamedArray]:
     """A `[Stack, In, lora_rank]` and B `[Stack, lora_rank, Out]`."""
-    rank = (
-        node.a.axis_size(RANK_AXIS)
-        if isinstance(node.a, NamedArray)
-        else node.a.shape[-1]
-    )
-    (Stack, In, Out), Rank = axes_of(node), Axis(RANK_AXIS, rank)
-    return arranged(node.a, *Stack, *In, Rank), arranged(node.b, *Stack, Rank, *Out)
+    if isinstance(node.a, NamedArray):
+        rank = node.a.axis_size(RANK_AXIS)
+    else:
+        rank = node.a.shape[-1]
+    Stack, In, Out = axes_of(node)
+    Rank = Axis(RANK_AXIS, rank)
+    a = arranged(node.a, *Stack, *In, Rank)
+    b = arranged(node.b, *Stack, Rank, *Out)
+    return a, b
 
 
 def lora_linear(linear: Any, a: NamedArray, b: NamedArray, scale: float) -> LoraLinear:
     """The linear with this adapter in place of its own, of plain arrays if it is plain
     itself.
     """
-    linear = linear.wrapped if isinstance(linear, LoraLinear) else linear
-    is_named = isinstance(linear, hnn.Linear)
-    return LoraLinear(
-        linear, a if is_named else a.array, b if is_named else b.array, scale
-    )
+    if isinstance(linear, LoraLinear):
+        linear = linear.wrapped
+    if isinstance(linear, hnn.Linear):
+        return LoraLinear(linear, a, b, scale)
+    return LoraLinear(linear, a.array, b.array, scale)
 
 
 def _merged(node: LoraLinear, donate: bool) -> Any:
@@ -286,15 +316,14 @@ def _merged(node: LoraLinear, donate: bool) -> Any:
     Stack, In, Out = axes_of(linear)
     a, b = named_adapter(node)
     merge = _DONATING if donate else _COPYING
+    outermost = Stack[:1]
     if isinstance(linear, hnn.Linear):
         # Haliax multiplies a reparametrised weight by this factor when it is applied.
-        weight = merge(
-            linear.weight, a, b, node.scale / linear.reparam.active_scale, Stack[:1]
-        )
+        factor = node.scale / linear.reparam.active_scale
+        weight = merge(linear.weight, a, b, factor, outermost)
     else:
-        weight = merge(
-            arranged(linear.weight, *Stack, *Out, *In), a, b, node.scale, Stack[:1]
-        ).array
+        named = arranged(linear.weight, *Stack, *Out, *In)
+        weight = merge(named, a, b, node.scale, outermost).array
     return eqx.tree_at(lambda linear: linear.weight, linear, weight)
 
 
@@ -305,44 +334,41 @@ def _merge(
     factor: float,
     outermost: tuple[Axis, ...],
 ) -> NamedArray:
+    """The weight with the adapter, layer by layer where there is a stack: all layers in
+    float32 at once would take twice the memory of the stack.
+    """
+
     def merge(weight: NamedArray, a: NamedArray, b: NamedArray) -> NamedArray:
-        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+        a = a.astype(jnp.float32)
+        b = b.astype(jnp.float32)
+        # On TPUs and GPUs the default rounds products of float32.
         product = hax.dot(a, b, axis=RANK_AXIS, precision=lax.Precision.HIGHEST)
-        merged = weight.astype(jnp.float32) + product.rearrange(weight.axes) * factor
+        adapter = product.rearrange(weight.axes) * factor
+        merged = weight.astype(jnp.float32) + adapter
         return merged.astype(weight.dtype)
 
     if not outermost:
         return merge(weight, a, b)
-    named = [array.rearrange((*outermost, ...)) for array in (weight, a, b)]
-    arrays = [array.array for array in named]
+    weights = weight.rearrange((*outermost, ...))
+    a = a.rearrange((*outermost, ...))
+    b = b.rearrange((*outermost, ...))
 
-    def layer(i: Array, weight: Array) -> Array:
-        """The layer, written over that of `weight`."""
-        one = read((weight, *arrays[1:]), i)
+    def layer(i: Array, merged: Array) -> Array:
+        """The layer, written over that of `merged`: one buffer, in place."""
+        of_layer = read((merged, a.array, b.array), i)
+        own_weight, own_a, own_b = of_layer
         found = merge(
-            *(NamedArray(x, of.axes[1:]) for x, of in zip(one, named, strict=True))
+            NamedArray(own_weight, weights.axes[1:]),
+            NamedArray(own_a, a.axes[1:]),
+            NamedArray(own_b, b.axes[1:]),
         )
-        return write(weight, i, found.array)
+        return write(merged, i, found.array)
 
-    layers = lax.fori_loop(0, outermost[0].size, layer, arrays[0])
-    return NamedArray(layers, named[0].axes).rearrange(weight.axes)
+    layers = lax.fori_loop(0, outermost[0].size, layer, weights.array)
+    return NamedArray(layers, weights.axes).rearrange(weight.axes)
 
 
 _COPYING = jax.jit(_merge, static_argnames=("factor", "outermost"))
 _DONATING = jax.jit(
     _merge, static_argnames=("factor", "outermost"), donate_argnames="weight"
 )
-
-
-def _no_match(target: str, paths: list[str]) -> str:
-    if not paths:
-        return (
-            f"lora.targets: {target!r} matches no linear: the model has no linear of"
-            " Haliax or Equinox."
-        )
-    nearest = difflib.get_close_matches(target, paths, n=5, cutoff=0.0)
-    return (
-        f"lora.targets: {target!r} matches no linear. Nearest of {len(paths)}:"
-        f" {', '.join(nearest)}. A pattern has to match the whole path; `*` matches any"
-        " characters."
-    )

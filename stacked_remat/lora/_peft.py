@@ -1,10 +1,14 @@
 """Reads and writes adapters in PEFT's format: `adapter_model.safetensors` and
 `adapter_config.json`.
 
-The model provides the names of its linears, as a function of a linear's path and its
-index in its stacks.
+A linear of a stack is one `LoraLinear` here, and in Hugging Face's model a module for
+each layer and expert. So an adapter is split into a `Pair` for each index of its
+stacks; the model provides the name of each, by the linear's path and the index. Pairs
+of parts of one parameter (gate and up, or the experts of a layer) share two tensors, a
+`Target` (`_peft_layout.py`). Reading goes the same way back.
 """
 
+import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -22,6 +26,7 @@ from .._files import (
     written_safetensors,
 )
 from .._messages import entry_problems, float_problems
+from .._paths import map_modules
 from ._adapter import (
     LINEARS,
     RANK_AXIS,
@@ -31,7 +36,6 @@ from ._adapter import (
     lora_linears,
     named_adapter,
 )
-from ._paths import map_modules
 from ._peft_config import CONFIG_FILE, PeftSettings, adapter_file, describe
 from ._peft_layout import (
     PREFIX,
@@ -87,21 +91,24 @@ def save_peft(
     safetensors = import_safetensors()
     linears = lora_linears(model)
     targets = _targets(linears, names)
-    pairs = {
-        at: pair
-        for path, linear in linears.items()
-        for at, pair in _pairs(path, linear)
-    }
+    pairs: dict[Where, Pair] = {}
+    for path, linear in linears.items():
+        pairs.update(_pairs(path, linear))
     if not pairs:
         raise ValueError("The model has no adapters to save: apply_lora makes them.")
-    found = ((name, target.assemble(pairs)) for name, target in targets.items())
-    tensors = {name: pair for name, pair in found if pair is not None}
+    tensors: dict[str, Pair] = {}
+    adapted: dict[str, Target] = {}
+    for name, target in targets.items():
+        assembled = target.assemble(pairs)
+        if assembled is not None:
+            tensors[name] = assembled
+            adapted[name] = target
     arrays = {}
-    for name, (a, b) in tensor_keys({name: targets[name] for name in tensors}).items():
-        arrays |= {a: tensors[name].a, b: tensors[name].b}
-    text = (
-        json.dumps(describe(tensors, targets, base_model, task_type), indent=2) + "\n"
-    )
+    for name, (key_a, key_b) in tensor_keys(adapted).items():
+        arrays[key_a] = tensors[name].a
+        arrays[key_b] = tensors[name].b
+    settings = describe(tensors, targets, base_model, task_type)
+    text = json.dumps(settings, indent=2) + "\n"
     folder.mkdir(parents=True, exist_ok=True)
     with written_safetensors(folder):
         with replaced_whole(folder / TENSORS_FILE, shared=True) as path:
@@ -135,39 +142,38 @@ def load_peft(
             that LoraLinear does not have, or tensors are missing, unknown or of another
             shape: names all of them.
     """
-    linears, settings = lora_linears(model), PeftSettings.read(folder)
-    path, targets = adapter_file(folder, TENSORS_FILE), _targets(linears, names)
-    # PEFT stores the weight of a head, which is in no stack, beside its adapter.
-    heads = {
-        name for name, target in targets.items() if not [*target.members.values()][0][1]
-    }
-    stored = {
-        f"{PREFIX}{head}{kind}.weight" for head in heads for kind in ("", ".base_layer")
-    }
+    linears = lora_linears(model)
+    settings = PeftSettings.read(folder)
+    path = adapter_file(folder, TENSORS_FILE)
+    targets = _targets(linears, names)
+    not_read = _weights_of_heads(targets)
+    shapes: dict[str, tuple[int, ...]] = {}
+    dtypes: dict[str, str] = {}
     pairs: dict[Where, Pair] = {}
     with opened_safetensors(path) as file:
-        shapes = {
-            key: tuple(file.get_slice(key).get_shape())
-            for key in file.keys()
-            if key not in stored
-        }
+        for key in file.keys():
+            if key not in not_read:
+                tensor = file.get_slice(key)
+                shapes[key] = tuple(tensor.get_shape())
+                dtypes[key] = tensor.get_dtype()
         keys = tensor_keys(_adapted(targets, settings, set(shapes)))
         problems = _problems(keys, shapes, targets, settings, linears)
-        problems += float_problems(
-            {key: file.get_slice(key).get_dtype() for key in shapes}
-        )
+        problems += float_problems(dtypes)
         if problems:
             raise ValueError(
                 f"The adapters in {path} do not fit the model:\n" + "\n".join(problems)
             )
-        for name, (a, b) in keys.items():
+        for name, (key_a, key_b) in keys.items():
+            a = file.get_tensor(key_a)
+            b = file.get_tensor(key_b)
             scale = settings.scale(targets[name].parameter)
-            pairs |= targets[name].take_apart(
-                Pair(file.get_tensor(a), file.get_tensor(b), scale)
-            )
-    return map_modules(
-        model, LINEARS, lambda path, linear: _with_adapter(path, linear, pairs, dtype)
-    )
+            whole = Pair(a, b, scale)
+            pairs.update(targets[name].take_apart(whole))
+
+    def adapt(path: str, linear: Any) -> Any:
+        return _with_adapter(path, linear, pairs, dtype)
+
+    return map_modules(model, LINEARS, adapt)
 
 
 def peft_tensor_names(folder: Path) -> list[str]:
@@ -182,13 +188,27 @@ def peft_tensor_names(folder: Path) -> list[str]:
         return list(file.keys())
 
 
+def _weights_of_heads(targets: Mapping[str, Target]) -> set[str]:
+    """The names of weights of heads, which PEFT stores beside their adapters."""
+    names = set()
+    for name, target in targets.items():
+        # All members of a target are in equal stacks; a head is in none.
+        member, *_ = target.members.values()
+        _, index = member
+        if not index:
+            names.add(f"{PREFIX}{name}.weight")
+            names.add(f"{PREFIX}{name}.base_layer.weight")
+    return names
+
+
 def _targets(linears: Mapping[str, Any], names: PeftNames) -> dict[str, Target]:
     def places() -> Iterator[tuple[Where, PeftParameter, int, int]]:
         for path, linear in linears.items():
             stack, narrow, wide = _sizes(linear)
             for index in np.ndindex(stack):
-                name = names(path, index)
-                place = PeftParameter(name, "") if isinstance(name, str) else name
+                place = names(path, index)
+                if isinstance(place, str):  # of a module
+                    place = PeftParameter(place, "")
                 yield (path, index), place, narrow, wide
 
     return find_targets(places())
@@ -199,17 +219,22 @@ def _sizes(linear: Any) -> tuple[tuple[int, ...], int, int]:
     has.
     """
     Stack, In, Out = axes_of(linear)
-    return tuple(axis.size for axis in Stack), axis_size(In), axis_size(Out)
+    stack = tuple(axis.size for axis in Stack)
+    return stack, axis_size(In), axis_size(Out)
 
 
 def _pairs(path: str, linear: Any) -> Iterator[tuple[Where, Pair]]:
     """The adapters of a linear; none if it has none."""
-    if isinstance(linear, LoraLinear):
-        stack, narrow, wide = _sizes(linear)
-        a, b = (np.asarray(one.array, np.float32) for one in named_adapter(linear))
-        a, b = a.reshape(*stack, narrow, -1), b.reshape(*stack, -1, wide)
-        for index in np.ndindex(stack):
-            yield (path, index), Pair(a[index].T, b[index].T, linear.scale)
+    if not isinstance(linear, LoraLinear):
+        return
+    stack, narrow, wide = _sizes(linear)
+    named_a, named_b = named_adapter(linear)
+    a = np.asarray(named_a.array, np.float32).reshape(*stack, narrow, -1)
+    b = np.asarray(named_b.array, np.float32).reshape(*stack, -1, wide)
+    for index in np.ndindex(stack):
+        # Transposed, as PyTorch's linears have their weights
+        pair = Pair(a[index].T, b[index].T, linear.scale)
+        yield (path, index), pair
 
 
 def _with_adapter(
@@ -217,31 +242,33 @@ def _with_adapter(
 ) -> Any:
     """The linear with its own adapters of `pairs`, if there are any."""
     stack, narrow, wide = _sizes(linear)
-    own = {
-        index: pairs[path, index]
-        for index in np.ndindex(stack)
-        if (path, index) in pairs
-    }
+    own: dict[Index, Pair] = {}
+    for index in np.ndindex(stack):
+        if (path, index) in pairs:
+            own[index] = pairs[path, index]
     if not own:
         return linear
+    # A stack has one rank and one scale. Columns of zeros change nothing, and B can
+    # hold what a layer's own scale differs by.
     rank = max(pair.a.shape[0] for pair in own.values())
     scale = max(pair.scale for pair in own.values())
-    a, b = (
-        np.zeros((*stack, narrow, rank), np.float32),
-        np.zeros((*stack, rank, wide), np.float32),
-    )
+    a = np.zeros((*stack, narrow, rank), np.float32)
+    b = np.zeros((*stack, rank, wide), np.float32)
     for index, pair in own.items():
-        a[index][:, : pair.a.shape[0]] = pair.a.T
-        b[index][: pair.a.shape[0]] = pair.b.T
+        own_rank = pair.a.shape[0]
+        a[index][:, :own_rank] = pair.a.T
+        b[index][:own_rank] = pair.b.T
         b[index] *= pair.scale / scale
-    (Stack, In, Out), Rank = axes_of(linear), Axis(RANK_AXIS, rank)
-    of_a, of_b = (
-        NamedArray(
-            jnp.asarray(array.reshape([axis.size for axis in axes]), dtype), axes
-        )
-        for array, axes in ((a, (*Stack, *In, Rank)), (b, (*Stack, Rank, *Out)))
-    )
-    return lora_linear(linear, of_a, of_b, scale)
+    Stack, In, Out = axes_of(linear)
+    Rank = Axis(RANK_AXIS, rank)
+    named_a = _named(a, (*Stack, *In, Rank), dtype)
+    named_b = _named(b, (*Stack, Rank, *Out), dtype)
+    return lora_linear(linear, named_a, named_b, scale)
+
+
+def _named(array: np.ndarray, axes: tuple[Axis, ...], dtype: DTypeLike) -> NamedArray:
+    shape = [axis.size for axis in axes]
+    return NamedArray(jnp.asarray(array.reshape(shape), dtype), axes)
 
 
 def _adapted(
@@ -253,16 +280,16 @@ def _adapted(
         by_module.setdefault(target.parameter.module, {})[name] = target
     adapted: dict[str, Target] = {}
     for own in by_module.values():
-        named = {
-            name: target
-            for name, target in own.items()
-            if settings.targets(target.parameter)
-        }
-        if not named and not keys.isdisjoint(
-            key for pair in tensor_keys(own).values() for key in pair
-        ):
+        named: dict[str, Target] = {}
+        for name, target in own.items():
+            if settings.targets(target.parameter):
+                named[name] = target
+        # Together, since the keys of a parameter depend on which others of its module
+        # are adapted.
+        own_keys = itertools.chain.from_iterable(tensor_keys(own).values())
+        if not named and not keys.isdisjoint(own_keys):
             named = own
-        adapted |= named
+        adapted.update(named)
     return adapted
 
 
@@ -273,24 +300,27 @@ def _problems(
     settings: PeftSettings,
     linears: Mapping[str, Any],
 ) -> list[str]:
+    """What is wrong with the tensors of a file, by their shapes."""
     expected: dict[str, tuple[int, ...]] = {}
-    for name, (a, b) in keys.items():
+    for name, (key_a, key_b) in keys.items():
         target = targets[name]
+        # Of all matrices of a parameter, one after the other
         rows = settings.rank(target.parameter) * target.parameter.size
-        expected[a], expected[b] = (rows, target.narrow), (target.wide, rows)
+        expected[key_a] = (rows, target.narrow)
+        expected[key_b] = (target.wide, rows)
     problems = entry_problems(expected, shapes)
-    found = {path for name in keys for path, _ in targets[name].members.values()}
-    lacking = {
-        path: name
-        for name, one in reversed([*targets.items()])
-        for path, _ in one.members.values()
-    }
-    for path in (
-        path
-        for path in linears
-        if isinstance(linears[path], LoraLinear) and path not in found
-    ):
-        problems.append(
-            f"missing: {path} has an adapter, the file has none for {lacking[path]}"
-        )
+    first_target: dict[str, str] = {}  # of a path
+    found = set()
+    for name, target in targets.items():
+        for path, _ in target.members.values():
+            first_target.setdefault(path, name)
+            if name in keys:
+                found.add(path)
+    for path, linear in linears.items():
+        # Such an adapter would stay beside those that are loaded.
+        if isinstance(linear, LoraLinear) and path not in found:
+            problems.append(
+                f"missing: {path} has an adapter, the file has none for"
+                f" {first_target[path]}"
+            )
     return problems

@@ -1,5 +1,10 @@
 """PEFT's `adapter_config.json`: which targets have adapters, and their ranks and
 scales.
+
+PEFT names targets by suffixes of dotted names or by one regular expression, has one
+rank and one alpha, and lists others by pattern. A field that would change what adapters
+compute, and that `LoraLinear` does not have, is refused; one that is not known here
+gives a warning. What is written uses the shortest suffixes that tell targets apart.
 """
 
 import collections
@@ -66,29 +71,26 @@ class PeftSettings:
         warning.
         """
         path = adapter_file(folder, CONFIG_FILE)
-        entries = {
-            name: value
-            for name, value in read_json_fields(path).items()
-            if value is not None
-        }
-        refused = [
-            f"{name} = {reprlib.repr(value)}"
-            for name, value in entries.items()
-            if (value and name in _UNSUPPORTED)
-            or value not in _SUPPORTED.get(name, (value,))
-            or not isinstance(value, _READ.get(name, object))
-        ]
+        entries: dict[str, Any] = {}
+        refused: list[str] = []
+        unknown: list[str] = []
+        for name, value in read_json_fields(path).items():
+            # PEFT writes every field, and null for those that are not set.
+            if value is None:
+                continue
+            entries[name] = value
+            if not _is_supported(name, value):
+                refused.append(f"{name} = {reprlib.repr(value)}")
+            if value and name not in _KNOWN:
+                unknown.append(reprlib.repr(name))
         if refused:
             raise ValueError(
                 f"{path} has settings that are not supported: {', '.join(refused)}."
             )
-        unknown = [
-            name for name, value in entries.items() if value and name not in _KNOWN
-        ]
         if unknown:
             warnings.warn(
                 f"{path} has unknown fields, which are not used:"
-                f" {', '.join(map(reprlib.repr, unknown))}. Check that they do not"
+                f" {', '.join(unknown)}. Check that they do not"
                 " change what the adapters compute.",
                 stacklevel=3,
             )
@@ -101,16 +103,15 @@ class PeftSettings:
         if any(self.entries.get(name) for name in _NARROWING):
             return False
         if member.parameter:
-            return _ends_with(
-                member.target, self.entries.get("target_parameters") or []
-            )
+            parameters = self.entries.get("target_parameters") or []
+            return _ends_with(member.target, parameters)
         modules = self.entries.get("target_modules") or []
-        if isinstance(modules, str):
-            return (
-                modules.lower() != "all-linear"
-                and re.fullmatch(modules, member.target) is not None
-            )
-        return _ends_with(member.target, modules)
+        if not isinstance(modules, str):
+            return _ends_with(member.target, modules)
+        # Which linears that is depends on PEFT's class around the model.
+        if modules.lower() == "all-linear":
+            return False
+        return re.fullmatch(modules, member.target) is not None
 
     def rank(self, member: PeftParameter) -> int:
         """Rank of one matrix of the target."""
@@ -122,18 +123,31 @@ class PeftSettings:
             "alpha_pattern", member, self.entries.get("lora_alpha", 8)
         )
         rank = self.rank(member)
-        return alpha / (math.sqrt(rank) if self.entries.get("use_rslora") else rank)
+        # "Rank-stabilized" LoRA (Kalajdzievski 2023)
+        if self.entries.get("use_rslora"):
+            return alpha / math.sqrt(rank)
+        return alpha / rank
 
     def _pattern(self, which: str, member: PeftParameter, default: Any) -> Any:
-        names = (
-            (member.target, member.module)
-            if member.parameter == "weight"
-            else (member.target,)
-        )
+        """The value of the first pattern that matches the target."""
+        names = [member.target]
+        # PEFT takes the name of the module for a parameter that is its weight.
+        if member.parameter == "weight":
+            names.append(member.module)
         for pattern, value in (self.entries.get(which) or {}).items():
-            if any(re.fullmatch(rf"(.*\.)?({pattern})", name) for name in names):
+            expression = re.compile(rf"(.*\.)?({pattern})")
+            if any(map(expression.fullmatch, names)):
                 return value
         return default
+
+
+def _is_supported(name: str, value: Any) -> bool:
+    """Whether a field has a value with which `LoraLinear` computes the same."""
+    if name in _UNSUPPORTED and value:
+        return False
+    if name in _SUPPORTED and value not in _SUPPORTED[name]:
+        return False
+    return isinstance(value, _READ.get(name, object))
 
 
 def adapter_file(folder: Path, name: str) -> Path:
@@ -150,19 +164,22 @@ def describe(
     task_type: str | None,
 ) -> dict[str, Any]:
     """The fields of the file for adapters of some of the targets."""
-    ranks = {
-        name: tensor.a.shape[0] // targets[name].parameter.size
-        for name, tensor in tensors.items()
-    }
-    kinds = {name: (rank, tensors[name].scale * rank) for name, rank in ranks.items()}
-    base = base_model or ""
-    name, _, revision = (
-        (base, "", "") if Path(base).expanduser().is_dir() else base.partition("@")
-    )
-    ((rank, alpha), _), *_ = collections.Counter(kinds.values()).most_common()
-    others = [name for name in targets if name not in tensors]
-    parameters = [name for name in tensors if targets[name].parameter.parameter]
-    modules = [name for name in tensors if name not in parameters]
+    kinds: dict[str, tuple[int, float]] = {}  # the rank and alpha of each target
+    parameters: list[str] = []
+    modules: list[str] = []
+    for target, tensor in tensors.items():
+        parameter = targets[target].parameter
+        # The tensors of a parameter have the ranks of all its matrices.
+        rank = tensor.a.shape[0] // parameter.size
+        kinds[target] = (rank, tensor.scale * rank)
+        (parameters if parameter.parameter else modules).append(target)
+    others = [target for target in targets if target not in tensors]
+    # The most common are the defaults, so that few patterns are needed.
+    most_common, _ = collections.Counter(kinds.values()).most_common(1)[0]
+    rank, alpha = most_common
+    name, revision = base_model or "", ""
+    if not Path(name).expanduser().is_dir():
+        name, _, revision = name.partition("@")
     entries: dict[str, Any] = {
         "peft_type": "LORA",
         "task_type": task_type,
@@ -182,12 +199,15 @@ def describe(
         "rank_pattern": {},
         "alpha_pattern": {},
     }
-    for kind in sorted(set(kinds.values()) - {(rank, alpha)}):
-        alike = [target for target, own in kinds.items() if own == kind]
-        unlike = [*(target for target, own in kinds.items() if own != kind), *others]
+    for kind in sorted(set(kinds.values()) - {most_common}):
+        alike: list[str] = []
+        unlike = [*others]
+        for target, own in kinds.items():
+            (alike if own == kind else unlike).append(target)
+        rank, alpha = kind
         for suffix in shortest_suffixes(alike, unlike, at_least=2):
-            entries["rank_pattern"][re.escape(suffix)] = kind[0]
-            entries["alpha_pattern"][re.escape(suffix)] = _integral(kind[1])
+            entries["rank_pattern"][re.escape(suffix)] = rank
+            entries["alpha_pattern"][re.escape(suffix)] = _integral(alpha)
     return entries
 
 
@@ -197,19 +217,23 @@ def shortest_suffixes(
     """The shortest suffix of components of every name that is no suffix of `others`;
     sorted, unique.
     """
-
-    def suffixes(name: str) -> list[str]:
-        components = name.split(".")
-        return [
-            ".".join(components[-length:]) for length in range(1, len(components) + 1)
+    taken: set[str] = set()
+    for other in others:
+        taken.update(_suffixes(other))
+    found = set()
+    for name in names:
+        free = [
+            suffix for suffix in _suffixes(name)[at_least - 1 :] if suffix not in taken
         ]
+        found.add(free[0] if free else name)
+    return sorted(found)
 
-    taken = {suffix for other in others for suffix in suffixes(other)}
-    first = (
-        next((one for one in suffixes(name)[at_least - 1 :] if one not in taken), name)
-        for name in names
-    )
-    return sorted({*first})
+
+def _suffixes(name: str) -> list[str]:
+    """`a.b.c` as `c`, `b.c` and `a.b.c`."""
+    components = name.split(".")
+    lengths = range(1, len(components) + 1)
+    return [".".join(components[-length:]) for length in lengths]
 
 
 def _ends_with(name: str, targets: Iterable[str]) -> bool:

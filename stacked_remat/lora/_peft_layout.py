@@ -9,6 +9,7 @@ value) form one adapter of the summed rank: the A concatenated, the B on the dia
 a larger B.
 """
 
+import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
@@ -17,6 +18,7 @@ import numpy as np
 from jaxtyping import Float
 
 PREFIX = "base_model.model."
+# As `slice` takes them: first, one after the last, step; None for all
 Rows: TypeAlias = tuple[int, int, int] | None
 Where: TypeAlias = tuple[str, tuple[int, ...]]
 """One matrix of the model: the path of its linear, and its index in the stacks of that.
@@ -49,7 +51,9 @@ class PeftParameter:
     @property
     def target(self) -> str:
         """The name that patterns are matched with."""
-        return f"{self.module}.{self.parameter}" if self.parameter else self.module
+        if not self.parameter:
+            return self.module
+        return f"{self.module}.{self.parameter}"
 
 
 @dataclass(frozen=True)
@@ -87,38 +91,53 @@ class Target:
         Raises:
             ValueError: only some of the matrices have an adapter, or scales differ.
         """
-        own = {at: pairs[where] for at, where in self.members.items() if where in pairs}
+        own: dict[tuple[Rows, int], Pair] = {}
+        for at, where in self.members.items():
+            if where in pairs:
+                own[at] = pairs[where]
         if not own:
             return None
-        size, present = (
-            self.parameter.size,
-            sorted({rows for rows, _ in own}, key=lambda rows: rows or ()),
-        )
-        lacking = [
-            (rows, i) for rows in present for i in range(size) if (rows, i) not in own
-        ]
-        scales = {pair.scale for pair in own.values()}
-        if lacking or len(scales) > 1:
-            reason = (
-                f"(rows, index) {lacking} have none"
-                if lacking
-                else f"their scales are {sorted(scales)}"
-            )
-            raise ValueError(
-                f"The adapters of {self.parameter.target} can't be written as one:"
-                f" {reason}."
-            )
-        rank = sum(own[rows, 0].a.shape[0] for rows in present)
+        size = self.parameter.size
+        # The parts of a fused matrix that have adapters, from its first row on
+        parts = sorted({rows for rows, _ in own}, key=lambda rows: rows or ())
+        scale = self._common_scale(own, parts)
+        # Each part has a rank of its own, the same in all matrices.
+        ranks = {rows: len(own[rows, 0].a) for rows in parts}
+        rank = sum(ranks.values())
         a = np.zeros((size, rank, self.narrow), np.float32)
         b = np.zeros((self.wide, rank, size), np.float32)
-        first = 0
-        for rows in present:
-            columns = slice(first, first + own[rows, 0].a.shape[0])
+        first = 0  # of the columns of B, and rows of A, of a part
+        for rows in parts:
+            columns = slice(first, first + ranks[rows])
+            outputs = _outputs(b, rows)  # a view
             for index in range(size):
-                a[index, columns] = own[rows, index].a
-                _outputs(b, rows)[:, columns, index] = own[rows, index].b
+                pair = own[rows, index]
+                a[index, columns] = pair.a
+                outputs[:, columns, index] = pair.b
             first = columns.stop
-        return Pair(a.reshape(-1, self.narrow), b.reshape(self.wide, -1), scales.pop())
+        rows_of_all = a.reshape(-1, self.narrow)
+        # The matrices are the fastest dimension: PEFT interleaves the columns.
+        columns_of_all = b.reshape(self.wide, -1)
+        return Pair(rows_of_all, columns_of_all, scale)
+
+    def _common_scale(
+        self, own: Mapping[tuple[Rows, int], Pair], parts: Iterable[Rows]
+    ) -> float:
+        """The scale of the pairs, of which there has to be one for each matrix of these
+        parts: two tensors have one rank and scale.
+        """
+        places = itertools.product(parts, range(self.parameter.size))
+        lacking = [place for place in places if place not in own]
+        scales = {pair.scale for pair in own.values()}
+        if not lacking and len(scales) == 1:
+            return scales.pop()
+        reason = f"their scales are {sorted(scales)}"
+        if lacking:
+            reason = f"(rows, index) {lacking} have none"
+        raise ValueError(
+            f"The adapters of {self.parameter.target} can't be written as one:"
+            f" {reason}."
+        )
 
     def take_apart(self, pair: Pair) -> dict[Where, Pair]:
         """The inverse of `assemble`.
@@ -126,24 +145,32 @@ class Target:
         A part of a matrix gets the columns of B that are not all zero in its rows, and
         none has an adapter if all are; in a B of zeros, every part has the whole rank.
         """
-        size, parts = self.parameter.size, {rows for rows, _ in self.members}
-        a, b = (
-            pair.a.reshape(size, -1, self.narrow),
-            pair.b.reshape(self.wide, -1, size),
-        )
-        whole, pairs = len(parts) == 1 or not b.any(), {}
-        used = {rows: whole or _outputs(b, rows).any(axis=(0, 2)) for rows in parts}
+        size = self.parameter.size
+        parts = {rows for rows, _ in self.members}
+        a = pair.a.reshape(size, -1, self.narrow)
+        b = pair.b.reshape(self.wide, -1, size)
+        # As PEFT initialises adapters, B is zero: nothing says then which columns are
+        # of which part.
+        has_all_columns = len(parts) == 1 or not b.any()
+        columns_of = {}
+        for rows in parts:
+            # In any of its matrices, since all have one rank
+            has_values = _outputs(b, rows).any(axis=(0, 2))
+            columns_of[rows] = has_values | has_all_columns
+        pairs = {}
         for (rows, index), where in self.members.items():
-            columns = np.broadcast_to(used[rows], a.shape[1])
+            columns = columns_of[rows]
             if columns.any():
-                pairs[where] = Pair(
-                    a[index, columns], _outputs(b, rows)[:, columns, index], pair.scale
-                )
+                own_b = _outputs(b, rows)[:, columns, index]
+                pairs[where] = Pair(a[index, columns], own_b, pair.scale)
         return pairs
 
 
 def _outputs(matrix: np.ndarray, rows: Rows) -> np.ndarray:
-    return matrix if rows is None else matrix[slice(*rows)]
+    """The rows of a matrix that are the outputs of a part."""
+    if rows is None:
+        return matrix
+    return matrix[slice(*rows)]
 
 
 def find_targets(
@@ -157,15 +184,19 @@ def find_targets(
     """
     members: dict[str, dict[tuple[Rows, int], Where]] = {}
     found: dict[str, Target] = {}
-    for where, one, narrow, wide in linears:
-        own = members.setdefault(one.target, {})
-        if (one.rows, one.index) in own:
-            raise ValueError(f"Two linears are named {one}.")
-        own[one.rows, one.index] = where
-        before = found.get(one.target, Target(one, narrow, 0, own))
-        found[one.target] = replace(
-            before, wide=max(before.wide, one.rows[1] if one.rows else wide)
-        )
+    for where, parameter, narrow, wide in linears:
+        own = members.setdefault(parameter.target, {})
+        place = parameter.rows, parameter.index
+        if place in own:
+            raise ValueError(f"Two linears are named {parameter}.")
+        own[place] = where
+        # A fused matrix ends with the last row of any part.
+        last = parameter.rows[1] if parameter.rows else wide
+        before = found.get(parameter.target)
+        if before is None:
+            before = Target(parameter, narrow, 0, own)
+        widest = max(before.wide, last)
+        found[parameter.target] = replace(before, wide=widest)
     return found
 
 
@@ -176,13 +207,12 @@ def tensor_keys(targets: Mapping[str, Target]) -> dict[str, tuple[str, str]]:
     and the names of an inner wrapper's tensors have the path through the outer ones.
     """
     by_module: dict[str, list[str]] = {}
-    for name, target in sorted(
-        targets.items(), key=lambda item: item[1].parameter.order
-    ):
-        by_module.setdefault(target.parameter.module, []).append(name)
+    for name in sorted(targets, key=lambda name: targets[name].parameter.order):
+        by_module.setdefault(targets[name].parameter.module, []).append(name)
     keys = {}
     for module, inside_out in by_module.items():
-        for around, target in enumerate(reversed(inside_out)):
-            stem = f"{PREFIX}{module}{'.base_layer' * around}"
-            keys[target] = (f"{stem}.lora_A.weight", f"{stem}.lora_B.weight")
+        # Each wrapper calls what it wraps `base_layer`.
+        for wrappers, name in enumerate(reversed(inside_out)):
+            stem = f"{PREFIX}{module}{'.base_layer' * wrappers}"
+            keys[name] = (f"{stem}.lora_A.weight", f"{stem}.lora_B.weight")
     return keys

@@ -6,7 +6,11 @@ from ._backends import (
     UnsupportedCallError as UnsupportedCallError,
     backends_taken as backends_taken,
 )
-from ._grouped_linear import ExpertLinear as ExpertLinear, apply_linear as apply_linear
+from ._grouped_linear import (
+    ComposedLinear as ComposedLinear,
+    ExpertLinear as ExpertLinear,
+    apply_linear as apply_linear,
+)
 from .attention import (
     causal_attention as causal_attention,
     decode_attention as decode_attention,

@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -33,7 +34,8 @@ from ._attention_rule import (
     soft_capped,
 )
 
-_NEVER = -1e30  # finite, so that differences of two of them are not NaN
+# The score of a key that is not seen: finite, so that differences of two are not NaN
+_NEVER = -1e30
 
 
 class _Cut(NamedTuple):
@@ -49,8 +51,10 @@ class _Cut(NamedTuple):
     @staticmethod
     def of(query: Query, key: Key, sight: Sight, blocks: Blocks) -> "_Cut":
         size = min(blocks.size, query.shape[1])
-        padded = Sight(*(x if x is None else _padded(x, size, "edge") for x in sight))
-        queries, keys = (-(-x.shape[1] // size) for x in (query, key))
+        # Queries of padding see what the last one does, so their sums are finite.
+        padded = jax.tree.map(lambda x: _padded(x, size, "edge"), sight)
+        queries = -(-query.shape[1] // size)
+        keys = -(-key.shape[1] // size)
         return _Cut(dataclasses.replace(blocks, size=size), padded, queries, keys)
 
     @property
@@ -64,11 +68,14 @@ class _Cut(NamedTuple):
     def cut(self, x: Array, i: Array) -> Array:
         """Block `i` of queries or keys, with these axes."""
         block = _block(x, i, self.blocks.size)
-        return jnp.moveaxis(block, 1, -2) if self.blocks.heads_first else block
+        if self.blocks.heads_first:
+            return jnp.moveaxis(block, 1, -2)
+        return block
 
     def of_scores(self, x: LogSumExp, i: Array) -> Array:
         """Block `i` of numbers of rows, `[batch, kv_heads, group, row]`."""
-        return jnp.moveaxis(_block(x, i, self.blocks.size), 1, 3)
+        block = _block(x, i, self.blocks.size)
+        return jnp.moveaxis(block, 1, 3)
 
     def scores(self, q: Array, k: Array, keys_first: bool = False) -> Array:
         """Scores of a block, in float32: `[batch, kv_heads, group, query, key]`.
@@ -76,9 +83,10 @@ class _Cut(NamedTuple):
         With `keys_first` the keys come before the group: XLA for CPUs need not
         transpose them backward.
         """
-        result = "bksgq" if keys_first else "bkgqs"
-        scores = _einsum(f"{','.join(self.axes)}->{result}", q, k) * self.blocks.scale
-        return soft_capped(scores, self.blocks.softcap)
+        of_query, of_key = self.axes
+        of_scores = "bksgq" if keys_first else "bkgqs"
+        products = _einsum(f"{of_query},{of_key}->{of_scores}", q, k)
+        return soft_capped(products * self.blocks.scale, self.blocks.softcap)
 
     def masked(
         self, scores: Array, i: Array, j: Array, keys_first: bool = False
@@ -86,46 +94,54 @@ class _Cut(NamedTuple):
         """`scores` where queries of block `i` see keys of block `j`, and `_NEVER`
         elsewhere.
         """
-        size, (rows, starts, _) = self.blocks.size, self.sight
+        size = self.blocks.size
+        rows, starts, _ = self.sight
         within = jnp.arange(size, dtype=jnp.int32)
-        row = (i * size + within if rows is None else _block(rows, i, size))[:, None]
+        positions = i * size + within
+        if rows is not None:
+            positions = _block(rows, i, size)
+        row = positions[:, None]
         column = (j * size + within)[None, :]
         visible = row >= column
         if self.blocks.window is not None:
             visible &= row - column < self.blocks.window
-        visible = visible[None]
+        visible = visible[None]  # [batch or 1, query, key]
         if starts is not None:
-            visible = visible & (_block(starts, i, size)[:, :, None] <= column[None])
-        visible = (
-            jnp.swapaxes(visible, 1, 2)[:, None, :, None]
-            if keys_first
-            else visible[:, None, None]
-        )
+            begin = _block(starts, i, size)[:, :, None]
+            visible = visible & (begin <= column[None])
+        # To the axes of scores: heads, and heads of a group, see the same.
+        if keys_first:
+            visible = jnp.swapaxes(visible, 1, 2)[:, None, :, None]
+        else:
+            visible = visible[:, None, None]
         return jnp.where(visible, scores, _NEVER)
 
     def seen(self) -> Any:
         """See `Sight.blocks_seen`."""
         size = self.blocks.size
-        return self.sight.blocks_seen(
-            self.queries * size, self.keys * size, size, self.blocks.window
-        )
+        rows, columns = self.queries * size, self.keys * size
+        return self.sight.blocks_seen(rows, columns, size, self.blocks.window)
 
 
 def _over(
     ranges: Ranges, i: Array, body: Callable[[Array, Any], Any], state: Any
 ) -> Any:
     """The state after `body` for the blocks of block `i`."""
+    first = ranges.first[i]
+    end = ranges.last[i] + 1
     with known_trips(ranges.total, len(ranges.first)):
-        return lax.fori_loop(ranges.first[i], ranges.last[i] + 1, body, state)
+        return lax.fori_loop(first, end, body, state)
 
 
 def _forward(
     query: Query, key: Key, value: Value, sight: Sight, blocks: Blocks
 ) -> tuple[Output, LogSumExp]:
-    length, cut = query.shape[1], _Cut.of(query, key, sight, blocks)
+    batch, length, kv_heads, group, _ = query.shape
+    cut = _Cut.of(query, key, sight, blocks)
     query, key, value = cut.padded(query, key, value)
-    ranges, (_, column) = Ranges.of(cut.seen()), cut.axes
-    shape = (query.shape[0], *query.shape[2:4], cut.blocks.size)
+    ranges = Ranges.of(cut.seen())
+    _, of_value = cut.axes
+    shape = (batch, kv_heads, group, cut.blocks.size)
 
     def query_block(_: None, i: Array) -> tuple[None, tuple[Array, Array]]:
         q = cut.cut(query, i)
@@ -133,93 +149,104 @@ def _forward(
         def key_block(
             j: Array, state: tuple[Array, Array, Array]
         ) -> tuple[Array, Array, Array]:
+            # Of each query, of the keys so far: the highest score, and the sums of the
+            # weights, and of the values times these, relative to that score.
             highest, total, sums = state
-            scores = cut.masked(cut.scores(q, cut.cut(key, j)), i, j)
+            scores = cut.scores(q, cut.cut(key, j))
+            scores = cut.masked(scores, i, j)
             new_highest = jnp.maximum(highest, jnp.max(scores, axis=-1))
             weights = jnp.exp(scores - new_highest[..., None])
+            # What earlier sums are multiplied by to be relative to the new one
             shrink = jnp.exp(highest - new_highest)
             v = cut.cut(value, j)
-            new = _einsum(f"bkgqs,{column}->bkgqd", weights.astype(v.dtype), v)
-            return (
-                new_highest,
-                total * shrink + jnp.sum(weights, axis=-1),
-                sums * shrink[..., None] + new,
-            )
+            new = _einsum(f"bkgqs,{of_value}->bkgqd", weights.astype(v.dtype), v)
+            total = total * shrink + jnp.sum(weights, axis=-1)
+            sums = sums * shrink[..., None] + new
+            return new_highest, total, sums
 
-        zeros = jnp.zeros(shape, jnp.float32)
-        start = (
-            jnp.full(shape, _NEVER, jnp.float32),
-            zeros,
-            jnp.zeros((*shape, value.shape[-1]), jnp.float32),
-        )
-        _, start = varying_alike((q, start))
+        highest = jnp.full(shape, _NEVER, jnp.float32)
+        total = jnp.zeros(shape, jnp.float32)
+        sums = jnp.zeros((*shape, value.shape[-1]), jnp.float32)
+        _, start = varying_alike((q, (highest, total, sums)))
         highest, total, sums = _over(ranges, i, key_block, start)
-        output = jnp.moveaxis(sums / total[..., None], 3, 1).astype(query.dtype)
-        return None, (output, jnp.moveaxis(highest + jnp.log(total), 3, 1))
+        output = jnp.moveaxis(sums / total[..., None], 3, 1)
+        lse = jnp.moveaxis(highest + jnp.log(total), 3, 1)
+        return None, (output.astype(query.dtype), lse)
 
-    _, (output, lse) = lax.scan(
-        query_block, None, jnp.arange(cut.queries, dtype=jnp.int32)
-    )
+    numbers = jnp.arange(cut.queries, dtype=jnp.int32)
+    _, (output, lse) = lax.scan(query_block, None, numbers)
     return _unblock(output)[:, :length], _unblock(lse)[:, :length]
 
 
 def _backward(
     attended: Attended, cotangent: Output, blocks: Blocks
 ) -> tuple[Query, Key, Value]:
+    """Key block by key block, so that the gradients of keys and values are complete
+    after their block; that of the queries is carried.
+    """
     query, key, value, _, sight, _, lse = attended
-    rows, columns, cut = (
-        query.shape[1],
-        key.shape[1],
-        _Cut.of(query, key, sight, blocks),
-    )
+    rows, columns = query.shape[1], key.shape[1]
+    cut = _Cut.of(query, key, sight, blocks)
+    size = cut.blocks.size
     kept, ct = cut.padded(of_normalisation(attended, cotangent), cotangent)
     query, key, value = cut.padded(query, key, value)
-    lse = _padded(lse, cut.blocks.size, constant_values=np.inf)  # weights are zero
+    # Infinite, so that the weights of queries of padding are zero
+    lse = _padded(lse, size, constant_values=np.inf)
     ranges = Ranges.of(cut.seen().T)
-    size, (row, column) = cut.blocks.size, cut.axes
+    row, column = cut.axes
 
     def key_block(query_gradient: Array, j: Array) -> tuple[Array, tuple[Array, Array]]:
-        k, v = cut.cut(key, j), cut.cut(value, j)
+        k = cut.cut(key, j)
+        v = cut.cut(value, j)
 
         def query_block(
             i: Array, state: tuple[Array, Array, Array]
         ) -> tuple[Array, Array, Array]:
             query_gradient, key_gradient, value_gradient = state
-            q, c = cut.cut(query, i), cut.cut(ct, i)
+            q = cut.cut(query, i)
+            c = cut.cut(ct, i)
             scores = cut.scores(q, k, keys_first=True)
             visible = cut.masked(scores, i, j, keys_first=True)
-            weights = jnp.exp(visible - cut.of_scores(lse, i)[:, :, None])
+            own_lse = cut.of_scores(lse, i)[:, :, None]
+            weights = jnp.exp(visible - own_lse)
             value_gradient += _einsum(
                 f"bksgq,{row}->{column}", weights.astype(c.dtype), c
             )
             of_weights = _einsum(f"{row},{column}->bksgq", c, v)
-            of_scores = weights * (of_weights - cut.of_scores(kept, i)[:, :, None])
+            own_kept = cut.of_scores(kept, i)[:, :, None]
+            of_scores = weights * (of_weights - own_kept)
             if blocks.softcap is not None:
+                # By scores before the mask, whose numbers have no finite square
                 of_scores *= 1 - jnp.square(scores / blocks.softcap)
             of_scores = (of_scores * blocks.scale).astype(q.dtype)
             key_gradient += _einsum(f"bksgq,{row}->{column}", of_scores, q)
-            new = jnp.transpose(
-                _einsum(f"{column},bksgq->bkdgq", k, of_scores), (0, 4, 1, 3, 2)
-            )
+            new = _einsum(f"{column},bksgq->bkdgq", k, of_scores)
+            new = jnp.transpose(new, (0, 4, 1, 3, 2))
             new += _block(query_gradient, i, size)
             query_gradient = lax.dynamic_update_slice_in_dim(
                 query_gradient, new, i * size, axis=1
             )
             return query_gradient, key_gradient, value_gradient
 
-        _, zeros = varying_alike((k, [jnp.zeros(x.shape, jnp.float32) for x in (k, v)]))
-        query_gradient, *found = _over(ranges, j, query_block, (query_gradient, *zeros))
+        key_gradient = jnp.zeros(k.shape, jnp.float32)
+        value_gradient = jnp.zeros(v.shape, jnp.float32)
+        _, zeros = varying_alike((k, (key_gradient, value_gradient)))
+        state = _over(ranges, j, query_block, (query_gradient, *zeros))
+        query_gradient, key_gradient, value_gradient = state
         if blocks.heads_first:
-            found = [jnp.moveaxis(block, -2, 1) for block in found]
-        of_key, of_value = (x.astype(key.dtype) for x in found)
+            key_gradient = jnp.moveaxis(key_gradient, -2, 1)
+            value_gradient = jnp.moveaxis(value_gradient, -2, 1)
+        of_key = key_gradient.astype(key.dtype)
+        of_value = value_gradient.astype(value.dtype)
         return query_gradient, (of_key, of_value)
 
-    _, start = varying_alike((query, jnp.zeros(query.shape, jnp.float32)))
-    of_query, of_keys = lax.scan(
-        key_block, start, jnp.arange(cut.keys, dtype=jnp.int32)
-    )
-    of_key, of_value = (_unblock(x)[:, :columns] for x in of_keys)
-    return of_query[:, :rows].astype(query.dtype), of_key, of_value
+    zeros = jnp.zeros(query.shape, jnp.float32)
+    _, start = varying_alike((query, zeros))
+    numbers = jnp.arange(cut.keys, dtype=jnp.int32)
+    of_query, of_keys = lax.scan(key_block, start, numbers)
+    of_query = of_query[:, :rows].astype(query.dtype)
+    of_key, of_value = map(_unblock, of_keys)
+    return of_query, of_key[:, :columns], of_value[:, :columns]
 
 
 BLOCKWISE = Kernel(_forward, _backward)
@@ -229,13 +256,19 @@ def _padded(x: Array, size: int, mode: str = "constant", **options: Any) -> Arra
     """Positions, the first axis of vectors and the second of others, to a multiple of
     `size`.
     """
-    axis = min(1, x.ndim - 1)
-    widths = [(0, -x.shape[axis] % size if axis == own else 0) for own in range(x.ndim)]
+    axis = _axis_of_positions(x)
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, -x.shape[axis] % size)
     return jnp.pad(x, widths, mode, **options)
 
 
 def _block(x: Array, i: Array, size: int) -> Array:
-    return lax.dynamic_slice_in_dim(x, i * size, size, axis=min(1, x.ndim - 1))
+    axis = _axis_of_positions(x)
+    return lax.dynamic_slice_in_dim(x, i * size, size, axis)
+
+
+def _axis_of_positions(x: Array) -> int:
+    return min(1, x.ndim - 1)
 
 
 def _unblock(x: Array) -> Array:

@@ -15,8 +15,9 @@ from haliax import Axis
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
+from .. import LayerStack
 from .._placement import is_on_host, platform, to_device
-from .._scan.marks import LayerStack, is_array, is_named, raw_array
+from .._static import is_array, is_named, raw_array
 from .._sweep.store import zeros_after
 from ._expert_loop import ExpertLoop, Inputs, add_at, masked, rows_at, sorted_pairs
 from .per_device import free_axis_mapping

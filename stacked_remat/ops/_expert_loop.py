@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from .._checkpoint import checkpoint_name
+from .. import checkpoint_name
 from .._placement import has_host_arrays
 from .._sweep.store import zeros_after
 from ._grouped_linear import GroupedLinear, Groups, Kernels

@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import haliax as hax
 import haliax.nn as hnn
@@ -17,9 +17,8 @@ from haliax import NamedArray
 from haliax.quantization import DefaultDotGeneralOp
 from jaxtyping import Array, Bool, Float, Int
 
-from .._scan.marks import is_array
+from .._static import is_array
 from .._trips import known_products
-from ..lora import LoraLinear
 from ._perturbed_vjp import perturbed_vjp
 
 # The kernels mix dtypes, also where `jax_numpy_dtype_promotion` is `strict`.
@@ -36,6 +35,21 @@ class ExpertLinear(Protocol):
     """How an expert applies its linear maps: `(map, rows)` to rows."""
 
     def __call__(self, linear: Any, x: Any) -> Any: ...
+
+
+@runtime_checkable
+class ComposedLinear(Protocol):
+    """A module that is made of linear maps, as a `LoraLinear` is of three.
+
+    Grouped products apply it by its method, where they can't call the module: they map
+    the rows of all experts at once, by arrays that have the axis of the experts too.
+    """
+
+    def apply_maps(self, apply: ExpertLinear, x: Any) -> Any:
+        """What the module's call does, with each of its maps applied as `apply(map,
+        rows)`; a map is what `apply_linear` takes.
+        """
+        ...
 
 
 def apply_linear(linear: Any, x: Any) -> Any:
@@ -208,13 +222,8 @@ class GroupedLinear:
 
     def __call__(self, linear: Any, x: Any) -> Any:
         """Rows `[row, ...]` to `[row, ...]`; see `apply_linear`."""
-        if isinstance(linear, LoraLinear):
-            low = self(linear.a.astype(x.dtype), x) * linear.scale
-            whole, adapted = (
-                self(linear.wrapped, x),
-                self(linear.b.astype(x.dtype), low),
-            )
-            return whole + adapted.rearrange(whole.axes)
+        if isinstance(linear, ComposedLinear):
+            return linear.apply_maps(self, x)
         if type(linear) is hnn.Linear and isinstance(
             linear.dot_general, DefaultDotGeneralOp
         ):
@@ -229,8 +238,8 @@ class GroupedLinear:
         if isinstance(linear, hnn.Linear) or not is_array(linear) or linear.ndim != 3:
             raise ValueError(
                 f"An expert maps rows by {tree_pformat(linear)}. Grouped products take"
-                " hnn.Linear, LoraLinear, named arrays and matrices; take the backend"
-                " 'block' for others."
+                " hnn.Linear, LoraLinear, named arrays and matrices, and what has their"
+                " method `apply_maps`; take the backend 'block' for others."
             )
         return self._dot(x, linear, transposed=False)
 

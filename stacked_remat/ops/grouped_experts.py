@@ -19,9 +19,7 @@ from jaxtyping import Array, Float, Int
 from .._messages import axes_text
 from .._noted import noted
 from .._placement import compiled_for, is_on_host
-from .._scan.arguments import Caller
-from .._scan.layer_axis import TreeLayout, split_tree
-from .._scan.marks import is_array, is_named, is_split
+from .._static import is_array
 from ._backends import (
     HALVES,
     Backend,
@@ -33,6 +31,7 @@ from ._backends import (
 from ._expert_blocks import BlockLoop, block_plan, of_layer
 from ._expert_exchange import Exchange, devices_along
 from ._expert_loop import ChunkLoop, Expert, Inputs, Saved, apply_experts, chunk_plan
+from ._expert_weights import WeightsLayout
 from ._grouped_linear import Kernels, megablox_kernels
 from ._row_calls import call_on_rows
 from ._tokamax import PRODUCTS, why_not_tokamax
@@ -190,7 +189,7 @@ def grouped_experts(
             )
         Experts, saved = Experts.resize(Experts.size // devices), None
     weights, in_stack = of_layer(weights, Experts)
-    layout, arrays, shared = _split(weights, Experts)
+    layout, arrays = WeightsLayout.of(weights, Experts)
     _check_tokens(x, choices, gates)
     x, choices, gates, arrays = jax.tree.map(jnp.asarray, (x, choices, gates, arrays))
     x, choices, gates, arrays = align_varying_axes(
@@ -212,10 +211,7 @@ def grouped_experts(
         ),
     )
     kernels = choose_backend("experts", EXPERT_BACKENDS, backend, facts)
-    rebuild, whole = (
-        functools.partial(of, shared=shared) for of in (layout.layer, layout.stacked)
-    )
-    call = ExpertsCall(expert, saved, rebuild, Experts, kernels, whole)
+    call = ExpertsCall(expert, saved, layout.of_one, Experts, kernels, layout.of_all)
     if over:
         run = Exchange.of(
             over, choices.size, x.shape[1] * x.dtype.itemsize, Experts.size, call.run
@@ -290,19 +286,3 @@ def _check_tokens(x: Any, choices: Any, gates: Any) -> None:
         )
     if not jnp.issubdtype(choices.dtype, jnp.integer):
         raise ValueError(f"choices must be integers; got {choices.dtype}.")
-
-
-def _split(weights: Any, Experts: Axis) -> tuple[TreeLayout, list[Array], list[Any]]:
-    for path, leaf in jax.tree_util.tree_leaves_with_path(weights, is_leaf=is_named):
-        if is_array(leaf) and not is_named(leaf) and leaf.shape[:1] != (Experts.size,):
-            raise ValueError(
-                f"weights{jax.tree_util.keystr(path)} has the shape {leaf.shape}; the"
-                f" first axis of a plain array must be the {Experts.size} experts."
-            )
-        if (is_named(leaf) or is_array(leaf)) and not is_split(leaf, Experts):
-            raise ValueError(
-                f"weights{jax.tree_util.keystr(path)} has no axis `{Experts.name}`,"
-                " which every array of the weights must have. Broadcast it, or close"
-                " over it as a Python value."
-            )
-    return split_tree(weights, Experts, Caller("grouped_experts"))

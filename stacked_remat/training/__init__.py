@@ -74,6 +74,11 @@ from .optimizer_config import (
     SgdConfig as SgdConfig,
     WarmupStableDecaySchedule as WarmupStableDecaySchedule,
 )
+from .parameters import (
+    check_learning_rates as check_learning_rates,
+    parameter_paths as parameter_paths,
+    trainable_except as trainable_except,
+)
 from .precision import cast_parameters as cast_parameters
 from .progress import ConsoleProgress as ConsoleProgress
 from .remat import (

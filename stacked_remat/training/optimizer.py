@@ -10,6 +10,7 @@ from haliax import NamedArray
 from haliax.util import ensure_tuple
 
 from . import optimizer_config as configs
+from .parameters import scale_by_pattern
 from .precision import in_float32
 from .trainer_config import FloatName
 
@@ -73,7 +74,7 @@ def build_optimizer(
     eps_root: float = 0.0,
 ) -> optax.GradientTransformation:
     """Clipping, the update of `config`'s optimizer, weight decay, and the learning rate
-    by step.
+    by step and parameter.
 
     Args:
         config: the optimizer and its schedule.
@@ -89,6 +90,9 @@ def build_optimizer(
         optax.add_decayed_weights(config.weight_decay, mask=_is_decayed),
         optax.scale_by_learning_rate(learning_rate_schedule(config, num_steps)),
     ]
+    if config.learning_rates:
+        # Last, so that a factor counts for weight decay too
+        chain.append(scale_by_pattern(config.learning_rates))
     if config.max_grad_norm is not None:
         chain.insert(0, optax.clip_by_global_norm(config.max_grad_norm))
     return in_float32(optax.chain(*chain), state_dtype)

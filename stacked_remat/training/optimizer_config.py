@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from fractions import Fraction
 
@@ -104,6 +105,9 @@ class OptimizerConfig(draccus.ChoiceRegistry, abc.ABC):
 
     Attributes:
         learning_rate: the highest learning rate, of the step after the warm-up.
+        learning_rates: factors of the learning rate for some parameters, by a pattern
+            of their paths, such as `{"*embed*": 0.1}`; the first that matches counts.
+            Paths and patterns are those of `freeze`.
         warmup: steps at lower learning rates, which grow by equal parts from zero;
             below 1 a share of all steps, rounded to the nearest number that leaves a
             step.
@@ -114,6 +118,8 @@ class OptimizerConfig(draccus.ChoiceRegistry, abc.ABC):
     """
 
     learning_rate: float = 1e-3
+    # A dict has no hash, and two configs that are equal have equal ones.
+    learning_rates: dict[str, float] = field(default_factory=dict, hash=False)
     warmup: float = 0.01
     schedule: ScheduleConfig = field(default_factory=CosineSchedule)
     weight_decay: float = 0.1
@@ -132,6 +138,13 @@ class OptimizerConfig(draccus.ChoiceRegistry, abc.ABC):
         for name in (name for name in own if name in _DECAYS):
             if not 0 <= (value := getattr(self, name)) < 1:
                 raise ValueError(f"optimizer.{name} must lie in [0, 1), got {value}.")
+        for pattern, factor in self.learning_rates.items():
+            if not 0 < factor < math.inf:
+                raise ValueError(
+                    f"optimizer.learning_rates[{pattern!r}] is a factor of"
+                    f" optimizer.learning_rate, above 0 and finite; got {factor}. To"
+                    " train none of it, name it in freeze."
+                )
         if self.warmup >= 1 and self.warmup != int(self.warmup):
             raise ValueError(
                 "optimizer.warmup must be a share of all steps, below 1, or a whole"

@@ -1,0 +1,92 @@
+"""Parameters that are chosen by patterns of their paths: to be frozen, or to have a
+learning rate of their own.
+
+The path of a parameter is that of its module, as patterns of `LoraConfig.targets` have
+it, and its name there: `layers.*.attention.q_proj.weight`.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+
+from .._paths import check_patterns, find_parameters, first_match, map_parameters
+from .._static import is_array
+
+KIND = "parameter that is trained"
+
+
+def is_floating(leaf: Any) -> bool:
+    """Whether a leaf is an array of floating-point numbers, or the shape of one."""
+    return is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
+
+
+def parameter_paths(model: Any) -> list[str]:
+    """The paths of all arrays of a model, which the patterns of `freeze` and
+    `optimizer.learning_rates` match.
+
+    The layers of a stack have one array, and one path with `*` for their number; those
+    of a `BlockSeq` have their numbers.
+    """
+    return list(find_parameters(model))
+
+
+def trainable_except(
+    model: Any, patterns: Sequence[str], trainable: Any = is_floating
+) -> Any:
+    """Which arrays of a model are trained where those that match a pattern are frozen.
+
+    Args:
+        model: any tree.
+        patterns: of paths, as `parameter_paths` gives them; `*` matches any characters,
+            `?` one, `[ab]` one of these.
+        trainable: what is trained without the patterns: a predicate of leaves, or a
+            tree of bools like the model.
+
+    Returns:
+        A tree of bools like the model, for `TrainState.init` and `fused_update`: frozen
+        parameters have neither gradients nor optimizer state.
+
+    Raises:
+        ValueError: a pattern matches nothing that would be trained; names the nearest
+            paths.
+    """
+    trained, rest = eqx.partition(model, trainable)
+    check_patterns("freeze", patterns, parameter_paths(trained), KIND)
+
+    def mark(path: str, parameter: Any) -> Any:
+        is_trained = first_match(path, patterns) is None
+        return jax.tree.map(lambda _: is_trained, parameter)
+
+    frozen = jax.tree.map(lambda _: False, rest)
+    return eqx.combine(map_parameters(trained, mark), frozen)
+
+
+def check_learning_rates(factors: Mapping[str, float], trained: Any) -> None:
+    """Check that every pattern of `optimizer.learning_rates` matches a parameter.
+
+    `trained` is a model with None for what is not trained, as in `TrainState`.
+
+    Raises:
+        ValueError: one matches none; names the nearest paths.
+    """
+    key = "optimizer.learning_rates"
+    check_patterns(key, factors, parameter_paths(trained), KIND)
+
+
+def scale_by_pattern(factors: Mapping[str, float]) -> optax.GradientTransformation:
+    """Multiply the update of a parameter by the factor of the first pattern that
+    matches its path.
+
+    The path is found in each call, not at `init`: fused updates give the optimizer one
+    layer, or what is outside of stacks, in a tree like the whole model.
+    """
+
+    def scaled(path: str, update: Any) -> Any:
+        pattern = first_match(path, factors)
+        return update if pattern is None else update * factors[pattern]
+
+    return optax.stateless(lambda updates, _: map_parameters(updates, scaled))

@@ -70,8 +70,9 @@ def active_carry(
     while True:
         grown = carry
         for jaxpr, shared, xs in layers:
-            outputs = active_in(jaxpr, [*shared, *carry, *xs])[: len(carry)]
-            grown = [*map(operator.or_, grown, outputs)]
+            outputs = active_in(jaxpr, [*shared, *carry, *xs])
+            of_carry = outputs[: len(carry)]
+            grown = [*map(operator.or_, grown, of_carry)]
         if grown == carry:
             return carry
         carry = grown
@@ -136,7 +137,8 @@ def _active_results(
         return [True] * len(equation.outvars)
     by_branch = []
     for branch in equation.params["branches"]:
-        inputs = [*[False] * len(branch.jaxpr.constvars), *operands[1:]]
+        constants = [False] * len(branch.jaxpr.constvars)
+        inputs = [*constants, *operands[1:]]
         by_branch.append(active_outputs(branch.jaxpr, inputs, counts))
     return [*map(any, zip(*by_branch, strict=True))]
 
@@ -207,7 +209,10 @@ def _sources_read(
     counted: set[core.Var] = set()
 
     def of(atom: Any) -> frozenset[int]:
-        return sources_of.get(atom, nothing) if isinstance(atom, core.Var) else nothing
+        # A literal can't be looked up.
+        if not isinstance(atom, core.Var):
+            return nothing
+        return sources_of.get(atom, nothing)
 
     for equation in jaxpr.eqns:
         name, atoms = equation.primitive.name, equation.invars
@@ -216,8 +221,9 @@ def _sources_read(
         called = _called(equation)
         if called is not None and not called.constvars:
             results, read_inside, size_inside = _sources_read(called, operands)
-            read, size = read | read_inside, size + size_inside
-        elif name in _NONLINEAR or (name == "mul" and atoms[0] is atoms[1]):
+            read |= read_inside
+            size += size_inside
+        elif name in _NONLINEAR or _is_square(equation):
             for var, source in zip(atoms, operands, strict=True):
                 read |= source
                 if source and isinstance(var, core.Var) and var not in counted:
@@ -225,6 +231,14 @@ def _sources_read(
                     size += bytes_of(var.aval)
         sources_of.update(zip(equation.outvars, results, strict=True))
     return [*map(of, jaxpr.outvars)], read, size
+
+
+def _is_square(equation: core.JaxprEqn) -> bool:
+    """Whether it is a product of a variable with itself."""
+    if equation.primitive.name != "mul":
+        return False
+    first, second = equation.invars
+    return first is second
 
 
 def bytes_of(type_: Any) -> int:
@@ -247,10 +261,12 @@ def forwarded_inputs(jaxpr: core.Jaxpr) -> list[int | None]:
             operand = None if number is None else equation.invars[number]
             if isinstance(operand, core.Var) and operand in numbers:
                 numbers[var] = numbers[operand]
-    # A literal is no input, and can't be looked up.
-    return [
-        numbers.get(var) if isinstance(var, core.Var) else None for var in jaxpr.outvars
-    ]
+    results = []
+    for atom in jaxpr.outvars:
+        # A literal is no input, and can't be looked up.
+        is_variable = isinstance(atom, core.Var)
+        results.append(numbers.get(atom) if is_variable else None)
+    return results
 
 
 def expansion(equation: core.JaxprEqn) -> Any:
@@ -292,8 +308,8 @@ def _called(equation: core.JaxprEqn) -> core.Jaxpr | None:
         return None
     inner = program_of(equation)
     inner = getattr(inner, "jaxpr", inner)
-    takes_all = len(inner.constvars) + len(inner.invars) == len(equation.invars)
-    return inner if takes_all else None
+    inputs = len(inner.constvars) + len(inner.invars)
+    return inner if inputs == len(equation.invars) else None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

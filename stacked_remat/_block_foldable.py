@@ -427,10 +427,16 @@ def call_of(
     # Errors name arguments as the user's function does, or as the blocks' `__call__`.
     # Of layers of several classes the first stands for all; without layers nothing is
     # named.
-    owner = fn or next((type(block).__call__ for block in layers._kinds), operator.call)
-    names = argument_namer(owner, skip=1 if verb == "map" else 2, first=("stacked",))
-    # All layers of a map run at once, so a policy has nothing to say
-    policy = False if verb == "map" else layers.remat if remat is None else remat
+    owner = fn or operator.call
+    if fn is None and layers._kinds:
+        owner = type(layers._kinds[0]).__call__
+    policy = layers.remat if remat is None else remat
+    skip = 2  # the block and the carry
+    if verb == "map":
+        # All layers run at once, so a policy has nothing to say
+        policy = False
+        skip = 1
+    names = argument_namer(owner, skip=skip, first=("stacked",))
     return FoldCall(
         Caller(f"{type(layers).__name__}.{method}", names),
         verb,
@@ -449,7 +455,8 @@ def _check_options(
 ) -> None:
     """Refuse options of a method that may also be arguments of the blocks."""
     for kind in {*map(type, layers._kinds)}:
-        for name in sorted({*names} & {*signature_of(kind.__call__).parameters}):
+        parameters = signature_of(kind.__call__).parameters
+        for name in sorted({*names} & {*parameters}):
             via = (
                 f"{method.removesuffix('_vjp')}_via(lambda block, x: block(x,"
                 f" {name}=...), {name}=...)(x)"
@@ -469,7 +476,8 @@ def _applied(
     """A function of the first carry, None for a map, and the arguments, which applies
     the layers.
     """
-    call = call_of(layers, "vmap" if verb == "map" else verb, verb, fn, **options)
+    method = "vmap" if verb == "map" else verb
+    call = call_of(layers, method, verb, fn, **options)
     what = call.caller.what
 
     def run(init: PyTree, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
@@ -477,7 +485,8 @@ def _applied(
         whole, (args, kwargs) = divide_state(
             init, (args, kwargs), layers, layers._own_part, what
         )
-        warn_of_ambiguous(init, ((None, *args), kwargs), layers.Layers, call.caller)
+        arguments = (None, *args), kwargs
+        warn_of_ambiguous(init, arguments, layers.Layers, call.caller)
         with only_own_state(whole, what):
             carry, outputs = layers._run(call, init, args, kwargs)
         if whole is not None:
@@ -495,9 +504,8 @@ def block_builder(Block: Any, what: str) -> Callable[..., Any]:
     """The static `init` of a block, Haliax style, or the block itself."""
     # A common mistake is a block instead of its class. Equinox's partial and jitted
     # functions are modules too.
-    is_block = isinstance(Block, eqx.Module) and not (
-        isinstance(Block, eqx.Partial) or hasattr(Block, "__wrapped__")
-    )
+    is_function = isinstance(Block, eqx.Partial) or hasattr(Block, "__wrapped__")
+    is_block = isinstance(Block, eqx.Module) and not is_function
     if is_block or not callable(Block):
         raise TypeError(
             f"{what} takes the class of the blocks, or a function that builds one, and"
@@ -524,7 +532,8 @@ def axis_of_modules(layers: Any, Layers: Any, what: str) -> Axis:
         check_module(layer, f"layers[{i}] of {what}")
     # A name alone is an axis with as many layers as there are
     axis = axis_or_name(Layers, what)
-    axis = Axis(axis, len(layers)) if isinstance(axis, str) else axis
+    if isinstance(axis, str):
+        return Axis(axis, len(layers))
     if axis.size != len(layers):
         raise ValueError(
             f"`{axis.name}` has {axis.size} layers, but {what} was given {len(layers)}."
@@ -534,11 +543,9 @@ def axis_of_modules(layers: Any, Layers: Any, what: str) -> Axis:
 
 def check_module(value: Any, where: str) -> None:
     if not isinstance(value, eqx.Module):
-        got = (
-            f"the class {value.__name__}"
-            if isinstance(value, type)
-            else describe(value)
-        )
+        got = describe(value)
+        if isinstance(value, type):
+            got = f"the class {value.__name__}"
         raise TypeError(f"{where} is {got}. Let it be an eqx.Module.")
 
 

@@ -139,7 +139,8 @@ class BlockSeq(BlockFoldable[M]):
             return call.outputs(call.applied(carry, args, kwargs), (args, kwargs))
 
         # Arguments begin with the block in every loop over layers; here with None
-        split = split_tree(((None, *args), kwargs), self.Layers, call.caller)
+        arguments = (None, *args), kwargs
+        split = split_tree(arguments, self.Layers, call.caller)
         # They become arrays of JAX, as in every loop. Blocks keep their NumPy arrays,
         # by which they may decide.
         split = split.in_jax()

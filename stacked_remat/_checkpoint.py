@@ -16,16 +16,14 @@ from typing import Any, Literal, ParamSpec, TypeVar
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.core import eval_jaxpr
-from jaxtyping import Array
 
 from ._compat import nothing_is_traced
 from ._messages import shown
 from ._names import named
 from ._remat import EVERYTHING, JaxPolicy, Kept
 from ._scan.marks import is_array
-from ._static import PyTree, Static
+from ._static import PyTree, Static, with_leaves
 from ._sweep.trace import check_effects
 
 P = ParamSpec("P")
@@ -49,12 +47,11 @@ def checkpoint(
     y = checkpoint(block, save=policy)(x, mask)  # keeps matrix products
     ```
 
-    Values and derivatives are those of `fun`, of any order and in both modes; without
-    derivatives it costs nothing more. It is `jax.checkpoint` for functions of anything:
-    arguments and results are trees of plain and named arrays, modules, functions,
-    strings and other Python values. Within transformations the arrays are traced,
-    NumPy's too; the rest, Python numbers too, reaches `fun` as it is. No array is kept
-    alive after the call.
+    Values and derivatives are those of `fun`, of any order and in both modes. It is
+    `jax.checkpoint` for functions of anything: arguments and results are trees of plain
+    and named arrays, modules, functions, strings and other Python values. Within
+    transformations the arrays are traced, NumPy's too; the rest, Python numbers too,
+    reaches `fun` as it is. No array is kept alive after the call.
 
     Args:
         fun: a function or a module. Arrays that it closes over, traced or not, get
@@ -74,7 +71,7 @@ def checkpoint(
 
     Memory: the arguments and what is saved, from the forward to the backward pass; the
     intermediate values while the region itself is reversed. Cost: `fun` once more for
-    each gradient, so 4/3 of forward and backward, less what is saved.
+    each gradient, less what is saved; nothing without derivatives.
     """
     if not callable(fun):
         raise TypeError(
@@ -145,7 +142,8 @@ def recomputed(
 
         def of_arrays(arrays: PyTree) -> tuple[PyTree, Static]:
             fun, args, kwargs = eqx.combine(arrays, static)
-            results, rest = eqx.partition(fun(*args, **kwargs), eqx.is_array)
+            results = fun(*args, **kwargs)
+            results, rest = eqx.partition(results, eqx.is_array)
             return results, Static(rest)
 
         run = _without_ordered_effects(of_arrays, arrays) if offloads else of_arrays
@@ -166,11 +164,10 @@ def _without_ordered_effects(
     """
     closed, results = jax.make_jaxpr(fun, return_shape=True)(arrays)
     check_effects(closed.jaxpr, (), offloads=True)
-    structure = jax.tree.structure(results)
 
     def evaluate(arrays: PyTree) -> PyTree:
-        leaves = eval_jaxpr(closed.jaxpr, closed.consts, *jax.tree.leaves(arrays))
-        return jax.tree.unflatten(structure, leaves)
+        inputs = jax.tree.leaves(arrays)
+        return with_leaves(results, eval_jaxpr(closed.jaxpr, closed.consts, *inputs))
 
     return evaluate
 
@@ -189,11 +186,5 @@ def checkpoint_name(tree: T, name: str) -> T:
             " checkpoint_name(tree, name)."
         )
     return jax.tree.map(
-        lambda leaf: _named(leaf, name) if is_array(leaf) else leaf, tree
+        lambda leaf: named(leaf, name) if is_array(leaf) else leaf, tree
     )
-
-
-def _named(leaf: Array, name: str) -> Array:
-    if jnp.iscomplexobj(leaf):  # JAX keeps named values as real numbers
-        return lax.complex(_named(jnp.real(leaf), name), _named(jnp.imag(leaf), name))
-    return named(leaf, name)

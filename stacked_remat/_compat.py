@@ -165,9 +165,11 @@ def trace_context() -> Any:
     """What a trace, and where it runs, depend on beside its function and the types of
     its inputs.
     """
-    mapping = haliax.partitioning.current_thread_local_mapping()
     of_jax = jax_trace_context(), _config.jax_default_device
-    return of_jax, None if mapping is None else tuple(map(str, mapping.items()))
+    mapping = haliax.partitioning.current_thread_local_mapping()
+    if mapping is None:
+        return of_jax, None
+    return of_jax, tuple(map(str, mapping.items()))
 
 
 def ordered_effects(jaxpr: Any) -> list[str]:
@@ -203,21 +205,20 @@ def made_on_host(type_: Any, make: Callable[[Any], Any]) -> Any:
     """An array of a type in host memory, with equal entries, which `make` makes from
     their type.
     """
-    host, device = (
-        jax.memory.Space.Host,
-        type_.update(memory_space=jax.memory.Space.Device),
-    )
+    host = jax.memory.Space.Host
+    device = type_.update(memory_space=jax.memory.Space.Device)
     if not type_.shape:
         return jax.device_put(make(device), host)
     # A scan stacks on the host one entry at a time; the whole stack would be made on
     # the device.
-    entry = make(mapped_aval(type_.shape[0], 0, device))
-    return lax.scan(
-        lambda _, __: (None, jax.device_put(entry, host)),
-        None,
-        None,
-        length=type_.shape[0],
-    )[1]
+    length = type_.shape[0]
+    entry = make(mapped_aval(length, 0, device))
+
+    def step(carry: None, _: None) -> tuple[None, Any]:
+        return carry, jax.device_put(entry, host)
+
+    _, stack = lax.scan(step, None, length=length)
+    return stack
 
 
 # Haliax's products call it, and JAX has none since 0.11. A symbolic dimension of

@@ -14,6 +14,7 @@ are lowered to nothing (0.10, 0.12). What a lowering rule computes it doesn't se
 equations also have the jaxprs that a primitive is known to evaluate, as `programs`.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,6 +27,7 @@ from jax.experimental import hijax
 from jax.extend.core import Jaxpr, JaxprEqn, Primitive
 from jax.interpreters import ad, batching, mlir, partial_eval
 
+from ._placement import is_on_host
 from ._static import PyTree
 
 HiPrim: Any = getattr(hijax, "HiPrim", None) or getattr(hijax, "VJPHiPrimitive")  # noqa: B009
@@ -96,9 +98,7 @@ def _is_sum(leaf: Any) -> bool:
 
 def _check_memory(total: Any, type_: Any) -> None:
     """Refuse a sum on the device for an input on the host."""
-    host = jax.memory.Space.Host
-    is_on_host = getattr(type_, "memory_space", None) == host
-    if is_on_host and total.aval.memory_space != host:
+    if is_on_host(type_) and not is_on_host(total.aval):
         raise ValueError(
             "A loop of JAX (jax.lax.scan, jax.lax.map, ...) closes over layers in host"
             " memory or carries them, and is differentiated by them: JAX (0.10, 0.12)"
@@ -131,14 +131,15 @@ def _lowered(
     looks for dead code before it lowers anything, and not in what lowering rules
     compute.
     """
-    closed = jax.make_jaxpr(lambda *leaves: _expanded(*leaves, _prim=_prim))(*leaves)
+    expanded = functools.partial(_expanded, _prim=_prim)
+    closed = jax.make_jaxpr(expanded)(*leaves)
     used = used or (True,) * len(closed.out_avals)
     jaxpr = partial_eval.dce_jaxpr(closed.jaxpr, used, instantiate=True)[0]
-    results = iter(eval_jaxpr(jaxpr, closed.consts, *leaves))
-    return [
-        next(results) if is_used else ad.zeros_like_aval(type_)
-        for is_used, type_ in zip(used, closed.out_avals, strict=True)
-    ]
+    computed = iter(eval_jaxpr(jaxpr, closed.consts, *leaves))
+    results = []
+    for is_used, type_ in zip(used, closed.out_avals, strict=True):
+        results.append(next(computed) if is_used else ad.zeros_like_aval(type_))
+    return results
 
 
 def _needs_expansion(*_: Any, _prim: LowPrimitive, **__: Any) -> bool:

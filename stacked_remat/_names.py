@@ -21,6 +21,9 @@ from ._placement import to_device, to_host
 
 def named(array: Any, name: str) -> Any:
     """The array, with a name that policies know it by."""
+    if jax.numpy.iscomplexobj(array):  # JAX keeps named values as real numbers
+        real, imaginary = jax.numpy.real(array), jax.numpy.imag(array)
+        return jax.lax.complex(named(real, name), named(imaginary, name))
     if getattr(jax.config, "jax_remat3", False):  # whose names are no such equations
         return jax.ad_checkpoint.checkpoint_name(array, name)
     return _name_p.bind(array, name=name)

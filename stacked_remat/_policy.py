@@ -62,8 +62,9 @@ def _nested(nested: bool | int, length: int) -> Schedule:
 
 
 def _nested_on_host(nested: bool | int, length: int) -> Schedule:
-    segments = math.isqrt(length - 1) + 1 if nested is True else nested
-    return equal(length, segments)
+    if nested is True:
+        nested = math.isqrt(length - 1) + 1  # √N, rounded up
+    return equal(length, nested)
 
 
 def _bounded(most: int, length: int) -> Schedule:
@@ -154,12 +155,13 @@ class ScanCheckpointPolicy(_haliax_names.HaliaxFields):
         kept = Kept.of(
             self.save_block_internals, self.offload_block_internals, "_block_internals"
         )
+        first_layers = whole_number(
+            "first_layers", self.first_layers, "a number of layers", least=0
+        )
         checked: dict[str, Any] = {
             "save_block_internals": kept.internals,
             "offload_block_internals": kept.offloaded,
-            "first_layers": whole_number(
-                "first_layers", self.first_layers, "a number of layers", least=0
-            ),
+            "first_layers": first_layers,
         }
         for name, cut in CUTS.items():
             if self._is_set(name):
@@ -167,9 +169,9 @@ class ScanCheckpointPolicy(_haliax_names.HaliaxFields):
         # As they are compared: names as a sorted tuple, numbers of NumPy as Python's
         for name, value in checked.items():
             object.__setattr__(self, name, value)
-        written = {
-            name: f"{name}={as_written(value)}" for name, value in self._all_settings()
-        }
+        written = {}
+        for name, value in self._all_settings():
+            written[name] = f"{name}={as_written(value)}"
         for one, other, reason in self._contradictions():
             if one in written and other in written:
                 raise ValueError(
@@ -218,21 +220,16 @@ class ScanCheckpointPolicy(_haliax_names.HaliaxFields):
 
     def settings(self) -> list[tuple[str, Any]]:
         """Fields that differ from their defaults, in order; none of Haliax's own."""
-        return [
-            (name, value)
-            for name, value in self._all_settings()
-            if name not in _haliax_names.NAMES
-        ]
+        settings = self._all_settings()
+        return [entry for entry in settings if entry[0] not in _haliax_names.NAMES]
 
     def _all_settings(self) -> list[tuple[str, Any]]:
-        values = (
-            (field, getattr(self, field.name)) for field in dataclasses.fields(self)
-        )
-        return [
-            (field.name, value)
-            for field, value in values
-            if value is not field.default and value != ()
-        ]
+        settings = []
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value is not field.default and value != ():
+                settings.append((field.name, value))
+        return settings
 
     def __eq__(self, other: object) -> bool:
         return (
@@ -248,7 +245,8 @@ class ScanCheckpointPolicy(_haliax_names.HaliaxFields):
         """The settings with their types, since `nested=True` is not `nested=1` though
         `True == 1`.
         """
-        return tuple((name, type(value), value) for name, value in self.settings())
+        settings = self.settings()
+        return tuple((name, type(value), value) for name, value in settings)
 
     def __repr__(self) -> str:
         shown = ", ".join(
@@ -295,10 +293,8 @@ class ScanCheckpointPolicy(_haliax_names.HaliaxFields):
         if self.first_layers >= max(length, 1):
             return Remat(length, EVERYTHING)
         internals: Any = self.save_block_internals
-        kept, carries = (
-            Kept(internals, tuple(self.offload_block_internals)),
-            _CARRIES[self.save_carries],
-        )
+        kept = Kept(internals, tuple(self.offload_block_internals))
+        carries = _CARRIES[self.save_carries]
         # A single layer has no carries between layers, so it is checkpointed as it is
         if is_cut and length > 1:
             schedule = self.schedule(length - self.first_layers)

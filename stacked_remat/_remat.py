@@ -138,6 +138,14 @@ class Remat:
     first_kept: Kept = EVERYTHING
 
     @property
+    def form(self) -> Literal["loop", "sweep"]:
+        """What executes it: a scan of JAX with checkpointed layers, or a sweep, which
+        runs layers again from the carries that it keeps.
+        """
+        is_cut = self.schedule is not None or self.first_layers
+        return "sweep" if is_cut else "loop"
+
+    @property
     def offloads(self) -> bool:
         """Whether carries or names are kept on the host; what a policy of JAX offloads
         is not seen.

@@ -119,7 +119,10 @@ class Schedule:
         While a part is reversed, the input of each part within it is held.
         """
         tree = self._part(self.layers, self.slots, 1)
-        return tree if isinstance(tree, tuple) and len(self.segments) != 1 else (tree,)
+        # One layer, or one segment, is the only part.
+        if isinstance(tree, int) or len(self.segments) == 1:
+            return (tree,)
+        return tree
 
     @property
     def layers(self) -> range:
@@ -148,7 +151,8 @@ class Schedule:
         """The parts of some layers, for so many slots: the last one needs no further
         cut.
         """
-        if layers == self.layers and 0 < len(self.segments) < self.length:
+        has_segments = 0 < len(self.segments) < self.length
+        if has_segments and layers == self.layers:
             return _divided(layers, self.segments)
         return _divided(layers, _sizes(len(layers), slots))
 
@@ -222,13 +226,16 @@ class Schedule:
         forward, *runs = self._expansions()
         kept = tuple(forward.held)
         # What the forward sweep left is visited without a replay.
-        first = _Run(kept[-1:], len(kept) - 1, forward.visits)
+        top_slot = len(kept) - 1
+        first = _Run(kept[-1:], top_slot, forward.visits)
         is_made_again = saves
-        sizes = self.segments
-        if len(sizes) > 1 and sizes[0] > 1 and len(set(sizes)) == 1:
+        count = len(self.segments)
+        sizes = {*self.segments}
+        if count > 1 and len(sizes) == 1 and sizes != {1}:
             # What the forward sweep left of the last segment is made again: then all
             # runs are alike, and trip counts static.
-            first = _Run(self.layers[-sizes[-1] :], len(sizes) - 1, sizes[-1])
+            (size,) = sizes
+            first = _Run(self.layers[-size:], count - 1, size)
             is_made_again = True
         if is_made_again:
             lowest_slot = first.slot + len(first.held) - first.visits
@@ -336,7 +343,9 @@ def equal(length: int, segments: int) -> Schedule:
     """
     segments = min(segments, length)
     size, longer = divmod(length, segments)
-    return _cut_into([size + 1] * longer + [size] * (segments - longer))
+    sizes = [size + 1] * longer
+    sizes += [size] * (segments - longer)
+    return _cut_into(sizes)
 
 
 def bounded(length: int, *, max_carries: int) -> Schedule:
@@ -360,12 +369,16 @@ def _split(size: int, slots: int) -> int:
     would need only r - 1 repeats, and leave more layers to the part before. All cuts
     within both bounds cost the same; this is the last of them.
     """
-    repeats = 1 + bisect.bisect_left(
-        range(1, size), size, key=lambda r: math.comb(slots - 1 + r, r)
-    )
-    most_before = math.comb(slots + repeats - 2, repeats - 1)
-    least_after = math.comb(slots + repeats - 3, repeats - 1)
+    enough = functools.partial(_most_layers, slots)
+    repeats = 1 + bisect.bisect_left(range(1, size), size, key=enough)
+    most_before = _most_layers(slots, repeats - 1)
+    least_after = _most_layers(slots - 1, repeats - 1)
     return min(most_before, size - least_after)
+
+
+def _most_layers(slots: int, repeats: int) -> int:
+    """`L` of this file's docstring."""
+    return math.comb(slots - 1 + repeats, repeats)
 
 
 def _sizes(size: int, slots: int) -> list[int]:

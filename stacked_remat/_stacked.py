@@ -123,11 +123,11 @@ class StackedKinds(BlockFoldable[M]):
         # As `_applied` of `_block_foldable.py`, without a state: a visitor has its own
         call = call_of(self, f"{verb}_vjp", verb, **options)
         check_unmarked(init)
-        warn_of_ambiguous(init, ((None, *args), kwargs), self.Layers, call.caller)
+        arguments = (None, *args), kwargs
+        warn_of_ambiguous(init, arguments, self.Layers, call.caller)
         blocks = self._per_kind(lambda _, stack: stack._stored)
-        arguments = ((blocks, *args), kwargs)
         template = eqx.filter(self, is_array, inverse=True)
-        return fold_forward(call, init, arguments, template)
+        return fold_forward(call, init, ((blocks, *args), kwargs), template)
 
     def from_state_dict(self, state_dict: StateDict, prefix: str | None = None) -> Self:
         """These layers with their arrays read from keys `prefix.0.key`, `prefix.1.key`,
@@ -142,7 +142,9 @@ class StackedKinds(BlockFoldable[M]):
         names = [""] * self.Layers.size
         if pattern:
             names = [pattern.names[kind] for kind in pattern.kinds]
-        types = {name: layer_types(self._stacks[name]) for name in {*names}}
+        types = {}
+        for name in {*names}:
+            types[name] = layer_types(self._stacks[name])
         # Haliax reads one layer at a time, from a template with its shapes
         templates = [types[name] for name in names]
         layers = layers_from_state_dict(templates, state_dict, prefix)
@@ -169,10 +171,10 @@ class StackedKinds(BlockFoldable[M]):
 
     def _per_kind(self, fn: "Callable[[str, Stacked[M]], Any]") -> PyTree:
         """`fn` of each kind, as an argument of a loop."""
-        of_kinds = {name: fn(name, stack) for name, stack in self._stacks.items()}
-        if self._pattern:
-            return per_kind(of_kinds)
-        return of_kinds[""]
+        of_kinds = {}
+        for name, stack in self._stacks.items():
+            of_kinds[name] = fn(name, stack)
+        return per_kind(of_kinds) if self._pattern else of_kinds[""]
 
     @property
     def _kinds(self) -> list[M]:
@@ -194,7 +196,8 @@ class StackedKinds(BlockFoldable[M]):
 
         # The block comes first: a `FoldCall` puts the carry after it
         run = layers_at_once if is_map else scan_layers
-        return run(call, init, ((self._per_kind(blocks), *args), kwargs))
+        arguments = (self._per_kind(blocks), *args), kwargs
+        return run(call, init, arguments)
 
 
 def layer_types(stack: "Stacked[M]") -> M:

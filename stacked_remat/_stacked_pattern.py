@@ -76,7 +76,9 @@ class StackedPattern(StackedKinds[M]):
             )
         for name, stack in self.stacks.items():
             wanted = self.Layers.resize(self.pattern.count(name))
-            axis = stack.Layers if isinstance(stack, Stacked) else type(stack).__name__
+            axis = type(stack).__name__
+            if isinstance(stack, Stacked):
+                axis = stack.Layers
             if axis != wanted:
                 raise ValueError(
                     f"By the pattern stacks[{name!r}] is a Stacked of {wanted}; got"
@@ -121,12 +123,14 @@ class StackedPattern(StackedKinds[M]):
                 f"{what}: the pattern is of {len(pattern)} layers, and `{axis.name}`"
                 f" has {axis.size}. Give one that is not longer."
             )
-        names = [*itertools.islice(itertools.cycle(pattern), axis.size)]
-        builders = {
-            name: block_builder(Block, what) for name, Block in sorted(kinds.items())
-        }
+        again_and_again = itertools.cycle(pattern)
+        names = [*itertools.islice(again_and_again, axis.size)]
+        builders = {}
+        for name, Block in sorted(kinds.items()):
+            builders[name] = block_builder(Block, what)
         # All kinds take the same arguments, which errors name as the first one does
-        caller = Caller(what, argument_namer(next(iter(builders.values())), skip=0))
+        first, *_ = builders.values()
+        caller = Caller(what, argument_namer(first, skip=0))
         numbered = Pattern.of(names, builders)
 
         def build_stacks(*args: PyTree, **kwargs: PyTree) -> PyTree:
@@ -143,7 +147,8 @@ class StackedPattern(StackedKinds[M]):
 
     def get_layer(self, index: Any) -> M:
         number = check_layer_index(index, self.Layers)
-        return self.stacks[self.pattern[number]].get_layer(self._row(number))
+        stack = self.stacks[self.pattern[number]]
+        return stack.get_layer(self._row(number))
 
     def _row(self, number: int) -> int:
         """The place of a layer in the stack of its kind."""
@@ -159,8 +164,10 @@ class StackedPattern(StackedKinds[M]):
         numbers = range(len(self))[rows]
         stacks = {}
         for name, stack in self.stacks.items():
-            of_kind = [number for number in numbers if self.pattern[number] == name]
-            stacks[name] = stack._at([*map(self._row, of_kind)])
+            of_kind = [
+                self._row(number) for number in numbers if self.pattern[number] == name
+            ]
+            stacks[name] = stack._at(of_kind)
         resized = self.Layers.resize(len(numbers))
         return changed(self, stacks=stacks, pattern=self.pattern[rows], Layers=resized)
 
@@ -169,10 +176,9 @@ class StackedPattern(StackedKinds[M]):
         return dict(sorted(self.stacks.items()))
 
     def _with_blocks(self, blocks: PyTree) -> Self:
-        stacks = {
-            name: stack._with_blocks(blocks.values[name])
-            for name, stack in self._stacks.items()
-        }
+        stacks = {}
+        for name, stack in self._stacks.items():
+            stacks[name] = stack._with_blocks(blocks.values[name])
         return changed(self, stacks=stacks)
 
     @property

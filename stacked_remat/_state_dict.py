@@ -25,7 +25,7 @@ from jax.tree_util import KeyPath
 from ._messages import entry_problems, shortened
 from ._scan.marks import is_array, is_named, is_split, raw_array
 from ._scan.stacking import stack_trees
-from ._static import PyTree
+from ._static import PyTree, with_leaves
 
 M = TypeVar("M", bound=eqx.Module)
 
@@ -56,7 +56,7 @@ def layers_from_state_dict(
     filled = haliax.state_dict.from_state_dict(_with_lists(arrays), entries, prefix)
     # With the tuples that were made lists
     leaves = jtu.tree_leaves(filled)
-    return eqx.combine(jtu.tree_unflatten(jtu.tree_structure(arrays), leaves), rest)
+    return eqx.combine(with_leaves(arrays, leaves), rest)
 
 
 def stack_as(stacked: M, layers: Sequence[M], axis: Axis) -> M:

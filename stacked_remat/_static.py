@@ -5,12 +5,18 @@ function returns (strings, functions, Python numbers) comes out of them in a `St
 which has no leaves: it is part of the structure of the result.
 """
 
+from collections.abc import Iterable
 from typing import Any, TypeAlias
 
 import jax
 from haliax import NamedArray
 
 PyTree: TypeAlias = Any  # that of jaxtyping is unknown to pyright
+
+
+def with_leaves(tree: PyTree, leaves: Iterable[PyTree]) -> PyTree:
+    """The tree with other leaves, in order."""
+    return jax.tree.unflatten(jax.tree.structure(tree), leaves)
 
 
 def is_named(leaf: Any) -> bool:

@@ -27,7 +27,7 @@ from ._scan.arguments import argument_namer, is_unsplit_key
 from ._scan.checks import describe
 from ._scan.marks import Entry, is_array, is_named, raw_array, take_marks_off
 from ._schedule import whole_number
-from ._static import PyTree, Static
+from ._static import PyTree, Static, with_leaves
 from ._sweep.store import varying_alike
 from ._tiles import Cut, Dims, Tiling, run_tiles
 
@@ -82,11 +82,7 @@ def tiled(
     mapping divides over devices is cut within each device's part. `fn` is traced for
     all positions too, to compare its results. Random keys in closures and in
     `shared(...)` give every tile the same numbers. All derivatives work, each computed
-    tile by tile. Over axes of a mesh with `AxisType.Explicit` other dimensions may be
-    divided. Policies outside do not see names given inside `fn` by `checkpoint_name`.
-    In `jax.shard_map` gradients of arrays that `fn` closes over are summed over devices
-    in each tile, those of arguments once. The method is that of ALST (Bekman et al.
-    2025).
+    tile by tile. The method is that of ALST (Bekman et al. 2025).
     """
     call = _TiledCall.of(fn, axis, tiles, reduce)
 
@@ -119,14 +115,17 @@ class _TiledCall(NamedTuple):
             )
         if reduce not in (None, "sum"):
             raise ValueError(f'reduce must be "sum" or None, got {reduce!r}.')
-        if isinstance(axis, bool) or not isinstance(axis, int | str | Axis):
+        is_axis = isinstance(axis, int | str | Axis)
+        if not is_axis or isinstance(axis, bool):
             raise TypeError(
                 "axis must be a named axis, its name, or a dimension (an int); got"
                 f" {axis!r}."
             )
         tiles = whole_number("tiles", tiles, "how many tiles to cut the axis into")
-        name, size = (axis.name, axis.size) if isinstance(axis, Axis) else (axis, None)
-        return cls(fn, name, size, reduce, tiles)
+        size = None
+        if isinstance(axis, Axis):
+            axis, size = axis.name, axis.size
+        return cls(fn, axis, size, reduce, tiles)
 
     def __str__(self) -> str:
         over = (
@@ -192,8 +191,9 @@ def _by_tile(call: _TiledCall, cut: Cut, arguments: PyTree, dims: Dims) -> PyTre
         args, kwargs = jax.tree.map(_resized, filled, is_leaf=is_named)
         # A tile is computed again whole, whatever the policies around it keep.
         with saving_internals(()):
-            output, rest = eqx.partition(call.fn(*args, **kwargs), is_array)
-        return output, Static(rest)
+            output = call.fn(*args, **kwargs)
+        arrays_of_output, rest = eqx.partition(output, is_array)
+        return arrays_of_output, Static(rest)
 
     def by_itself(arrays: Sequence[PyTree]) -> list[PyTree]:
         return jax.tree.leaves(checkpoint(result)(arrays)[0])
@@ -221,7 +221,7 @@ def _by_tile(call: _TiledCall, cut: Cut, arguments: PyTree, dims: Dims) -> PyTre
         of_last = by_itself(cut.read_all(leaves, dims, others.size, last))
         results = [*map(cut.joined, results, of_last, outputs)]
     types, rest = eqx.partition(whole, is_array)
-    return eqx.combine(jax.tree.unflatten(jax.tree.structure(types), results), rest)
+    return eqx.combine(with_leaves(types, results), rest)
 
 
 def _trace(
@@ -237,7 +237,8 @@ def _resized(leaf: Any) -> Any:
     """A named array with axes of the sizes of its array; anything else as it is."""
     if not is_named(leaf):
         return leaf
-    return NamedArray(leaf.array, tuple(map(Axis.resize, leaf.axes, leaf.array.shape)))
+    axes = map(Axis.resize, leaf.axes, leaf.array.shape)
+    return NamedArray(leaf.array, tuple(axes))
 
 
 def _common_size(
@@ -245,12 +246,13 @@ def _common_size(
 ) -> int:
     """The size along the axis of all arguments that have it."""
     name_of = argument_namer(call.fn, skip=0)
-    sizes = dict[str, int]()
+    by_dimension = isinstance(call.axis, int)
+    sizes: dict[str, int] = {}
     for (path, leaf, rule), dim in zip(entries, dims, strict=True):
         name = name_of(path)
         # Over a dimension every plain array is split, so one without it may be a
         # mistake
-        is_plain = isinstance(call.axis, int) and is_array(leaf) and leaf.ndim > 0
+        is_plain = by_dimension and is_array(leaf) and leaf.ndim > 0
         if dim is not None:
             sizes[name] = raw_array(leaf).shape[dim]
         elif rule == "per_layer" or (

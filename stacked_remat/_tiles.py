@@ -77,23 +77,22 @@ class Cut:
             return array + tile.astype(array.dtype)
         by_device = self._by_device(array, dim)
         tile = self._by_device(tile, dim)
-        return lax.dynamic_update_slice_in_dim(by_device, tile, start, dim + 1).reshape(
-            array.shape
-        )
+        written = lax.dynamic_update_slice_in_dim(by_device, tile, start, dim + 1)
+        return written.reshape(array.shape)
 
     def joined(self, first: Array, last: Array, dim: int | None) -> Array:
         """One after the other; without the axis, their sum."""
         if dim is None:
             return first + last
         both = [self._by_device(part, dim) for part in (first, last)]
-        return lax.collapse(jnp.concatenate(both, dim + 1), dim, dim + 2)
+        by_device = jnp.concatenate(both, dim + 1)
+        return lax.collapse(by_device, dim, dim + 2)
 
     def _by_device(self, array: Array, dim: int) -> Array:
         """The array with its positions in two dimensions: devices, and their own."""
         length = array.shape[dim] // self.parts
-        return array.reshape(
-            *array.shape[:dim], self.parts, length, *array.shape[dim + 1 :]
-        )
+        before, after = array.shape[:dim], array.shape[dim + 1 :]
+        return array.reshape(*before, self.parts, length, *after)
 
     def total(self, tile: ShapedArray, dim: int | None) -> ShapedArray:
         """The type of all tiles of a type; sums of them are in float32 at least."""
@@ -102,8 +101,7 @@ class Cut:
             shape[dim] = self.parts * self.size
             return tile.update(shape=tuple(shape))
         # Many small numbers are added: in bfloat16 late ones would be lost
-        is_short = is_differentiable(tile.dtype) and jnp.finfo(tile.dtype).bits < 32
-        if is_short:
+        if is_differentiable(tile.dtype) and jnp.finfo(tile.dtype).bits < 32:
             return tile.update(dtype=jnp.dtype("float32"))
         return tile
 
@@ -129,10 +127,10 @@ class Cut:
             # The tile is read within the checkpoint, which so keeps the whole arrays,
             # that are there anyway, and no copy of each tile.
             results = jax.checkpoint(of_tile, prevent_cse=False)(arrays, start)
-            parts = zip(totals, outputs, results, strict=True)
-            return [
-                self.write(total, dim, start, new) for total, dim, new in parts
-            ], None
+            written = []
+            for total, dim, new in zip(totals, outputs, results, strict=True):
+                written.append(self.write(total, dim, start, new))
+            return written, None
 
         # Otherwise XLA would fill them early, and hold them while inputs are computed
         totals = zeros_after(arrays, [*map(self.total, types, outputs)])
@@ -189,8 +187,10 @@ def _pull_back(
 
     def rule(tile: Arrays) -> Arrays:
         of_tile = functools.partial(eval_jaxpr, jaxpr, ())
-        _, pullback = jax.vjp(*of_part(of_tile, tile[:count], nonzero, has_ct))
-        return pullback(tile[count:])[0]
+        differentiated, primals = of_part(of_tile, tile[:count], nonzero, has_ct)
+        _, pullback = jax.vjp(differentiated, primals)
+        (new_cotangents,) = pullback(tile[count:])
+        return new_cotangents
 
     return tiling.cut.loop(
         rule,
@@ -211,7 +211,8 @@ class Tiles(Differentiable):
         self.in_avals = tuple(types)
         self.out_aval = traced_program(self._program, *types).jaxpr.out_avals
         self.params = {"tiling": tiling}
-        self.effects, self.programs = tiling.jaxpr.effects, (tiling.jaxpr,)
+        self.effects = tiling.jaxpr.effects
+        self.programs = (tiling.jaxpr,)
         super().__init__()
 
     def expand(self, *arrays: Array) -> Arrays:
@@ -219,10 +220,8 @@ class Tiles(Differentiable):
 
     def primal(self, nonzero: Mask, args: PyTree) -> Arrays:
         old = self.tiling
-        return run_tiles(
-            Tiling.of(old.cut, primal_of(old.jaxpr, nonzero), old.inputs, old.outputs),
-            args,
-        )
+        traced = primal_of(old.jaxpr, nonzero)
+        return run_tiles(Tiling.of(old.cut, traced, old.inputs, old.outputs), args)
 
     def active(self, nonzero: Mask) -> Mask:
         return tuple(active_outputs(self.tiling.jaxpr, nonzero))
@@ -240,28 +239,31 @@ class Tiles(Differentiable):
         back = Bound("tiles_back", _pull_back, (self.tiling, nonzero, has_ct))
         arrays = [*args]
         # Outside of a trace the executable is found by its jaxpr, as for any `Rule`
-        run_back = Rule(back, back, arrays, cts) if is_eager() else jitted(back)
-        return run_back(arrays, cts)
+        if is_eager():
+            return Rule(back, back, arrays, cts)(arrays, cts)
+        return jitted(back)(arrays, cts)
 
     def batch(self, axis: Any, args: PyTree, dims: PyTree) -> PyTree:
         if not_mapped(self, axis, dims):
             return self(*args), [None] * len(self.out_aval)
         old = self.tiling
         is_mapped = [dim is not None for dim in dims]
-        traced, _ = batch_jaxpr(
-            ClosedJaxpr(old.jaxpr, ()), axis, is_mapped, [True] * len(old.outputs)
-        )
+        must_be_mapped = [True] * len(old.outputs)
+        closed = ClosedJaxpr(old.jaxpr, ())
+        traced, _ = batch_jaxpr(closed, axis, is_mapped, must_be_mapped)
         # The batch axis comes in front, of arrays that are mapped and of all outputs
         inputs = []
         for dim, mapped in zip(old.inputs, is_mapped, strict=True):
             inputs.append(dim if dim is None else dim + mapped)
         outputs = [dim if dim is None else dim + 1 for dim in old.outputs]
         tiling = Tiling.of(old.cut, traced, inputs, outputs)
-        return run_tiles(tiling, [*map(moved, args, dims)]), [0] * len(outputs)
+        arrays = [*map(moved, args, dims)]
+        return run_tiles(tiling, arrays), [0] * len(outputs)
 
 
 def run_tiles(derived: Derived, arrays: Sequence[Array]) -> Arrays:
     """Run a tiling on arrays, and on the constants that it comes with."""
     tiling, constants = derived
     arrays = [*constants, *arrays]
-    return Tiles(tiling, [*map(jax.typeof, arrays)])(*arrays)
+    types = [*map(jax.typeof, arrays)]
+    return Tiles(tiling, types)(*arrays)

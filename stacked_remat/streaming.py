@@ -31,7 +31,7 @@ from ._scan.layer_axis import split_tree
 from ._scan.layer_state import arrays_in_indices
 from ._scan.marks import changed, is_array, is_named, is_split, raw_array
 from ._stacked import Stacked
-from ._static import PyTree
+from ._static import PyTree, with_leaves
 from ._sweep.store import empty_stack, write
 
 T = TypeVar("T")
@@ -81,7 +81,7 @@ def init(
 
         shapes, rest = eqx.partition(template.stacked, is_array)
         leaves = _stacked_on_host(layer, arrays, Layers.size)
-        made = jtu.tree_unflatten(jtu.tree_structure(shapes), leaves)
+        made = with_leaves(shapes, leaves)
         return changed(template, stacked=eqx.combine(made, rest))
 
     return build_stack
@@ -155,24 +155,21 @@ def _stack_to_host(where: Callable[[Any], Any], name: str, stack: Stacked) -> St
     """A stack with the matrices of its layers on the host, of those that `where`
     chooses.
     """
+    layers = stack.Layers.name
 
     def moved(path: Any, leaf: Any) -> Any:
         if not is_split(leaf, stack.Layers):
             return leaf
-        if is_named(leaf) and leaf.axes[0].name != stack.Layers.name:
+        if is_named(leaf) and leaf.axes[0].name != layers:
             raise ValueError(
                 f"{name}.stacked{jtu.keystr(path)} ({axes_text(leaf.axes)}) has its"
                 " layers not in front, so that a layer can't be moved by itself."
-                f" Rearrange it: array.rearrange(({stack.Layers.name!r}, ...))."
+                f" Rearrange it: array.rearrange(({layers!r}, ...))."
             )
         array = raw_array(leaf)
-        if (
-            array is not None
-            and moves_to_host(array.shape[1:], array.dtype)
-            and where(array)
-        ):
-            return jax.tree.map(_to_host, leaf)
-        return leaf
+        if array is None or not moves_to_host(array.shape[1:], array.dtype):
+            return leaf
+        return jax.tree.map(_to_host, leaf) if where(array) else leaf
 
     stacked = jtu.tree_map_with_path(moved, stack.stacked, is_leaf=is_named)
     return changed(stack, stacked=stacked)
@@ -199,20 +196,20 @@ def to_device(model: T) -> T:
     """The model with the arrays of its stacks in device memory: the inverse of
     `to_host`.
     """
-    return _of_stacks(
-        lambda _, stack: changed(stack, stacked=_placement.on_device(stack.stacked)),
-        model,
-    )
+
+    def moved(_: str, stack: Stacked) -> Stacked:
+        return changed(stack, stacked=_placement.on_device(stack.stacked))
+
+    return _of_stacks(moved, model)
 
 
 def _of_stacks(fn: Callable[[str, Stacked], Stacked], model: T) -> T:
     """The model with `fn(name, stack)` in the place of each stack."""
 
-    def replaced(path: Any, node: PyTree) -> PyTree:
-        if not isinstance(node, Stacked):
-            return node
-        return fn(f"model{jtu.keystr(path)}", node)
+    def is_stack(node: PyTree) -> bool:
+        return isinstance(node, Stacked)
 
-    return jtu.tree_map_with_path(
-        replaced, model, is_leaf=lambda node: isinstance(node, Stacked)
-    )
+    def replaced(path: Any, node: PyTree) -> PyTree:
+        return fn(f"model{jtu.keystr(path)}", node) if is_stack(node) else node
+
+    return jtu.tree_map_with_path(replaced, model, is_leaf=is_stack)

@@ -25,9 +25,12 @@ CORE = "compat base schedule placement remat policy sweep scan stacks"
 # stacked_remat/__init__.py.
 LAYERS = {
     "compat": ("_compat", ""),
-    "base": ("_activity _files _hijax _messages _noted _static _trips", "compat"),
+    "base": (
+        "_activity _files _hijax _messages _noted _placement _static _trips",
+        "compat",
+    ),
     "schedule": ("_schedule", "base"),
-    "placement": ("_barriers _names _placement", "compat base"),
+    "placement": ("_names _xla_hints", "compat base"),
     "remat": ("_remat", "compat base schedule"),
     "policy": ("_haliax_names _policy", "compat base schedule remat"),
     "sweep": ("_sweep", "compat base schedule placement remat"),
@@ -295,6 +298,21 @@ def private_jax_and_haliax_stay_in_compat(source: Source) -> Iterator[str]:
             )
 
 
+def only_hints_know_the_platform_and_barriers(source: Source) -> Iterator[str]:
+    """What XLA does, and on which platform, is in `_xla_hints.py`. Kernels in `ops/`
+    are for a platform, and `memory/` counts what a platform runs.
+    """
+    if source.unit in (None, "_xla_hints"):
+        return
+    names = {"optimization_barrier"}
+    if _layer(source.unit) in {"fused", *CORE.split()}:
+        names.add("platform")
+    for node in source.nodes:
+        called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+        if called.split(".")[-1] in names:
+            yield f"{source.path}:{node.lineno}: {called} belongs in _xla_hints.py"
+
+
 def what_serves_any_architecture_names_none(source: Source) -> Iterator[str]:
     if source.path.startswith(FOR_ANY_ARCHITECTURE):
         for number, line in enumerate(source.text.splitlines(), 1):
@@ -378,6 +396,7 @@ RULES = [
     only_optional_dependencies_are_imported_inside_functions,
     slow_packages_are_imported_where_they_are_used,
     private_jax_and_haliax_stay_in_compat,
+    only_hints_know_the_platform_and_barriers,
     what_serves_any_architecture_names_none,
     an_init_only_reexports,
     files_and_functions_are_short,

@@ -459,6 +459,11 @@ class TestRefused:
                 lambda m, x: (jnp.mean(m.fold(x)), 3),
                 "The loss returns a scalar .* has_aux=True",
             ),
+            # It lacks its `return`.
+            (
+                lambda m, x: print(jnp.mean(m.fold(x)).shape),
+                "The loss returns a scalar of floating point; got None",
+            ),
         ],
     )
     def test_losses(self, of_loss, message):

@@ -17,7 +17,6 @@ from stacked_remat import (
     fold,
     scan,
 )
-from stacked_remat._placement import compiled_for
 
 from .blocks import POLICIES, assert_close, quick_jit, with_remat3
 from .jaxprs import equations_of
@@ -370,10 +369,8 @@ def test_a_name_in_an_inner_scan_is_not_offloaded_on_accelerators(platform):
     offloads = ScanCheckpointPolicy(offload_block_internals=["h"])
     saves = ScanCheckpointPolicy(save_block_internals=["h"])
     assert_close(gradient(offloads)(weights), gradient(saves)(weights))
-    with compiled_for(platform):
-        for allowed in (gradient(saves), gradient(offloads, in_scan=False)):
-            jax.make_jaxpr(allowed)(weights)
-        with pytest.raises(
-            ValueError, match=r"name 'h' inside a lax.scan .*save_block"
-        ):
-            jax.make_jaxpr(gradient(offloads))(weights)
+    # What a program is for is known as it is lowered, also where a CPU exports it.
+    for allowed in (gradient(saves), gradient(offloads, in_scan=False)):
+        jax.export.export(jax.jit(allowed), platforms=[platform])(weights)
+    with pytest.raises(ValueError, match=r"name 'h' inside a lax.scan .*save_block"):
+        jax.export.export(jax.jit(gradient(offloads)), platforms=[platform])(weights)

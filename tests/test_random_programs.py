@@ -17,6 +17,14 @@ SMALL = range(24)
 LARGE = range(1000, 1012)
 FOUND = [
     Spec(
+        seed=9952,
+        entry="streamed",
+        layers=3,
+        parts=("mlp",),
+        policy={"save_block_internals": ("b",), "save_carries": "offload"},
+        transforms=("grad", "jvp", "jvp"),
+    ),
+    Spec(
         seed=3371,
         entry="bare",
         layers=3,

@@ -7,18 +7,18 @@ cotangents. `update.py` gets them in three steps:
 1. While the loss is traced, a `FollowedStack` is in the place of each trained stack.
    Its `fold` and `scan` add one equation to the trace: a `FollowedFold`, a primitive
    whose operands are the arrays of the stack and of the arguments.
-2. `followed` edits the traced jaxpr. It inlines the `jax.jit` calls around each fold,
-   checks that the fold happens once and that nothing else reads the weights, and puts a
-   *follower* into the equation.
+2. `followed` inlines the `jax.jit` calls around each fold, checks that the fold happens
+   once and that nothing else reads the weights, and gives the equation a `FoldPass`.
 3. `jax.value_and_grad` of the edited program differentiates everything around the
-   folds. At a fold it calls `FollowedFold.vjp_fwd`, which runs the stack's `fold_vjp`
-   or `scan_vjp`, and then `input_cotangents`, which gives the result's cotangent to the
-   follower. The follower (`update.py`) sweeps back over the layers, updates them,
-   keeps the new ones to itself, and returns the cotangents of the arguments.
+   folds. At a fold it calls two rules of `FollowedFold`: in the forward pass `vjp_fwd`,
+   which runs the stack's `fold_vjp` or `scan_vjp`, and in the backward pass
+   `input_cotangents`, which sweeps back. What the sweep returns beside cotangents, and
+   what a second sweep needs, the rules leave in the `FoldPass`.
 """
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import equinox as eqx
@@ -32,7 +32,27 @@ from .._activity import CALLS, is_in, name_of, programs_in
 from .._block_foldable import BlockFoldable
 from .._compat import without_constants
 from .._hijax import LowPrimitive, primitive_of, with_primitive
+from .._scan.returned import is_none
+from .._scan.visitor import SweepResult
 from .._static import PyTree, Static
+
+
+@dataclass(eq=False)
+class FoldPass:
+    """A fold as the loss is differentiated. The fold's rules set what is None here."""
+
+    # Runs the reverse sweep of this fold, in the backward pass. The cotangents of the
+    # arguments are of its result.
+    sweep: Callable[["FoldPass"], SweepResult]
+    # The stack's reverse sweep, from the forward pass.
+    sweep_back: Any = None
+    # Which leaves of the arguments `(args, kwargs)` have a cotangent.
+    wanted: Any = None
+    # The cotangent of the fold's result; None for zeros.
+    cotangent: PyTree = None
+    # What the sweep returned. None after a backward pass that did not reach the fold,
+    # as the value does not depend on it.
+    result: Any = None
 
 
 class FollowedFold(LowPrimitive):
@@ -45,11 +65,8 @@ class FollowedFold(LowPrimitive):
     call: Callable
     # What of `(stack, init, args, kwargs)` is no array.
     static: Static
-    # None while the loss is traced; then an object with two methods.
-    # `begin(sweep_back, nonzero)` gets the reverse sweep, and a tree of booleans like
-    # `(init, args, kwargs)` that says what has a cotangent. `follower(cotangent)` runs
-    # the sweep and returns its `SweepResult`.
-    follower: Any
+    # None while the loss is traced.
+    fold_pass: FoldPass | None
 
     def __init__(self, in_types: PyTree, out_types: PyTree, **params: Any) -> None:
         self.in_avals = in_types
@@ -62,27 +79,31 @@ class FollowedFold(LowPrimitive):
         return eqx.filter(self.call("", *operands), eqx.is_array)
 
     def vjp_fwd(self, nonzero: PyTree, *arrays: PyTree) -> tuple[PyTree, None]:
-        # Without a follower the loss itself is being differentiated as it is traced.
-        if self.follower is None:
+        # While the loss is traced, a derivative is one that the loss itself takes.
+        if self.fold_pass is None:
             raise _refusal(self.name, "a derivative that the loss takes")
         operands = eqx.combine(arrays, self.static.value)
         result, sweep_back = self.call("_vjp", *operands)
-        self.follower.begin(sweep_back, nonzero[1:])
-        # No residuals: the follower holds the sweep, and with it what the policy keeps.
+        _, _, args_nonzero, kwargs_nonzero = nonzero
+        self.fold_pass.sweep_back = sweep_back
+        self.fold_pass.wanted = args_nonzero, kwargs_nonzero
+        # No residuals: the reverse sweep has what the policy keeps.
         return eqx.filter(result, eqx.is_array), None
 
     def input_cotangents(self, residuals: None, cotangents: PyTree) -> PyTree:
+        fold = self.fold_pass
+        assert fold is not None
         leaves = self.out_tree.flatten_up_to(cotangents)
         leaves = map(ad.instantiate_zeros, leaves)
-        swept = self.follower(self.out_tree.unflatten(leaves))
+        fold.cotangent = self.out_tree.unflatten(leaves)
+        fold.result = fold.sweep(fold)
         # The stack, the first operand, gets no cotangent: its layers are updated.
-        stack, *others = self.in_avals
+        stack, *arguments = self.in_avals
         cotangents_in = [None] * len(jax.tree.leaves(stack))
-        swept_cotangents = leaves_or_none((swept.carry, swept.args, swept.kwargs))
-        for operand, cotangent in zip(
-            leaves_or_none(others), swept_cotangents, strict=True
-        ):
-            if operand is not None:
+        swept = fold.result.carry, fold.result.args, fold.result.kwargs
+        pairs = zip(leaves_or_none(arguments), leaves_or_none(swept), strict=True)
+        for argument, cotangent in pairs:
+            if argument is not None:
                 cotangents_in.append(cotangent)
         return self.in_tree.unflatten(cotangents_in)
 
@@ -98,7 +119,7 @@ def leaves_or_none(tree: PyTree) -> list[PyTree]:
 
     Lists of two trees of one structure then match entry by entry.
     """
-    return jax.tree.leaves(tree, is_leaf=lambda node: node is None)
+    return jax.tree.leaves(tree, is_leaf=is_none)
 
 
 def _refusal(name: str, what: str) -> TypeError:
@@ -167,7 +188,7 @@ class FollowedStack(eqx.Module):
             )
         types = jax.tree.map(jax.typeof, (arrays, result_types))
         primitive = FollowedFold(
-            *types, name=self._name, call=call, static=Static(static), follower=None
+            *types, name=self._name, call=call, static=Static(static), fold_pass=None
         )
         return eqx.combine(primitive(*arrays), result_static)
 
@@ -176,7 +197,9 @@ class FollowedStack(eqx.Module):
         if name in ("Block", "Layers", "remat"):
             return getattr(self._stack, name)
         # Python and JAX ask objects for special methods, which is no use of weights.
-        raise AttributeError(name if name.startswith("__") else self._lacks(repr(name)))
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise AttributeError(self._lacks(repr(name)))
 
     # Iteration calls it too.
     def __getitem__(self, index: object) -> NoReturn:
@@ -191,14 +214,14 @@ class FollowedStack(eqx.Module):
 
 
 def followed(
-    closed: ClosedJaxpr, folds: Iterable[tuple[str, Sequence[Var], Any]]
+    closed: ClosedJaxpr, folds: Iterable[tuple[str, Sequence[Var], FoldPass]]
 ) -> Callable[..., list[PyTree]]:
-    """The traced loss as a function of its flat inputs, with a follower in each fold.
+    """The traced loss as a function of its flat inputs, which can be differentiated.
 
     Args:
         closed: the loss, traced with `FollowedStack`s.
-        folds: for each stack its name, the variables of its trained weights, and the
-            follower.
+        folds: for each stack its name, the variables of its trained weights, and what
+            the rules of its fold fill in.
 
     Raises:
         ValueError, TypeError: a stack is not folded exactly once, where it can be
@@ -206,15 +229,16 @@ def followed(
     """
     jaxpr, constants = without_constants(closed)
     # What the loss computes of weights and doesn't use is no use of them.
-    jaxpr, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
+    is_used = [True] * len(jaxpr.outvars)
+    jaxpr, _ = dce_jaxpr(jaxpr, is_used, instantiate=True)
     aliases: dict[Var, Any] = {}
     equations = list(_inlined(jaxpr, aliases))
     outputs = _resolved(jaxpr.outvars, aliases)
-    for name, weights, follower in folds:
+    for name, weights, fold_pass in folds:
         position = _only_use(equations, weights, name)
         traced = primitive_of(equations[position])
         # A new primitive: those of a jaxpr are shared with JAX's caches.
-        params = {**traced.params, "follower": follower}
+        params = {**traced.params, "fold_pass": fold_pass}
         fold = FollowedFold(traced.in_avals, traced.out_aval, **params)
         equations[position] = with_primitive(equations[position], fold)
     edited = jaxpr.replace(eqns=equations, outvars=outputs)
@@ -231,7 +255,7 @@ def _only_use(equations: Sequence[JaxprEqn], weights: Sequence[Var], name: str) 
         read = [var for var in eqn.invars if is_in(var, variables)]
         if not read:
             continue
-        if not _is_fold(eqn) and any(map(_holds_fold, programs_in(eqn))):
+        if not _is_fold(eqn) and _holds_fold(eqn):
             raise _refusal(name, f"`{name_of(eqn)}`")
         # The stack is the first operand, so a fold of it reads all the weights, in
         # order and once. A stack that the loss has changed has other variables.
@@ -256,15 +280,15 @@ def _inlined(jaxpr: Jaxpr, aliases: dict[Var, Any]) -> Iterator[JaxprEqn]:
     """The equations of `jaxpr`; a call (`jax.jit`) that holds a fold is replaced by the
     equations of what it calls.
 
-    JAX differentiates the inside of a call in a trace of its own, out of which a
-    follower could hand no updated layer. Variables are not renamed: `aliases` is filled
-    with what inputs and outputs of inlined calls stand for. No call is inlined twice,
-    as its fold would then be one of two, so each variable has one definition.
+    JAX differentiates the inside of a call in a trace of its own, out of which the
+    fold's rules could hand no updated layer. Variables are not renamed: `aliases` is
+    filled with what inputs and outputs of inlined calls stand for. No call is inlined
+    twice, as its fold would then be one of two, so each variable has one definition.
     """
     for eqn in jaxpr.eqns:
         eqn = eqn.replace(invars=_resolved(eqn.invars, aliases))
         is_call = eqn.primitive.name in CALLS
-        if not is_call or not any(map(_holds_fold, programs_in(eqn))):
+        if not is_call or not _holds_fold(eqn):
             yield eqn
             continue
         (inner,) = programs_in(eqn)
@@ -290,9 +314,11 @@ def _is_fold(eqn: JaxprEqn) -> bool:
     return isinstance(primitive_of(eqn), FollowedFold)
 
 
-def _holds_fold(jaxpr: Jaxpr) -> bool:
-    """Whether there is a fold in `jaxpr`, at any depth."""
-    for eqn in jaxpr.eqns:
-        if _is_fold(eqn) or any(map(_holds_fold, programs_in(eqn))):
+def _holds_fold(eqn: JaxprEqn) -> bool:
+    """Whether an equation is a fold, or has one at any depth."""
+    if _is_fold(eqn):
+        return True
+    for program in programs_in(eqn):
+        if any(map(_holds_fold, program.eqns)):
             return True
     return False

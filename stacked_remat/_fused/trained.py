@@ -31,8 +31,9 @@ from .._activity import active_carry, active_outputs
 from .._messages import shortened
 from .._scan.checks import describe
 from .._scan.marks import is_split, raw_array
+from .._scan.returned import is_none
 from .._stacked import Stacked, StackedKinds, layer_types
-from .._static import PyTree
+from .._static import PyTree, with_leaves
 from .folds import leaves_or_none
 
 
@@ -41,10 +42,14 @@ def masked(tree: PyTree, mask: Iterable[bool]) -> PyTree:
 
     The mask has an entry for each leaf, None being one.
     """
-    leaves, structure = jax.tree.flatten(tree, is_leaf=lambda node: node is None)
+    leaves, structure = jax.tree.flatten(tree, is_leaf=is_none)
     pairs = zip(leaves, mask, strict=True)
     kept = [leaf if is_kept else None for leaf, is_kept in pairs]
     return jax.tree.unflatten(structure, kept)
+
+
+# The part of a model that is not in stacks, beside (node, kind, number) of layers.
+_REST = (-1, "", 0)
 
 
 def _with_block(stacks: StackedKinds, kind: str, block: PyTree) -> PyTree:
@@ -123,7 +128,8 @@ class Trained:
             for path, leaf in jtu.tree_leaves_with_path(
                 nodes[i], is_leaf=is_named_array
             ):
-                if raw_array(leaf) is not None and not is_split(leaf, nodes[i].Layers):
+                is_array = raw_array(leaf) is not None
+                if is_array and not is_split(leaf, nodes[i].Layers):
                     raise ValueError(
                         f"{name}{jtu.keystr(path)} ({describe(leaf)}) is shared by all"
                         " layers, so a fused update cannot update it with one of them."
@@ -169,8 +175,9 @@ class Trained:
         all other arrays.
         """
         nodes = self.nodes(eqx.filter(self.model, False))
+        stacks = nodes[layers.node]
         block = masked(layer, layers.mask)
-        nodes[layers.node] = _with_block(nodes[layers.node], layers.kind, block)
+        nodes[layers.node] = _with_block(stacks, layers.kind, block)
         return self.structure.unflatten(nodes)
 
     def check_optimizer(self, optimizer: Any, dtype: DTypeLike | None) -> None:
@@ -196,7 +203,10 @@ class Trained:
         """
         nodes = self.nodes(self.rest)
         # By node, since the arrays of stacks are among those of the rest in the tree.
-        owners = [[(-1, "", 0)] * len(jax.tree.leaves(node)) for node in nodes]
+        owners = []
+        for node in nodes:
+            count_of_rest = len(jax.tree.leaves(node))
+            owners.append([_REST] * count_of_rest)
         for layers in self.layers:
             node = layers.node
             kind = layers.kind
@@ -229,7 +239,7 @@ def state_of_layers(leaves: Iterable[PyTree], of_one: Any, Layers: Axis) -> PyTr
             return leaf
         return NamedArray(leaf.array, (Layers, *leaf.axes))
 
-    state = jax.tree.unflatten(jax.tree.structure(of_one), leaves)
+    state = with_leaves(of_one, leaves)
     return jax.tree.map(with_axis, state, is_leaf=is_named_array)
 
 
@@ -309,8 +319,11 @@ def _check_types(before: PyTree, after: PyTree) -> None:
             " Use an optimizer whose init makes all arrays that its update returns."
         )
     # A structure that changes otherwise shows as another path.
-    for (path, old), (new_path, new) in zip(old_leaves, new_leaves, strict=True):
-        if path != new_path or (old.shape, old.dtype) != (new.shape, new.dtype):
+    pairs = zip(old_leaves, new_leaves, strict=True)
+    for (path, old), (new_path, new) in pairs:
+        old_type = old.shape, old.dtype
+        new_type = new.shape, new.dtype
+        if path != new_path or old_type != new_type:
             raise ValueError(
                 f"The optimizer's state at {jtu.keystr(path)} is"
                 f" {old.dtype}{list(old.shape)} before an update and"

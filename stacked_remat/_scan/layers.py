@@ -24,19 +24,18 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 from haliax import Axis
 
 from .._checkpoint import checkpoint_name, recomputed, saving_internals
 from .._compat import is_eager, nothing_is_traced
-from .._placement import has_host_arrays, on_device, platform
-from .._remat import EVERYTHING, NOTHING, Kept, Remat
+from .._placement import has_host_arrays, on_device
+from .._remat import EVERYTHING, NOTHING, Remat
 from .._schedule import Tree
 from .._static import PyTree, Static
 from .._sweep.kinds import Pattern
 from .._sweep.primitive import run_layers
 from .._sweep.reverse_spec import with_rules_as_arguments
-from .._sweep.rules import Bound
+from .._sweep.slots import Carry, OfKinds
 from .._sweep.spec import SweepSpec
 from .._sweep.store import at_least_one, read
 from .._sweep.trace import TracedLayers, check_offloaded, has_refs, trace_layers
@@ -91,16 +90,22 @@ def trace_kinds(
         offloads=remat.offloads,
         replays=replays,
     )
-    offloaded = *remat.kept.offloaded, *remat.first_kept.offloaded
-    for kind in traced.kinds:
-        check_offloaded(kind.jaxpr, offloaded)
     return traced, static
+
+
+def checked_inputs(
+    traced: TracedLayers, splits: Sequence[Split], remat: Remat
+) -> tuple[Carry, OfKinds]:
+    """The first carry of traced layers, and their stacks; see `check_offloaded`."""
+    offloaded = *remat.kept.offloaded, *remat.first_kept.offloaded
+    stacks = [split.stacks for split in splits]
+    return check_offloaded(traced.kinds, offloaded, (traced.init, stacks))
 
 
 def sweep_spec(
     call: FoldCall, traced: TracedLayers, remat: Remat, axis: Axis
 ) -> SweepSpec:
-    """The sweep, or the plain scan, over traced layers, as the call says."""
+    """The loop or the sweep over traced layers, as the call says."""
     return SweepSpec(
         traced.kinds,
         remat,
@@ -108,6 +113,7 @@ def sweep_spec(
         unroll=call.unroll_of(axis.size),
         pattern=call.pattern,
         stops=call.until is not None,
+        carry_name=_carry_name(remat, axis) if remat.form == "loop" else "",
     )
 
 
@@ -138,8 +144,7 @@ def scan_layers(call: FoldCall, init: PyTree, arguments: PyTree) -> Any:
         with jax.disable_jit(False):
             return scan_layers(call, init, arguments)
     remat = call.policy.for_layers(axis.size)
-    plain = _plain_checkpoint(call, splits, axis, remat)
-    if call.until is not None and (remat.offloads or plain is not None):
+    if call.until is not None and (remat.offloads or not remat.carries):
         raise ValueError(
             "With until=, a policy can neither offload nor drop what it keeps of the"
             ' steps that run. Let remat be False, True or "nested", or use max_carries,'
@@ -147,25 +152,25 @@ def scan_layers(call: FoldCall, init: PyTree, arguments: PyTree) -> Any:
         )
     with jax.named_scope(f"scan({axis.name})"):
         # A sweep runs layers again in loops of its own, in which a `jax.Ref` that they
-        # close over has no derivative: that is an error. In a plain scan it has one.
-        traced, static = trace_kinds(call, splits, first, remat, replays=plain is None)
-        # Whether a plain scan would be a primitive here. Within a trace it is one of
-        # JAX, and so it is with a `jax.Ref`, which a primitive does not take.
+        # close over has no derivative: that is an error. In a loop of JAX it has one.
+        is_swept = _needs_sweep(call, splits, remat)
+        traced, static = trace_kinds(call, splits, first, remat, replays=is_swept)
+        # Whether a loop would be a primitive here. Within a trace it is one of JAX, and
+        # so it is with a `jax.Ref`, which a primitive does not take.
         is_primitive = is_eager() and not has_refs(traced.shared)
-        if is_primitive and remat.carries and axis.size:
-            # Outside of a trace the backward pass of a plain scan has its arguments
-            # alone and runs the layers again; a sweep keeps the carries that the policy
-            # says.
-            plain = None
         if not remat.carries and not nothing_is_traced():
             traced = with_rules_as_arguments(traced)
-        program = remat.swept() if plain is None else remat
+        program = remat
+        # Outside of a trace the backward pass of a loop has its arguments alone and
+        # runs the layers again; a sweep keeps the carries that the policy says.
+        if is_swept or (is_primitive and remat.carries):
+            program = remat.swept()
         spec = sweep_spec(call, traced, program, axis)
-        run = functools.partial(run_layers, traced, spec, plain)
-        # A primitive of a plain scan keeps its arguments alone.
-        if plain is None or not is_primitive:
+        run = functools.partial(run_layers, traced, spec)
+        # A primitive of a loop keeps its arguments alone.
+        if program.form == "sweep" or not is_primitive:
             run = _replayed_whole(run, remat)
-        carry, ys = run(traced.init, [split.stacks for split in splits])
+        carry, ys = run(*checked_inputs(traced, splits, remat))
     carry = eqx.combine(carry, static)
     if call.until is not None:
         carry = carry.carry
@@ -185,45 +190,18 @@ def _first_carry(
     return UntilCarry.of(until, init, inputs)
 
 
-def _plain_checkpoint(
-    call: FoldCall, splits: Sequence[Split], axis: Axis, remat: Remat
-) -> Bound | None:
-    """What checkpoints each layer of a plain scan; None for a sweep."""
-    # A plain scan would keep what it reads from the host, and read nothing ahead.
+def _needs_sweep(call: FoldCall, splits: Sequence[Split], remat: Remat) -> bool:
+    """Whether layers are swept, also where the policy does not cut them."""
+    # Layers of several kinds have no loop that does not copy their stacks.
+    if call.pattern:
+        return True
+    # A policy that keeps no carry runs the layers twice as a loop, the second time with
+    # their carries kept.
+    if remat.carries is None:
+        return False
+    # A loop would keep what it reads from the host, and read nothing ahead.
     on_host = has_host_arrays([split.stacks for split in splits])
-    needs_sweep = axis.size and (remat.schedule is not None or on_host)
-    is_swept = call.pattern or call.until is not None or needs_sweep
-    # A policy that keeps no carry runs the layers twice as a plain scan, the second
-    # time with their carries kept. Layers of several kinds have no plain scan that does
-    # not copy their stacks.
-    if is_swept and (remat.carries is not None or call.pattern):
-        return None
-    # A loop over a symbolic number of layers (`jax.export`) stays one
-    is_symbolic = not isinstance(axis.size, int | np.integer)
-    is_rolled = is_symbolic or call.unroll_of(axis.size) < axis.size
-    options = remat.kept, _carry_name(remat, axis), is_rolled
-    return Bound("checkpointed", _checkpointed, options)
-
-
-def _checkpointed(
-    kept: Kept, carry_name: str, is_rolled: bool, layer: Callable
-) -> Callable:
-    """A layer of a plain scan under `jax.checkpoint`; its carry goes to the host if it
-    has a name.
-    """
-    if kept == EVERYTHING:
-        return layer
-
-    def named(shared: PyTree, carry: PyTree, x: PyTree) -> PyTree:
-        return layer(shared, checkpoint_name(carry, carry_name), x)
-
-    # GPUs need the barriers also where carries come from the host, for which see
-    # `_sweep.reverse`. They are a parameter of JAX's checkpoint, the same for all
-    # platforms. A program that is traced on a CPU has them, to no effect there, since
-    # it may be exported. One for TPUs does not: 814 MB for 805 (v5p, `offload`).
-    prevent_cse = not is_rolled or bool(carry_name and platform() != "tpu")
-    run = named if carry_name else layer
-    return jax.checkpoint(run, policy=kept.policy(carry_name), prevent_cse=prevent_cse)
+    return remat.form == "sweep" or on_host or call.until is not None
 
 
 def layers_at_once(

@@ -23,8 +23,8 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
-from jax import lax
 
+from .. import _xla_hints as xla_hints
 from .._activity import is_differentiable, not_differentiable
 from .._static import PyTree, Static
 from .._sweep.gradient import LayerPullback, LeafVisit, Perturbed, pick
@@ -47,7 +47,13 @@ from .._sweep.trace import TracedLayers
 from .arguments import Caller, signature_error
 from .checks import describe
 from .layer_axis import Join, Split, split_kinds
-from .layers import named_outputs, split_arguments, sweep_spec, trace_kinds
+from .layers import (
+    checked_inputs,
+    named_outputs,
+    split_arguments,
+    sweep_spec,
+    trace_kinds,
+)
 from .marks import Marked, PerKind, is_array
 from .returned import Returned, checked_result, cotangent_leaves, is_none
 from .step import FoldCall
@@ -232,8 +238,7 @@ class _TreeVisitor:
         returned = [*loop.returned]
         before = returned[number]
         carry_ct, *new = self.visited(visit, before.layer_state, loop.visitor_state)
-        # Without the barrier XLA holds a layer's internals until all is written.
-        new, state = lax.optimization_barrier(new)
+        new, state = xla_hints.results_before_writes(new)
         returned[number] = before.with_layer(visit.row, new)
         return carry_ct, _SweepState(returned, state)
 
@@ -412,10 +417,10 @@ def fold_forward(
     traced, static = trace_kinds(call, splits, init, remat)
     # With all leaves of carries held, since a visitor may read any
     spec = sweep_spec(call, traced, remat.swept(), axis)
-    xs = [split.stacks for split in splits]
+    first, xs = checked_inputs(traced, splits, remat)
     spec, perturbed, shared = _differentiated(spec, traced, splits)
     with jax.named_scope(f"scan({axis.name})"):
-        carry, ys, checkpoints = sweep_forward(spec, perturbed, traced.init, xs, shared)
+        carry, ys, checkpoints = sweep_forward(spec, perturbed, first, xs, shared)
     carry = jtu.tree_unflatten(traced.carry_tree, carry)
     stacked = [*map(traced.output, traced.kinds, ys)]
     outputs = named_outputs(call, splits, stacked)

@@ -17,7 +17,7 @@ import jax.tree_util as jtu
 from haliax import Axis
 from jax.extend.core import get_opaque_trace_state
 
-from .._barriers import barrier_on
+from .. import _xla_hints as xla_hints
 from .._static import PyTree
 from .._sweep.gradient import (
     LayerInputs,
@@ -254,13 +254,13 @@ class SweepTypes:
 
     def _vjp(self, visit: LeafVisit) -> LayerCotangents:
         cotangents = self.cotangents(visit.pullback.kind, visit.vjp())
-        on_host = self.spec.remat.boundaries_on_host
-        platforms = ("cuda", "tpu") if on_host else ("tpu",)
-
-        def apart(part: Any) -> Any:
-            # Without the barrier XLA keeps a layer's internals until the visitor has
-            # used its gradients; one barrier for all would keep what the visitor does
-            # not use.
-            return barrier_on(platforms, (part, cotangents.carry))[0]
-
-        return LayerCotangents(cotangents.carry, *map(apart, cotangents[1:]))
+        parts = []
+        for part in cotangents[1:]:
+            parts.append(
+                xla_hints.gradient_for_visitor(
+                    part,
+                    cotangents.carry,
+                    carry_from_host=self.spec.remat.boundaries_on_host,
+                )
+            )
+        return LayerCotangents(cotangents.carry, *parts)

@@ -31,7 +31,8 @@ from typing import NamedTuple, TypeAlias
 import jax.numpy as jnp
 from jax import lax
 
-from .._placement import has_host_arrays, platform, to_host
+from .. import _xla_hints as xla_hints
+from .._placement import has_host_arrays, to_host
 from .._schedule import Schedule
 from .gradient import LayerPullback, Perturbed
 from .kinds import Kind
@@ -48,8 +49,6 @@ from .store import (
     Index,
     empty_stack,
     on_mesh,
-    read_before_writes,
-    settle,
     with_tangents,
     write,
 )
@@ -83,7 +82,9 @@ def primal(
     spec: SweepSpec, init: Carry, xs: OfKinds, shared: OfKinds
 ) -> tuple[Carry, OfKinds]:
     """Run all layers and keep nothing: the last carry, and the outputs of each kind."""
-    if not spec.length or not (spec.pattern or spec.stops or has_host_arrays(xs)):
+    # One scan, unless layers are of several kinds, may stop, or are read from the host.
+    needs_steps = spec.pattern or spec.stops or has_host_arrays(xs)
+    if not spec.length or not needs_steps:
         return spec.plain(None, init, xs, shared)
     step = _forward_step(spec, xs, shared, range(spec.length))
     state = spec.run(spec.length, step, _start(spec, init, xs))
@@ -112,9 +113,12 @@ def _forward_step(
     """
 
     def step(number: Index, state: ForwardState) -> ForwardState:
-        fetched, number = settle(state.fetched, number)
-        # The last layer reads itself again: a loop's carry has one shape.
-        ahead = fetched and spec.fetch(xs, jnp.minimum(number + 1, spec.length - 1))
+        fetched, number = xla_hints.copy_fetched(state.fetched, number)
+        ahead: Arrays = []
+        if fetched:
+            # The last layer reads itself again: a loop's carry has one shape.
+            last = spec.length - 1
+            ahead = spec.fetch(xs, jnp.minimum(number + 1, last))
 
         def run(kind: Kind, row: Index, state: ForwardState) -> ForwardState:
             ahead, ys, residuals = state.fetched, state.ys, state.residuals
@@ -127,8 +131,7 @@ def _forward_step(
             else:
                 carry, y = kind.values(*inputs)
             if spec.remat.boundaries_on_host:
-                # Or XLA reads while the output is written, and not while the step runs.
-                ahead, (y, ys) = read_before_writes(ahead, (y, ys), "tpu")
+                ahead, (y, ys) = xla_hints.read_before_outputs(ahead, (y, ys))
             ys = kind.write(ys, row, y)
             return state._replace(
                 carry=carry, ys=ys, fetched=ahead, residuals=residuals
@@ -186,7 +189,8 @@ def _run_first(
     on_host = remat.carries == "host" and remat.schedule is None
     inputs = empty_stack(spec.of_held(state.carry), count, on_host)
     residuals = spec.residual_buffers(pullbacks, [range(count)])
-    inputs, residuals = with_tangents((inputs, residuals), (state.carry, xs, shared))
+    buffers = inputs, residuals
+    inputs, residuals = with_tangents(buffers, (state.carry, xs, shared))
     state = state._replace(inputs=inputs, residuals=residuals)
     return _run_stretches(spec, step, range(count + 1), range(count), state)
 
@@ -214,36 +218,18 @@ def _run_scheduled(
     state = state._replace(inputs=spec.slots_for(state.carry, program, is_read))
     # A leaf that no visit reads has slots for the sources of replays alone, so that not
     # every input can be written.
-    if (
-        spec.stops
-        or not all(is_read)
-        or (_writes_take_long(spec) and not spec.unrolled)
-    ):
-        bounds, slots = (*program.kept, layers.stop), range(len(program.kept))
+    writes_few = spec.stops or not all(is_read)
+    if not writes_few and not spec.unrolled:
+        writes_few = xla_hints.write_takes_long(spec.carry_bytes())
+    if writes_few:
+        bounds = (*program.kept, layers.stop)
+        slots = range(len(program.kept))
     else:
         # All inputs are written: loops in a loop take a GPU more time, and a TPU more
         # memory.
         bounds = range(layers.start, layers.stop + 1)
         slots = program.input_slots
     return _run_stretches(spec, step, bounds, slots, state)
-
-
-_SMALL_CARRY = 2**20  # bytes
-
-
-def _writes_take_long(spec: SweepSpec) -> bool:
-    """Whether the write of a carry takes as long as a step: on a CPU, of a small one.
-
-    The tracing platform decides, since `lax.platform_dependent` would trace all layers
-    twice (a transformer block: 1.17 -> 1.34 of the time of `lax.scan`). So large
-    carries, which GPUs and TPUs have, are written alike everywhere: what is exported
-    from a CPU suits them.
-    """
-    return (
-        platform() == "cpu"
-        and spec.carry_has_known_size()
-        and spec.carry_bytes() <= _SMALL_CARRY
-    )
 
 
 def _run_stretches(

@@ -37,14 +37,14 @@ from jax.core import ShapedArray, eval_jaxpr
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.interpreters.partial_eval import dce_jaxpr
 
+from .. import _xla_hints as xla_hints
 from .._activity import active_outputs, forwarded_inputs
-from .._barriers import barrier_on
 from .._compat import trace_context, without_constants
 from .._remat import Kept
 from .._static import PyTree
 from .kinds import Kind
 from .slots import Arrays, Carry, Mask, inverted, types_of
-from .store import Index, apart_from_transfers, write, zeros_like
+from .store import Index, write, zeros_like, zeros_of
 
 # Wraps a layer, as `jax.checkpoint` does with a policy.
 Checkpoint: TypeAlias = Callable[[Callable], Callable]
@@ -81,7 +81,8 @@ class Perturbed:
 
     def of_layer(self, kind: Kind) -> tuple[Mask, Mask, Mask]:
         """The leaves of the inputs of one layer."""
-        return self.shared[kind.number], self.carry, self.xs[kind.number]
+        number = kind.number
+        return self.shared[number], self.carry, self.xs[number]
 
 
 class Residuals(NamedTuple):
@@ -229,10 +230,11 @@ class LayerPullback:
     @property
     def cotangent_types(self) -> tuple[list[Any], list[Any]]:
         """The types of the cotangents of the perturbed leaves of carry and output."""
-        carries = self.kind.carries
-        types = [type_.to_ct_aval() for type_ in types_of(self.kind.jaxpr.outvars)]
-        of_carry = pick(types[:carries], self.perturbed.carry)
-        return of_carry, pick(types[carries:], self.perturbed.ys[self.kind.number])
+        kind = self.kind
+        types = [type_.to_ct_aval() for type_ in types_of(kind.jaxpr.outvars)]
+        of_carry = pick(types[: kind.carries], self.perturbed.carry)
+        of_output = pick(types[kind.carries :], self.perturbed.ys[kind.number])
+        return of_carry, of_output
 
     @property
     def jaxpr(self) -> ClosedJaxpr:
@@ -310,10 +312,12 @@ def _residuals(
     results = len(jaxpr.outvars) - structure.num_leaves
     shared, carry, x = map(len, types)
     before_carry = [False] * (len(constants) + shared)
-    is_carry = [*before_carry, *[True] * carry, *[False] * x]
+    after_carry = [False] * x
+    is_carry = [*before_carry, *[True] * carry, *after_carry]
     # What depends on weights alone is made again: saved casts or transposes of weights
     # would fill a buffer with a segment of weights.
-    is_data = [*before_carry, *[place >= flags for place in range(carry)], *[False] * x]
+    carry_is_data = [False] * flags + [True] * (carry - flags)
+    is_data = [*before_carry, *carry_is_data, *after_carry]
     depends = active_outputs(jaxpr, is_data, counts=lambda _: True)[results:]
     sources = forwarded_inputs(jaxpr)[results:]
     # Inputs are not saved twice: the carry is in a slot, the others in their stacks.
@@ -353,7 +357,7 @@ class LeafVisit(NamedTuple):
     saved: Arrays
     # Of the perturbed leaves of its carry and of its output.
     cotangents: tuple[Carry, Arrays]
-    # Whether the visitor writes to the host: see `apart_from_transfers`.
+    # Whether the visitor writes to the host.
     writes_to_host: bool
 
     def vjp(self, totals: Sequence[PyTree] = ()) -> LayerInputs:
@@ -363,7 +367,10 @@ class LeafVisit(NamedTuple):
         compute = functools.partial(
             self.pullback, self.inputs, self.saved, self.cotangents, totals
         )
-        return apart_from_transfers(compute) if self.writes_to_host else compute()
+        if not self.writes_to_host:
+            return compute()
+        zeros = jax.tree.map(zeros_of, jax.eval_shape(compute))
+        return xla_hints.apart_from_transfers(compute, zeros)
 
 
 class Gradients(NamedTuple):
@@ -404,9 +411,7 @@ def write_gradients(
     sums, stacks = state[kind.number]
     totals = scatter_leaves(pick(stacks, is_whole), is_whole)
     shared_ct, carry_ct, x_ct = visit.vjp(totals)
-    # Without the barrier XLA for TPUs holds a layer's internals until its gradients are
-    # in their stacks.
-    entries = barrier_on(("tpu",), pick(x_ct, is_sliced))
+    entries = xla_hints.gradients_before_writes(pick(x_ct, is_sliced))
     sums = [*map(lax.add, sums, shared_ct)]
     written = write(pick(stacks, is_sliced), visit.row, entries)
     state = [*state]
@@ -420,25 +425,10 @@ def write_tangents(
     """`write_gradients` for derivatives of the gradients, whose own values nothing
     reads.
 
-    A loop of JAX's forward mode carries values and tangents together. A value that
-    stays as it is passes through the loop, and XLA removes it.
+    A loop of JAX's forward mode carries values and tangents together.
     """
     carry_ct, new = write_gradients(visit, state)
-    return carry_ct, _unread(state, new)
-
-
-@jax.custom_jvp
-def _unread(old: PyTree, new: PyTree) -> PyTree:
-    """`old`, with derivatives of `new`.
-
-    XLA removes a value that a loop only passes on; it does not remove a sum, though
-    nothing reads it.
-    """
-    # Not `old` itself: `jax.vmap` must find it mapped where `new` is.
-    return jax.tree.map(functools.partial(lax.select_n, False), old, new)
-
-
-_unread.defjvp(lambda primals, tangents: (_unread(*primals), tangents[1]))
+    return carry_ct, xla_hints.unread(state, new)
 
 
 def pick(leaves: Sequence[PyTree], mask: Sequence[bool]) -> list[PyTree]:

@@ -20,13 +20,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-import jax
 import numpy as np
-from jax import lax
 from jax.core import eval_jaxpr
-from jax.extend.core import ClosedJaxpr, Jaxpr, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.interpreters.partial_eval import dce_jaxpr
 
+from .. import _xla_hints as xla_hints
 from .._compat import without_constants
 from .slots import Arrays, Carry, Mask, OfKinds, inverted, types_of
 from .store import Index, write
@@ -72,7 +71,8 @@ class Kind:
         """Of which stacks in `x` it reads the layer's entry: they are sliced, and it
         uses that. Others need not be brought from the host.
         """
-        _, is_read = dce_jaxpr(self.jaxpr, [True] * len(self.jaxpr.outvars))
+        is_used = [True] * len(self.jaxpr.outvars)
+        _, is_read = dce_jaxpr(self.jaxpr, is_used)
         _, _, x_is_read = self.split(is_read)
         return tuple(map(operator.and_, x_is_read, self.sliced))
 
@@ -93,13 +93,16 @@ class Kind:
 
     def layer(self, shared: Arrays, carry: Carry, x: Arrays) -> tuple[Carry, Arrays]:
         """The layer, for derivatives."""
-        evaluate = _eval_with_barriers if self.in_forward_mode else eval_jaxpr
+        evaluate = eval_jaxpr
+        if self.in_forward_mode:
+            evaluate = xla_hints.eval_product_tangents_apart
         outputs = evaluate(self.jaxpr, (), *shared, *carry, *x)
         return outputs[: self.carries], outputs[self.carries :]
 
     def values(self, shared: Arrays, carry: Carry, x: Arrays) -> tuple[Carry, Arrays]:
         """The layer's results, where they are not differentiated."""
-        outputs = eval_jaxpr(self.values_jaxpr or self.jaxpr, (), *shared, *carry, *x)
+        jaxpr = self.values_jaxpr or self.jaxpr
+        outputs = eval_jaxpr(jaxpr, (), *shared, *carry, *x)
         return outputs[: self.carries], outputs[self.carries :]
 
     def replayed(self, shared: Arrays, carry: Carry, x: Arrays) -> Carry:
@@ -125,38 +128,6 @@ class Kind:
         return written
 
 
-def _eval_with_barriers(jaxpr: Jaxpr, _: tuple[()], *inputs: Any) -> list[Any]:
-    """`eval_jaxpr`, where the tangent of a product, a sum of two, is there before what
-    reads it.
-
-    Otherwise XLA for GPUs holds the parts of all such sums at once.
-    """
-    known = dict(zip(jaxpr.invars, inputs, strict=True))
-    for equation in jaxpr.eqns:
-        is_product = equation.primitive.name == "dot_general"
-        before_reads = _barrier if is_product else lambda x: x
-        # Each operand once: an equation may read a variable twice.
-        operands = [*dict.fromkeys(v for v in equation.invars if isinstance(v, Var))]
-        program = jaxpr.replace(
-            invars=operands, eqns=[equation], outvars=equation.outvars
-        )
-        values = [before_reads(known[var]) for var in operands]
-        results = eval_jaxpr(program, (), *values)
-        known |= zip(equation.outvars, map(before_reads, results), strict=True)
-    return [known[out] if isinstance(out, Var) else out.val for out in jaxpr.outvars]
-
-
-# The value passes; the tangent goes through a barrier.
-@jax.custom_jvp
-def _barrier(x: Any) -> Any:
-    return x
-
-
-_barrier.defjvp(
-    lambda primals, tangents: (_barrier(*primals), lax.optimization_barrier(*tangents))
-)
-
-
 @dataclass(frozen=True)
 class Pattern:
     """Which layer is of which kind."""
@@ -180,11 +151,15 @@ class Pattern:
         """How many layers of each kind come before each layer: `[layer, kind]`, and one
         row for the end.
         """
-        kinds = np.arange(len(self.names))
-        is_kind = np.asarray(self.kinds, np.int32)[:, None] == kinds
-        return np.pad(np.cumsum(is_kind, 0, dtype=np.int32), ((1, 0), (0, 0)))
+        number_of_kinds = len(self.names)
+        before = np.zeros((len(self.kinds) + 1, number_of_kinds), np.int32)
+        for layer, kind in enumerate(self.kinds):
+            before[layer + 1] = before[layer]
+            before[layer + 1, kind] += 1
+        return before
 
     @functools.cached_property
     def rows(self) -> np.ndarray:
         """The place of each layer in the stacks of its kind."""
-        return self.before[np.arange(len(self.kinds)), [*self.kinds]]
+        layers = np.arange(len(self.kinds))
+        return self.before[layers, [*self.kinds]]

@@ -32,14 +32,14 @@ from typing import Any
 
 import jax
 from jax.extend.core import ClosedJaxpr, unmapped_aval
-from jax.interpreters import ad, batching
+from jax.interpreters import batching
 
 from .._activity import active_outputs
 from .._compat import batch_jaxpr, is_eager, nothing_is_traced
 from .._placement import has_host_arrays
 from .._static import PyTree, Static
 from .forward import forward, primal
-from .gradient import Checkpoint, Perturbed, merge, pick
+from .gradient import Perturbed, merge, pick
 from .programs import jitted, run, traced_program
 from .reverse import pull_back
 from .reverse_spec import differentiated, for_forward_mode, for_reverse, serves
@@ -64,18 +64,13 @@ from .trace import TracedLayers, has_refs, weak_as, without_passed_on
 
 
 def run_layers(
-    traced: TracedLayers,
-    spec: SweepSpec,
-    plain: Checkpoint | None,
-    init: Carry,
-    stacks: OfKinds,
+    traced: TracedLayers, spec: SweepSpec, init: Carry, stacks: OfKinds
 ) -> tuple[Any, list[PyTree]]:
     """Run traced layers of each kind from one first carry.
 
     Args:
         traced: the layers.
-        spec: the sweep over them.
-        plain: a checkpoint of each layer, for a plain scan; None for a sweep.
+        spec: the loop or the sweep over them.
         init: the leaves of the first carry.
         stacks: the layers' own inputs.
 
@@ -84,8 +79,8 @@ def run_layers(
     """
     layers, passed_on = without_passed_on(traced._replace(init=[*init]))
     spec = replace(spec, kinds=layers.kinds)
-    scanned = sweep_of if plain is None else functools.partial(plain_scan, plain)
-    carry, ys = scanned(spec, layers.init, stacks, layers.shared)
+    run_all = loop_of if spec.remat.form == "loop" else sweep_of
+    carry, ys = run_all(spec, layers.init, stacks, layers.shared)
     carry = [*map(weak_as, carry, spec.carry_types)]
     outputs = [*map(layers.output, layers.kinds, ys)]
     carry = merge(init, carry, inverted(passed_on))
@@ -109,8 +104,10 @@ class Sweep(Differentiable):
         self.out_aval = (self.in_avals[0], ys)
         # `super().__init__` makes parameters attributes, and JAX compares by them.
         self.params = {"spec": spec}
-        self.effects = frozenset().union(*(kind.jaxpr.effects for kind in spec.kinds))
         self.programs = tuple(kind.jaxpr for kind in spec.kinds)
+        self.effects = frozenset()
+        for jaxpr in self.programs:
+            self.effects |= jaxpr.effects
         super().__init__()
 
     def expand(self, init: Carry, xs: OfKinds, shared: OfKinds) -> PyTree:
@@ -185,11 +182,6 @@ class Sweep(Differentiable):
         input_cts = sweep_backward(spec, perturbed, *kept, carry_ct, ys_ct)
         return self._like_inputs(input_cts, nonzero)
 
-    def _has_cotangent(self, cotangents: PyTree) -> Mask:
-        leaves = self.out_tree.flatten_up_to(cotangents)
-        pairs = zip(floats(self.out_aval), leaves, strict=True)
-        return tuple(is_ and not isinstance(ct, ad.Zero) for is_, ct in pairs)
-
     def batch(self, axis: Any, args: PyTree, dims: PyTree) -> PyTree:
         if not_mapped(self, axis, dims):
             return self(*args), jax.tree.map(lambda _: None, self.out_aval)
@@ -244,20 +236,21 @@ def sweep_of(
     return Sweep(spec, init, xs, shared)(init, xs, shared)
 
 
-def plain_scan(
-    checkpoint: Checkpoint, spec: SweepSpec, *args: PyTree
+def loop_of(
+    spec: SweepSpec, init: Carry, xs: OfKinds, shared: OfKinds
 ) -> tuple[Carry, OfKinds]:
-    """Run the layers of a plain scan, each checkpointed."""
-    plain = Bound("scan", SweepSpec.plain, (spec, checkpoint))
+    """Run the layers of a loop, with results as of `sweep_of`."""
+    args = init, xs, shared
+    loop = Bound("scan", SweepSpec.loop, (spec,))
     # A primitive has cotangents for all inputs on the host, which JAX makes on the
     # device where a layer doesn't read one. And outside of `jax.jit` its derivative
     # keeps its arguments alone.
     is_primitive = is_eager() or has_host_arrays(args)
     if not is_primitive or _closes_over_traced(spec):
-        return plain(*args)
+        return loop(*args)
     if has_refs(args):
-        return jitted(plain)(*args)
-    return Rule(plain, plain, *args)(*args)
+        return jitted(loop)(*args)
+    return Rule(loop, loop, *args)(*args)
 
 
 def _closes_over_traced(spec: SweepSpec) -> bool:
@@ -346,8 +339,10 @@ class Rule(Differentiable):
         self, nonzero: Mask, has_ct: Mask, args: PyTree, cts: Arrays
     ) -> Arrays:
         back = Bound("cotangents", cotangents_of, (self.reference, nonzero, has_ct))
-        # Outside of `jax.jit` a primitive again, which is compiled as one program.
-        return Rule(back, back, args, cts)(args, cts) if is_eager() else back(args, cts)
+        if is_eager():
+            # A primitive again, which is compiled as one program.
+            back = Rule(back, back, args, cts)
+        return back(args, cts)
 
     def batch(self, axis: Any, args: PyTree, dims: PyTree) -> PyTree:
         if not_mapped(self, axis, dims):
@@ -416,7 +411,8 @@ def _by_rule(
     name: str, fn: Callable, reference: Callable, bound: tuple, *args: PyTree
 ) -> PyTree:
     """Call `fn` as a `Rule`, with the first arguments `bound` to it and `reference`."""
-    return Rule(Bound(name, fn, bound), Bound(name, reference, bound), *args)(*args)
+    rule = Rule(Bound(name, fn, bound), Bound(name, reference, bound), *args)
+    return rule(*args)
 
 
 def _forward_reference(spec: SweepSpec, perturbed: Perturbed, *args: PyTree) -> PyTree:
@@ -429,9 +425,10 @@ def _forward_reference(spec: SweepSpec, perturbed: Perturbed, *args: PyTree) -> 
     run, part = of_part(spec.reference, args, perturbed.inputs)
     results, _ = jax.vjp(run, part)
     # The checkpoints that the sweep would return, by their types.
-    types, _ = _results(Bound("sweep_forward", forward, (spec, perturbed)), *args)
-    *result_types, checkpoint_types = types
-    carry, ys = jax.tree.unflatten(jax.tree.structure(tuple(result_types)), results)
+    sweep = Bound("sweep_forward", forward, (spec, perturbed))
+    (*result_types, checkpoint_types), _ = _results(sweep, *args)
+    structure = jax.tree.structure(tuple(result_types))
+    carry, ys = jax.tree.unflatten(structure, results)
     return carry, ys, checkpoint_types.from_first(spec.of_held(init))
 
 

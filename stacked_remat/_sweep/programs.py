@@ -284,7 +284,8 @@ class _Description:
     def _of_partial(self, value: functools.partial) -> Hashable:
         if not _is_of_library(value.func):
             return self._unknown(value)
-        return type(value), *map(self.of, (value.func, value.args, value.keywords))
+        parts = value.func, value.args, value.keywords
+        return type(value), *self._of_sequence(parts)
 
     def _of_function(self, function: types.FunctionType) -> Hashable:
         """A function by its code and what it closes over, since each trace may make
@@ -398,9 +399,8 @@ def _place(array: Any) -> Hashable:
 
 
 def _is_value(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array | np.ndarray | np.generic) and not isinstance(
-        leaf, Tracer
-    )
+    is_array = isinstance(leaf, jax.Array | np.ndarray | np.generic)
+    return is_array and not isinstance(leaf, Tracer)
 
 
 def _compiled(name: str, jaxpr: core.Jaxpr, inputs: Sequence[Any]) -> Any:

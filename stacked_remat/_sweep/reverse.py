@@ -48,7 +48,7 @@ import numpy as np
 from equinox.internal import unvmap_max
 from jax import lax
 
-from .._barriers import barrier_on
+from .. import _xla_hints as xla_hints
 from .._placement import has_host_arrays, to_device
 from .._remat import Kept
 from .._schedule import Program, Schedule, equal
@@ -74,7 +74,7 @@ from .slots import (
     entry_at,
 )
 from .spec import SweepSpec
-from .store import Index, read, read_before_writes, settle, with_tangents, write
+from .store import Index, read, with_tangents, write
 
 # Called for every layer, from the last to the first, with the visitor's state. Returns
 # the cotangents of the perturbed leaves of the layer's input carry, and the state.
@@ -275,9 +275,7 @@ class _Layers:
                 residuals = read(loop.saved[kind.number], entry)
             cotangents = carry_ct, read(self.ys_ct[kind.number], row)
             if spec.remat.boundaries_on_host:
-                # For GPUs XLA keeps a layer's internals twice where its carry comes
-                # from the host.
-                carry, cotangents = barrier_on(("cuda",), (carry, cotangents))
+                carry, cotangents = xla_hints.visit_after_both(carry, cotangents)
             visit = LeafVisit(
                 self.pullbacks[kind.number],
                 spec.layer_index(number),
@@ -357,10 +355,7 @@ def _fetch_first(
     first: Index = layers.program.first[0]
     fetched = layers.fetch(state, first)
     if fetched:
-        # Without the barrier XLA reads the first layer before the forward sweep, and
-        # holds it meanwhile. JAX's own would make the number vary over the devices of a
-        # `jax.shard_map` as the cotangent does, and so the layer.
-        first, cotangent = barrier_on(("cuda", "tpu"), (jnp.int32(first), cotangent))
+        first, cotangent = xla_hints.first_read_after(first, cotangent)
         fetched = layers.fetch(state, first)
     return fetched, cotangent
 
@@ -432,7 +427,8 @@ def _advance(layers: _Layers, r: Index, loop: _Loop) -> _Loop:
     slot = entry_at(program.slot, r)
 
     def layer(k: Index, loop: _Loop) -> _Loop:
-        fetched, number = settle(loop.fetched, entry_at(program.start, r) + k)
+        number = entry_at(program.start, r) + k
+        fetched, number = xla_hints.copy_fetched(loop.fetched, number)
         ahead = fetched and layers.fetch(loop.state, number + 1)
         carry = layers.replay(number, loop, fetched)
         # Every input is written, where the next one that is held goes: the following
@@ -461,7 +457,7 @@ def _save(layers: _Layers, r: Index, loop: _Loop) -> _Loop:
     is_read = layers.spec.of_held(layers.is_read)
 
     def layer(k: Index, loop: _Loop) -> _Loop:
-        fetched, number = settle(loop.fetched, bottom + k)
+        fetched, number = xla_hints.copy_fetched(loop.fetched, bottom + k)
         ahead: Arrays = []
         if fetched:
             # The layer after the top one is not needed: the first visit is of the top.
@@ -490,13 +486,13 @@ def _visit(layers: _Layers, r: Index, loop: _Loop) -> _Loop:
     def layer(k: Index, loop: _Loop) -> _Loop:
         # Counted from below: where layers stopped, the visits begin under the top.
         place = visits - 1 - k
-        fetched, number = settle(loop.fetched, bottom + place)
+        fetched, number = xla_hints.copy_fetched(loop.fetched, bottom + place)
         below: Index = 0
         if fetched:
             next_first = entry_at(program.first, r + 1)
             below = jnp.where(place == 0, next_first, number - 1)
         ahead = layers.fetch(loop.state, below)
-        ahead, state = read_before_writes(ahead, loop.state, "cuda")
+        ahead, state = xla_hints.read_before_updates(ahead, loop.state)
         loop = loop._replace(fetched=ahead, state=state)
         held = read(loop.slots, entry_at(program.bottom_slot, r) + place)
         cotangent, state = layers.visit(number, bottom, held, loop, fetched)

@@ -24,9 +24,9 @@ from dataclasses import replace
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.interpreters.partial_eval import dce_jaxpr
 
+from .. import _xla_hints as xla_hints
 from .._activity import bytes_of, has_rules, surely_read
 from .._compat import without_constants
-from .._placement import platform
 from .._remat import EVERYTHING, NOTHING, Remat
 from .._schedule import equal, shrinking
 from .gradient import LayerPullback, Perturbed, Residuals, pick
@@ -62,11 +62,8 @@ def differentiated(
         kinds.append(replace(kind, jaxpr=layer, values_jaxpr=values))
         masks.append((*[False] * len(constants), *shared_mask))
         inputs.append([*constants, *leaves])
-    return (
-        replace(spec, kinds=tuple(kinds)),
-        replace(perturbed, shared=tuple(masks)),
-        inputs,
-    )
+    spec = replace(spec, kinds=tuple(kinds))
+    return spec, replace(perturbed, shared=tuple(masks)), inputs
 
 
 def _layer_and_values(
@@ -154,14 +151,14 @@ def _surely_holds_all(spec: SweepSpec) -> bool:
     """Whether pullbacks read all leaves and so much that `_remat_for` changes nothing;
     costs no trace.
     """
-    has_size = spec.carry_has_known_size()
-    carry_bytes = spec.carry_bytes() if has_size else 0
+    carry_bytes = spec.carry_bytes()
     for kind in spec.kinds:
-        shared, carry, x = map(len, kind.split(kind.jaxpr.invars))
-        is_carry = [False] * shared + [True] * carry + [False] * x
+        inputs = len(kind.jaxpr.invars)
+        _, carry_places, _ = kind.split(range(inputs))
+        is_carry = [place in carry_places for place in range(inputs)]
         is_read, read_bytes = surely_read(kind.jaxpr, is_carry)
         _, carry_is_read, _ = kind.split(is_read)
-        reads_enough = not has_size or 2 * read_bytes > carry_bytes
+        reads_enough = carry_bytes is None or 2 * read_bytes > carry_bytes
         if all(carry_is_read) and reads_enough:
             return True
     return False
@@ -174,16 +171,10 @@ def _remat_for(spec: SweepSpec, residuals: Sequence[Residuals]) -> Remat:
     Of N layers, `shrinking` holds √(2N) carries. Where the internals of a layer take
     r <= 1/2 of the memory of a carry, k segments whose internals are kept while they
     are reversed take k + r N / k carries: 2√(rN) <= √(2N) for k = √(rN).
-
-    On a CPU segments may be shorter, so that small layers run fast. The tracing
-    platform decides, as in `forward._writes_take_long`, since
-    `lax.platform_dependent` would trace the sweep twice. Only layers whose internals
-    take a few dozen bytes are cut in another way; what is exported from a CPU has the
-    same values, and up to a quarter more memory.
     """
     remat, length = spec.remat, spec.length
     is_nested = length > 1 and remat == Remat(length, schedule=shrinking(length))
-    if not is_nested or len(residuals) > 1 or not spec.carry_has_known_size():
+    if not is_nested or len(residuals) > 1 or spec.carry_bytes() is None:
         return remat
     (of_layer,) = residuals
     is_held = spec.held or ()
@@ -195,17 +186,9 @@ def _remat_for(spec: SweepSpec, residuals: Sequence[Residuals]) -> Remat:
     if of_layer.on_host or not of_layer.types or 2 * layer_bytes > carry_bytes:
         return remat
     longest = math.ceil(math.sqrt(length * carry_bytes / layer_bytes))
-    in_order = _IN_ORDER // max(map(bytes_of, internals))
-    if platform() == "cpu" and longest // 2 <= in_order < longest:
-        longest = in_order  # up to a quarter more memory
+    longest = xla_hints.layers_in_order(longest, [*map(bytes_of, internals)])
     schedule = equal(length, math.ceil(length / longest))
     return replace(remat, kept=EVERYTHING, schedule=schedule)
-
-
-# In bytes: XLA for CPUs (jaxlib 0.10.2) runs a loop's operations one after the other
-# if none reads or writes a larger array. Otherwise it gives them to threads, and loops
-# over 200 scalars took four times as long.
-_IN_ORDER = 512
 
 
 def serves(

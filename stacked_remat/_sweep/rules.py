@@ -22,7 +22,7 @@ from .._placement import is_on_host
 from .._static import PyTree, Static
 from .gradient import merge, pick, scatter_leaves
 from .programs import found_in
-from .slots import Arrays, Mask
+from .slots import Arrays, Mask, types_of
 from .store import zeros_of
 
 
@@ -85,25 +85,30 @@ class Differentiable(LowPrimitive):
         return self.primal(nonzero, args), (args, Static(nonzero))
 
     def input_cotangents(self, residuals: PyTree, cotangents: PyTree) -> PyTree:
-        (args, nonzero), cts = residuals, self.out_tree.flatten_up_to(cotangents)
-        is_float = floats(self.out_aval)
-        has_ct = tuple(
-            is_ and not isinstance(ct, ad.Zero)
-            for is_, ct in zip(is_float, cts, strict=True)
-        )
-        found = self.cotangents(
-            nonzero.value, has_ct, args, as_arrays(pick(cts, has_ct))
-        )
-        return self._like_inputs(found, nonzero.value)
+        args, how = residuals
+        nonzero = how.value
+        has_ct = self._has_cotangent(cotangents)
+        given = pick(self.out_tree.flatten_up_to(cotangents), has_ct)
+        input_cts = self.cotangents(nonzero, has_ct, args, as_arrays(given))
+        return self._like_inputs(input_cts, nonzero)
+
+    def _has_cotangent(self, cotangents: PyTree) -> Mask:
+        """Which outputs have a cotangent that is not known to be zero."""
+        leaves = self.out_tree.flatten_up_to(cotangents)
+        has_ct = []
+        for is_float, ct in zip(floats(self.out_aval), leaves, strict=True):
+            has_ct.append(is_float and not isinstance(ct, ad.Zero))
+        return tuple(has_ct)
 
     def _like_inputs(self, found: Arrays, nonzero: Mask) -> PyTree:
         """Cotangents of the inputs in the mask, as a tree like the inputs."""
         return self.in_tree.unflatten(scatter_leaves(found, nonzero))
 
     def _nonzero(self, flags: Sequence[bool]) -> Mask:
-        return tuple(
-            flag and is_ for flag, is_ in zip(flags, floats(self.in_avals), strict=True)
-        )
+        nonzero = []
+        for flag, is_float in zip(flags, floats(self.in_avals), strict=True):
+            nonzero.append(flag and is_float)
+        return tuple(nonzero)
 
     def jvp(self, primals: PyTree, tangents: PyTree) -> PyTree:
         given = self.in_tree.flatten_up_to(tangents)
@@ -134,7 +139,8 @@ class Differentiable(LowPrimitive):
 
     def pull_back(self, nonzero: Mask, primals: PyTree, cotangents: PyTree) -> PyTree:
         """The cotangents of the inputs in the mask."""
-        _, residuals, *_ = self.vjp_fwd(self.in_tree.unflatten(nonzero), *primals)
+        flags = self.in_tree.unflatten(nonzero)
+        _, residuals, *_ = self.vjp_fwd(flags, *primals)
         return self.input_cotangents(residuals, cotangents)
 
     def _tangents(
@@ -187,7 +193,8 @@ def _traced_rules(jaxpr: Jaxpr, nonzero: Sequence[bool]) -> Ruled:
             functools.partial(eval_jaxpr, jaxpr, ()), inputs, nonzero
         )
         zeros = [*map(jnp.zeros_like, part)]
-        return jax.jvp(lambda part: observed(*of_layer(part)), (part,), (zeros,))[0]
+        values, _ = jax.jvp(lambda part: observed(*of_layer(part)), (part,), (zeros,))
+        return values
 
     closed = jax.make_jaxpr(run)(*(var.aval for var in jaxpr.invars))
     without_tangents, _ = dce_jaxpr(
@@ -238,7 +245,8 @@ def without_closures(
         _, pullback, outputs = jax.vjp(run, pick(inputs, nonzero), has_aux=True)
         return outputs, pullback
 
-    types, count = [var.aval for var in jaxpr.invars], len(jaxpr.outvars)
+    types = types_of(jaxpr.invars)
+    count = len(jaxpr.outvars)
     traced, found = jax.make_jaxpr(forward, return_shape=True)(*types)
     pullback = jax.tree.structure(found[1])
     cotangents = [
@@ -281,10 +289,10 @@ def primal_by_rules(fn: Callable, nonzero: Mask, *args: PyTree) -> PyTree:
     """
     closed, types = jax.make_jaxpr(fn, return_shape=True)(*args)
     jaxpr, constants = without_constants(closed)
-    by_rules = primal_of(jaxpr, [*[False] * len(constants), *nonzero])
-    leaves = eval_jaxpr(
-        by_rules.jaxpr, by_rules.consts, *constants, *jax.tree.leaves(args)
-    )
+    of_constants = [False] * len(constants)
+    by_rules = primal_of(jaxpr, [*of_constants, *nonzero])
+    inputs = [*constants, *jax.tree.leaves(args)]
+    leaves = eval_jaxpr(by_rules.jaxpr, by_rules.consts, *inputs)
     return jax.tree.unflatten(jax.tree.structure(types), leaves)
 
 
@@ -316,8 +324,9 @@ def of_part(
     leaves, tree = jax.tree.flatten(args)
 
     def run(part: Arrays) -> Arrays:
-        found = jax.tree.leaves(fn(*tree.unflatten(merge(leaves, part, nonzero))))
-        return found if active is None else pick(found, active)
+        arguments = tree.unflatten(merge(leaves, part, nonzero))
+        results = jax.tree.leaves(fn(*arguments))
+        return results if active is None else pick(results, active)
 
     return run, pick(leaves, nonzero)
 
@@ -389,7 +398,8 @@ class Linear(Differentiable):
     def batch(self, axis: Any, args: PyTree, dims: PyTree) -> PyTree:
         if not_mapped(self, axis, dims):
             return self(*args), [None] * len(self.out_aval)
-        return mapped(self.expand, axis, dims)(*args), [0] * len(self.out_aval)
+        results = mapped(self.expand, axis, dims)(*args)
+        return results, [0] * len(results)
 
 
 def not_mapped(primitive: Any, axis: Any, dims: PyTree) -> bool:

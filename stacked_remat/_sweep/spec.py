@@ -11,7 +11,7 @@ methods:
     run      the same, which ends early where layers may stop
     inputs   a layer's weights and other own inputs, read from their stacks
     fetch    the same of stacks on the host, for the layer that comes next
-    plain    the whole sweep as one `lax.scan`: for the values of layers of one kind,
+    plain    all layers as one `lax.scan`: for the values of layers of one kind,
              for policies that cut nothing, and for derivatives of derivatives
 
 Arrays are lists of leaves here (`slots.Arrays`), never trees; what differs by kind is a
@@ -36,9 +36,11 @@ from equinox.internal import unvmap_all
 from jax import lax
 from jaxtyping import Array
 
+from .. import _xla_hints as xla_hints
 from .._activity import active_carry, bytes_of
+from .._names import named
 from .._placement import on_device
-from .._remat import NOTHING, Kept, Remat
+from .._remat import EVERYTHING, NOTHING, Kept, Remat
 from .._schedule import Program
 from .._static import PyTree
 from .._trips import known_branches, known_trips
@@ -99,6 +101,9 @@ class SweepSpec:
     # Which leaves of a carry checkpoints have; None for all, which a user's visitor may
     # read.
     held: Mask | None = None
+    # The name of the carries that a loop moves to the host, one by one; "" if it moves
+    # none.
+    carry_name: str = ""
 
     @property
     def length(self) -> int:
@@ -128,9 +133,7 @@ class SweepSpec:
         `parts` have all numbers that the loop around calls it for.
 
         Of several kinds, where the number is traced, `run` is traced once for each kind
-        with layers, in a loop of its own that runs once or not at all. There XLA
-        updates the state in place; the branches of a conditional copy stacks (GPUs) and
-        carries (TPUs).
+        with layers.
         """
         if self.pattern is None:
             return run(self.kinds[0], self.layer_index(number), state)
@@ -141,21 +144,17 @@ class SweepSpec:
             return run(self.kinds[kind], row, state)
         counts = self._counts(parts)
         for k in sorted({*kinds}):
-
-            def run_kind(zero: Index, state: T, k: int = k) -> T:
-                # Without the counter, which is 0, XLA for TPUs reads the weights of all
-                # kinds ahead of the loops.
-                return run(self.kinds[k], row + zero, state)
-
-            trips = (kind == k).astype(np.int32)
+            run_kind = functools.partial(run, self.kinds[k])
             with known_trips(counts[k], sum(counts)):
-                state = lax.fori_loop(0, trips, run_kind, state)
+                state = xla_hints.run_if(kind == k, run_kind, row, state)
         return state
 
     def _counts(self, parts: Sequence[range]) -> list[int]:
         """How many layers of each kind have numbers in `parts`."""
         before = self._order.before
-        counts = np.sum([before[part.stop] - before[part.start] for part in parts], 0)
+        counts = np.zeros_like(before[0])
+        for part in parts:
+            counts += before[part.stop] - before[part.start]
         return counts.tolist()
 
     def repeat(
@@ -276,7 +275,9 @@ class SweepSpec:
                 x = merge(whole_stacks, on_device(entries[k]), kind.sliced)
                 carry, y = layer(shared[k], carry, x)
                 # All branches return outputs of all kinds; those of others are dropped.
-                return carry, [*no_outputs[:k], y, *no_outputs[k + 1 :]]
+                outputs = [*no_outputs]
+                outputs[k] = y
+                return carry, outputs
 
             return run
 
@@ -318,8 +319,33 @@ class SweepSpec:
         """
         assert self.pattern is not None
         last = max(self.rows(kind) - 1, 0)
-        rows = np.minimum(self.pattern.before[:-1, kind.number], last)
+        before = self.pattern.before[:-1, kind.number]
+        rows = np.minimum(before, last)
         return [on_device(at_least_one(stack))[rows] for stack in stacks]
+
+    def loop(self, init: Carry, xs: OfKinds, shared: OfKinds) -> tuple[Carry, OfKinds]:
+        """Run a policy that cuts nothing: a scan with checkpointed layers."""
+        return self.plain(self._checkpointed, init, xs, shared)
+
+    def _checkpointed(self, layer: Callable) -> Callable:
+        """A layer of a loop under `jax.checkpoint`, as the policy says."""
+        kept = self.remat.kept
+        if kept == EVERYTHING:
+            return layer
+
+        def run(shared: Arrays, carry: Carry, x: Arrays) -> tuple[Carry, Arrays]:
+            if self.carry_name:
+                carry = [named(leaf, self.carry_name) for leaf in carry]
+            return layer(shared, carry, x)
+
+        # A loop over a symbolic number of layers (`jax.export`) stays one.
+        is_symbolic = not isinstance(self.length, int | np.integer)
+        prevent_cse = xla_hints.needs_checkpoint_barriers(
+            is_rolled=is_symbolic or self.unroll < self.length,
+            offloads_carry=bool(self.carry_name),
+        )
+        policy = kept.policy(self.carry_name)
+        return jax.checkpoint(run, policy=policy, prevent_cse=prevent_cse)
 
     def reference(
         self, init: Carry, xs: OfKinds, shared: OfKinds
@@ -391,15 +417,14 @@ class SweepSpec:
             is_read = tuple(map(operator.or_, is_read, reads))
         return saves, is_read
 
-    def carry_bytes(self) -> int:
-        return sum(map(bytes_of, self.carry_types))
-
-    def carry_has_known_size(self) -> bool:
-        """Whether no dimension of the carry is symbolic, as `jax.export` has them."""
+    def carry_bytes(self) -> int | None:
+        """The bytes of a carry; None if a dimension is symbolic, as `jax.export` has
+        them.
+        """
         for type_ in self.carry_types:
             if not all(isinstance(size, int) for size in type_.shape):
-                return False
-        return True
+                return None
+        return sum(map(bytes_of, self.carry_types))
 
     def of_held(self, carry: Sequence[T]) -> list[T]:
         """The leaves of a carry that are held."""
@@ -420,8 +445,10 @@ class SweepSpec:
         visits don't read, for the sources of replays alone.
         """
         slots = []
-        for leaf, reads in zip(self.of_held(carry), self.of_held(is_read), strict=True):
-            slots.append(empty_stack(leaf, program.slots if reads else program.sources))
+        leaves, masks = self.of_held(carry), self.of_held(is_read)
+        for leaf, reads in zip(leaves, masks, strict=True):
+            size = program.slots if reads else program.sources
+            slots.append(empty_stack(leaf, size))
         return slots
 
     def residual_buffers(

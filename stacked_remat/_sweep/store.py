@@ -12,15 +12,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.core import ShapedArray
+from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import mapped_aval, unmapped_aval
 from jaxtyping import Array
 
+from .. import _xla_hints as xla_hints
 from .._activity import is_differentiable
-from .._barriers import barrier_on
 from .._compat import made_on_host
 from .._placement import has_host_arrays, is_on_host, on_device, to_host
 from .._static import PyTree
-from .._trips import known_trips
 
 # Of a layer, a slot, a run, a trip or a row; known or traced.
 Index: TypeAlias = int | Array
@@ -59,8 +59,9 @@ def on_mesh(stack: Array) -> Array:
     """The stack on the mesh, whole on each device, if its Explicit axes were set after
     it was made.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    is_placed = not mesh.explicit_axes or not jax.typeof(stack).sharding.mesh.empty
+    if not jax.sharding.get_abstract_mesh().explicit_axes:
+        return stack
+    is_placed = not jax.typeof(stack).sharding.mesh.empty
     return stack if is_placed else jax.reshard(stack, jax.P())
 
 
@@ -70,11 +71,11 @@ def zeros_like(stack: Array) -> Array:
 
 
 def with_tangents(buffers: PyTree, inputs: PyTree) -> PyTree:
-    """The buffers of a loop; those on the host have tangents, zeros on the host, if any
-    of the loop's inputs has one.
+    """The buffers of a loop, or an entry of one; those on the host have tangents, zeros
+    on the host if they have none yet, where any of `inputs` has one.
 
-    Where a loop writes to a buffer without tangents what has some, JAX makes the zeros
-    to begin with on the device (0.10.2, 0.12).
+    Where only one of a buffer and what is written to it has a tangent, JAX makes the
+    zeros of the other on the device (0.10.2, 0.12).
     """
     if not has_host_arrays(buffers):
         return buffers
@@ -89,13 +90,20 @@ def with_tangents(buffers: PyTree, inputs: PyTree) -> PyTree:
         return leaves
 
     def rule(primals: tuple, tangents: tuple) -> tuple[list[Array], list[Any]]:
-        (leaves, _), (leaf_tangents, _) = primals, tangents
+        (leaves, causes), (leaf_tangents, cause_tangents) = primals, tangents
+        further_causes = [*causes]
+        for tangent in cause_tangents:
+            if not isinstance(tangent, SymbolicZero):
+                further_causes.append(tangent)
         made_tangents = []
         for leaf, tangent in zip(leaves, leaf_tangents, strict=True):
             if is_on_host(leaf) and is_differentiable(leaf.dtype):
-                tangent = zeros_like(leaf)
+                if isinstance(tangent, SymbolicZero):
+                    tangent = zeros_like(leaf)
+                tangent = with_tangents(tangent, further_causes)
             made_tangents.append(tangent)
-        return leaves, made_tangents
+        # Both may be differentiated once more.
+        return with_tangents(leaves, causes), made_tangents
 
     made.defjvp(rule, symbolic_zeros=True)
     return jax.tree.unflatten(tree, made(leaves, causes))
@@ -104,11 +112,9 @@ def with_tangents(buffers: PyTree, inputs: PyTree) -> PyTree:
 def zeros_after(done: PyTree, like: PyTree) -> PyTree:
     """Zeros of these shapes and types, sharded as these are, made once the arrays of
     `done` are there.
-
-    XLA fills the buffers of a loop early otherwise, and holds them while what the loop
-    reads is computed.
     """
-    _, zero = lax.optimization_barrier(varying_alike((done, jnp.zeros((), jnp.int32))))
+    done, zero = varying_alike((done, jnp.zeros((), jnp.int32)))
+    zero = xla_hints.zero_after(done, zero)
 
     def zeros(leaf: Any) -> Array:
         is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
@@ -224,17 +230,16 @@ def read_layer(
     `ahead` is what `read_ahead` has read of the stacks in the mask `is_ahead`.
     """
     entries = iter(ahead)
-
-    def part(place: int, stack: Array) -> Array:
+    parts = []
+    for place, stack in enumerate(stacks):
         if unsliced[place]:
-            return stack
-        return (
-            next(entries)
-            if ahead and is_ahead[place] and is_on_host(stack)
-            else read(stack, index)
-        )
-
-    return [part(place, stack) for place, stack in enumerate(stacks)]
+            part = stack
+        elif ahead and is_ahead[place] and is_on_host(stack):
+            part = next(entries)
+        else:
+            part = read(stack, index)
+        parts.append(part)
+    return parts
 
 
 def entry_types(stacks: list[Array], unsliced: Sequence[bool]) -> list[ShapedArray]:
@@ -257,50 +262,11 @@ def read_ahead(
 
     In the carry of a loop they are transferred while the iteration before computes.
     """
-    pairs = zip(stacks, is_read, strict=True)
-    return [read(stack, index) for stack, reads in pairs if reads and is_on_host(stack)]
-
-
-def settle(fetched: list[Array], index: Index) -> tuple[list[Array], Any]:
-    """What was read ahead, and the layer's number, from which the next one that is to
-    be read is computed.
-
-    A loop's carry has one buffer, and XLA would begin the next transfer into it only
-    after the last use of what is there; so that is first copied to another buffer, in a
-    way that XLA does not remove.
-    """
-    if not fetched:
-        return fetched, index
-    return lax.optimization_barrier(
-        ([jnp.where(index >= 0, leaf, jnp.zeros_like(leaf)) for leaf in fetched], index)
-    )
-
-
-def read_before_writes(
-    ahead: list[Array], state: PyTree, platform: str
-) -> tuple[list[Array], Any]:
-    """What was read ahead, and a state whose stacks on the host may now be written, on
-    this platform.
-
-    Where XLA would otherwise copy a stack that is read and written in one iteration
-    (for GPUs, and in loops within the iteration), or begin to read too late.
-    """
-    if ahead and has_host_arrays(state):
-        return barrier_on((platform,), (ahead, state))
-    return ahead, state
-
-
-def apart_from_transfers(compute: Callable[[], Any]) -> PyTree:
-    """The arrays that `compute` returns; on GPUs in the body of a loop that XLA does
-    not know to run once.
-
-    XLA for GPUs reorders what is computed beside transfers, and then holds more of it
-    at a time. On other platforms XLA sees that the loop runs once, and removes it.
-    """
-    zeros = jax.tree.map(zeros_of, jax.eval_shape(compute))
-    once = barrier_on(("cuda",), jnp.int32(1))
-    with known_trips(1):
-        return lax.fori_loop(0, once, lambda *_: compute(), zeros)
+    entries = []
+    for stack, reads in zip(stacks, is_read, strict=True):
+        if reads and is_on_host(stack):
+            entries.append(read(stack, index))
+    return entries
 
 
 def at_least_one(stack: Array) -> Array:
@@ -309,7 +275,8 @@ def at_least_one(stack: Array) -> Array:
     """
     if stack.shape[0]:
         return stack
-    return zeros_of(jax.typeof(stack).update(shape=(1, *stack.shape[1:])))
+    of_one = jax.typeof(stack).update(shape=(1, *stack.shape[1:]))
+    return zeros_of(of_one)
 
 
 def write(stacked: PyTree, index: Index, entry: PyTree) -> PyTree:
@@ -318,9 +285,10 @@ def write(stacked: PyTree, index: Index, entry: PyTree) -> PyTree:
     """
 
     def replaced(stack: Array, new: Array) -> Array:
-        moved = lax.expand_dims(to_host(new) if is_on_host(stack) else new, (0,))
+        if is_on_host(stack):
+            new = with_tangents(to_host(new), stack)
         return lax.dynamic_update_slice_in_dim(
-            stack, moved, index, 0, allow_negative_indices=False
+            stack, lax.expand_dims(new, (0,)), index, 0, allow_negative_indices=False
         )
 
     return jax.tree.map(replaced, stacked, entry)

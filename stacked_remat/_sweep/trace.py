@@ -15,7 +15,7 @@ varies over. So a layer is traced again until its carry stays as it is.
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import equinox as eqx
 import jax
@@ -26,14 +26,16 @@ from jax.extend.core.primitives import convert_element_type_p
 from jax.interpreters.partial_eval import dce_jaxpr
 from jaxtyping import Array
 
+from .. import _xla_hints as xla_hints
 from .._activity import forwarded_inputs
 from .._compat import ordered_effects, without_constants
-from .._placement import platform
 from .._static import PyTree
 from .gradient import pick
 from .kinds import Kind
 from .slots import Arrays, Carry, OfKinds, inverted, types_of
 from .store import entry_types, varying_as
+
+T = TypeVar("T")
 
 
 class TracedLayers(NamedTuple):
@@ -163,7 +165,8 @@ def without_passed_on(traced: TracedLayers) -> tuple[TracedLayers, list[bool]]:
     """
     passed_on = [True] * len(traced.init)
     for kind in traced.kinds:
-        _, carry_places, _ = kind.split(range(len(kind.jaxpr.invars)))
+        places = range(len(kind.jaxpr.invars))
+        _, carry_places, _ = kind.split(places)
         carry_sources = forwarded_inputs(kind.jaxpr)[: kind.carries]
         stays = map(operator.eq, carry_sources, carry_places)
         passed_on = [*map(operator.and_, passed_on, stays)]
@@ -177,8 +180,9 @@ def without_passed_on(traced: TracedLayers) -> tuple[TracedLayers, list[bool]]:
         jaxpr, _ = dce_jaxpr(kind.jaxpr, is_kept, instantiate=True)
         shared, carry, x = kind.split(jaxpr.invars)
         # These inputs move from the carry to the end of what is shared.
-        inputs = [*shared, *pick(carry, passed_on), *pick(carry, is_changed), *x]
-        jaxpr = jaxpr.replace(invars=inputs)
+        shared = [*shared, *pick(carry, passed_on)]
+        carry = pick(carry, is_changed)
+        jaxpr = jaxpr.replace(invars=[*shared, *carry, *x])
         kinds.append(replace(kind, jaxpr=jaxpr, carries=sum(is_changed)))
     traced = traced._replace(
         kinds=tuple(kinds),
@@ -215,7 +219,8 @@ def _same_types(init: PyTree, carry: PyTree, *, weak: bool = True) -> bool:
     """
     if jax.tree.structure(init) != jax.tree.structure(carry):
         return False
-    for old, new in zip(jax.tree.leaves(init), jax.tree.leaves(carry), strict=True):
+    leaves, new_leaves = jax.tree.leaves(init), jax.tree.leaves(carry)
+    for old, new in zip(leaves, new_leaves, strict=True):
         if (old.shape, old.dtype) != (new.shape, new.dtype):
             return False
         # Of keys only the type says that they are not weak
@@ -248,24 +253,25 @@ def check_effects(jaxpr: Jaxpr, constants: Sequence[PyTree], *, offloads: bool) 
         )
 
 
-def check_offloaded(jaxpr: Jaxpr, names: Sequence[str]) -> None:
-    """Refuse to offload a name that a layer gives in an inner scan, where XLA can't
-    compile it.
-
-    XLA for GPUs and TPUs (jaxlib 0.10.2) ends in an INTERNAL error, which names
-    nothing: each step would write to a stack on the host. On a CPU nothing moves.
+def check_offloaded(kinds: Sequence[Kind], names: Sequence[str], inputs: T) -> T:
+    """The inputs of a loop over these layers. With them a program is refused for GPUs
+    and TPUs if a layer gives one of the offloaded names in a scan of its own.
     """
-    if not names or platform() == "cpu":
-        return
-    in_loops = _names_in_scans(jaxpr, in_scan=False)
+    if not names:
+        return inputs
+    in_loops: set[str] = set()
+    for kind in kinds:
+        in_loops |= _names_in_scans(kind.jaxpr, in_scan=False)
     refused = [name for name in names if name in in_loops]
-    if refused:
-        raise ValueError(
-            f"The layer gives the name {refused[0]!r} inside a lax.scan of its own, and"
-            " XLA for GPUs and TPUs can't offload it there. Save it on the device"
-            f" (save_block_internals=[{refused[0]!r}]), give the name to the result of"
-            " the inner scan, or offload the carries."
-        )
+    if not refused:
+        return inputs
+    problem = (
+        f"The layer gives the name {refused[0]!r} inside a lax.scan of its own, and"
+        " XLA for GPUs and TPUs can't offload it there. Save it on the device"
+        f" (save_block_internals=[{refused[0]!r}]), give the name to the result of the"
+        " inner scan, or offload the carries."
+    )
+    return xla_hints.refused_offload(problem, inputs)
 
 
 def _names_in_scans(jaxpr: Jaxpr, *, in_scan: bool) -> set[str]:

@@ -15,6 +15,7 @@ from jax.custom_batching import custom_vmap
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, primitives
 from jax.interpreters import partial_eval
 
+from .. import _xla_hints as xla_hints
 from .._activity import is_differentiable
 from .._sweep.store import varying_over
 from ..ops._expert_blocks import InStack
@@ -179,13 +180,11 @@ def deposit(
 
     def backward(kept: Any, cotangents: list[Any]) -> tuple[Any, Any, None, None]:
         direction, arrays = kept
-        # Between two barriers: else XLA merges its products with those of the forward
-        # pass, or leaves them for later, and their results stay in memory.
-        cotangents, arrays = lax.optimization_barrier((cotangents, arrays))
+        cotangents, arrays = xla_hints.score_after(cotangents, arrays)
 
         pairs = zip(cotangents, eval_jaxpr(jaxpr, (), direction, *arrays), strict=True)
         found = sum((_product(*pair) for pair in pairs), jnp.zeros((), jnp.float32))
-        cotangents, found = lax.optimization_barrier((cotangents, found))
+        cotangents, found = xla_hints.score_before(cotangents, found)
         return cotangents, varying_over(found, varying), None, None
 
     run.defvjp(forward, backward)

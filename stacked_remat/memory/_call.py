@@ -236,16 +236,17 @@ def trace_call(
         )
     target = find_target(target)
     mesh = _mesh_of(target, call)
-    shapes, static = eqx.partition(
-        _placed(target, mesh, call),
-        lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct),
-    )
+
+    def is_shape(leaf: Any) -> bool:
+        return isinstance(leaf, jax.ShapeDtypeStruct)
+
+    def is_made(leaf: Any) -> bool:
+        return not target.sizes_host_arguments and _host_memory(leaf) is not None
+
+    shapes, static = eqx.partition(_placed(target, mesh, call), is_shape)
     # Asked of the arguments as given, since devices that are not attached may know no
     # host memory.
-    is_made = jax.tree.map(
-        lambda leaf: not target.sizes_host_arguments and bool(_host_memory(leaf)), call
-    )
-    to_make, shapes = eqx.partition(shapes, is_made)
+    to_make, shapes = eqx.partition(shapes, jax.tree.map(is_made, call))
     donated, kept = eqx.partition(shapes, _donated_of(call, donate))
     host_shapes, structure = jax.tree.flatten(to_make)
 
@@ -308,7 +309,8 @@ def _mesh_of(target: Target, call: Call) -> Mesh:
     # The same axes over the target's devices. An abstract mesh has no devices at all.
     for mesh in meshes.values():
         devices = target.devices(mesh.size)
-        if isinstance(mesh, Mesh) and {*mesh.devices.flat} == {*devices}:
+        has_devices = isinstance(mesh, Mesh)
+        if has_devices and {*mesh.devices.flat} == {*devices}:
             return mesh
         grid = np.asarray(devices, dtype=object)
         grid = grid.reshape([*mesh.shape.values()])
@@ -365,10 +367,11 @@ def _donated_of(call: Call, donate: str | Sequence[str]) -> PyTree:
     parameters = [*inspect.signature(fn).parameters]
     by_position = parameters + parameters[-1:] * len(args)
     by_position = by_position[: len(args)]
-    if missing := sorted(names - {*kwargs, *by_position}):
+    arguments = {*by_position, *kwargs}
+    if missing := sorted(names - arguments):
         raise ValueError(
             f"donate={missing[0]!r} is not an argument of this call: expected 'all' or"
-            f" some of {sorted({*by_position, *kwargs})}"
+            f" some of {sorted(arguments)}"
         )
     return (
         False,

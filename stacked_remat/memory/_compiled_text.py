@@ -131,7 +131,8 @@ def largest_buffers(program: str) -> tuple[Buffer, ...]:
         distinct.setdefault((buffer.shape, buffer.source), buffer)
     largest = [*distinct.values()][:5]
     # One below a hundredth of the largest explains nothing.
-    return tuple(buffer for buffer in largest if 100 * buffer.size >= largest[0].size)
+    least = largest[0].size / 100 if largest else 0
+    return tuple(buffer for buffer in largest if buffer.size >= least)
 
 
 def _origin(
@@ -146,7 +147,8 @@ def _origin(
     texts = [instruction.rest]
     if instruction.kind == "fusion":
         for name in reversed(instruction.called):
-            texts += [inner.rest for inner in reversed(computations.get(name, []))]
+            within = computations.get(name, [])
+            texts += [inner.rest for inner in reversed(within)]
     text = "\n".join(texts)
     scopes = _SCOPES.search(text)
     known = filter(None, map(sources.get, _FRAME_OF.findall(text)))
@@ -234,7 +236,8 @@ def _sources(text: str) -> dict[str, str]:
     for number, place, caller in _FRAME.findall(header):
         source = places[place]
         if source.startswith(_LIBRARIES):
-            source = sources.get(str(int(caller or 1) - 1), source)
+            caller_number = str(int(caller or 1) - 1)
+            source = sources.get(caller_number, source)
         sources[number] = source
     return sources
 
@@ -300,5 +303,7 @@ def _group(text: str, devices: int) -> int:
     # `'x':(2)4` is a part of size 4 of the axis x.
     axis_sizes = dict(re.findall(r"'([^']+)'=(\d+)", mesh))
     parts = re.findall(r"'([^']+)'(?::\(\d+\)(\d+))?", axes)
-    sizes = [int(part or axis_sizes[name]) for name, part in parts]
-    return math.prod(sizes)
+    total = 1
+    for name, part in parts:
+        total *= int(part or axis_sizes[name])
+    return total

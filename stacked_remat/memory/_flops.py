@@ -151,8 +151,7 @@ class _Count:
         """
         live = _without_dead_code(jaxpr, is_used)
         active_vars = active_variables(live, itertools.compress(live.invars, active))
-        atoms = itertools.chain(live.outvars, *(eqn.invars for eqn in live.eqns))
-        read = {atom for atom in atoms if not isinstance(atom, Literal)}
+        read = _read(live)
         cost: _Cost = Counter()
         for eqn in live.eqns:
             name = eqn.primitive.name
@@ -180,6 +179,14 @@ class _Count:
         return cost
 
 
+def _read(jaxpr: Any) -> set[Any]:
+    """The variables that equations read, or that are outputs."""
+    atoms = [*jaxpr.outvars]
+    for eqn in jaxpr.eqns:
+        atoms += eqn.invars
+    return {atom for atom in atoms if not isinstance(atom, Literal)}
+
+
 # Counts what is within an equation: `(jaxpr, active inputs) -> cost`.
 _Run: TypeAlias = Callable[..., _Cost]
 
@@ -188,8 +195,10 @@ def _scan(run: _Run, eqn: Any, active: tuple[bool, ...]) -> _Cost:
     body = eqn.params["jaxpr"]
     # Found from shapes, since the parameters that say it differ between versions of
     # JAX: only what is split or stacked has a dimension more outside of the body.
-    num_xs = _reshaped(eqn.invars, _open(body).invars)
-    num_carry = len(eqn.outvars) - _reshaped(eqn.outvars, _open(body).outvars)
+    inner = _open(body)
+    num_xs = _reshaped(eqn.invars, inner.invars)
+    num_ys = _reshaped(eqn.outvars, inner.outvars)
+    num_carry = len(eqn.outvars) - num_ys
     inside = _active_in_loop(body, active, num_carry, num_xs)
     return _times(run(body, inside), eqn.params["length"])
 
@@ -237,7 +246,8 @@ def _cond(run: _Run, eqn: Any, active: tuple[bool, ...]) -> _Cost:
     if len(shares) == len(costs):
         return sum(map(_times, costs, shares), Counter())
     most = functools.reduce(operator.or_, costs)
-    if all(cost[name] == most[name] for cost in costs for name in _FIGURES):
+    least = functools.reduce(operator.and_, costs)
+    if all(least[name] == most[name] for name in _FIGURES):
         return most
     return most | _because(
         "too_high",
@@ -300,7 +310,9 @@ def _called(eqn: Any) -> Any:
     # another number of inputs is no call of the operands.
     for key in ("jaxpr", "call_jaxpr", "fun_jaxpr", "fwd_jaxpr", "call"):
         called = eqn.params.get(key)
-        if called is not None and len(_open(called).invars) == len(eqn.invars):
+        if called is None:
+            continue
+        if len(_open(called).invars) == len(eqn.invars):
             return called
     return None
 
@@ -334,8 +346,10 @@ def _open(jaxpr: Any) -> Any:
 
 def _reshaped(outside: Sequence[Any], inside: Sequence[Any]) -> int:
     """How many variables have another shape in a loop's body."""
-    pairs = zip(outside, inside, strict=True)
-    return sum(outer.aval.shape != inner.aval.shape for outer, inner in pairs)
+    count = 0
+    for outer, inner in zip(outside, inside, strict=True):
+        count += outer.aval.shape != inner.aval.shape
+    return count
 
 
 def _scopes(eqn: Any) -> str:
@@ -378,7 +392,8 @@ def _conv(eqn: Any) -> int:
     kernel = eqn.invars[1].aval
     # The first of `rhs_spec` is the dimension of output features.
     features = kernel.shape[eqn.params["dimension_numbers"].rhs_spec[0]]
-    return 2 * _size(eqn.outvars[0]) * kernel.size // max(features, 1)
+    total = 2 * _size(eqn.outvars[0]) * kernel.size
+    return total // max(features, 1)
 
 
 def _ragged_dot(eqn: Any) -> int:
@@ -389,8 +404,10 @@ def _ragged_dot(eqn: Any) -> int:
     numbers = eqn.params["ragged_dot_dimension_numbers"]
     (_, contracted), (_, batch) = numbers.dot_dimension_numbers
     not_free = {*contracted, *batch, *numbers.rhs_group_dimensions}
-    sizes = enumerate(eqn.invars[1].aval.shape)
-    free = math.prod(size for axis, size in sizes if axis not in not_free)
+    free = 1
+    for axis, size in enumerate(eqn.invars[1].aval.shape):
+        if axis not in not_free:
+            free *= size
     return 2 * _size(eqn.invars[0]) * free
 
 

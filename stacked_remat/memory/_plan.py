@@ -92,7 +92,8 @@ class Plan:
     def __str__(self) -> str:
         name = Trial(self.policy, self.report, streamed=self.streamed).name
         note = f"{name} fits {readable_bytes(self.budget)} a device"
-        return str(Comparison(self.tried.trials, "plan", (*self.tried.notes, note)))
+        notes = *self.tried.notes, note
+        return str(Comparison(self.tried.trials, "plan", notes))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +139,8 @@ class Search:
             report = self._trace(policy).report(self.cache)
         except (DoesNotFit, jax.errors.JaxRuntimeError) as error:
             failure = error
-        trial = self.compiled[key] = Trial(policy, report, failure, self.streamed)
+        trial = Trial(policy, report, failure, self.streamed)
+        self.compiled[key] = trial
         if failure is not None:
             failure.add_note(f"while compiling the policy {trial.name}")
         self.show(trial)
@@ -246,7 +248,8 @@ class Search:
             rest = layers - first_layers
 
             def needs(length: int) -> float:
-                return math.ceil(rest / length) * carry + length * internals
+                segments = math.ceil(rest / length)
+                return segments * carry + length * internals
 
             # Segments of one layer would be visited in one loop, which keeps the
             # internals of all of them.
@@ -403,7 +406,8 @@ def _check_options(layers: Any, streamed: Any, args: Sequence[PyTree]) -> None:
         whole_number("layers", layers, meaning, "Leave it out if not known.")
     if streamed is None:
         return
-    if not isinstance(streamed, tuple | list) or len(streamed) != len(args):
+    is_list = isinstance(streamed, tuple | list)
+    if not is_list or len(streamed) != len(args):
         raise TypeError(
             f"streamed is the {len(args)} arguments in order, with weights on the host,"
             f" as in (streaming.to_host(model), x); got {type(streamed).__name__}."

@@ -64,9 +64,9 @@ class TimeBound:
             return None
         # The link works in both directions at once.
         moved = max(flops.bytes_from_host, flops.bytes_to_host)
-        return TimeBound(
-            flops.matmul / devices / target.flops, moved / devices / target.link
-        )
+        compute = flops.matmul / devices / target.flops
+        transfer = moved / devices / target.link
+        return TimeBound(compute, transfer)
 
     @property
     def hidden(self) -> bool:
@@ -221,7 +221,8 @@ class Comparison:
         )
         rows = [["policy", *_COLUMNS]]
         for trial in self.trials:
-            rows.append([trial.name, *_cells(trial.report, size, fewest)])
+            cells = _cells(trial.report, size, fewest)
+            rows.append([trial.name, *cells])
         # A column that no row has a figure for is left out.
         names, *columns = zip(*rows, strict=True)
         columns = [column for column in columns if any(column[1:])]

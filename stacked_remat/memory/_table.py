@@ -15,7 +15,8 @@ def as_table(title: str, rows: Sequence[Sequence[str]], notes: Iterable[str]) ->
 
     Names in the first column break into lines, figures do not.
     """
-    first, *widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    columns = zip(*rows, strict=True)
+    first, *widths = [max(map(len, column)) for column in columns]
     of_figures = sum(widths) + 2 * len(widths)
     first = min(first, max(_LEAST, _WIDTH - of_figures))
     lines = []
@@ -27,7 +28,9 @@ def as_table(title: str, rows: Sequence[Sequence[str]], notes: Iterable[str]) ->
         lines += more_name
     # Headings are on one line.
     lines.insert(1, "-" * (first + of_figures))
-    return "\n".join([_wrap(title), *lines, *map(_wrap, notes)])
+    lines.insert(0, _wrap(title))
+    lines += map(_wrap, notes)
+    return "\n".join(lines)
 
 
 # Breaks a text into lines, each but the first indented; paths are left whole.
@@ -42,7 +45,8 @@ _BINARY_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 def readable_bytes(count: int) -> str:
     """Write a number of bytes with two decimals: `3.52 GiB`."""
     unit, name = common_unit([abs(count)])
-    return f"{count / unit:.{2 if unit > 1 else 0}f} {name}"
+    decimals = 2 if unit > 1 else 0
+    return f"{count / unit:.{decimals}f} {name}"
 
 
 def common_unit(counts: Iterable[int]) -> tuple[int, str]:

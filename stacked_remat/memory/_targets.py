@@ -185,8 +185,8 @@ class TpuTarget(Target):
                 f"target {self.name!r} needs libtpu (no TPU is needed): "
                 "pip install 'stacked_remat[tpu-report]'"
             )
-        topology = next((name for size, name in self.slices if size >= count), None)
-        if topology is None:
+        fitting = [name for size, name in self.slices if size >= count]
+        if not fitting:
             sizes = ", ".join(str(size) for size, _ in self.slices)
             raise TargetError(
                 f"target {self.name!r} has slices of {sizes} devices; {count} were"
@@ -197,7 +197,8 @@ class TpuTarget(Target):
         # variables say.
         if jax.default_backend() != "tpu":
             os.environ.update(_NO_TPU | os.environ)
-        return tuple(_topology(topology, "tpu").devices)[:count]
+        topology = _topology(fitting[0], "tpu")
+        return tuple(topology.devices)[:count]
 
 
 # What libtpu would ask the metadata server of a TPU machine. The type is of any slice:

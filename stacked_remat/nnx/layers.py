@@ -62,9 +62,13 @@ def stack(layers: Sequence[nnx.Module], axis_name: str = "layers") -> Any:
             )
     # The graph of the first stands for all; their variables are stacked leaf by leaf.
     states = map(nnx.state, layers)
-    states = jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
+    states = jax.tree.map(_stacked, *states)
     states = nnx.spmd.add_axis(states, 0, {nnx.PARTITION_NAME: axis_name})
     return nnx.merge(nnx.graphdef(layers[0]), states)
+
+
+def _stacked(*leaves: Any) -> jax.Array:
+    return jnp.stack(leaves)
 
 
 def pattern(
@@ -151,7 +155,8 @@ class ModuleBlock(eqx.Module):
 
 def _variables(state: PyTree) -> dict[str, Any]:
     """The arrays of a state by path."""
-    return {jtu.keystr(path): leaf for path, leaf in jtu.tree_leaves_with_path(state)}
+    leaves = jtu.tree_leaves_with_path(state)
+    return {jtu.keystr(path): leaf for path, leaf in leaves}
 
 
 def _check(layers: Sequence[nnx.Module]) -> None:
@@ -214,17 +219,18 @@ def _is_same_graph(first: nnx.GraphDef, second: nnx.GraphDef) -> bool:
     """Whether two modules have one structure; attributes are compared by
     `_is_equal`.
     """
-    if first.nodes != second.nodes or len(first.attributes) != len(second.attributes):
-        return False
-    for (key, attribute), (second_key, second_attribute) in zip(
-        first.attributes, second.attributes, strict=True
-    ):
+    return first.nodes == second.nodes and _is_equal(
+        _attributes(first), _attributes(second)
+    )
+
+
+def _attributes(graph: nnx.GraphDef) -> list[tuple[Any, Any]]:
+    """The attributes of a module and of those within it, each with its key."""
+    attributes = []
+    for key, attribute in graph.attributes:
         # `nnx.graphlib.Static` has the value of an attribute that is no node.
-        value = getattr(attribute, "value", attribute)
-        second_value = getattr(second_attribute, "value", second_attribute)
-        if key != second_key or not _is_equal(value, second_value):
-            return False
-    return True
+        attributes.append((key, getattr(attribute, "value", attribute)))
+    return attributes
 
 
 def _is_equal(first: Any, second: Any) -> bool:
@@ -237,18 +243,24 @@ def _is_equal(first: Any, second: Any) -> bool:
     if type(first) is not type(second):
         return False
     if isinstance(first, jax.Array | np.ndarray):
-        is_same_type = (first.shape, first.dtype) == (second.shape, second.dtype)
-        return is_same_type and bool((first == second).all())
+        if first.shape != second.shape or first.dtype != second.dtype:
+            return False
+        return bool((first == second).all())
     if isinstance(first, functools.partial):
         parts = first.func, first.args, first.keywords
-        return _is_equal(parts, (second.func, second.args, second.keywords))
+        second_parts = second.func, second.args, second.keywords
+        return _is_equal(parts, second_parts)
     if isinstance(first, dict):
-        values = [second.get(key) for key in first]
-        return first.keys() == second.keys() and _is_equal([*first.values()], values)
+        if first.keys() != second.keys():
+            return False
+        second = [second[key] for key in first]
+        first = [*first.values()]
     if isinstance(first, list | tuple):
-        return len(first) == len(second) and all(map(_is_equal, first, second))
-    are_nan = isinstance(first, float) and first != first and second != second
-    return are_nan or bool(first == second)
+        is_same_length = len(first) == len(second)
+        return is_same_length and all(map(_is_equal, first, second))
+    if isinstance(first, float) and first != first:
+        return second != second  # both are NaN
+    return bool(first == second)
 
 
 def _parts(layer: nnx.Module) -> dict[str, Any]:
@@ -262,8 +274,9 @@ def _parts(layer: nnx.Module) -> dict[str, Any]:
             continue
         name = ".".join(map(str, path))
         if isinstance(node, nnx.Variable):
-            types = [jax.typeof(leaf).str_short() for leaf in jax.tree.leaves(node)]
-            parts[name] = f"{type(node).__name__} of {', '.join(types)}"
+            leaves = jax.tree.leaves(node)
+            types = ", ".join(jax.typeof(leaf).str_short() for leaf in leaves)
+            parts[name] = f"{type(node).__name__} of {types}"
         elif nnx.graphlib.is_graph_node(node):
             parts[name] = type(node)
         elif isinstance(node, jax.Array | np.ndarray):

@@ -50,7 +50,8 @@ def split(
         context: nnx.SplitContext, path: Any, axis: Any, leaf: Any
     ) -> nnx.NodeStates:
         takes = int | nnx.StateAxes if is_node(leaf) else int
-        if not (axis is None or axis is nnx.Carry or isinstance(axis, takes)):
+        says_how = axis is None or axis is nnx.Carry or isinstance(axis, takes)
+        if not says_how:
             raise TypeError(
                 f"{axis!r} can't say how {what}{jtu.keystr(path)}, a"
                 f" {type(leaf).__name__}, is split. Write an int, None or nnx.Carry;"
@@ -58,7 +59,9 @@ def split(
             )
         if not is_node(leaf):
             return nnx.NodeStates.from_split(None, leaf, metadata=axis)
-        axes = axis if isinstance(axis, nnx.StateAxes) else nnx.StateAxes({...: axis})
+        axes: Any = axis
+        if not isinstance(axis, nnx.StateAxes):
+            axes = nnx.StateAxes({...: axis})
         graphdef, *states = context.split(leaf, *axes.filters)
         # A variable may hold a Python number, which has no shape to split or to carry.
         states = jax.tree.map(
@@ -127,4 +130,5 @@ def named_leaves(
             # An array is the one state of its part, at the path of the part.
             for state, axis in zip(part.states, axes, strict=True):
                 for below, leaf in jtu.tree_leaves_with_path(state):
-                    yield name + jtu.keystr((*path, *below)), leaf, axis
+                    whole_path = *path, *below
+                    yield name + jtu.keystr(whole_path), leaf, axis

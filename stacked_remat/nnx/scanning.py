@@ -119,11 +119,15 @@ class _Axes(NamedTuple):
 
     def result_names(self, names: list[str]) -> list[str]:
         """Names of the results; that of the carry is the argument's, by `names`."""
-        result_names = [f"the output[{i}]" for i in range(len(self.of_results))]
+        result_names = _numbered("the output", len(self.of_results))
         if self.carries is not None:
             of_args, of_results = self.carries
             result_names[of_results] = names[of_args]
         return result_names
+
+
+def _numbered(name: str, count: int) -> list[str]:
+    return [f"{name}[{number}]" for number in range(count)]
 
 
 def _decorated(
@@ -168,7 +172,8 @@ def _positional(
     """
     bound = signature.bind(*args, **kwargs)
     entries = (in_axes,) if in_axes is nnx.Carry else in_axes
-    if isinstance(entries, tuple) and len(bound.args) < len(entries):
+    is_one_for_all = not isinstance(entries, tuple)
+    if not is_one_for_all and len(bound.args) < len(entries):
         bound.apply_defaults()
     if bound.kwargs:
         raise TypeError(
@@ -179,10 +184,10 @@ def _positional(
     names: list[str] = []
     for name, value in bound.arguments.items():
         if signature.parameters[name].kind is inspect.Parameter.VAR_POSITIONAL:
-            names += [f"{name}[{i}]" for i in range(len(value))]
+            names += _numbered(name, len(value))
         else:
             names.append(name)
-    if isinstance(entries, tuple) and len(entries) != len(names):
+    if not is_one_for_all and len(entries) != len(names):
         shown = "Carry" if in_axes is nnx.Carry else repr(in_axes)
         count = "one argument" if len(entries) == 1 else f"{len(entries)} arguments"
         raise ValueError(
@@ -241,7 +246,8 @@ def _run(
                 " dropped. Give it an axis of its own in nnx.StateAxes."
             )
         leaves.append(values[name])
-    _, results = merged(jax.tree.unflatten(traced.structure, leaves), is_inner=False)
+    after = jax.tree.unflatten(traced.structure, leaves)
+    _, results = merged(after, is_inner=False)
     return results
 
 
@@ -268,7 +274,8 @@ def _step(
         carry: dict[str, PyTree], /, **arrays: PyTree
     ) -> tuple[dict[str, PyTree], dict[str, PyTree]]:
         inputs = carry | arrays
-        layer = jax.tree.unflatten(structure, [inputs[name] for name in leaf_names])
+        leaves = [inputs[name] for name in leaf_names]
+        layer = jax.tree.unflatten(structure, leaves)
         layer = merged(layer, is_inner=True, metadata=axes.metadata)
         left, results = _split_results(layer, f(*layer), axes)
         traced.structure = jax.tree.structure((left, results))
@@ -298,12 +305,12 @@ def _split_results(
     """
     if axes.is_single:
         results = (results,)
-    if not isinstance(results, tuple) or len(results) != len(axes.of_results):
-        returned = type(results).__name__
-        if isinstance(results, tuple):
-            returned = f"{len(results)} results"
+    count = len(axes.of_results)
+    is_tuple = isinstance(results, tuple)
+    if not is_tuple or len(results) != count:
+        returned = f"{len(results)} results" if is_tuple else type(results).__name__
         raise ValueError(
-            f"out_axes has {len(axes.of_results)} entries, {axes.of_results!r}, and the"
+            f"out_axes has {count} entries, {axes.of_results!r}, and the"
             f" function returned {returned}. Return a tuple with one for each, or write"
             " out_axes=nnx.Carry for a carry alone."
         )
@@ -314,7 +321,9 @@ def _split_results(
         of_args, of_results = axes.carries
         _check_references(args[of_args], results[of_results])
         # Else it would be twice in the carry of the scan.
-        left = (*left[:of_args], None, *left[of_args + 1 :])
+        without_carry = [*left]
+        without_carry[of_args] = None
+        left = tuple(without_carry)
     # One call, so that a module that is in both stays one object.
     axes_of_both = axes.of_args, axes.of_results
     return split((left, results), axes_of_both, "(args, results)", axes.metadata)
@@ -324,8 +333,11 @@ def _check_references(before: PyTree, after: PyTree) -> None:
     """Refuse a carry with other modules or variables than went in, as `nnx.scan`."""
 
     def nodes(tree: PyTree) -> dict[str, int]:
-        leaves = jtu.tree_leaves_with_path(tree, is_leaf=is_node)
-        return {jtu.keystr(path): id(leaf) for path, leaf in leaves if is_node(leaf)}
+        identities = {}
+        for path, leaf in jtu.tree_leaves_with_path(tree, is_leaf=is_node):
+            if is_node(leaf):
+                identities[jtu.keystr(path)] = id(leaf)
+        return identities
 
     # Paths whose object is another, or that only one of both has.
     differences = nodes(before).items() ^ nodes(after).items()

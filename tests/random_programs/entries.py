@@ -17,7 +17,7 @@ from jax import lax
 import stacked_remat as sr
 
 from .programs import Program, Spec, layer_of, policy_of, reference, stacked
-from .transformations import along, floats, wave
+from .transformations import along, direction, floats
 
 Run = Callable[[Program, dict[str, Any]], Any]
 ENTRIES: dict[str, tuple[Run, Run]] = {}
@@ -440,7 +440,7 @@ def pulled_back(program: Program, inputs: dict[str, Any]) -> Any:
         given,
         has_aux=True,
     )
-    (found,) = pullback(list(map(wave, result)))
+    (found,) = pullback(list(map(direction, result)))
     order = jnp.arange(program.spec.layers, dtype=jnp.int32)
     return result, others, found, order if program.spec.reverse else order[::-1]
 
@@ -458,7 +458,7 @@ def visitor(program: Program, inputs: dict[str, Any]) -> Any:
         program.carry(inputs), rest, sr.shared(inputs["shared"]), reverse=spec.reverse
     )
     cotangent = jax.tree.map(
-        lambda leaf: wave(leaf) if eqx.is_inexact_array(leaf) else None, result
+        lambda leaf: direction(leaf) if eqx.is_inexact_array(leaf) else None, result
     )
 
     def visit(visit: sr.LayerVisit, order: Any) -> sr.LayerResult:

@@ -346,15 +346,24 @@ def restricted(spec: Spec) -> Spec:
     is_eager = spec.run in ("mesh", "eager") or spec.entry == "streamed"
     if "shard_map" in spec.transforms and is_eager:
         changes["run"] = "jit"
+    if spec.entry == "all_at_once" and "inner_cond" in spec.parts:
+        # jax.vmap makes lax.cond a select. In a jax.shard_map where the condition
+        # varies over devices and an operand does not, JAX marks the operand as varying
+        # twice, which is an error (0.10.2 and 0.12). A plain jax.vmap has it too; the
+        # reference is a loop.
+        changes["transforms"] = tuple(
+            name for name in spec.transforms if name != "shard_map"
+        )
     if "custom_jvp" in spec.parts:
         # lax.scan drops rules that are not derivatives of their functions from its
         # second derivatives (the hoisting of its partial evaluation, JAX 0.10.2 and
         # 0.12).
+        transforms = changes.get("transforms", spec.transforms)
         derivatives = [
-            n for n, name in enumerate(spec.transforms) if name in DIFFERENTIATING
+            n for n, name in enumerate(transforms) if name in DIFFERENTIATING
         ]
         if len(derivatives) > 1:
-            changes["transforms"] = spec.transforms[: derivatives[1]]
+            changes["transforms"] = transforms[: derivatives[1]]
     if "rule_with_closure" in spec.parts:
         changes["closure"] = True  # JAX lets rules close over what the loop closes over
     if "custom_vjp_with_another_value" in spec.parts:

@@ -56,6 +56,16 @@ def wave(leaf: Any) -> jax.Array:
     return jnp.asarray(numbers, leaf.dtype)
 
 
+def direction(leaf: Any) -> jax.Array:
+    """A tangent or a cotangent of a leaf: a `wave` that varies over the devices of a
+    `jax.shard_map` where the leaf does, without which JAX takes none.
+    """
+    varies = jax.typeof(leaf).manual_axis_type  # None outside of a `jax.shard_map`
+    axes = tuple(varies.varying) if varies else ()
+    numbers = wave(leaf)
+    return lax.pcast(numbers, axes, to="varying") if axes else numbers
+
+
 def along(tree: Any, factor: float = 1.0) -> jax.Array:
     """A scalar that depends on all leaves that have derivatives."""
     total = jnp.zeros((), float)
@@ -119,7 +129,7 @@ def vjp(f: Function, choice: Choice) -> Function:
         result, pullback, others = jax.vjp(
             lambda given: floats(of_given(given)), given, has_aux=True
         )
-        return result, others, pullback(list(map(wave, result)))
+        return result, others, pullback(list(map(direction, result)))
 
     return pulled_back
 
@@ -128,7 +138,7 @@ def vjp(f: Function, choice: Choice) -> Function:
 def jvp(f: Function, choice: Choice) -> Function:
     def pushed_forward(leaves):
         of_given, given = _of_differentiated(f, choice, leaves)
-        tangents = list(map(wave, given))
+        tangents = list(map(direction, given))
         return jax.jvp(
             lambda given: floats(of_given(given)), (given,), (tangents,), has_aux=True
         )
@@ -143,7 +153,7 @@ def linearize(f: Function, choice: Choice) -> Function:
         result, forward, others = jax.linearize(
             lambda given: floats(of_given(given)), given, has_aux=True
         )
-        tangents = list(map(wave, given))
+        tangents = list(map(direction, given))
         return (
             result,
             others,

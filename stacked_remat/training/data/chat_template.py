@@ -22,6 +22,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, final
 
+from ..._messages import shown
 from ..errors import DataError
 from ..extra import optional
 
@@ -86,8 +87,19 @@ class ChatTemplate:
         special_tokens: Mapping[str, str],
         date: str | None = None,
     ):
-        """`source` is the program, or several by name."""
-        self.sources = {"default": source} if isinstance(source, str) else dict(source)
+        """`source` is the program, or several by name; a `TypeError` for others."""
+        sources = {"default": source} if isinstance(source, str) else source
+        is_by_name = isinstance(sources, Mapping) and all(
+            isinstance(text, str) for entry in sources.items() for text in entry
+        )
+        if not is_by_name:
+            raise TypeError(
+                "ChatTemplate: `source` is the Jinja program as a text, or a dict of"
+                f" such texts by name; got {shown(source)}. Write the list of a"
+                " tokenizer_config.json as {entry['name']: entry['template'] for entry"
+                " in it}."
+            )
+        self.sources = dict(sources)
         self.special_tokens = dict(special_tokens)
         self.date = date
 

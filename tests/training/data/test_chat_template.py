@@ -61,6 +61,15 @@ def test_templates_are_rendered_with_the_usual_settings():
     )
 
 
+@pytest.mark.parametrize(
+    "source",
+    [None, b"x", ["x"], {"default": 1}, [{"name": "default", "template": "x"}]],
+)
+def test_a_source_that_is_no_program_is_refused(source):
+    with pytest.raises(TypeError, match="`source` is the Jinja program as a text, or"):
+        ChatTemplate(source, {})
+
+
 def test_a_template_that_writes_todays_date_takes_it_from_the_config():
     source = "{{ strftime_now('%d %B %Y, %H:%M') }}{{ messages[0].content }}"
     assert (

@@ -51,13 +51,17 @@ def chunked_cross_entropy(
     *,
     weights: NamedArray | None = None,
     z_loss: float = 0.0,
+    scale: float = 1.0,
+    softcap: float | None = None,
     chunk_size: int = 512,
 ) -> NamedArray:
     """The cross entropy of every token, in nats, without the logits of all tokens.
 
-    Equals, for `logits = hax.dot(hidden, head, axis=Embed)` in float32,
+    Equals, in float32,
 
     ```python
+    logits = scale * hax.dot(hidden, head, axis=Embed)
+    logits = softcap * hax.tanh(logits / softcap)  # if there is one
     lse = hax.nn.logsumexp(logits, Vocab)
     weights * (lse - hax.take(logits, Vocab, targets) + z_loss * lse**2)
     ```
@@ -71,6 +75,9 @@ def chunked_cross_entropy(
             a weight is the token's loss, and zero where its target is outside `Vocab`.
         z_loss: a Python number, factor of the squared log-sum-exp (Chowdhery et al.
             2022).
+        scale: a Python number, factor of the logits.
+        softcap: a Python number, which bounds the scaled logits (Gemma Team 2024,
+            "Gemma 2"); None for no bound.
         chunk_size: tokens whose logits exist at once.
 
     Returns:
@@ -97,7 +104,10 @@ def chunked_cross_entropy(
             f"chunk_size must be a number of tokens, at least 1; got {chunk_size}."
         )
 
-    losses = functools.partial(_of_tokens, Embed, Vocab, float(z_loss), chunk_size)
+    names = "ev" if head.axes[0] == Embed else "ve"
+    cap = None if softcap is None else float(softcap)
+    options = _Options(float(z_loss), chunk_size, names, float(scale), cap)
+    losses = functools.partial(_of_tokens, Embed, Vocab, options)
 
     def of_all(*arguments: Any) -> NamedArray:
         return per_device(losses, *arguments, over=tokens, out=tokens)
@@ -116,9 +126,7 @@ def chunked_cross_entropy(
     return noted(CrossEntropyCall(along), of_all)(hidden, head, targets, weights)
 
 
-def _of_tokens(
-    Embed: Axis, Vocab: Axis, z_loss: float, chunk_size: int, *given: Any
-) -> Any:
+def _of_tokens(Embed: Axis, Vocab: Axis, options: "_Options", *given: Any) -> Any:
     """The losses, and with a direction of the head a tuple of these and their
     derivative along it.
     """
@@ -132,7 +140,6 @@ def _of_tokens(
     # As it is stored: XLA would hold the transpose of a frozen head through the whole
     # step.
     matrix = head.array.astype(flat.dtype)
-    names = "ev" if head.axes[0] == Embed else "ve"
     # Narrower types could not hold Vocab.size
     labels = targets.array.reshape(count).astype(jnp.int32)
     counted = None
@@ -146,7 +153,7 @@ def _of_tokens(
     labels = jnp.where(labels < 0, Vocab.size, labels)
     labels = jnp.where(ignored, 0, labels)
     along = None if direction is None else direction.array.astype(flat.dtype)
-    of_rows = functools.partial(_of_rows, _Options(z_loss, chunk_size, names))
+    of_rows = functools.partial(_of_rows, options)
     found = call_on_rows(of_rows, (flat, labels), (matrix, along))
 
     def of_tokens(each: Any) -> NamedArray:
@@ -165,6 +172,8 @@ class _Options(NamedTuple):
     z_loss: float
     size: int  # of a chunk
     names: str  # of the axes of the head
+    scale: float  # of the logits
+    softcap: float | None  # of the scaled logits
 
 
 def _of_rows(
@@ -189,16 +198,16 @@ def _found(options: _Options, inputs: Any, constants: Any) -> tuple[Any, Array]:
     """
     hidden, head = inputs
     targets, along = constants
-    z_loss, size, names = options
-    hidden = hidden.reshape(-1, size, hidden.shape[1])
-    chunks = hidden, targets.reshape(-1, size)
+    z_loss = options.z_loss
+    rows = targets.reshape(-1, options.size)
+    chunks = hidden.reshape(*rows.shape, hidden.shape[1]), rows
 
     def of_head(head: Head) -> tuple[Array, Array]:
         def chunk(
             _: None, at: tuple[Hidden, Array]
         ) -> tuple[None, tuple[Array, Array]]:
             own, target = at
-            logits = _logits(own, head, names)
+            logits = _logits(own, head, options)
             lse = jax.nn.logsumexp(logits, axis=-1)
             picked = jnp.take_along_axis(logits, target[:, None], axis=-1)
             picked = picked[:, 0]
@@ -228,7 +237,7 @@ def _backward(
     softmax, less one for the target, times the cotangent of the loss.
     """
     hidden, head, targets, lse = residuals
-    z_loss, size, names = options
+    z_loss, size, names = options.z_loss, options.size, options.names
     cotangent, _ = cotangents
 
     def chunk(
@@ -241,11 +250,16 @@ def _backward(
         own, target, own_lse, ct = slices
         # Of the log-sum-exp: its own part of the loss, and that of the z-loss
         of_lse = ct * (1.0 + 2.0 * z_loss * own_lse)
-        softmax = jnp.exp(_logits(own, head, names) - own_lse[:, None])
+        logits = _logits(own, head, options)
+        softmax = jnp.exp(logits - own_lse[:, None])
         of_logits = softmax * of_lse[:, None]
         labels = jnp.arange(of_logits.shape[1])[None, :]
         hit = target[:, None] == labels
         of_logits = jnp.where(hit, of_logits - ct[:, None], of_logits)
+        if options.softcap is not None:  # the derivative of tanh
+            of_logits *= 1.0 - (logits / options.softcap) ** 2
+        if options.scale != 1.0:
+            of_logits *= options.scale
         of_logits = of_logits.astype(own.dtype)
         if of_head is not None:
             new = jnp.einsum(
@@ -268,7 +282,14 @@ def _backward(
 _losses = perturbed_vjp(lambda *args: _found(*args)[0], _backward, _forward)
 
 
-def _logits(hidden: Hidden, head: Head, names: str) -> Float[Array, "token vocab"]:
-    return jnp.einsum(
-        f"te,{names}->tv", hidden, head, preferred_element_type=jnp.float32
+def _logits(
+    hidden: Hidden, head: Head, options: _Options
+) -> Float[Array, "token vocab"]:
+    logits = jnp.einsum(
+        f"te,{options.names}->tv", hidden, head, preferred_element_type=jnp.float32
     )
+    if options.scale != 1.0:
+        logits = logits * options.scale
+    if options.softcap is None:
+        return logits
+    return options.softcap * jnp.tanh(logits / options.softcap)

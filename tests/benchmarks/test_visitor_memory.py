@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 from models.parts.decoder import Decoder
-from models.parts.layers import cast_floating
+from models.parts.linear import cast_floating
 from models.parts.sections import ExpertsConfig
 from models.qwen3 import Qwen3MoeConfig
 from stacked_remat import LayerResult, Stacked, memory, streaming

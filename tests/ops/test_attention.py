@@ -263,7 +263,10 @@ def test_gradients_have_the_dtypes_of_what_they_are_of():
     key = key.astype(jnp.bfloat16)
 
     def total(arrays):
-        attended = causal_attention(*arrays, Pos, KVHeads, HeadDim, backend="blockwise")
+        query, key, value = arrays
+        attended = causal_attention(
+            query, key, value, Pos, KVHeads, HeadDim, backend="blockwise"
+        )
         return hax.sum(attended).scalar()
 
     with jax.numpy_dtype_promotion("standard"):

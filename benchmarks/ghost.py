@@ -17,8 +17,9 @@ import haliax as hax
 import jax
 from haliax import Axis, NamedArray
 
-from models.decoder.config import DecoderConfig, ExpertsConfig
-from models.decoder.decoder import Decoder
+from models.parts.config import DecoderConfig
+from models.parts.decoder import Decoder
+from models.parts.sections import ExpertsConfig
 from models.qwen3 import Qwen3Config, Qwen3MoeConfig
 from models.run_config import LmRunConfig
 from models.run_state import with_adapters

@@ -32,9 +32,9 @@ import scipy.stats
 from haliax import Axis, NamedArray
 
 from models.architectures import Qwen3Config
-from models.decoder.config import AttentionConfig
-from models.decoder.decoder import Decoder
 from models.lm import example_losses as sequence_losses
+from models.parts.decoder import Decoder
+from models.parts.sections import AttentionConfig
 from stacked_remat import fold, ghost, scan
 from stacked_remat.training import TokenBatch
 from stacked_remat.training.data.files import standard_library_files

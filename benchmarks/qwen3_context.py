@@ -40,8 +40,8 @@ import jax
 import jax.numpy as jnp
 from haliax import Axis
 
-from models.decoder.decoder import Decoder
 from models.lm import next_token_loss
+from models.parts.decoder import Decoder
 from models.run_config import LmRunConfig
 from models.run_state import with_adapters
 from stacked_remat import ScanCheckpointPolicy, ScanCheckpointSpec, memory

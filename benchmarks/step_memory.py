@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from models.candidate import Candidate
-from models.decoder.config import DecoderConfig
+from models.parts.config import DecoderConfig
 from models.run_config import LmRunConfig
 from stacked_remat import memory
 from stacked_remat.training import parse_config

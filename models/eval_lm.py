@@ -25,7 +25,6 @@ from jaxtyping import Array
 from rich.console import Console
 
 from models.command import USER_ERRORS, command_parser, run_command, shown_on
-from models.decoder.decoder import Decoder
 from models.generation.decoding import padded_length
 from models.generation.sampling import Sampling
 from models.generation.text_generation import generate_text
@@ -35,6 +34,7 @@ from models.loading import (
     model_of_arguments,
     rows_that_fit,
 )
+from models.parts.decoder import Decoder
 from models.run_config import FoundModel
 from stacked_remat.training import (
     BATCH_AXIS,

@@ -2,13 +2,44 @@
 norms a layer.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any
 
-from models.decoder.config import DecoderConfig, LayerSpec
+import jax
+from haliax import NamedArray
+from jaxtyping import PRNGKeyArray
+
 from models.hf_io import config_fields as hf
 from models.hf_io.formats import HfFormat, register_format
+from models.parts.attention import Attention
+from models.parts.cache import LayerCache
+from models.parts.config import DecoderConfig, LayerKind
+from models.parts.decoder import DecoderLayer, LayerOutput, residual
+from models.parts.mlp import GatedMlp, gelu_gated
+from models.parts.norms import Norm, offset_rms_norm
+from models.parts.tokens import Tokens
+
+
+class Gemma3Layer(DecoderLayer):
+    """A layer of Gemma 3."""
+
+    input_norm: Norm
+    attention: Attention
+    attention_output_norm: Norm
+    post_attention_norm: Norm
+    mlp: GatedMlp
+    mlp_output_norm: Norm
+
+    def forward(
+        self, x: NamedArray, tokens: Tokens, cache: LayerCache | None = None
+    ) -> LayerOutput:
+        """Attention, then the MLP, with norms of what each is given and of what it
+        adds.
+        """
+        attended, cache = self.attention(self.input_norm(x), tokens, cache)
+        x = residual(x + self.attention_output_norm(attended))
+        mixed, statistics = self.mlp(x, tokens, norm=self.post_attention_norm)
+        return x + self.mlp_output_norm(mixed), cache, statistics
 
 
 @dataclass(frozen=True)
@@ -20,11 +51,6 @@ class Gemma3Config(DecoderConfig):
         local_theta: the base of the wavelengths in layers with a window.
     """
 
-    block: ClassVar[LayerSpec] = LayerSpec(
-        qk_norm="per_head", norms="both", activation="gelu_tanh"
-    )
-    norm_offset: ClassVar[float] = 1.0
-
     tie_word_embeddings: bool = True
     query_pre_attn_scalar: int = 256
     local_theta: float = 10_000.0
@@ -34,37 +60,74 @@ class Gemma3Config(DecoderConfig):
         """The square root of the width."""
         return self.hidden_dim**0.5
 
-    def layer(self, number: int) -> LayerSpec:
-        """What one layer is."""
-        spec = replace(super().layer(number), scale=self.query_pre_attn_scalar**-0.5)
-        if spec.window is None:
-            return spec
-        return replace(
-            spec, rotary=replace(self.rotary, theta=self.local_theta, scaling=None)
+    def init_norm(self) -> Norm:
+        """Makes a norm over `Embed`."""
+        return offset_rms_norm(self.Embed, self.rms_norm_eps)
+
+    def init_layer(self, kind: LayerKind, *, key: PRNGKeyArray) -> Gemma3Layer:
+        """Makes a layer from `key`."""
+        attention_key, mlp_key = jax.random.split(key)
+        rotary = self.rotary
+        if kind.window is not None:
+            rotary = replace(rotary, theta=self.local_theta, scaling=None)
+        return Gemma3Layer(
+            input_norm=self.init_norm(),
+            attention=Attention.init(
+                self,
+                rotary=rotary,
+                window=kind.window,
+                scale=self.query_pre_attn_scalar**-0.5,
+                q_norm=offset_rms_norm(self.HeadDim, self.rms_norm_eps),
+                k_norm=offset_rms_norm(self.HeadDim, self.rms_norm_eps),
+                key=attention_key,
+            ),
+            attention_output_norm=self.init_norm(),
+            post_attention_norm=self.init_norm(),
+            mlp=GatedMlp.init(self, self.Mlp, gating=gelu_gated, key=mlp_key),
+            mlp_output_norm=self.init_norm(),
         )
 
 
-def _every(given: hf.ConfigFields) -> Callable[[int], bool]:
-    return hf.full_every(given("sliding_window_pattern", 6))(given)
-
-
-FIELDS = {
-    **hf.DECODER_FIELDS,
-    "num_key_value_heads": hf.kv_heads(4),
-    "head_dim": hf.attribute("attention.head_dim", 256, written="head_dim"),
-    "hidden_act": hf.only("gelu_pytorch_tanh"),
-    "hidden_activation": hf.only("gelu_pytorch_tanh", written=True),
-    "rotary": hf.rope(
-        theta=1_000_000.0, longest=131_072, by_kind=True, local="local_theta"
-    ),
-    "tie_word_embeddings": hf.attribute("tie_word_embeddings", True),
-    "windows": hf.windows(4_096, _every),
-    "query_pre_attn_scalar": hf.attribute("query_pre_attn_scalar", 256),
+_ACTIVATION = "gelu_pytorch_tanh"
+FIELDS = hf.DENSE_SIZES | {
+    "head_dim": hf.Field("attention.head_dim", 256, written="head_dim"),
+    "tie_word_embeddings": hf.Field("tie_word_embeddings", True),
+    "query_pre_attn_scalar": hf.Field("query_pre_attn_scalar", 256),
 }
+
+
+def from_hf(given: hf.ConfigFields) -> hf.Found:
+    """Reads a `config.json`; defaults are those of transformers."""
+    given.only("hidden_activation", _ACTIVATION)
+    found = hf.read_decoder(given, FIELDS, kv_heads=4, activations=[_ACTIVATION])
+    found |= hf.read_rotary_by_kind(
+        given, theta=1_000_000.0, longest=131_072, local_theta="local_theta"
+    )
+    period = given("sliding_window_pattern", 6)
+    return found | hf.read_windows(
+        given, found["num_layers"], 4_096, lambda layer: (layer + 1) % period != 0
+    )
+
+
+def to_hf(config: Gemma3Config) -> dict[str, Any]:
+    """Writes a `config.json`."""
+    written = hf.write_decoder(config, FIELDS) | hf.write_windows(config)
+    written |= hf.write_rotary_by_kind(config.rotary, config.local_theta)
+    del written["hidden_act"]
+    return written | {
+        "hidden_activation": _ACTIVATION,
+        "rope_local_base_freq": config.local_theta,
+    }
+
+
 TENSORS = {
     "attention_output_norm": "post_attention_layernorm",
     "post_attention_norm": "pre_feedforward_layernorm",
     "mlp_output_norm": "post_feedforward_layernorm",
 }
 
-register_format(HfFormat("gemma3_text", Gemma3Config, FIELDS, TENSORS))
+register_format(
+    HfFormat(
+        "gemma3_text", Gemma3Config, from_hf, to_hf, FIELDS, TENSORS, checksum=-4.81528
+    )
+)

@@ -3,12 +3,54 @@ clamped SwiGLU in all.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any
 
-from models.decoder.config import LayerSpec, SparseDecoderConfig
+import haliax as hax
+import haliax.nn as hnn
+import jax
+from haliax import NamedArray
+from jaxtyping import PRNGKeyArray
+
 from models.hf_io import config_fields as hf
 from models.hf_io.formats import HfFormat, register_format
 from models.hf_io.stacked_weights import ExpertsTensor
+from models.parts.attention import Attention
+from models.parts.cache import LayerCache
+from models.parts.config import LayerKind, SparseDecoderConfig
+from models.parts.decoder import DecoderLayer, LayerOutput, residual
+from models.parts.experts import SparseExperts
+from models.parts.norms import Norm
+from models.parts.tokens import Tokens
+
+_SLOPE = 1.702  # with it, x * sigmoid(slope * x) approximates GELU
+_LIMIT = 7.0
+
+
+def clamped(gate: NamedArray, up: NamedArray) -> NamedArray:
+    """`g * sigmoid(1.702 * g) * (u + 1)`, where g is `gate` of at most 7 and u is `up`
+    between -7 and 7.
+    """
+    bounded: Any = hax.minimum(gate, _LIMIT)
+    factor = hax.clip(up, -_LIMIT, _LIMIT) + 1
+    return bounded * hnn.sigmoid(_SLOPE * bounded) * factor
+
+
+class GptOssLayer(DecoderLayer):
+    """A layer of gpt-oss."""
+
+    input_norm: Norm
+    attention: Attention
+    post_attention_norm: Norm
+    mlp: SparseExperts
+
+    def forward(
+        self, x: NamedArray, tokens: Tokens, cache: LayerCache | None = None
+    ) -> LayerOutput:
+        """Adds attention, then the experts, each of normalised input."""
+        attended, cache = self.attention(self.input_norm(x), tokens, cache)
+        x = residual(x + attended)
+        mixed, statistics = self.mlp(x, tokens, norm=self.post_attention_norm)
+        return x + mixed, cache, statistics
 
 
 @dataclass(frozen=True)
@@ -20,8 +62,23 @@ class GptOssConfig(SparseDecoderConfig):
     positions, and attention has biases.
     """
 
-    block: ClassVar[LayerSpec] = LayerSpec(sinks=True, mlp_bias=True, swiglu_limit=7.0)
     all_sparse = True
+
+    def init_layer(self, kind: LayerKind, *, key: PRNGKeyArray) -> GptOssLayer:
+        """Makes a layer from `key`."""
+        attention_key, mlp_key = jax.random.split(key)
+        return GptOssLayer(
+            input_norm=self.init_norm(),
+            attention=Attention.init(
+                self,
+                rotary=self.rotary,
+                window=kind.window,
+                sinks=True,
+                key=attention_key,
+            ),
+            post_attention_norm=self.init_norm(),
+            mlp=SparseExperts.init(self, gating=clamped, mlp_bias=True, key=mlp_key),
+        )
 
 
 _YARN = {
@@ -31,37 +88,58 @@ _YARN = {
     "truncate": False,
 }
 
-FIELDS = {
-    **hf.DECODER_FIELDS,
-    "intermediate_size": hf.attribute("experts.intermediate_dim"),
-    "num_key_value_heads": hf.kv_heads(8),
-    "head_dim": hf.attribute("attention.head_dim", 64, written="head_dim"),
-    "attention_bias": hf.attribute("attention.bias", True),
-    "rotary": hf.rope(theta=150_000.0, scaling=_YARN, longest=131_072),
-    # Transformers ignores these: `rope_scaling` has its own length.
-    "initial_context_length": hf.ignored(),
-    "experts_per_token": hf.ignored(),
-    "rms_norm_eps": hf.attribute("rms_norm_eps", 1e-5),
-    "windows": hf.windows(128, hf.full_every(2)),
-    "num_local_experts": hf.attribute(
-        "experts.num_experts", 128, aliases=("num_experts",)
-    ),
-    "num_experts_per_tok": hf.attribute("experts.experts_per_token", 4),
-    "load_balance": hf.LOAD_BALANCE,
-    "swiglu_alpha": hf.only(1.702, written=True),
-    "swiglu_limit": hf.only(7.0, written=True),
+FIELDS = hf.SIZES | {
+    "intermediate_size": hf.Field("experts.intermediate_dim"),
+    "head_dim": hf.Field("attention.head_dim", 64, written="head_dim"),
+    "attention_bias": hf.Field("attention.bias", True),
+    "rms_norm_eps": hf.Field("rms_norm_eps", 1e-5),
+    "num_local_experts": hf.Field("experts.num_experts", 128, ("num_experts",)),
+    "num_experts_per_tok": hf.Field("experts.experts_per_token", 4),
 }
+
+
+def from_hf(given: hf.ConfigFields) -> hf.Found:
+    """Reads a `config.json`; defaults are those of transformers."""
+    # Transformers ignores these: `rope_scaling` has its own length.
+    given.ignore("initial_context_length", "experts_per_token")
+    given.only("swiglu_alpha", _SLOPE)
+    given.only("swiglu_limit", _LIMIT)
+    found = hf.read_decoder(given, FIELDS, kv_heads=8)
+    found |= hf.read_rotary(given, theta=150_000.0, scaling=_YARN, longest=131_072)
+    found |= hf.read_load_balance(given)
+    return found | hf.read_windows(
+        given, found["num_layers"], 128, lambda layer: layer % 2 == 0
+    )
+
+
+def to_hf(config: GptOssConfig) -> dict[str, Any]:
+    """Writes a `config.json`."""
+    written = hf.write_decoder(config, FIELDS) | hf.write_windows(config)
+    written |= hf.write_rotary(config.rotary, has_default=True)
+    written |= hf.write_load_balance(config)
+    return written | {"swiglu_alpha": _SLOPE, "swiglu_limit": _LIMIT}
+
+
 _GATE_UP = ExpertsTensor("gate_up_proj", transposed=True, interleaved=True)
 _GATE_UP_BIAS = ExpertsTensor("gate_up_proj_bias", interleaved=True)
 TENSORS = {
-    "gate_proj.weight": _GATE_UP,
-    "gate_proj.bias": _GATE_UP_BIAS,
-    "up_proj.weight": _GATE_UP,
-    "up_proj.bias": _GATE_UP_BIAS,
-    "down_proj.weight": ExpertsTensor("down_proj", transposed=True),
-    "down_proj.bias": ExpertsTensor("down_proj_bias"),
+    "mlp.experts.gate_proj.weight": _GATE_UP,
+    "mlp.experts.gate_proj.bias": _GATE_UP_BIAS,
+    "mlp.experts.up_proj.weight": _GATE_UP,
+    "mlp.experts.up_proj.bias": _GATE_UP_BIAS,
+    "mlp.experts.down_proj.weight": ExpertsTensor("down_proj", transposed=True),
+    "mlp.experts.down_proj.bias": ExpertsTensor("down_proj_bias"),
 }
 
 register_format(
-    HfFormat("gpt_oss", GptOssConfig, FIELDS, TENSORS, quant_methods=("mxfp4",))
+    HfFormat(
+        "gpt_oss",
+        GptOssConfig,
+        from_hf,
+        to_hf,
+        FIELDS,
+        TENSORS,
+        quant_methods=("mxfp4",),
+        checksum=1.21013,
+    )
 )

@@ -1,7 +1,7 @@
 """The loss of a decoder on a batch, whole or sequence by sequence.
 
-A decoder maps tokens to hidden states, which is the expensive part. The loss applies
-the head's matrix itself, so that it decides how many logits exist at once.
+A decoder maps tokens to hidden states, which is the expensive part. Of their losses it
+makes few logits at once.
 """
 
 from typing import Any
@@ -12,9 +12,8 @@ import jax.numpy as jnp
 from haliax import NamedArray
 from jaxtyping import Array, Float
 
-from models.decoder.decoder import Decoder
-from models.decoder.experts import AuxiliaryLoss
-from stacked_remat.ops import chunked_cross_entropy
+from models.parts.decoder import Decoder
+from models.parts.router_statistics import AuxiliaryLoss
 from stacked_remat.training import POSITION_AXIS, Metrics, TokenBatch
 
 
@@ -85,10 +84,8 @@ def _token_losses(
     hidden, auxiliary = model.hidden_states(
         batch.tokens, documents=batch.documents, positions=batch.positions
     )
-    head = model.unembedding()
-    options = {"weights": batch.weights, "z_loss": z_loss}
-    losses = chunked_cross_entropy(
-        hidden, head, batch.targets, model.config.Embed, model.Vocab, **options
+    losses = model.token_losses(
+        hidden, batch.targets, weights=batch.weights, z_loss=z_loss
     )
     return losses, auxiliary
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from models.command import local_path
-from models.decoder.decoder import Decoder
+from models.parts.decoder import Decoder
 from models.run_config import FoundModel, find_model
 from models.run_state import Placement
 from stacked_remat import streaming
@@ -87,7 +87,7 @@ def rows_that_fit(found: FoundModel, slots: int) -> int:
     )
     size = numbers * jnp.dtype(found.config.compute_dtype).itemsize
     cache, memory = (
-        found.config.cache_bytes(1, slots),
+        weights.cache_bytes(1, slots),
         memory_bytes(jax.local_devices()[0]),
     )
     if slots > _MOST_POSITIONS or (memory is not None and size + cache > memory):

@@ -3,11 +3,39 @@ heads.
 """
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any
 
-from models.decoder.config import DecoderConfig, LayerSpec
+import jax
+from haliax import NamedArray
+from jaxtyping import PRNGKeyArray
+
 from models.hf_io import config_fields as hf
 from models.hf_io.formats import HfFormat, register_format
+from models.parts.attention import Attention
+from models.parts.cache import LayerCache
+from models.parts.config import DecoderConfig, LayerKind
+from models.parts.decoder import DecoderLayer, LayerOutput, residual
+from models.parts.mlp import GatedMlp
+from models.parts.norms import Norm, rms_norm
+from models.parts.tokens import Tokens
+
+
+class Olmo3Layer(DecoderLayer):
+    """A layer of OLMo 3."""
+
+    attention: Attention
+    attention_output_norm: Norm
+    mlp: GatedMlp
+    mlp_output_norm: Norm
+
+    def forward(
+        self, x: NamedArray, tokens: Tokens, cache: LayerCache | None = None
+    ) -> LayerOutput:
+        """Attention, then the MLP, each normalised and added to the stream."""
+        attended, cache = self.attention(x, tokens, cache)
+        x = residual(x + self.attention_output_norm(attended))
+        mixed, statistics = self.mlp(x, tokens)
+        return x + self.mlp_output_norm(mixed), cache, statistics
 
 
 @dataclass(frozen=True)
@@ -16,27 +44,50 @@ class Olmo3Config(DecoderConfig):
     window alone.
     """
 
-    block: ClassVar[LayerSpec] = LayerSpec(qk_norm="all_heads", norms="after")
-
-    def layer(self, number: int) -> LayerSpec:
-        """What one layer is."""
-        spec = super().layer(number)
-        return (
-            spec
-            if spec.window is None
-            else replace(spec, rotary=replace(self.rotary, scaling=None))
+    def init_layer(self, kind: LayerKind, *, key: PRNGKeyArray) -> Olmo3Layer:
+        """Makes a layer from `key`."""
+        attention_key, mlp_key = jax.random.split(key)
+        rotary = self.rotary
+        if kind.window is not None:
+            rotary = replace(rotary, scaling=None)
+        return Olmo3Layer(
+            attention=Attention.init(
+                self,
+                rotary=rotary,
+                window=kind.window,
+                q_norm=rms_norm(self.QueryHeads, self.rms_norm_eps),
+                k_norm=rms_norm(self.KeyHeads, self.rms_norm_eps),
+                key=attention_key,
+            ),
+            attention_output_norm=self.init_norm(),
+            mlp=GatedMlp.init(self, self.Mlp, key=mlp_key),
+            mlp_output_norm=self.init_norm(),
         )
 
 
-FIELDS = {
-    **hf.DECODER_FIELDS,
-    "rotary": hf.rope(theta=500_000.0, longest=2_048, by_kind=True),
-    "rms_norm_eps": hf.attribute("rms_norm_eps", 1e-5),
-    "windows": hf.windows(4_096, hf.full_every(4)),
-}
+FIELDS = hf.DENSE_SIZES | {"rms_norm_eps": hf.Field("rms_norm_eps", 1e-5)}
+
+
+def from_hf(given: hf.ConfigFields) -> hf.Found:
+    """Reads a `config.json`; defaults are those of transformers."""
+    found = hf.read_decoder(given, FIELDS)
+    found |= hf.read_rotary_by_kind(given, theta=500_000.0, longest=2_048)
+    return found | hf.read_windows(
+        given, found["num_layers"], 4_096, lambda layer: (layer + 1) % 4 != 0
+    )
+
+
+def to_hf(config: Olmo3Config) -> dict[str, Any]:
+    """Writes a `config.json`."""
+    written = hf.write_decoder(config, FIELDS) | hf.write_windows(config)
+    return written | hf.write_rotary_by_kind(config.rotary, config.rotary.theta)
+
+
 TENSORS = {
     "attention_output_norm": "post_attention_layernorm",
     "mlp_output_norm": "post_feedforward_layernorm",
 }
 
-register_format(HfFormat("olmo3", Olmo3Config, FIELDS, TENSORS))
+register_format(
+    HfFormat("olmo3", Olmo3Config, from_hf, to_hf, FIELDS, TENSORS, checksum=-1.9065)
+)

@@ -3,10 +3,14 @@ values in one tensor.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
-from models.decoder.config import DecoderConfig
+from jaxtyping import PRNGKeyArray
+
 from models.hf_io import config_fields as hf
 from models.hf_io.formats import HfFormat, register_format
+from models.llama import LlamaLayer
+from models.parts.config import DecoderConfig, LayerKind
 
 
 @dataclass(frozen=True)
@@ -27,24 +31,41 @@ class Phi3Config(DecoderConfig):
                 " model without one, such as Phi-3-mini-4k-instruct or phi-4."
             )
 
+    def init_layer(self, kind: LayerKind, *, key: PRNGKeyArray) -> LlamaLayer:
+        """Makes a layer of a Llama."""
+        return LlamaLayer.init(self, kind, rotary=self.rotary, key=key)
 
-FIELDS = {
-    **hf.DECODER_FIELDS,
-    "attention_bias": hf.only(False),
-    "embd_pdrop": hf.only(0),
-    "resid_pdrop": hf.only(0),
-    "rotary": hf.rope(longest=4_096),
-    "rms_norm_eps": hf.attribute("rms_norm_eps", 1e-5),
-    "windows": hf.windows(None),
+
+FIELDS = hf.without(hf.DENSE_SIZES, "attention_bias") | {
+    "rms_norm_eps": hf.Field("rms_norm_eps", 1e-5)
+}
+
+
+def from_hf(given: hf.ConfigFields) -> hf.Found:
+    """Reads a `config.json`; defaults are those of transformers."""
+    given.only("attention_bias", False)
+    given.only("embd_pdrop", 0)
+    given.only("resid_pdrop", 0)
+    given.ignore("pad_token_id")
+    found = hf.read_decoder(given, FIELDS) | hf.read_rotary(given, longest=4_096)
+    return found | hf.read_windows(given, found["num_layers"], None)
+
+
+def to_hf(config: Phi3Config) -> dict[str, Any]:
+    """Writes a `config.json`."""
+    written = hf.write_decoder(config, FIELDS) | hf.write_rotary(config.rotary)
     # Transformers' default is beyond the embedding of a smaller vocabulary.
-    "pad_token_id": hf.ignored(written=None),
-}
+    return written | {"sliding_window": config.attention.window, "pad_token_id": None}
+
+
 TENSORS = {
-    "q_proj": "qkv_proj",
-    "k_proj": "qkv_proj",
-    "v_proj": "qkv_proj",
-    "gate_proj": "gate_up_proj",
-    "up_proj": "gate_up_proj",
+    "attention.q_proj": "qkv_proj",
+    "attention.k_proj": "qkv_proj",
+    "attention.v_proj": "qkv_proj",
+    "mlp.gate_proj": "gate_up_proj",
+    "mlp.up_proj": "gate_up_proj",
 }
 
-register_format(HfFormat("phi3", Phi3Config, FIELDS, TENSORS))
+register_format(
+    HfFormat("phi3", Phi3Config, from_hf, to_hf, FIELDS, TENSORS, checksum=-1.22423)
+)

@@ -2,13 +2,16 @@
 biases.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
-from models.decoder.config import SLIDING, AttentionConfig, DecoderConfig, LayerSpec
+from jaxtyping import PRNGKeyArray
+
 from models.hf_io import config_fields as hf
 from models.hf_io.formats import HfFormat, register_format
+from models.llama import LlamaLayer
+from models.parts.config import DecoderConfig, LayerKind
+from models.parts.sections import SLIDING, AttentionConfig
 
 
 @dataclass(frozen=True)
@@ -19,35 +22,50 @@ class Qwen2Config(DecoderConfig):
         default_factory=lambda: AttentionConfig(bias=True)
     )
 
-    def layer(self, number: int) -> LayerSpec:
-        """What one layer is."""
-        return replace(super().layer(number), output_bias=False)
+    def init_layer(self, kind: LayerKind, *, key: PRNGKeyArray) -> LlamaLayer:
+        """Makes a layer of a Llama."""
+        return LlamaLayer.init(
+            self, kind, rotary=self.rotary, output_bias=False, key=key
+        )
 
 
-def _later_layers(given: hf.ConfigFields) -> Callable[[int], bool]:
+FIELDS = hf.without(hf.DENSE_SIZES, "attention_bias")
+
+
+def from_hf(given: hf.ConfigFields) -> hf.Found:
+    """Reads a `config.json`; defaults are those of transformers."""
+    given.ignore("attention_bias")
+    found = hf.read_decoder(given, FIELDS, kv_heads=32) | hf.read_rotary(given)
+    found |= read_later_windows(given, found["num_layers"])
+    return found | {"attention.bias": True}
+
+
+def to_hf(config: Qwen2Config) -> dict[str, Any]:
+    """Writes a `config.json`."""
+    written = hf.write_decoder(config, FIELDS) | hf.write_rotary(config.rotary)
+    return written | write_later_windows(config)
+
+
+def read_later_windows(given: hf.ConfigFields, num_layers: int) -> hf.Found:
+    """Windows in the layers from one on."""
     first = given("max_window_layers", 28)
-    return lambda layer: layer >= first
+    is_on = given("use_sliding_window", False)
+    return hf.read_windows(
+        given, num_layers, 4_096, lambda layer: layer >= first, is_on
+    )
 
 
-def _first_with_a_window(config: DecoderConfig) -> dict[str, Any]:
-    types = hf.layer_types(config)
-    return {"max_window_layers": (*types, SLIDING).index(SLIDING)}
+def write_later_windows(config: DecoderConfig) -> dict[str, Any]:
+    """The inverse of `read_later_windows`."""
+    types, window = hf.layer_types(config), config.attention.window
+    return {
+        "layer_types": types,
+        "sliding_window": window,
+        "use_sliding_window": window is not None,
+        "max_window_layers": (*types, SLIDING).index(SLIDING),
+    }
 
 
-def _read_bias(given: hf.ConfigFields, found: hf.Found) -> None:
-    given("attention_bias")
-    found["attention.bias"] = True
-
-
-WINDOWS = {
-    "windows": hf.windows(4_096, _later_layers, "use_sliding_window"),
-    "max_window_layers": hf.computed(lambda given, found: None, _first_with_a_window),
-}
-FIELDS = {
-    **hf.DECODER_FIELDS,
-    "num_key_value_heads": hf.kv_heads(32),
-    "attention_bias": hf.computed(_read_bias),
-    **WINDOWS,
-}
-
-register_format(HfFormat("qwen2", Qwen2Config, FIELDS))
+register_format(
+    HfFormat("qwen2", Qwen2Config, from_hf, to_hf, FIELDS, checksum=-0.97778)
+)

@@ -3,68 +3,152 @@ each head.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any
 
-from models.decoder.config import DecoderConfig, LayerSpec, SparseDecoderConfig
+import jax
+from haliax import NamedArray
+from jaxtyping import PRNGKeyArray
+
 from models.hf_io import config_fields as hf
 from models.hf_io.formats import HfFormat, register_format
-from models.qwen2 import WINDOWS
+from models.parts.attention import Attention
+from models.parts.cache import LayerCache
+from models.parts.config import DecoderConfig, LayerKind, SparseDecoderConfig
+from models.parts.decoder import DecoderLayer, LayerOutput, residual
+from models.parts.experts import SparseExperts
+from models.parts.mlp import GatedMlp
+from models.parts.norms import Norm, rms_norm
+from models.parts.tokens import Tokens
+from models.qwen2 import read_later_windows, write_later_windows
 from stacked_remat._messages import shown
+
+
+class Qwen3Layer(DecoderLayer):
+    """A layer of Qwen3, with an MLP or with experts."""
+
+    input_norm: Norm
+    attention: Attention
+    post_attention_norm: Norm
+    mlp: GatedMlp | SparseExperts
+
+    @staticmethod
+    def init(
+        config: DecoderConfig, kind: LayerKind, *, key: PRNGKeyArray
+    ) -> "Qwen3Layer":
+        """Makes a layer from `key`."""
+        attention_key, mlp_key = jax.random.split(key)
+        if kind.sparse and isinstance(config, SparseDecoderConfig):
+            mlp = SparseExperts.init(config, key=mlp_key)
+        else:
+            mlp = GatedMlp.init(config, config.Mlp, key=mlp_key)
+        return Qwen3Layer(
+            input_norm=config.init_norm(),
+            attention=Attention.init(
+                config,
+                rotary=config.rotary,
+                window=kind.window,
+                q_norm=rms_norm(config.HeadDim, config.rms_norm_eps),
+                k_norm=rms_norm(config.HeadDim, config.rms_norm_eps),
+                key=attention_key,
+            ),
+            post_attention_norm=config.init_norm(),
+            mlp=mlp,
+        )
+
+    def forward(
+        self, x: NamedArray, tokens: Tokens, cache: LayerCache | None = None
+    ) -> LayerOutput:
+        """Adds attention, then the MLP or experts, each of normalised input."""
+        attended, cache = self.attention(self.input_norm(x), tokens, cache)
+        x = residual(x + attended)
+        mixed, statistics = self.mlp(x, tokens, norm=self.post_attention_norm)
+        return x + mixed, cache, statistics
 
 
 @dataclass(frozen=True)
 class Qwen3Config(DecoderConfig):
     """A dense Qwen3 decoder: every layer has one MLP."""
 
-    block: ClassVar[LayerSpec] = LayerSpec(qk_norm="per_head")
+    def init_layer(self, kind: LayerKind, *, key: PRNGKeyArray) -> Qwen3Layer:
+        """Makes a layer from `key`."""
+        return Qwen3Layer.init(self, kind, key=key)
 
 
 @dataclass(frozen=True)
 class Qwen3MoeConfig(SparseDecoderConfig):
     """A Qwen3 decoder with experts in every layer, or in all but some."""
 
-    block: ClassVar[LayerSpec] = LayerSpec(qk_norm="per_head")
+    def init_layer(self, kind: LayerKind, *, key: PRNGKeyArray) -> Qwen3Layer:
+        """Makes a layer from `key`."""
+        return Qwen3Layer.init(self, kind, key=key)
 
 
-def _read_dense_layers(given: hf.ConfigFields, found: hf.Found) -> None:
-    step, num_layers = given("decoder_sparse_step", 1) or 1, found["num_layers"]
-    dense = given("mlp_only_layers", [])
-    if strange := [layer for layer in dense if layer not in range(num_layers)]:
+FIELDS = hf.DENSE_SIZES | {
+    "head_dim": hf.Field("attention.head_dim", 128, written="head_dim")
+}
+MOE_FIELDS = hf.DENSE_SIZES | {
+    "num_experts": hf.Field("experts.num_experts", aliases=("num_local_experts",)),
+    "num_experts_per_tok": hf.Field("experts.experts_per_token"),
+    "moe_intermediate_size": hf.Field("experts.intermediate_dim"),
+    "norm_topk_prob": hf.Field("experts.norm_topk_prob", False),
+}
+
+
+def from_hf(given: hf.ConfigFields) -> hf.Found:
+    """Reads a dense `config.json`; defaults are those of transformers."""
+    given.only("use_qk_norm", True)
+    found = hf.read_decoder(given, FIELDS, kv_heads=32) | hf.read_rotary(given)
+    return found | read_later_windows(given, found["num_layers"])
+
+
+def to_hf(config: Qwen3Config) -> dict[str, Any]:
+    """Writes a dense `config.json`."""
+    written = hf.write_decoder(config, FIELDS) | hf.write_rotary(config.rotary)
+    return written | write_later_windows(config)
+
+
+def moe_from_hf(given: hf.ConfigFields) -> hf.Found:
+    """Reads a `config.json` of experts; defaults are those of transformers."""
+    given.only("use_qk_norm", True)
+    given.ignore("max_window_layers")
+    found = hf.read_decoder(given, MOE_FIELDS, kv_heads=4) | hf.read_rotary(given)
+    is_on = given("use_sliding_window", False)
+    found |= hf.read_windows(given, found["num_layers"], 4_096, is_on=is_on)
+    found |= hf.read_load_balance(given)
+    layers = range(found["num_layers"])
+    step, dense = given("decoder_sparse_step", 1) or 1, given("mlp_only_layers", [])
+    if strange := [layer for layer in dense if layer not in layers]:
         raise ValueError(
             f"mlp_only_layers names layer {shown(strange[0])}; there are 0 to"
-            f" {num_layers - 1}."
+            f" {layers[-1]}."
         )
-    found["experts.dense_layers"] = [
-        i for i in range(num_layers) if i in dense or (i + 1) % step
-    ]
+    is_dense = [layer for layer in layers if layer in dense or (layer + 1) % step]
+    return found | {"experts.dense_layers": is_dense}
 
 
-_SHARED = {**hf.DECODER_FIELDS, "use_qk_norm": hf.only(True)}
-FIELDS = {
-    **_SHARED,
-    "num_key_value_heads": hf.kv_heads(32),
-    "head_dim": hf.attribute("attention.head_dim", 128, written="head_dim"),
-    **WINDOWS,
-}
-MOE_FIELDS = {
-    **_SHARED,
-    "num_key_value_heads": hf.kv_heads(4),
-    "windows": hf.windows(4_096, switch="use_sliding_window"),
-    "max_window_layers": hf.ignored(),
-    "num_experts": hf.attribute("experts.num_experts", aliases=("num_local_experts",)),
-    "num_experts_per_tok": hf.attribute("experts.experts_per_token"),
-    "moe_intermediate_size": hf.attribute("experts.intermediate_dim"),
-    "norm_topk_prob": hf.attribute("experts.norm_topk_prob", False),
-    "load_balance": hf.LOAD_BALANCE,
-    "dense_layers": hf.computed(
-        _read_dense_layers,
-        lambda config: {
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": list(config.experts.dense_layers),
-        },
-    ),
-}
-MOE_TENSORS = {"router": "gate"}
+def moe_to_hf(config: Qwen3MoeConfig) -> dict[str, Any]:
+    """Writes a `config.json` of experts."""
+    written = hf.write_decoder(config, MOE_FIELDS) | hf.write_rotary(config.rotary)
+    window = config.attention.window
+    written |= {"sliding_window": window, "use_sliding_window": window is not None}
+    dense = [*config.experts.dense_layers]
+    written |= {"decoder_sparse_step": 1, "mlp_only_layers": dense}
+    return written | hf.write_load_balance(config)
 
-register_format(HfFormat("qwen3", Qwen3Config, FIELDS))
-register_format(HfFormat("qwen3_moe", Qwen3MoeConfig, MOE_FIELDS, MOE_TENSORS))
+
+MOE_TENSORS = {"mlp.router": "gate"}
+
+register_format(
+    HfFormat("qwen3", Qwen3Config, from_hf, to_hf, FIELDS, checksum=-2.53858)
+)
+register_format(
+    HfFormat(
+        "qwen3_moe",
+        Qwen3MoeConfig,
+        moe_from_hf,
+        moe_to_hf,
+        MOE_FIELDS,
+        MOE_TENSORS,
+        checksum=2.11919,
+    )
+)

@@ -14,8 +14,6 @@ from typing import Any, Self
 from haliax import Axis
 
 from models.architectures import Qwen3MoeConfig
-from models.decoder.config import DecoderConfig
-from models.decoder.remat_presets import check_remat_names
 from models.hf_io.decoder_weights import with_own_head
 from models.hf_io.formats import (
     end_tokens,
@@ -28,6 +26,8 @@ from models.hf_io.formats import (
 from models.hf_io.hub import adapted_model, model_folder
 from models.hf_io.safetensors_folder import WeightsError, read_json
 from models.lm import auxiliary_of_sums, loss_and_sums, next_token_loss
+from models.parts.config import DecoderConfig
+from models.parts.remat_presets import check_remat_names
 from stacked_remat import ScanCheckpointPolicy
 from stacked_remat.lora import LoraConfig
 from stacked_remat.training import (

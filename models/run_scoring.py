@@ -8,8 +8,8 @@ import math
 import jax
 from haliax import NamedArray
 
-from models.decoder.decoder import Decoder
 from models.lm import example_losses
+from models.parts.decoder import Decoder
 from models.run_config import LmRunConfig
 from stacked_remat.ghost import ScoreLog
 from stacked_remat.ghost.log import import_pyarrow

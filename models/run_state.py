@@ -16,12 +16,12 @@ import optax
 from haliax import Axis
 from jaxtyping import PRNGKeyArray
 
-from models.decoder.config import DecoderConfig
-from models.decoder.decoder import Decoder
-from models.decoder.experts import SparseExperts
 from models.hf_io.adapters import load_adapters
 from models.hf_io.decoder_weights import read_decoder
 from models.hf_io.hub import model_folder
+from models.parts.config import DecoderConfig
+from models.parts.decoder import Decoder
+from models.parts.experts import SparseExperts
 from models.run_config import CHECKPOINTS, FoundModel, LmRunConfig, find_model
 from stacked_remat import ScanCheckpointSpec, Stacked, streaming
 from stacked_remat.lora import (
@@ -158,10 +158,10 @@ class Placement:
         """A model with random weights."""
 
         def init_stack(
-            Layers: Axis, Block: Any, *, remat: ScanCheckpointSpec
+            Layers: Axis, init_layer: Any, *, remat: ScanCheckpointSpec
         ) -> Callable[..., Stacked]:
             def init(*args: Any, **kwargs: Any) -> Any:
-                return cast_parameters(Block.init(*args, **kwargs), dtype)
+                return cast_parameters(init_layer(*args, **kwargs), dtype)
 
             return (streaming if self.streamed else Stacked).init(
                 Layers, init, remat=remat

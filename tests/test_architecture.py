@@ -61,9 +61,9 @@ MAY_USE_PRIVATE_NAMES = (
 # What a package of models/ may import from models/ beside itself; the other files there
 # may import all of it.
 MODEL_IMPORTS = {
-    "decoder": set(),
-    "generation": {"decoder"},
-    "hf_io": {"decoder"},
+    "parts": set(),
+    "generation": {"parts"},
+    "hf_io": {"parts"},
 }
 
 # What takes long to import, and neither help nor an error in a config needs.
@@ -79,11 +79,13 @@ IMPORT_NAMES = {
 }
 
 ARCHITECTURES = re.compile(
-    r"qwen|llama|gemma|mistral|mixtral|gpt2|gpt_|olmo|deepseek", re.IGNORECASE
+    r"qwen|llama|gemma|mistral|mixtral|gpt2|gpt_|olmo|deepseek|smollm|granite|cohere"
+    r"|glm|minimax",
+    re.IGNORECASE,
 )
 FOR_ANY_ARCHITECTURE = (
     "stacked_remat/training/",
-    "models/decoder/",
+    "models/parts/",
     "models/hf_io/",
     "models/generation/",
     "models/candidate.py",

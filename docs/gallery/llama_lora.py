@@ -16,12 +16,12 @@ import jax
 import numpy as np
 import optax
 
-from models.decoder.decoder import Decoder
 from models.hf_io.adapters import load_adapters, save_adapters
 from models.hf_io.decoder_weights import write_decoder
 from models.llama import LlamaConfig
 from models.lm import next_token_loss
 from models.loading import load_model
+from models.parts.decoder import Decoder
 from models.run_config import find_model
 from stacked_remat.lora import LoraConfig, apply_lora, lora_filter
 from stacked_remat.training import TokenBatch

@@ -13,8 +13,8 @@ import numpy as np
 from haliax import Axis, NamedArray
 from jaxtyping import Array, Int, Key, PRNGKeyArray
 
-from models.decoder.decoder import Decoder
 from models.generation.sampling import Sampling, next_tokens
+from models.parts.decoder import Decoder
 from stacked_remat.training import BATCH_AXIS, POSITION_AXIS
 
 Tokens = Int[np.ndarray, " tokens"]

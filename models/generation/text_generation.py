@@ -8,9 +8,9 @@ from typing import Any, NamedTuple, TypeAlias, final
 import numpy as np
 from jaxtyping import PRNGKeyArray
 
-from models.decoder.decoder import Decoder
 from models.generation.decoding import Tokens, continued_tokens
 from models.generation.sampling import Sampling
+from models.parts.decoder import Decoder
 from stacked_remat.training import ChatTemplateError, Tokenizer
 
 Message: TypeAlias = Mapping[str, Any]

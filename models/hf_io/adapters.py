@@ -8,11 +8,11 @@ import equinox as eqx
 import jax
 from haliax import Axis
 
-from models.decoder.config import DecoderConfig
-from models.decoder.decoder import Decoder
 from models.hf_io.decoder_weights import tensor_maps
 from models.hf_io.formats import format_of
 from models.hf_io.safetensors_folder import WeightsError
+from models.parts.config import DecoderConfig
+from models.parts.decoder import Decoder
 from stacked_remat.lora import (
     PeftNames,
     PeftParameter,

@@ -1,8 +1,9 @@
-"""Tables of the fields of a `config.json` in Hugging Face's format, by which it is read
-and written.
+"""The fields of a `config.json` in Hugging Face's format, as they are read and written.
 
-An architecture's table is `DECODER_FIELDS` with its own entries. A field that no table
-has gives a warning; those that are known to change what a model computes are refused.
+An architecture has two functions, of which one reads `ConfigFields` into `Found`, and
+the other writes the fields of a config. What many have alike is here. A field that was
+not read gives a warning; those that are known to change what a model computes are
+refused.
 """
 
 import functools
@@ -12,7 +13,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
-from models.decoder.config import FULL, SLIDING, DecoderConfig
+from models.parts.config import DecoderConfig, SparseDecoderConfig
+from models.parts.sections import FULL, SLIDING, RotaryConfig
 from stacked_remat._messages import printable, shortened, shown
 from stacked_remat.ops import DefaultRotary, RotaryScaling, rotary_from_hf, rotary_to_hf
 
@@ -68,11 +70,13 @@ class ConfigFields:
     A field that is absent or null has its default, unless null means something else.
 
     Attributes:
-        read: the values that were read since this was emptied.
+        document: all fields.
+        latest: the name and value of what was read last.
     """
 
     def __init__(self, document: Mapping[str, Any]):
-        self._left, self.read = dict(document), {}
+        self.document, self._left = document, dict(document)
+        self.latest: tuple[str, Any] = ("", None)
 
     def __call__(
         self, name: str, default: Any = None, kind: Any = None, null: Any = ...
@@ -83,13 +87,16 @@ class ConfigFields:
         is_absent, value = name not in self._left, self._left.pop(name, None)
         if value is None:
             return default if is_absent or null is ... else null
-        self.read[name], kind = (
-            value,
-            kind or (object if default is None else type(default)),
-        )
+        self.latest = name, value
+        kind = kind or (object if default is None else type(default))
         if not isinstance(value, (int, float) if kind is float else kind):
             raise ValueError(f"{name} must be {kind.__name__}, got {shown(value)}.")
         return value
+
+    def ignore(self, *names: str) -> None:
+        """Fields of any value, which change nothing here."""
+        for name in names:
+            self(name)
 
     def only(self, name: str, *supported: Any) -> None:
         """Raises ValueError for a field that has another value than those supported,
@@ -125,266 +132,274 @@ class ConfigFields:
 
 
 @dataclass(frozen=True)
-class Entry:
-    """How the field of a name is read, from `ConfigFields` into `Found`, and what is
-    written of a config.
-    """
+class Field:
+    """A field that is an attribute of the config.
 
-    read: Callable[[str, ConfigFields, Found], Any]
-    write: Callable[[str, Any], dict[str, Any]]
-
-
-FieldTable: TypeAlias = dict[str, Entry]
-
-
-def attribute(
-    path: str,
-    default: Any = ...,
-    aliases: Sequence[str] = (),
-    written: str | None = None,
-) -> Entry:
-    """A field that is an attribute of the config, at this path.
-
-    Args:
+    Attributes:
+        path: of the attribute: `attention.window`.
         default: where the field is absent or null, as in transformers; `...` if it may
             not be.
         aliases: other names that are read.
         written: the path of what is written, where it is another.
     """
 
-    def read(name: str, given: ConfigFields, found: Found) -> None:
-        kind = int if default is ... else object  # of sizes, which other entries need
-        values = [
-            value
-            for one in (name, *aliases)
-            if (value := given(one, kind=kind)) is not None
-        ]
-        if not values and default is ...:
+    path: str
+    default: Any = ...
+    aliases: tuple[str, ...] = ()
+    written: str = ""
+
+
+Fields: TypeAlias = dict[str, Field]
+"""By the names of fields."""
+
+SIZES: Fields = {
+    "hidden_size": Field("hidden_dim"),
+    "num_hidden_layers": Field("num_layers"),
+    "num_attention_heads": Field("num_heads"),
+    "head_dim": Field("attention.head_dim", None, written="head_dim"),
+    "attention_bias": Field("attention.bias", False),
+    "rms_norm_eps": Field("rms_norm_eps", 1e-6),
+    "initializer_range": Field("initializer_range", 0.02),
+    "tie_word_embeddings": Field("tie_word_embeddings", False),
+}
+"""Those that most decoders have."""
+DENSE_SIZES: Fields = SIZES | {
+    "intermediate_size": Field("mlp_dim", written="Mlp.size")
+}
+"""The same, with that of an MLP."""
+
+
+def without(fields: Fields, *names: str) -> Fields:
+    """The fields but for some."""
+    return {name: field for name, field in fields.items() if name not in names}
+
+
+def read_fields(given: ConfigFields, fields: Fields) -> Found:
+    """The attributes that fields are."""
+    found = Found()
+    for name, field in fields.items():
+        kind = int if field.default is ... else object  # of sizes, which are needed
+        values = [given(one, kind=kind) for one in (name, *field.aliases)]
+        values = [value for value in values if value is not None]
+        if not values and field.default is ...:
             raise ValueError(f"{name} is missing.")
-        found[path] = values[0] if values else default
-
-    parts = (written or path).split(".")
-    return Entry(
-        read, lambda name, config: {name: functools.reduce(getattr, parts, config)}
-    )
+        found[field.path] = values[0] if values else field.default
+    return found
 
 
-def only(*values: Any, written: bool = False) -> Entry:
-    """A field of which the values supported mean the same, as do null and absence; the
-    first is written.
+def write_fields(config: DecoderConfig, fields: Fields) -> dict[str, Any]:
+    """The fields that are attributes."""
+    written = {}
+    for name, field in fields.items():
+        parts = (field.written or field.path).split(".")
+        written[name] = functools.reduce(getattr, parts, config)
+    return written
+
+
+def read_decoder(
+    given: ConfigFields,
+    fields: Fields,
+    kv_heads: int | None = None,
+    activations: Sequence[str] = ("silu", "swish"),
+) -> Found:
+    """What `fields` are, and what else most decoders have.
+
+    Args:
+        kv_heads: `num_key_value_heads` where it is absent; None for all heads.
+        activations: the names that the activation of MLPs may have.
     """
-    return Entry(
-        lambda name, given, _: given.only(name, *values),
-        lambda name, _: {name: values[0]} if written else {},
-    )
+    found = read_fields(given, fields)
+    every = found["num_heads"]
+    found["num_kv_heads"] = given("num_key_value_heads", kv_heads or every, null=every)
+    given.only("hidden_act", *activations)
+    given.only("attention_dropout", 0)
+    return found
 
 
-def ignored(written: Any = ...) -> Entry:
-    """A field of any value, which changes nothing here; `...` writes none."""
-    return Entry(
-        lambda name, given, _: given(name, None),
-        lambda name, _: {} if written is ... else {name: written},
-    )
+def write_decoder(
+    config: DecoderConfig, fields: Fields, activation: str = "silu"
+) -> dict[str, Any]:
+    """The inverse of `read_decoder`."""
+    kv_heads = {"num_key_value_heads": config.num_kv_heads, "hidden_act": activation}
+    return write_fields(config, fields) | kv_heads
 
 
-def computed(
-    read: Callable[[ConfigFields, Found], None],
-    write: Callable[[Any], dict[str, Any]] = lambda _: {},
-) -> Entry:
-    """Fields from which attributes of the config are computed, and the other way
-    round.
-    """
-    return Entry(
-        lambda _, given, found: read(given, found), lambda _, config: write(config)
-    )
-
-
-def kv_heads(usual: int | None = None) -> Entry:
-    """`num_key_value_heads`, which is `usual` where it is absent, if that is given, and
-    else all heads.
-    """
-
-    def read(given: ConfigFields, found: Found) -> None:
-        every = found["num_heads"]
-        found["num_kv_heads"] = given("num_key_value_heads", usual or every, null=every)
-
-    return computed(read, lambda config: {"num_key_value_heads": config.num_kv_heads})
-
-
-def rope(
+def read_rotary(
+    given: ConfigFields,
     *,
     theta: float = 10_000.0,
     scaling: Mapping[str, Any] = MappingProxyType({}),
     longest: int = 32_768,
-    by_kind: bool = False,
-    local: str | None = None,
-) -> Entry:
+    partial: float | None = None,
+) -> Found:
     """The rotary embedding: `rope_theta`, and `rope_scaling` or `rope_parameters`.
 
-    As in transformers, `rope_scaling` is taken whole where there are both, but for
-    `by_kind`, and a theta in it before that beside it.
+    As in transformers, `rope_scaling` is taken whole where there are both, and a theta
+    in it before that beside it.
 
     Args:
         theta, scaling, longest: the defaults of transformers.
-        by_kind: whether `rope_parameters` are of layers with and without a window.
-        local: the path of the theta of layers with a window, where these have one of
-            their own.
+        partial: that of `partial_rotary_factor`, which is an attribute; None where it
+            has to be 1.
     """
+    length = given("max_position_embeddings", longest)
+    original = given("original_max_position_embeddings")
+    changed, parameters = given("rope_scaling", {}), given("rope_parameters", {})
+    section = dict(changed or parameters or scaling)
+    found = Found()
+    if partial is not None:
+        beside = given("partial_rotary_factor", partial)
+        factor = section.pop("partial_rotary_factor", beside)
+        found["partial_rotary_factor"] = float(factor)
+    used = _scaling(section, length, original)
+    base = given("rope_theta", theta)
+    return found | {
+        "rotary.theta": section.get("rope_theta", base),
+        "rotary.scaling": used,
+        "rotary.max_position_embeddings": length,
+    }
 
-    def read(given: ConfigFields, found: Found) -> None:
-        length, own = (
-            given("max_position_embeddings", longest),
-            given("original_max_position_embeddings"),
+
+def read_rotary_by_kind(
+    given: ConfigFields, *, theta: float, longest: int, local_theta: str = ""
+) -> Found:
+    """That of layers with and without a window, whose `rope_parameters` have a section
+    for each; the scaling is of those without.
+
+    Args:
+        theta, longest: the defaults of transformers.
+        local_theta: the attribute that is the theta of layers with a window; empty
+            where it is that of the others.
+    """
+    length = given("max_position_embeddings", longest)
+    given.ignore("original_max_position_embeddings")
+    changed, sections = given("rope_scaling", {}), given("rope_parameters", {})
+    whole = {**(sections.get(FULL) or {}), **changed}
+    of_windows = sections.get(SLIDING) or {}
+    scaling = _scaling(whole, length)
+    is_alike = not _scaling(of_windows, length) and not sections.keys() - {
+        FULL,
+        SLIDING,
+    }
+    base = given("rope_theta", theta)
+    found = {
+        "rotary.theta": whole.get("rope_theta", base),
+        "rotary.scaling": scaling,
+        "rotary.max_position_embeddings": length,
+    }
+    other = of_windows.get("rope_theta", base)
+    if local_theta:
+        local_base = given("rope_local_base_freq", 10_000.0)
+        found[local_theta] = of_windows.get("rope_theta", local_base)
+    elif other != found["rotary.theta"]:
+        is_alike = False
+    if not is_alike:
+        raise ValueError(
+            f"rope_parameters is {shown(sections)}; only full_attention, and"
+            " sliding_attention without a"
+            f" scaling{'' if local_theta else ' and with the same theta'}, are"
+            " supported."
         )
-        changed, parameters = given("rope_scaling", {}), given("rope_parameters", {})
-        sections = parameters if by_kind else {FULL: changed or parameters or scaling}
-        whole, of_windows = (sections.get(kind) or {} for kind in (FULL, SLIDING))
-        if by_kind:
-            whole, own = {**whole, **changed}, None
-        base = given("rope_theta", theta)
-        found["rotary.theta"], found["rotary.max_position_embeddings"] = (
-            whole.get("rope_theta", base),
-            length,
-        )
-        found["rotary.scaling"] = _scaling(whole, length, own)
-        if by_kind:
-            base = base if local is None else given("rope_local_base_freq", 10_000.0)
-            other = of_windows.get("rope_theta", base)
-            kept = found.setdefault(local or "rotary.theta", other)
-            if (
-                sections.keys() - {FULL, SLIDING}
-                or kept != other
-                or _scaling(of_windows, length)
-            ):
-                raise ValueError(
-                    f"rope_parameters is {shown(parameters)}; only full_attention, and"
-                    " sliding_attention without a"
-                    f" scaling{'' if local else ' and with the same theta'}, are"
-                    " supported."
-                )
-
-    def write(config: DecoderConfig) -> dict[str, Any]:
-        rotary = config.rotary
-        # Where transformers has a scaling by default, none has to be written too.
-        used = rotary.scaling or (DefaultRotary() if scaling else None)
-        base = {"rope_theta": rotary.theta}
-        written = base | {
-            "max_position_embeddings": rotary.max_position_embeddings,
-            "rope_scaling": rotary_to_hf(used),
-        }
-        of_windows = {"rope_type": "default", **base}
-        if local is not None:
-            written["rope_local_base_freq"] = of_windows["rope_theta"] = getattr(
-                config, local
-            )
-        if by_kind:
-            whole = (rotary_to_hf(rotary.scaling or DefaultRotary()) or {}) | base
-            written["rope_parameters"] = {
-                "full_attention": whole,
-                "sliding_attention": of_windows,
-            }
-        return written
-
-    return computed(read, write)
+    return found
 
 
-Windowed: TypeAlias = Callable[[ConfigFields], Callable[[int], bool]]
-"""Which layers have the window by default: by the fields, whether the layer of a number
-has it.
-"""
+def write_rotary(rotary: RotaryConfig, *, has_default: bool = False) -> dict[str, Any]:
+    """The inverse of `read_rotary`.
+
+    `has_default` if transformers has a scaling by default: none has to be written too.
+    """
+    used = rotary.scaling or (DefaultRotary() if has_default else None)
+    return {
+        "rope_theta": rotary.theta,
+        "max_position_embeddings": rotary.max_position_embeddings,
+        "rope_scaling": rotary_to_hf(used),
+    }
 
 
-def full_every(period: int) -> Windowed:
-    """Windows in all layers but every `period`-th."""
-    return lambda _: lambda layer: (layer + 1) % period != 0
+def write_rotary_by_kind(rotary: RotaryConfig, local_theta: float) -> dict[str, Any]:
+    """The inverse of `read_rotary_by_kind`."""
+    whole = rotary_to_hf(rotary.scaling or DefaultRotary()) or {}
+    sections = {
+        FULL: whole | {"rope_theta": rotary.theta},
+        SLIDING: {"rope_type": "default", "rope_theta": local_theta},
+    }
+    return write_rotary(rotary) | {"rope_parameters": sections}
 
 
-def layer_types(config: DecoderConfig) -> list[str]:
-    """What each layer sees."""
-    return [FULL if spec.window is None else SLIDING for spec in config.specs]
-
-
-def windows(
-    default: int | None, usual: Windowed | None = None, switch: str | None = None
-) -> Entry:
+def read_windows(
+    given: ConfigFields,
+    num_layers: int,
+    default: int | None,
+    has_window: Callable[[int], bool] | None = None,
+    is_on: bool = True,
+) -> Found:
     """The layers with a window: `sliding_window`, whose default is this, and
     `layer_types`.
 
     Args:
-        usual: which layers have it by default; None if all have, and transformers
+        has_window: which layers have it by default; None if all have, and transformers
             ignores `layer_types`, so that others are refused.
-        switch: the field that turns the window on, if there is one.
+        is_on: whether any has one by default.
     """
-
-    def read(given: ConfigFields, found: Found) -> None:
-        window, layers = (
-            given("sliding_window", default, null=None),
-            range(found["num_layers"]),
+    layers = range(num_layers)
+    windowed = [has_window is None or has_window(layer) for layer in layers]
+    window = given("sliding_window", default, null=None)
+    if window is None or not is_on:
+        window, windowed = None, [False] * num_layers
+    usual = [SLIDING if is_windowed else FULL for is_windowed in windowed]
+    if has_window is None:
+        given.only("layer_types", usual)
+    kinds = given("layer_types", usual)
+    if len(kinds) != num_layers:  # a shorter list would be repeated
+        raise ValueError(
+            f"layer_types has {len(kinds)} entries for {num_layers} layers."
         )
-        if switch is not None and not given(switch, False):
-            window = None
-        has_window = (lambda _: True) if usual is None else usual(given)
-        windowed = [
-            SLIDING if window is not None and has_window(one) else FULL
-            for one in layers
-        ]
-        if usual is None:
-            given.only("layer_types", windowed)
-        kinds = given("layer_types", windowed)
-        if len(kinds) != len(windowed):  # a shorter list would be repeated
-            raise ValueError(
-                f"layer_types has {len(kinds)} entries for {len(windowed)} layers."
-            )
-        window = window if SLIDING in kinds else None
-        all_alike = {*kinds} == {FULL if window is None else SLIDING}
-        found["attention.window"], found["attention.layer_types"] = (
-            window,
-            None if all_alike else kinds,
-        )
-
-    def write(config: DecoderConfig) -> dict[str, Any]:
-        window = config.attention.window
-        written = {} if usual is None else {"layer_types": layer_types(config)}
-        if switch is not None:
-            return written | {"sliding_window": window, switch: window is not None}
-        # Some need a number
-        return written | {"sliding_window": window or (4096 if written else None)}
-
-    return computed(read, write)
+    window = window if SLIDING in kinds else None
+    all_alike = {*kinds} == {FULL if window is None else SLIDING}
+    return {
+        "attention.window": window,
+        "attention.layer_types": None if all_alike else kinds,
+    }
 
 
-def _read_load_balance(given: ConfigFields, found: Found) -> None:
-    weight, is_on = (
-        given("router_aux_loss_coef", 0.001),
-        given("output_router_logits", True),
-    )
-    found["experts.load_balance_weight"] = weight if is_on else 0.0
+def write_windows(config: DecoderConfig) -> dict[str, Any]:
+    """The inverse of `read_windows` where layers may differ."""
+    # Some models of transformers need a number
+    window = config.attention.window or 4096
+    return {"layer_types": layer_types(config), "sliding_window": window}
 
 
-LOAD_BALANCE = computed(
-    _read_load_balance,
-    lambda config: {"router_aux_loss_coef": config.experts.load_balance_weight_used},
-)
-"""The weight of the load-balance loss; 0 where `output_router_logits` is false, which
-turns the loss off.
-"""
+def layer_types(config: DecoderConfig) -> list[str]:
+    """What each layer sees."""
+    return [FULL if kind.window is None else SLIDING for kind in config.layer_kinds]
 
-DECODER_FIELDS: FieldTable = {
-    "hidden_size": attribute("hidden_dim"),
-    "intermediate_size": attribute("mlp_dim", written="Mlp.size"),
-    "num_hidden_layers": attribute("num_layers"),
-    "num_attention_heads": attribute("num_heads"),
-    "num_key_value_heads": kv_heads(),
-    "head_dim": attribute("attention.head_dim", None, written="head_dim"),
-    "hidden_act": only("silu", "swish", written=True),
-    "attention_bias": attribute("attention.bias", False),
-    "attention_dropout": only(0),
-    "rotary": rope(),
-    "rms_norm_eps": attribute("rms_norm_eps", 1e-6),
-    "initializer_range": attribute("initializer_range", 0.02),
-    "tie_word_embeddings": attribute("tie_word_embeddings", False),
-}
-"""The fields that most architectures have."""
+
+def read_dense_prefix(given: ConfigFields, num_layers: int, usual: int) -> Found:
+    """How many of the first layers have an MLP, `usual` where it is not said."""
+    first = given("first_k_dense_replace", usual)
+    return {"experts.dense_layers": [*range(min(first, num_layers))]}
+
+
+def write_dense_prefix(config: SparseDecoderConfig) -> dict[str, Any]:
+    """The inverse of `read_dense_prefix`, without layers that predict further
+    tokens.
+    """
+    dense = len(config.experts.dense_layers)
+    return {"first_k_dense_replace": dense, "num_nextn_predict_layers": 0}
+
+
+def read_load_balance(given: ConfigFields) -> Found:
+    """The weight of the load-balance loss; 0 where `output_router_logits` is false,
+    which turns the loss off.
+    """
+    weight = given("router_aux_loss_coef", 0.001)
+    is_on = given("output_router_logits", True)
+    return {"experts.load_balance_weight": weight if is_on else 0.0}
+
+
+def write_load_balance(config: SparseDecoderConfig) -> dict[str, Any]:
+    """The inverse of `read_load_balance`."""
+    return {"router_aux_loss_coef": config.experts.load_balance_weight_used}
 
 
 def _scaling(

@@ -23,9 +23,6 @@ from haliax import NamedArray
 from haliax.util import ensure_tuple, is_named_array
 from jax.sharding import SingleDeviceSharding
 
-from models.decoder.config import DecoderConfig
-from models.decoder.decoder import Decoder
-from models.decoder.layers import Norm
 from models.hf_io.formats import HfFormat, config_to_hf, format_of
 from models.hf_io.safetensors_folder import (
     SafetensorsFolder,
@@ -40,6 +37,10 @@ from models.hf_io.stacked_weights import (
     pending_tensors,
     read_array,
 )
+from models.hf_io.wiring import check_wiring
+from models.parts.config import DecoderConfig
+from models.parts.decoder import Decoder
+from models.parts.norms import Norm
 from stacked_remat import StackedPattern
 from stacked_remat.lora import LoraLinear, lora_linears
 
@@ -108,7 +109,8 @@ def write_decoder(
     the decoder's dtype.
 
     Args:
-        decoder: without adapters: merge these first.
+        decoder: without adapters: merge these first. Its layers have to be those that
+            its format stands for; see `models.hf_io.wiring`.
         fields: further ones of `config.json`, such as `eos_token_id`.
         texts: contents of further files, such as the tokenizer's, by their names.
         max_file_bytes: as `write_safetensors` takes it.
@@ -116,6 +118,7 @@ def write_decoder(
     assert not any(
         isinstance(one, LoraLinear) for one in lora_linears(decoder).values()
     ), "merge adapters"
+    check_wiring(format_of(decoder.config))
     maps = tensor_maps(decoder)
     leaves = jax.tree_util.tree_leaves_with_path(decoder, is_leaf=is_named_array)
     pending = pending_tensors(
@@ -147,13 +150,11 @@ def tensor_maps(
         decoder, is_leaf=_is_module
     ):
         path, layers = jax.tree_util.keystr(keys), None
-        parts = re.findall(r"\w+", path)
+        parts = [jax.tree_util.keystr((key,), simple=True) for key in keys]
         if parts[0] == "layers" and is_mixed:  # .layers.stacks['dense'].stacked
             layers = tuple(decoder.config.layers_of(parts[2]))
             parts = ["layers", *parts[3:]]
-        name = ".".join(
-            "{}" if part == "stacked" else known.name_of(part) for part in parts
-        )
+        name, own_path = _tensor_name(known, parts)
         for kind, named in _arrays(module).items():
             sizes = tuple(axis.size for axis in named.axes)
             stacked, layer_shape = sizes[: name.count("{}")], sizes[name.count("{}") :]
@@ -161,8 +162,8 @@ def tensor_maps(
             one = TensorMap(
                 f"{path}{kind}", f"{name}{kind}", stacked, shape, layer_shape, layers
             )
-            outer, _, own = one.name.rpartition(".{}.")
-            fused = known.fused.get(own)
+            outer, _, _ = one.name.rpartition(".{}.")
+            fused = known.fused.get(f"{own_path}{kind}")
             if fused is not None:  # a tensor of all experts
                 shape = (stacked[-1], *(shape[::-1] if fused.transposed else shape))
                 name_of_all = f"{outer}.{fused.name}"
@@ -178,6 +179,22 @@ def tensor_maps(
         for (*_, fused), same in by_tensor.items()
         for part in _parts(same, fused)
     }
+
+
+def _tensor_name(known: HfFormat, parts: Sequence[str]) -> tuple[str, str]:
+    """The name of a module's tensors, with a `{}` for each stacking axis, and the
+    module's path in a layer, or outside of layers in the decoder.
+    """
+    names, path = [], []
+    for part in parts:
+        if part == "stacked":
+            names.append("{}")
+        elif part == "layers":
+            names.append(known.name_of(part))
+        else:
+            path.append(part)
+            names.append(known.name_of(".".join(path)))
+    return ".".join(names), ".".join(path)
 
 
 def _parts(

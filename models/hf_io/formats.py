@@ -4,21 +4,16 @@ it.
 
 import dataclasses
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from models.decoder.config import SLIDING, DecoderConfig
-from models.hf_io.config_fields import (
-    ConfigFields,
-    FieldTable,
-    Found,
-    attribute,
-    layer_types,
-)
+from models.hf_io.config_fields import ConfigFields, Fields, Found, layer_types
 from models.hf_io.safetensors_folder import WeightsError, read_json
 from models.hf_io.stacked_weights import ExpertsTensor
+from models.parts.config import DecoderConfig
+from models.parts.sections import SLIDING
 from stacked_remat._messages import shortened, shown
 from stacked_remat.training.config_file import decode_config, written_keys
 from stacked_remat.training.errors import ConfigError
@@ -44,33 +39,41 @@ class HfFormat:
 
     Attributes:
         model_type: its name in `config.json`, and in configs.
-        fields: the entries of its `config.json`, in the order in which they are read:
-            some need what those before them have found.
-        tensors: names of the parts of a decoder in the names of tensors, where they
-            differ from those of `DECODER_TENSORS`, or where that has none, from the
-            attribute's name. And by what the tensor of an expert would be called
-            (`down_proj.weight`) the tensor that holds those of all. Linear maps with
-            one name share its tensors, which have their outputs in the order of the
-            attributes.
+        from_hf: reads the fields of its `config.json`, but for `vocab_size`.
+        to_hf: writes them.
+        fields: those that are attributes of the config, for errors.
+        tensors: names of the parts of a decoder in the names of tensors, by the part's
+            path in the decoder or in a layer (`attention.q_proj`), where they differ
+            from those of `DECODER_TENSORS`, or where that has none, from the
+            attribute's name. And by the path of an expert's array
+            (`mlp.experts.down_proj.weight`) the tensor that holds those of all. Linear
+            maps with one name share its tensors, which have their outputs in the order
+            of the attributes.
         loaded: parts of names that transformers has otherwise in memory, as adapters
             have them.
         quant_methods: the `quant_method`s of `quantization_config` whose tensors are
             read.
         further_layers: whether files may have layers after the last, which predict
             further tokens, and are not read.
+        checksum: what `models.hf_io.wiring.checksum` gave for the default config when
+            the decoder was compared with transformers; None for no check.
     """
 
     model_type: str
     config_class: type[DecoderConfig]
-    fields: FieldTable
+    from_hf: Callable[[ConfigFields], Found]
+    to_hf: Callable[[Any], dict[str, Any]]
+    fields: Fields
     tensors: TensorTable = field(default_factory=dict)
     loaded: Mapping[str, str] = field(default_factory=dict)
     quant_methods: tuple[str, ...] = ()
     further_layers: bool = False
+    checksum: float | None = None
 
-    def name_of(self, part: str) -> str:
-        """What an attribute is called in the names of tensors."""
-        name = self.tensors.get(part, DECODER_TENSORS.get(part, part))
+    def name_of(self, path: str) -> str:
+        """What a part is called in the names of tensors, without those around it."""
+        own = path.rpartition(".")[-1]
+        name = self.tensors.get(path, DECODER_TENSORS.get(path, own))
         assert isinstance(name, str)
         return name
 
@@ -80,8 +83,8 @@ class HfFormat:
         its own.
         """
         return {
-            part: name
-            for part, name in self.tensors.items()
+            path: name
+            for path, name in self.tensors.items()
             if isinstance(name, ExpertsTensor)
         }
 
@@ -94,17 +97,15 @@ class HfFormat:
         """
         if self.fused:
             return self
-        fused = {
-            "gate_proj": "gate_up_proj",
-            "up_proj": "gate_up_proj",
-            "down_proj": "down_proj",
-        }
-        parts = {*self.tensors, *DECODER_TENSORS}
         tensors: dict[str, str | ExpertsTensor] = {
-            part: self.loaded_name(self.name_of(part)) for part in parts
+            path: self.loaded_name(self.name_of(path)) for path in self.tensors
         }
-        for part, name in fused.items():
-            tensors[f"{self.name_of(part)}.weight"] = ExpertsTensor(name)
+        for part, name in (
+            ("gate_proj", "gate_up_proj"),
+            ("up_proj", "gate_up_proj"),
+            ("down_proj", "down_proj"),
+        ):
+            tensors[f"mlp.experts.{part}.weight"] = ExpertsTensor(name)
         return dataclasses.replace(self, tensors=tensors)
 
     def loaded_name(self, name: str) -> str:
@@ -113,6 +114,12 @@ class HfFormat:
 
 
 _FORMATS: dict[str, HfFormat] = {}
+_NAMES = {
+    "num_kv_heads": "num_key_value_heads",
+    "attention.window": "sliding_window",
+    "attention.layer_types": "layer_types",
+}
+"""Fields that are not read as they are, by the path of their attribute."""
 
 
 def register_format(known: HfFormat, *also: str) -> None:
@@ -121,6 +128,11 @@ def register_format(known: HfFormat, *also: str) -> None:
     """
     DecoderConfig.register_subclass(known.model_type, known.config_class)
     _FORMATS.update(dict.fromkeys((known.model_type, *also), known))
+
+
+def registered() -> Mapping[str, HfFormat]:
+    """The format of each name that folders have."""
+    return _FORMATS
 
 
 def format_of(config: DecoderConfig) -> HfFormat:
@@ -159,7 +171,7 @@ def config_from_hf(
     A field that is not known gives a warning; one that is missing or has an unsupported
     value, a ValueError.
     """
-    given, found = ConfigFields(document), Found()
+    given = ConfigFields(document)
     model_type = given("model_type", "")
     if model_type not in _FORMATS:
         raise ValueError(
@@ -174,27 +186,18 @@ def config_from_hf(
         raise ValueError(
             f"quant_method is {shown(method)}; only {supported} is supported."
         )
-    # Names of fields, by the path of the attribute that has its value.
-    names: dict[str, str] = {}
-    for name, entry in {"vocab_size": attribute("vocab_size"), **known.fields}.items():
-        given.read, before = {}, len(found)
-        try:
-            entry.read(name, given, found)
-        # Of zeros, and of values in sections.
-        except (ArithmeticError, AttributeError, TypeError) as error:
-            values = ", ".join(
-                f"{one} is {shown(value)}" for one, value in given.read.items()
-            )
-            raise ValueError(f"{values}: this can't be used ({error}).") from error
-        new = [*found.items()][before:]
-        names |= {
-            path: one
-            for one, own in given.read.items()
-            for path, value in new
-            if value is own
-        }
+    vocab_size = given("vocab_size", kind=int)
+    if vocab_size is None:
+        raise ValueError("vocab_size is missing.")
+    try:
+        found = known.from_hf(given)
+    # Of zeros, and of values in sections.
+    except (ArithmeticError, AttributeError, TypeError) as error:
+        name, value = given.latest
+        raise ValueError(
+            f"{name} is {shown(value)}: this can't be used ({error})."
+        ) from error
     given.check_left(model_type, place)
-    vocab_size = found.pop("vocab_size")
     tree: dict[str, Any] = {}
     for path, value in found.items():
         section, _, own = path.rpartition(".")
@@ -202,6 +205,7 @@ def config_from_hf(
     try:
         config = decode_config(known.config_class, tree, "in config.json")
     except ConfigError as error:
+        names = {field.path: name for name, field in known.fields.items()} | _NAMES
         text = re.sub(
             r"(?:model\.)?([a-z]\w*(?:\.[a-z]\w*)*)",
             lambda at: names.get(at[1], at[0]),
@@ -226,8 +230,7 @@ def config_to_hf(
         "vocab_size": vocab_size,
         "torch_dtype": dtype,
     }
-    for name, entry in known.fields.items():
-        document |= entry.write(name, config)
+    document |= known.to_hf(config)
     again, _ = config_from_hf(document)
     if differing := differing_fields("model", written_out(config), written_out(again)):
         raise WeightsError(
@@ -315,7 +318,7 @@ def written_out(config: DecoderConfig) -> DecoderConfig:
         window=config.attention.window if SLIDING in types else None,
         layer_types=tuple(types) if SLIDING in types else None,
     )
-    has_mlp = any(not spec.sparse for spec in config.kinds.values())
+    has_mlp = any(not kind.sparse for kind in config.kinds.values())
     return dataclasses.replace(
         config, attention=attention, mlp_dim=config.Mlp.size if has_mlp else None
     )

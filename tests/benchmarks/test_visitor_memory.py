@@ -10,9 +10,9 @@ import optax
 import pytest
 from jax.sharding import SingleDeviceSharding
 
-from models.decoder.config import ExpertsConfig
-from models.decoder.decoder import Decoder
-from models.decoder.layers import cast_floating
+from models.parts.decoder import Decoder
+from models.parts.linear import cast_floating
+from models.parts.sections import ExpertsConfig
 from models.qwen3 import Qwen3MoeConfig
 from stacked_remat import LayerResult, Stacked, memory, streaming
 from stacked_remat._placement import compiled_for, to_host

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from haliax import Axis
 
-from models.decoder.config import FULL, SLIDING, AttentionConfig, ExpertsConfig
-from models.decoder.decoder import Decoder
+from models.parts.decoder import Decoder
+from models.parts.sections import FULL, SLIDING, AttentionConfig, ExpertsConfig
 from models.qwen3 import Qwen3MoeConfig
 from stacked_remat import ghost
 from stacked_remat._scan.marks import is_named, raw_array

@@ -48,6 +48,21 @@ _DEEPSEEK = _SHALLOW | dict(
     num_nextn_predict_layers=0,
 )
 
+_MULTIPLIERS = dict(
+    embedding_multiplier=3.0,
+    attention_multiplier=0.3,
+    residual_multiplier=0.4,
+    logits_scaling=0.2,
+)
+_SOFTCAPS = dict(attn_logit_softcapping=2.0, final_logit_softcapping=5.0)
+_GLM = _DENSE | dict(
+    head_dim=8,
+    moe_intermediate_size=10,
+    n_routed_experts=6,
+    num_experts_per_tok=3,
+)
+_MINIMAX = _DENSE | dict(head_dim=8, num_local_experts=4, num_experts_per_tok=2)
+
 CASES: dict[str, tuple[str, dict]] = {
     "Llama 3.1": (
         "Llama",
@@ -165,6 +180,67 @@ CASES: dict[str, tuple[str, dict]] = {
         | dict(rope_parameters=YARN | dict(rope_theta=100.0)),
     ),
     "gpt-oss": ("GptOss", _GPT_OSS),
+    "SmolLM3": ("SmolLM3", _SHALLOW | dict(num_hidden_layers=5, sliding_window=None)),
+    "SmolLM3, untied, biases, windows without rotary": (
+        "SmolLM3",
+        _SHALLOW
+        | dict(
+            tie_word_embeddings=False,
+            attention_bias=True,
+            no_rope_layers=[0, 1, 0],
+            use_sliding_window=True,
+            sliding_window=3,
+        ),
+    ),
+    "Granite": ("Granite", _SHALLOW | _MULTIPLIERS),
+    "Granite, tied, biases, yarn": (
+        "Granite",
+        _SHALLOW
+        | _MULTIPLIERS
+        | dict(tie_word_embeddings=True, attention_bias=True)
+        | dict(rope_parameters=YARN | dict(rope_theta=100.0)),
+    ),
+    "Cohere 2": (
+        "Cohere2",
+        _SHALLOW | dict(num_hidden_layers=5, sliding_window=3, logit_scale=2.0),
+    ),
+    "Cohere 2, untied, biases, full attention first": (
+        "Cohere2",
+        _SHALLOW
+        | dict(tie_word_embeddings=False, attention_bias=True, sliding_window=4)
+        | dict(logit_scale=2.0)
+        | dict(layer_types=["full_attention", "sliding_attention", "full_attention"])
+        | dict(rope_parameters={"rope_type": "default", "rope_theta": 100.0}),
+    ),
+    "Gemma 2": ("Gemma2", _DENSE | _SOFTCAPS | dict(sliding_window=3)),
+    "Gemma 2, untied, biases, no bound of scores": (
+        "Gemma2",
+        _DENSE
+        | _SOFTCAPS
+        | dict(attn_logit_softcapping=None, query_pre_attn_scalar=10)
+        | dict(tie_word_embeddings=False, attention_bias=True, sliding_window=3),
+    ),
+    "GLM-4.5": ("Glm4Moe", _GLM),
+    "GLM-4.5, norms, biases, groups, no dense layer": (
+        "Glm4Moe",
+        _GLM
+        | dict(use_qk_norm=True, attention_bias=True, n_group=3, topk_group=2)
+        | dict(first_k_dense_replace=0, routed_scaling_factor=2.5)
+        | dict(norm_topk_prob=False),
+    ),
+    "MiniMax-M2": ("MiniMaxM2", _MINIMAX),
+    "MiniMax-M2, half of a head, tied": (
+        "MiniMaxM2",
+        _MINIMAX
+        | dict(tie_word_embeddings=True)
+        | dict(
+            rope_parameters={
+                "rope_type": "default",
+                "rope_theta": 100.0,
+                "partial_rotary_factor": 0.5,
+            }
+        ),
+    ),
 }
 
 
@@ -195,6 +271,54 @@ def _latents_and_groups(rng: np.random.Generator, heads: int, layers: int) -> di
     )
 
 
+def _with_own_fields(family: str, fields: dict, rng: np.random.Generator) -> dict:
+    """The fields with those that some architectures alone have."""
+
+    def one_of(*values):
+        return values[rng.integers(len(values))]
+
+    layers, heads = fields["num_hidden_layers"], fields["num_attention_heads"]
+    experts = one_of(3, 4, 5)
+    # A single gate that is normalised is 1, and its router has no gradient to compare.
+    chosen = dict(num_experts_per_tok=int(rng.integers(2, experts + 1)))
+    if family in ("Mixtral", "GptOss"):
+        fields |= chosen | dict(num_local_experts=experts) | _BALANCE
+    elif family == "Qwen3Moe":
+        fields |= (
+            chosen
+            | dict(num_experts=experts, moe_intermediate_size=one_of(6, 10))
+            | _BALANCE
+        )
+        dense = sorted(
+            {
+                int(number)
+                for number in rng.integers(layers, size=one_of(0, 1, layers // 2))
+            }
+        )
+        fields |= dict(norm_topk_prob=one_of(False, True), mlp_only_layers=dense)
+        fields |= dict(decoder_sparse_step=one_of(1, 1, 2))
+    elif family == "SmolLM3":
+        fields |= dict(no_rope_layers=[one_of(0, 1) for _ in range(layers)])
+    elif family == "Granite":
+        fields |= {name: one_of(0.5, 2.0) for name in _MULTIPLIERS}
+    elif family == "Cohere2":
+        fields["layer_norm_eps"] = fields.pop("rms_norm_eps")
+        fields |= dict(logit_scale=one_of(1.0, 3.0))
+    elif family == "Gemma2":
+        fields |= {name: one_of(None, 2.0, 9.0) for name in _SOFTCAPS}
+    elif family == "MiniMaxM2":
+        fields = _MINIMAX | fields | dict(head_dim=one_of(4, 8))
+        fields |= dict(num_local_experts=experts) | chosen
+    elif family == "Glm4Moe":
+        fields = _GLM | fields | dict(head_dim=one_of(4, 8))
+        fields |= dict(n_routed_experts=experts, use_qk_norm=one_of(False, True))
+        fields |= chosen | dict(first_k_dense_replace=int(rng.integers(layers)))
+        fields |= dict(norm_topk_prob=one_of(False, True))
+    elif family == "DeepseekV3":
+        fields = _DEEPSEEK | fields | _latents_and_groups(rng, heads, layers)
+    return fields
+
+
 def drawn(seed: int, layer_counts: Sequence[int] = (2, 3)) -> tuple[str, dict]:
     """An architecture and fields of a small config, each drawn at random from what its
     decoder serves.
@@ -219,7 +343,7 @@ def drawn(seed: int, layer_counts: Sequence[int] = (2, 3)) -> tuple[str, dict]:
     )
     if family not in ("Qwen2", "Olmo3", "DeepseekV3"):
         fields["head_dim"] = one_of(4, 6, 10)
-    if family not in ("Qwen2", "Mistral", "Mixtral", "Phi3"):
+    if family not in ("Qwen2", "Mistral", "Mixtral", "Phi3", "MiniMaxM2"):
         fields["attention_bias"] = one_of(False, True)
     scaled = dict(rope_parameters=one_of(YARN, LINEAR, LLAMA3) | theta)
     if family in ("Gemma3Text", "Olmo3"):
@@ -238,7 +362,7 @@ def drawn(seed: int, layer_counts: Sequence[int] = (2, 3)) -> tuple[str, dict]:
         for _ in range(one_of(layers, 2, 3, 4))
     ]
     kinds = [first_kinds[number % len(first_kinds)] for number in range(layers)]
-    if family in ("Gemma3Text", "Olmo3", "GptOss"):
+    if family in ("Gemma3Text", "Olmo3", "GptOss", "Gemma2", "Cohere2"):
         fields |= dict(sliding_window=one_of(2, 5), layer_types=kinds)
     elif family in ("Mistral", "Mixtral", "Phi3"):
         fields |= dict(sliding_window=one_of(None, 2, 5))
@@ -249,28 +373,7 @@ def drawn(seed: int, layer_counts: Sequence[int] = (2, 3)) -> tuple[str, dict]:
                 dict(layer_types=kinds),
                 dict(max_window_layers=int(rng.integers(layers + 1))),
             )
-    experts = one_of(3, 4, 5)
-    # A single gate that is normalised is 1, and its router has no gradient to compare.
-    chosen = dict(num_experts_per_tok=int(rng.integers(2, experts + 1)))
-    if family in ("Mixtral", "GptOss"):
-        fields |= chosen | dict(num_local_experts=experts) | _BALANCE
-    elif family == "Qwen3Moe":
-        fields |= (
-            chosen
-            | dict(num_experts=experts, moe_intermediate_size=one_of(6, 10))
-            | _BALANCE
-        )
-        dense = sorted(
-            {
-                int(number)
-                for number in rng.integers(layers, size=one_of(0, 1, layers // 2))
-            }
-        )
-        fields |= dict(norm_topk_prob=one_of(False, True), mlp_only_layers=dense)
-        fields |= dict(decoder_sparse_step=one_of(1, 1, 2))
-    elif family == "DeepseekV3":
-        fields = _DEEPSEEK | fields | _latents_and_groups(rng, heads, layers)
-    return family, fields
+    return family, _with_own_fields(family, fields, rng)
 
 
 SEED = int(os.environ.get("PARITY_SEED", "0"))  # another number tries other configs

@@ -15,9 +15,9 @@ import jax
 import pytest
 
 from models.candidate import Candidate
-from models.decoder.config import FULL, SLIDING, AttentionConfig, ExpertsConfig
 from models.gpt_oss import GptOssConfig
 from models.lm import next_token_loss
+from models.parts.sections import FULL, SLIDING, AttentionConfig, ExpertsConfig
 from models.qwen3 import Qwen3Config, Qwen3MoeConfig
 from models.run_config import LmRunConfig
 from models.run_state import batch_shapes, run_optimizer, state_shapes

@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 from haliax import Axis
 
-from models.decoder.config import FULL, SLIDING, AttentionConfig, ExpertsConfig
-from models.decoder.decoder import Decoder
 from models.deepseek_v3 import DeepseekV3Config, LatentConfig
 from models.gemma3 import Gemma3Config
 from models.gpt_oss import GptOssConfig
 from models.lm import next_token_loss
+from models.parts.decoder import Decoder
+from models.parts.sections import FULL, SLIDING, AttentionConfig, ExpertsConfig
+from models.parts.tokens import Tokens
 from models.qwen3 import Qwen3Config, Qwen3MoeConfig
 from models.run_config import LmRunConfig
 from stacked_remat import ScanCheckpointPolicy, StackedPattern
@@ -63,10 +64,10 @@ def python_loop(model, tokens):
     """The hidden states, and the loads of all routers."""
     x, loads = model.embedding(tokens), []
     rotary = rotary_table(
-        hax.arange(Pos), model.config.specs[0].HeadDim, theta=model.config.rotary.theta
+        hax.arange(Pos), model.config.HeadDim, theta=model.config.rotary.theta
     )
     for layer in model.layers:
-        x, found = layer(x, rotary, None)
+        x, found = layer(x, Tokens(rotary))
         loads += [] if found is None else [found.load.array]
     return model.norm(x), loads
 

@@ -14,15 +14,6 @@ import pytest
 import yaml
 from haliax import Axis
 
-from models.decoder.config import (
-    FULL,
-    SLIDING,
-    AttentionConfig,
-    DecoderConfig,
-    ExpertsConfig,
-)
-from models.decoder.decoder import Decoder
-from models.decoder.remat_presets import check_remat_names
 from models.gemma3 import Gemma3Config
 from models.gpt_oss import GptOssConfig
 from models.hf_io.formats import (
@@ -32,7 +23,11 @@ from models.hf_io.formats import (
     written_out,
 )
 from models.olmo3 import Olmo3Config
-from models.qwen3 import Qwen3Config, Qwen3MoeConfig
+from models.parts.config import DecoderConfig, LayerKind
+from models.parts.decoder import Decoder
+from models.parts.remat_presets import check_remat_names
+from models.parts.sections import FULL, SLIDING, AttentionConfig, ExpertsConfig
+from models.qwen3 import Qwen3Config, Qwen3Layer, Qwen3MoeConfig
 from stacked_remat import ScanCheckpointPolicy
 from stacked_remat.ops import YarnRotary
 from stacked_remat.ops._attention_backends import BACKENDS
@@ -45,7 +40,7 @@ def test_types_of_layers_repeat():
     config = Qwen3Config(
         num_layers=5, attention=AttentionConfig(window=3, layer_types=(SLIDING, FULL))
     )
-    assert [spec.window for spec in config.specs] == [3, None, 3, None, 3]
+    assert [spec.window for spec in config.layer_kinds] == [3, None, 3, None, 3]
     with pytest.raises(
         ValueError,
         match="layer_types has 5 entries for model.num_layers = 4. Give at most",
@@ -100,7 +95,7 @@ def test_types_of_layers_stay_what_was_written(config_class):
             for layer in range(num_layers)
         ]
         for copy in copies(config):
-            assert [spec.window for spec in copy.specs] == expected
+            assert [spec.window for spec in copy.layer_kinds] == expected
 
 
 def test_equal_layers_are_equal_configs_once_they_are_written_out():
@@ -127,7 +122,7 @@ def test_layers_may_be_of_several_kinds():
         *["sliding_sparse"] * 3,
         "sliding_dense",
     )
-    assert not config.layer(6).sparse and config.layer(6).window == 16
+    assert not config.kind_of(6).sparse and config.kind_of(6).window == 16
     assert config.layers_of("sliding_sparse") == [3, 4, 5]
     assert [*config.kinds] == [*dict.fromkeys(config.pattern)]
 
@@ -135,18 +130,23 @@ def test_layers_may_be_of_several_kinds():
 def test_kinds_that_differ_in_more_than_their_name_have_stacks_of_their_own(
     monkeypatch,
 ):
-    own, windows, widths = (
-        DecoderConfig.layer,
-        (16, 8, 16, 16, None),
-        (32, 32, 32, 8, 8),
+    windows, widths = (16, 8, 16, 16, None), (32, 32, 32, 8, 8)
+
+    @dataclasses.dataclass(frozen=True)
+    class OfWidth(LayerKind):
+        width: int = 0
+
+    def init_layer(config, kind, *, key):
+        attention = dataclasses.replace(config.attention, head_dim=kind.width)
+        narrow = dataclasses.replace(config, attention=attention)
+        return Qwen3Layer.init(narrow, kind, key=key)
+
+    monkeypatch.setattr(
+        Qwen3Config,
+        "kind_of",
+        lambda _, number: OfWidth(window=windows[number], width=widths[number]),
     )
-
-    def layer(config, number):
-        return dataclasses.replace(
-            own(config, number), window=windows[number], head_dim=widths[number]
-        )
-
-    monkeypatch.setattr(Qwen3Config, "layer", layer)
+    monkeypatch.setattr(Qwen3Config, "init_layer", init_layer)
     config, Vocab = Qwen3Config(num_layers=5), Axis("vocab", 9)
     assert config.pattern == (
         "sliding_dense",
@@ -160,8 +160,7 @@ def test_kinds_that_differ_in_more_than_their_name_have_stacks_of_their_own(
     ).stacks
     attention = {name: stack.stacked.attention for name, stack in stacks.items()}
     found = {
-        name: (one.spec.window, one.q_norm.weight.size)
-        for name, one in attention.items()
+        name: (one.window, one.q_norm.weight.size) for name, one in attention.items()
     }
     expected = {
         "sliding_dense": (16, 64),

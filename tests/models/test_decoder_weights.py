@@ -16,8 +16,6 @@ from haliax.util import is_named_array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from safetensors.numpy import load_file, save_file
 
-from models.decoder.config import AttentionConfig, ExpertsConfig
-from models.decoder.decoder import Decoder
 from models.hf_io.decoder_weights import read_decoder, write_decoder
 from models.hf_io.formats import pretrained_config, read_hf_config
 from models.hf_io.safetensors_folder import (
@@ -26,6 +24,8 @@ from models.hf_io.safetensors_folder import (
     SafetensorsFolder,
     WeightsError,
 )
+from models.parts.decoder import Decoder
+from models.parts.sections import AttentionConfig, ExpertsConfig
 from models.qwen3 import Qwen3MoeConfig
 from models.run_config import find_model
 from models.run_state import Placement

@@ -13,22 +13,23 @@ import numpy as np
 import pytest
 from haliax import Axis
 
-from models.decoder.attention import Attention
-from models.decoder.config import (
-    FULL,
-    SLIDING,
-    AttentionConfig,
-    ExpertsConfig,
-    RotaryConfig,
-)
-from models.decoder.decoder import Decoder
 from models.deepseek_v3 import DeepseekV3Config, LatentConfig
 from models.gemma3 import Gemma3Config
 from models.generation.decoding import continued_tokens, first_tokens, one_more_token
 from models.generation.sampling import Sampling
 from models.gpt_oss import GptOssConfig
 from models.hf_io.formats import config_from_hf
-from models.qwen3 import Qwen3Config, Qwen3MoeConfig
+from models.parts.attention import Attention
+from models.parts.decoder import Decoder, Layer
+from models.parts.sections import (
+    FULL,
+    SLIDING,
+    AttentionConfig,
+    ExpertsConfig,
+    RotaryConfig,
+)
+from models.parts.tokens import has_positions
+from models.qwen3 import Qwen3Config, Qwen3Layer, Qwen3MoeConfig
 from stacked_remat import memory, streaming
 from stacked_remat.lora import LoraConfig, apply_lora, lora_filter
 from stacked_remat.ops import YarnRotary
@@ -46,11 +47,16 @@ SMALL_LATENT = LatentConfig(
 
 
 class OtherHeads(Qwen3MoeConfig):
-    """The first layer has other heads."""
+    """The dense layers have other heads."""
 
-    def layer(self, number):
-        heads = dict(num_heads=2, num_kv_heads=2, head_dim=4) if number == 0 else {}
-        return dataclasses.replace(super().layer(number), **heads)
+    def init_layer(self, kind, *, key):
+        config = self
+        if not kind.sparse:
+            attention = dataclasses.replace(self.attention, head_dim=4)
+            config = dataclasses.replace(
+                self, num_heads=2, num_kv_heads=2, attention=attention
+            )
+        return Qwen3Layer.init(config, kind, key=key)
 
 
 MODELS = {
@@ -148,7 +154,7 @@ def test_prefill_and_decode_give_the_logits_of_the_whole_sequence(name):
     lengths = hax.named(jnp.array([5, 2]), Batch)
     logits, cache = prefill(model, tokens_of(5), Pos.size, lengths)
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(cache))
-    assert MODELS[name].cache_bytes(Batch.size, Pos.size) == size
+    assert model.cache_bytes(Batch.size, Pos.size) == size
     for row, length in enumerate(lengths.array.tolist()):
         np.testing.assert_allclose(
             logits.array[row, :length], expected[row, :length], atol=1e-5
@@ -169,19 +175,20 @@ def test_caches_have_latents_and_windows():
         dataclasses.replace(config_from_hf(document)[0], compute_dtype="bfloat16")
         for document in (PUBLISHED["DeepSeek V3"][0], gemma_27b)
     )
+    deepseek, gemma = (
+        eqx.filter_eval_shape(Decoder.init, config, Vocab, key=jax.random.key(0))
+        for config in (deepseek, gemma)
+    )
     assert deepseek.cache_bytes(1, 1000) == 1000 * 61 * (512 + 64) * 2 == 1000 * 70_272
     of_layer = 2 * 16 * 128 * 2
     assert gemma.cache_bytes(1, 131_072) == (10 * 131_072 + 52 * 1024) * of_layer
-    for config in (deepseek, gemma):
-        model = eqx.filter_eval_shape(
-            Decoder.init, config, Vocab, key=jax.random.key(0)
-        )
+    for model in (deepseek, gemma):
         tokens = hax.zeros((Batch, Axis("position", 2048)), jnp.int32)
         _, caches = eqx.filter_eval_shape(
             lambda m, tokens: m.prefill(tokens, 131_072), model, tokens
         )
         size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(caches))
-        assert size == config.cache_bytes(Batch.size, 131_072)
+        assert size == model.cache_bytes(Batch.size, 131_072)
 
 
 def test_a_layer_with_adapters_decodes_from_latents():
@@ -202,6 +209,63 @@ def test_a_layer_with_adapters_decodes_from_latents():
         model, tokens_of()["position", 5], hax.full(Batch, 5, dtype=jnp.int32), cache
     )
     np.testing.assert_allclose(logits.array, expected[:, 5], atol=1e-5)
+
+
+class StateLayer(Layer):
+    """A layer that keeps a state: a decaying sum of what it was given."""
+
+    decay: hax.NamedArray
+    Embed: Axis = eqx.field(static=True)
+
+    def forward(self, x, tokens, cache=None):
+        if not has_positions(x):
+            state = found = self.decay * cache.read() + x
+            return x + found, cache.write(state), None
+        lengths = Pos.size if tokens.lengths is None else tokens.lengths
+        positions = hax.arange(x.resolve_axis("position"))
+
+        def step(state, given):
+            position, own = given
+            new = self.decay * state + own
+            # Padding leaves the state as it is.
+            return hax.where(position < lengths, new, state), new
+
+        start = hax.zeros([axis for axis in x.axes if axis.name != "position"])
+        state, found = hax.scan(step, positions.axes[0])(start, (positions, x))
+        found = found.rearrange(x.axes)
+        return x + found, cache and cache.write(state), None
+
+    def empty_cache(self, Batch, slots, dtype):
+        return hax.zeros((Batch, self.Embed), dtype)
+
+    @property
+    def rotary(self):
+        return None
+
+
+class WithStates(Qwen3Config):
+    """Layers with a state, and layers with a window."""
+
+    def init_layer(self, kind, *, key):
+        if kind.window is None:
+            return StateLayer(hax.full(self.Embed, 0.5), self.Embed)
+        return super().init_layer(kind, key=key)
+
+
+def test_a_layer_may_keep_a_state_which_takes_up_no_padding():
+    attention = AttentionConfig(window=3, layer_types=(SLIDING, FULL))
+    config = WithStates(**SIZES, attention=attention)
+    model = random_weights(Decoder.init, config, Vocab, spread=0.4)
+    tokens = tokens_of()
+    expected = logits_of(model, tokens).array
+    lengths = hax.named(jnp.array([5, 2]), Batch)
+    _, cache = prefill(model, tokens["position", :5], Pos.size, lengths)
+    for step in range(2):
+        at = lengths + step
+        new = tokens[{Batch: hax.arange(Batch), "position": at}]
+        logits, cache = decode(model, new, at, cache)
+        wanted = expected[np.arange(Batch.size), at.array]
+        np.testing.assert_allclose(logits.array, wanted, atol=1e-5)
 
 
 def prompts_of(*lengths):
@@ -271,8 +335,8 @@ def test_a_step_compiles_once_for_all_steps(monkeypatch):
     traced = []
     monkeypatch.setattr(
         Attention,
-        "decode",
-        lambda *args, real=Attention.decode: traced.append(1) or real(*args),
+        "attend_to_kept",
+        lambda *args, real=Attention.attend_to_kept: traced.append(1) or real(*args),
     )
     # Four prompts: no other test has traced a step for as many.
     continued("dense", prompts_of(4, 2, 1, 3), 7)

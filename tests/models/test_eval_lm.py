@@ -16,18 +16,18 @@ import pytest
 from haliax import Axis
 from rich.console import Console
 
-from models.decoder.config import (
+from models.eval_lm import ModelToEvaluate, lm_class, main
+from models.gpt_oss import GptOssConfig
+from models.hf_io.decoder_weights import write_decoder
+from models.loading import load_model
+from models.parts.decoder import Decoder
+from models.parts.sections import (
     FULL,
     SLIDING,
     AttentionConfig,
     ExpertsConfig,
     RotaryConfig,
 )
-from models.decoder.decoder import Decoder
-from models.eval_lm import ModelToEvaluate, lm_class, main
-from models.gpt_oss import GptOssConfig
-from models.hf_io.decoder_weights import write_decoder
-from models.loading import load_model
 from models.run_config import find_model
 from stacked_remat.training import ConfigError, MeshConfig, Partitioning
 from stacked_remat.training.data.chat_template import ChatTemplate

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 from haliax import Axis
 
-from models.decoder.config import ExpertsConfig
-from models.decoder.decoder import DecoderLayer
-from models.decoder.experts import SparseExperts, means
 from models.gpt_oss import GptOssConfig
+from models.parts.experts import SparseExperts
+from models.parts.linear import cast_floating
+from models.parts.router_statistics import means
+from models.parts.sections import ExpertsConfig
 from models.qwen3 import Qwen3MoeConfig
 from stacked_remat.lora import LoraConfig, apply_lora, merge_lora
 from stacked_remat.ops._backends import Backend
@@ -37,7 +38,9 @@ def make(
     sizes = ExpertsConfig(num_experts, experts_per_token, 6, norm_topk_prob)
     config = architecture(hidden_dim=8, num_heads=2, num_kv_heads=1, experts=sizes)
     # A large spread, so that experts differ.
-    layer = random_weights(SparseExperts.init, config, config.layer(0), spread=spread)
+    layer = random_weights(
+        lambda *, key: config.init_layer(config.kind_of(0), key=key).mlp, spread=spread
+    )
     x = np.random.default_rng(1).normal(size=(Batch.size, Pos.size, 8))
     return layer, hax.named(jnp.asarray(x, jnp.float32), (Batch, Pos, config.Embed))
 
@@ -49,7 +52,7 @@ def with_biases(num_experts=3):
     return make(num_experts=num_experts, architecture=GptOssConfig, spread=3)
 
 
-apply = jax.jit(SparseExperts.__call__)
+apply = jax.jit(SparseExperts.apply)
 
 
 @pytest.mark.parametrize("lora", [False, True])
@@ -58,7 +61,7 @@ def test_a_router_may_compute_in_float32(lora):
     config = Qwen3MoeConfig(8, 1, 2, 1, experts=sizes, compute_dtype="bfloat16")
 
     def init(*, key):
-        layer = DecoderLayer.init(config, next(iter(config.kinds.values())), key=key)
+        layer = config.init_layer(config.kind_of(0), key=key)
         return (
             apply_lora(layer, LoraConfig(2, targets=("mlp.router",)), key=key)
             if lora
@@ -69,7 +72,7 @@ def test_a_router_may_compute_in_float32(lora):
     x = hax.random.normal(jax.random.key(0), (Batch, Pos, config.Embed)).astype(
         jnp.bfloat16
     )
-    cast = layer._cast(jnp.bfloat16)
+    cast = cast_floating(layer, jnp.bfloat16)
     assert {leaf.dtype for leaf in jax.tree.leaves(cast)} == {
         jnp.dtype("bfloat16"),
         jnp.dtype("float32"),
@@ -77,12 +80,11 @@ def test_a_router_may_compute_in_float32(lora):
     found = cast.mlp._logits(x)
     expected = layer.mlp.router(x.astype(jnp.float32))
     np.testing.assert_array_equal(found.array, expected.array)
-    narrow = dataclasses.replace(
-        config, experts=dataclasses.replace(sizes, router_dtype="compute")
+    narrow = dataclasses.replace(sizes, router_dtype="compute")
+    rounded = cast_floating(
+        dataclasses.replace(layer, mlp=dataclasses.replace(layer.mlp, settings=narrow)),
+        jnp.bfloat16,
     )
-    rounded = dataclasses.replace(
-        layer, mlp=dataclasses.replace(layer.mlp, config=narrow)
-    )._cast(jnp.bfloat16)
     assert {leaf.dtype for leaf in jax.tree.leaves(rounded)} == {jnp.dtype("bfloat16")}
     assert not np.array_equal(rounded.mlp._logits(x).array, expected.array)
 
@@ -90,13 +92,13 @@ def test_a_router_may_compute_in_float32(lora):
 @jax.jit
 def route(layer, x, documents=None):
     choices, gates, sums = layer.route(x, documents)
-    return choices, gates, means(sums, x, layer.config.Embed, documents)
+    return choices, gates, means(sums, x, layer.Embed, documents)
 
 
 def of_all_experts(choices, gates, layer):
     """Gates `[..., experts]`, zero for those that were not chosen."""
     return hax.sum(
-        hax.nn.one_hot(choices, layer.config.Experts, dtype=jnp.float32) * gates,
+        hax.nn.one_hot(choices, layer.Experts, dtype=jnp.float32) * gates,
         "choice",
     )
 
@@ -106,7 +108,7 @@ def on_every_token(layer, x):
     expert = layer.experts.stacked
     choices, gates, _ = layer.route(x)
     gate, up = expert.gate_proj(x), expert.up_proj(x)
-    if isinstance(layer.config, GptOssConfig):
+    if layer.router.bias is not None:
         gate, up = hax.minimum(gate, 7.0), hax.clip(up, -7.0, 7.0)
         inner = gate * hax.nn.sigmoid(1.702 * gate) * (up + 1)
     else:
@@ -133,9 +135,7 @@ def test_each_token_gets_the_weighted_sum_of_its_experts(
     expected *= expected >= np.sort(expected)[..., -experts_per_token, None]
     expected /= expected.sum(-1, keepdims=True) if norm_topk_prob else 1.0
     choices, gates, statistics = route(layer, x)
-    found = of_all_experts(choices, gates, layer).rearrange(
-        (Batch, Pos, layer.config.Experts)
-    )
+    found = of_all_experts(choices, gates, layer).rearrange((Batch, Pos, layer.Experts))
     np.testing.assert_allclose(found.array, expected, atol=1e-5)
     np.testing.assert_allclose(
         statistics.load.array, (expected > 0).mean(axis=(0, 1)), atol=1e-6
@@ -149,7 +149,7 @@ def test_each_token_gets_the_weighted_sum_of_its_experts(
 def test_biases_and_the_clamp_have_the_values_and_gradients_of_plain_products(
     keep, monkeypatch
 ):
-    monkeypatch.setattr("models.decoder.experts.internals_are_saved", lambda name: keep)
+    monkeypatch.setattr("models.parts.experts.internals_are_saved", lambda name: keep)
     layer, x = with_biases()
     weights = hax.random.normal(jax.random.key(4), x.axes)
     reaches = {
@@ -167,7 +167,7 @@ def test_biases_and_the_clamp_have_the_values_and_gradients_of_plain_products(
             mixed = of(layer, x)
             return hax.sum(mixed * weights).scalar(), mixed
 
-        functions = (lambda layer, x: layer(x)[0], on_every_token)
+        functions = (lambda layer, x: layer.apply(x)[0], on_every_token)
         return [
             jax.value_and_grad(partial(loss, of), (0, 1), has_aux=True)(layer, x)
             for of in functions
@@ -186,7 +186,7 @@ def test_biases_and_the_clamp_have_the_values_and_gradients_of_plain_products(
 def test_adapters_of_experts_with_biases_equal_merged_weights():
     layer, x = with_biases()
     adapted = with_trained_adapters(layer, LoraConfig(2, 2.0, ("experts.*", "router")))
-    of_both = jax.jit(lambda *layers: [layer(x)[0].array for layer in layers])(
+    of_both = jax.jit(lambda *layers: [layer.apply(x)[0].array for layer in layers])(
         adapted, merge_lora(adapted)
     )
     np.testing.assert_allclose(of_both[0], of_both[1], rtol=1e-4, atol=1e-4)
@@ -195,7 +195,7 @@ def test_adapters_of_experts_with_biases_equal_merged_weights():
 
 def test_the_z_loss_is_the_mean_square_of_the_log_normaliser():
     layer, x = make()
-    logits = layer.router(x).rearrange((Batch, Pos, layer.config.Experts)).array
+    logits = layer.router(x).rearrange((Batch, Pos, layer.Experts)).array
     expected = np.mean(np.log(np.sum(np.exp(np.asarray(logits)), axis=-1)) ** 2)
     np.testing.assert_allclose(route(layer, x)[2].z_loss.scalar(), expected, rtol=1e-5)
 
@@ -219,17 +219,17 @@ def test_statistics_leave_padding_out():
 def test_the_backend_of_the_config_applies_experts_with_biases_and_adapters(
     monkeypatch,
 ):
-    monkeypatch.setattr("models.decoder.experts.internals_are_saved", lambda name: True)
+    monkeypatch.setattr("models.parts.experts.internals_are_saved", lambda name: True)
     layer, x = with_biases()
     layer = apply_lora(layer, LoraConfig(2, 2.0, ("experts.*",)), key=jax.random.key(3))
     layer = jax.tree.map(lambda leaf: leaf + 0.1, layer)  # the adapters start as zero
 
     def value_and_gradient(backend):
-        experts = dataclasses.replace(layer.config.experts, backend=backend)
-        config = dataclasses.replace(layer.config, experts=experts)
+        settings = dataclasses.replace(layer.settings, backend=backend)
 
         def total(layer):
-            return jnp.sum(dataclasses.replace(layer, config=config)(x)[0].array ** 2)
+            chosen = dataclasses.replace(layer, settings=settings)
+            return jnp.sum(chosen.apply(x)[0].array ** 2)
 
         return jax.jit(jax.value_and_grad(total))(layer)
 

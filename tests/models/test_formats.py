@@ -10,15 +10,17 @@ import pytest
 from haliax import Axis
 from safetensors import safe_open
 
+import models.hf_io.config_fields as hf
 import models.hf_io.formats as formats
-from models.decoder.config import FULL, SLIDING, AttentionConfig, DecoderConfig
-from models.decoder.decoder import Decoder
 from models.hf_io.adapters import load_adapters, save_adapters
-from models.hf_io.config_fields import DECODER_FIELDS, full_every, windows
 from models.hf_io.decoder_weights import read_decoder, write_decoder
 from models.hf_io.formats import HfFormat, read_hf_config
 from models.hf_io.safetensors_folder import SINGLE, WeightsError
+from models.llama import LlamaLayer
 from models.loading import load_model
+from models.parts.config import DecoderConfig
+from models.parts.decoder import Decoder
+from models.parts.sections import FULL, SLIDING, AttentionConfig
 from models.run_config import find_model
 from stacked_remat.lora import LoraConfig, apply_lora
 
@@ -30,7 +32,19 @@ Vocab = Axis("vocab", 7)
 
 @dataclass(frozen=True)
 class OtherConfig(DecoderConfig):
-    """A second architecture, which differs from a decoder in names alone."""
+    """A second architecture, which differs from a Llama in names alone."""
+
+    def init_layer(self, kind, *, key):
+        return LlamaLayer.init(self, kind, rotary=self.rotary, key=key)
+
+
+def from_hf(given):
+    return hf.read_decoder(given, hf.DENSE_SIZES) | hf.read_rotary(given)
+
+
+def to_hf(config):
+    rotary = hf.write_rotary(config.rotary)
+    return hf.write_decoder(config, hf.DENSE_SIZES) | rotary
 
 
 @pytest.fixture
@@ -47,7 +61,9 @@ def other(monkeypatch):
     monkeypatch.setattr(
         DecoderConfig, "_choice_registry", dict(DecoderConfig._choice_registry)
     )
-    formats.register_format(HfFormat("other", OtherConfig, DECODER_FIELDS, {**names}))
+    formats.register_format(
+        HfFormat("other", OtherConfig, from_hf, to_hf, hf.DENSE_SIZES, {**names})
+    )
     attention = AttentionConfig(head_dim=4)
     return OtherConfig(
         hidden_dim=8,
@@ -87,14 +103,29 @@ def test_a_second_architecture_brings_a_config_and_its_names(other, tmp_path):
 def test_linear_maps_with_one_name_are_in_one_tensor(other, tmp_path):
     """Also where the layers are of two kinds, which are two stacks."""
     names = {
-        "q_proj": "qkv",
-        "k_proj": "qkv",
-        "v_proj": "qkv",
-        "gate_proj": "wi",
-        "up_proj": "wi",
+        "attention.q_proj": "qkv",
+        "attention.k_proj": "qkv",
+        "attention.v_proj": "qkv",
+        "mlp.gate_proj": "wi",
+        "mlp.up_proj": "wi",
     }
-    fields = DECODER_FIELDS | {"windows": windows(None, full_every(2))}
-    formats.register_format(HfFormat("other", OtherConfig, fields, names))
+
+    def with_windows(given):
+        found = from_hf(given)
+        return found | hf.read_windows(
+            given, found["num_layers"], None, lambda layer: layer % 2 == 1
+        )
+
+    formats.register_format(
+        HfFormat(
+            "other",
+            OtherConfig,
+            with_windows,
+            lambda config: to_hf(config) | hf.write_windows(config),
+            hf.DENSE_SIZES,
+            names,
+        )
+    )
     attention = AttentionConfig(
         head_dim=4, window=3, layer_types=(FULL, SLIDING), bias=True
     )

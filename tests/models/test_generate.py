@@ -15,7 +15,6 @@ from haliax import Axis
 from rich.console import Console
 
 import models.generate as command
-from models.decoder.decoder import Decoder
 from models.export_hf import main as export_hf
 from models.generate import main
 from models.generation.sampling import Sampling
@@ -24,6 +23,7 @@ from models.hf_io.adapters import save_adapters
 from models.hf_io.decoder_weights import write_decoder
 from models.hf_io.safetensors_folder import SafetensorsFolder, WeightsError
 from models.loading import load_model, rows_that_fit
+from models.parts.decoder import Decoder
 from models.qwen3 import Qwen3Config
 from models.run_config import find_model, read_run_config
 from models.run_state import Placement
@@ -286,11 +286,12 @@ def test_layers_that_are_read_to_the_host_count_there(finished, monkeypatch, lor
     )
     monkeypatch.setattr("models.run_config.read_run_config", lambda *_: config)
     source = find_model(str(finished))
-    leaves = jax.tree.leaves(Placement.of(config).shapes(source, "float32"))
+    weights = Placement.of(config).shapes(source, "float32")
+    leaves = jax.tree.leaves(weights)
     on_host = sum(4 * leaf.size for leaf in leaves if is_on_host(leaf))
     on_device = sum(4 * leaf.size for leaf in leaves) - on_host
     assert 0 < on_host and 0 < on_device
-    room = on_device + config.model.cache_bytes(1, 8)
+    room = on_device + weights.cache_bytes(1, 8)
     monkeypatch.setattr("models.loading.memory_bytes", lambda _: room)
     assert rows_that_fit(source, 8) == 1 and rows_that_fit(source, 4) == 2
     with pytest.raises(ConfigError, match="of 9 tokens"):

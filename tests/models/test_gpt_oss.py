@@ -12,12 +12,12 @@ import pytest
 from haliax import Axis
 from safetensors.numpy import load_file, save_file
 
-from models.decoder.config import FULL, SLIDING, AttentionConfig, ExpertsConfig
-from models.decoder.decoder import Decoder
 from models.gpt_oss import GptOssConfig
 from models.hf_io.decoder_weights import read_decoder, write_decoder
 from models.hf_io.formats import config_from_hf, config_to_hf, read_hf_config
 from models.hf_io.safetensors_folder import SINGLE, SafetensorsFolder, WeightsError
+from models.parts.decoder import Decoder
+from models.parts.sections import FULL, SLIDING, AttentionConfig, ExpertsConfig
 from stacked_remat import StackedPattern
 from stacked_remat.ops import YarnRotary
 
@@ -45,7 +45,7 @@ def test_the_published_config_is_read_and_written_without_its_quantization():
     assert config.rotary.theta == 150_000 and config.rotary.scaling == YarnRotary(
         32.0, 4096, truncate=False
     )
-    windows = [config.layer(layer).window for layer in range(4)]
+    windows = [config.kind_of(layer).window for layer in range(4)]
     assert windows == [128, None, 128, None] and config.sparse.load_balance_weight == 0
     trained, _ = config_from_hf(PUBLISHED | {"output_router_logits": True})
     assert trained.sparse.load_balance_weight == 0.9

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from haliax import Axis
 
-from models.decoder.config import ExpertsConfig
-from models.decoder.decoder import Decoder
 from models.hf_io.adapters import load_adapters, peft_names
 from models.lm import next_token_loss
+from models.parts.decoder import Decoder
+from models.parts.sections import ExpertsConfig
 from models.qwen3 import Qwen3MoeConfig
 from models.run_state import with_adapters
 from stacked_remat.lora import (

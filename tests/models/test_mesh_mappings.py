@@ -16,9 +16,9 @@ import pytest
 from haliax import Axis
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from models.decoder.config import FULL, SLIDING, AttentionConfig, ExpertsConfig
-from models.decoder.decoder import Decoder
 from models.lm import next_token_loss
+from models.parts.decoder import Decoder
+from models.parts.sections import FULL, SLIDING, AttentionConfig, ExpertsConfig
 from models.qwen3 import Qwen3Config, Qwen3MoeConfig
 from models.run_state import with_adapters
 from stacked_remat import ScanCheckpointPolicy, StackedPattern

@@ -16,8 +16,6 @@ import pytest
 from haliax import Axis
 
 import models.architectures as architectures
-from models.decoder.config import SparseDecoderConfig
-from models.decoder.decoder import Decoder
 from models.generation.decoding import continued_tokens
 from models.generation.sampling import Sampling
 from models.hf_io.adapters import load_adapters, save_adapters
@@ -26,6 +24,8 @@ from models.hf_io.formats import config_from_hf
 from models.hf_io.safetensors_folder import SafetensorsFolder, WeightsError
 from models.lm import next_token_loss
 from models.loading import load_model
+from models.parts.config import SparseDecoderConfig
+from models.parts.decoder import Decoder
 from models.run_config import find_model
 from stacked_remat.lora import LoraConfig, apply_lora, lora_filter
 from stacked_remat.training import TokenBatch

@@ -12,7 +12,7 @@ import models.candidate as candidate
 import models.plan_lm as plan_lm
 from models.candidate import STREAMED, Candidate
 from models.command import error_message
-from models.decoder.decoder import Decoder
+from models.parts.decoder import Decoder
 from models.plan_lm import PlanLmConfig, compared, main
 from models.qwen3 import Qwen3Config
 from models.run_state import state_shapes

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from models.candidate import Candidate
-from models.decoder.config import ExpertsConfig
+from models.parts.sections import ExpertsConfig
 from models.plan_lm import PlanLmConfig, main
 from models.plan_search import Budget, find_meshes, meshes
 from models.qwen3 import Qwen3MoeConfig

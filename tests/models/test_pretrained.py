@@ -7,13 +7,6 @@ import re
 import pytest
 import yaml
 
-from models.decoder.config import (
-    FULL,
-    SLIDING,
-    AttentionConfig,
-    ExpertsConfig,
-    RotaryConfig,
-)
 from models.gpt_oss import GptOssConfig
 from models.hf_io.formats import (
     config_to_hf,
@@ -21,6 +14,13 @@ from models.hf_io.formats import (
     pretrained_config,
     read_hf_config,
     written_out,
+)
+from models.parts.sections import (
+    FULL,
+    SLIDING,
+    AttentionConfig,
+    ExpertsConfig,
+    RotaryConfig,
 )
 from models.qwen3 import Qwen3Config, Qwen3MoeConfig
 from models.run_config import LmRunConfig

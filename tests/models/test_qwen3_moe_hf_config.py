@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from models.decoder.config import AttentionConfig, ExpertsConfig, RotaryConfig
 from models.hf_io.formats import config_from_hf, read_hf_config
 from models.hf_io.safetensors_folder import WeightsError
+from models.parts.sections import AttentionConfig, ExpertsConfig, RotaryConfig
 from models.qwen3 import Qwen3Config
 from stacked_remat.ops import YarnRotary
 

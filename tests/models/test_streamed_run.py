@@ -17,10 +17,10 @@ import pytest
 import models.train_lm as train_lm
 from benchmarks.faults import metrics as curve
 from models.candidate import Candidate
-from models.decoder.config import FULL, SLIDING, AttentionConfig, ExpertsConfig
 from models.export_hf import main as export_hf
 from models.generate import main as generate
 from models.lm import next_token_loss
+from models.parts.sections import FULL, SLIDING, AttentionConfig, ExpertsConfig
 from models.qwen3 import Qwen3Config, Qwen3MoeConfig
 from models.run_config import LmRunConfig
 from models.run_state import initial_state, run_optimizer, state_shapes

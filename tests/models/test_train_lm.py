@@ -13,7 +13,7 @@ import yaml
 from haliax import Axis
 
 import models.train_lm as train_lm
-from models.decoder.decoder import Decoder
+from models.parts.decoder import Decoder
 from models.run_config import LmRunConfig
 from stacked_remat import OffloadError
 from stacked_remat.training import (

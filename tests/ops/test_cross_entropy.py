@@ -21,9 +21,21 @@ Embed, Vocab = Axis("embed", 4), Axis("vocab", 11)
 
 
 def with_all_logits(
-    hidden, head, targets, Embed, Vocab, *, weights=None, z_loss=0.0, chunk_size=None
+    hidden,
+    head,
+    targets,
+    Embed,
+    Vocab,
+    *,
+    weights=None,
+    z_loss=0.0,
+    scale=1.0,
+    softcap=None,
+    chunk_size=None,
 ):
-    logits = hax.dot(hidden, head, axis=Embed).astype(jnp.float32)
+    logits = scale * hax.dot(hidden, head, axis=Embed).astype(jnp.float32)
+    if softcap is not None:
+        logits = softcap * hax.tanh(logits / softcap)
     lse = hax.nn.logsumexp(logits, axis=Vocab)
     losses = lse - hax.take(logits, Vocab, targets) + z_loss * lse * lse
     return losses if weights is None else losses * weights
@@ -43,10 +55,18 @@ def example(*sizes, seed=0):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "chunk", "z_loss", "weighted"),
-    [((4, 3), 5, 0.3, True), ((5,), 2, 0.0, False), ((3, 2), 30, 0.3, False)],
+    ("sizes", "chunk", "z_loss", "weighted", "changes"),
+    [
+        ((4, 3), 5, 0.3, True, {}),
+        ((5,), 2, 0.0, False, {}),
+        ((3, 2), 30, 0.3, False, {}),
+        ((5,), 2, 0.3, False, {"scale": 0.3, "softcap": 0.8}),
+        ((3,), 2, 0.0, True, {"scale": 2.0}),
+    ],
 )
-def test_values_and_gradients_are_those_with_all_logits(sizes, chunk, z_loss, weighted):
+def test_values_and_gradients_are_those_with_all_logits(
+    sizes, chunk, z_loss, weighted, changes
+):
     """A token of weight zero may have any target, and one whose target is -100 has
     weight zero.
     """
@@ -74,6 +94,7 @@ def test_values_and_gradients_are_those_with_all_logits(sizes, chunk, z_loss, we
             weights=weights,
             z_loss=z_loss,
             chunk_size=chunk,
+            **changes,
         )
         return hax.sum(losses * cotangent).scalar(), losses
 

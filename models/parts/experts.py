@@ -1,4 +1,4 @@
-"""The sparse feed-forward half of a layer: a top-k router and SwiGLU experts.
+"""The sparse feed-forward half of a layer: a top-k router and gated experts.
 
 The experts are a stack over the named axis `Experts`. Each is applied only to the
 tokens that chose it, by `stacked_remat.ops.grouped_experts`: exact for any routing,
@@ -7,7 +7,7 @@ without a capacity.
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, TypeVar
 
 import equinox as eqx
 import haliax as hax
@@ -16,10 +16,13 @@ import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from haliax.util import is_named_array
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, DTypeLike, Float, PRNGKeyArray
 
-from models.decoder.config import LayerSpec, RouterSpec, SparseDecoderConfig
-from models.decoder.layers import SwiGlu, cast_floating, linear
+from models.parts.config import SparseDecoderConfig
+from models.parts.linear import cast_floating, linear
+from models.parts.mlp import FeedForward, GatedMlp, Gating, silu_gated
+from models.parts.router_statistics import RouterStatistics
+from models.parts.sections import ExpertsConfig, Routing
 from stacked_remat import (
     LayerStack,
     Stacked,
@@ -36,53 +39,15 @@ from stacked_remat.ops import (
     per_device,
     unmapped,
 )
-from stacked_remat.training import Metrics
+
+T = TypeVar("T")
 
 
-class AuxiliaryLoss(eqx.Module):
-    """The terms that layers add to the loss, and their metrics.
-
-    Attributes:
-        loss: a scalar, already weighted, to be added to the cross entropy.
-        metrics: named scalars or arrays for the log; they carry no gradient.
-        statistics: the means over tokens of which both are functions, for
-            `Decoder.auxiliary`.
-    """
-
-    loss: Float[Array, ""]
-    metrics: Metrics
-    statistics: "RouterStatistics | None" = None
+SOFTMAX = Routing()
+"""The best of the softmax of the router's logits."""
 
 
-class RouterStatistics(eqx.Module):
-    """How one layer's router spread its tokens, without padding, over the axis
-    `Experts`, in float32.
-
-    Attributes:
-        load: how many times an expert was chosen, per token; sums to
-            `experts_per_token`. Has no gradient.
-        importance: mean router probability of an expert; sums to one.
-        z_loss: without `Experts`: mean square of the logarithm of the sum of the
-            exponentials of the router's logits (Zoph et al. 2022, "ST-MoE", eq. 5).
-    """
-
-    load: NamedArray
-    importance: NamedArray
-    z_loss: NamedArray
-
-
-def means(
-    sums: RouterStatistics, x: NamedArray, Embed: Axis, documents: NamedArray | None
-) -> RouterStatistics:
-    """The statistics of the tokens `x` from their sums, without padding."""
-    count = hax.ones(tuple(axis for axis in x.axes if axis != Embed))
-    if documents is not None:
-        count = hax.where(documents != 0, count, 0.0)
-    total = hax.maximum(hax.sum(count), 1.0)
-    return jax.tree.map(lambda one: one / total, sums, is_leaf=is_named_array)
-
-
-class SparseExperts(eqx.Module):
+class SparseExperts(FeedForward):
     """Routes every token to `experts_per_token` experts and sums their weighted
     outputs.
 
@@ -94,35 +59,78 @@ class SparseExperts(eqx.Module):
     """
 
     router: hnn.Linear
-    config: SparseDecoderConfig = eqx.field(static=True)
-    spec: RouterSpec = eqx.field(static=True)
+    settings: ExpertsConfig = eqx.field(static=True)
+    routing: Routing = eqx.field(static=True)
+    Embed: Axis = eqx.field(static=True)
+    Experts: Axis = eqx.field(static=True)
+    ExpertDim: Axis = eqx.field(static=True)
+    tiles: int = eqx.field(static=True)
     experts: Stacked = unsliced()
+    # Of the router: added to the scores by which experts are chosen
     bias: NamedArray | None = None
-    shared: SwiGlu | None = None
+    # An MLP that all tokens are routed to besides
+    shared: GatedMlp | None = None
+    # This layer's experts in the stack of all layers, for `reads_in_stack`
+    in_stack: LayerStack | None = None
 
     @staticmethod
     def init(
-        config: SparseDecoderConfig, spec: LayerSpec, *, key: PRNGKeyArray
+        config: SparseDecoderConfig,
+        *,
+        routing: Routing = SOFTMAX,
+        gating: Gating = silu_gated,
+        mlp_bias: bool = False,
+        shared_dim: int = 0,
+        key: PRNGKeyArray,
     ) -> "SparseExperts":
-        """Makes the router and all experts from `key`."""
+        """Makes the router and all experts from `key`.
+
+        Args:
+            gating: as of `GatedMlp`.
+            mlp_bias: whether router and experts have biases.
+            shared_dim: inner width of an MLP that all tokens are routed to besides; 0
+                for none.
+        """
         router_key, experts_key = jax.random.split(key)
-        router, shared = spec.router, None
-        if router.shared_dim:
-            Shared = Axis("shared_dim", router.shared_dim)
-            shared = SwiGlu.init(config, spec, Shared, key=jax.random.fold_in(key, 2))
+        options: Any = {"gating": gating, "bias": mlp_bias}
+        shared = None
+        if shared_dim:
+            Shared = Axis("shared_dim", shared_dim)
+            shared = GatedMlp.init(
+                config, Shared, **options, key=jax.random.fold_in(key, 2)
+            )
         # The policy of the stack of layers decides whether an expert's intermediates
         # are kept.
-        make_experts = Stacked.init(config.Experts, SwiGlu, remat=False)
+        make_experts = Stacked.init(
+            config.Experts, functools.partial(GatedMlp.init, **options), remat=False
+        )
         keys = jax.random.split(experts_key, config.Experts.size)
         return SparseExperts(
             router=linear(
-                config, config.Embed, config.Experts, bias=spec.mlp_bias, key=router_key
+                config, config.Embed, config.Experts, bias=mlp_bias, key=router_key
             ),
-            experts=make_experts(config, spec, config.ExpertDim, key=keys),
-            config=config,
-            spec=router,
-            bias=hax.zeros(config.Experts) if router.bias != "none" else None,
+            experts=make_experts(config, config.ExpertDim, key=keys),
+            bias=hax.zeros(config.Experts) if routing.bias != "none" else None,
             shared=shared,
+            settings=config.experts,
+            routing=routing,
+            Embed=config.Embed,
+            Experts=config.Experts,
+            ExpertDim=config.ExpertDim,
+            tiles=config.tiles,
+        )
+
+    def cast_to(self, dtype: DTypeLike) -> "SparseExperts":
+        """In this dtype but for the router, if that has a dtype of its own."""
+        of_router: Any = self.settings.router_dtype
+        if of_router == "compute":
+            of_router = dtype
+        return dataclasses.replace(
+            self,
+            router=cast_floating(self.router, of_router),
+            bias=cast_floating(self.bias, of_router),
+            experts=cast_floating(self.experts, dtype),
+            shared=cast_floating(self.shared, dtype),
         )
 
     def route(
@@ -136,11 +144,11 @@ class SparseExperts(eqx.Module):
         """
         # Tokens and experts may be divided over the same devices, and router logits are
         # of both.
-        with unmapped(self.config.Experts):
+        with unmapped(self.Experts):
             return self._route(x, documents)
 
     def _logits(self, x: NamedArray) -> NamedArray:
-        dtype = self.config.experts.router_dtype
+        dtype = self.settings.router_dtype
         if dtype == "compute":
             return self.router(x).astype(jnp.float32)
         with jax.default_matmul_precision(dtype):  # TPUs multiply in bfloat16 otherwise
@@ -149,22 +157,22 @@ class SparseExperts(eqx.Module):
     def _route(
         self, x: NamedArray, documents: NamedArray | None
     ) -> tuple[NamedArray, NamedArray, RouterStatistics]:
-        Experts = self.config.Experts
+        Experts = self.Experts
         logits = checkpoint_name(self._logits(x), "router_logits")
-        is_softmax = self.spec.scoring == "softmax"
+        is_softmax = self.routing.scoring == "softmax"
         scores = (
             hnn.softmax(logits, axis=Experts) if is_softmax else hnn.sigmoid(logits)
         )
         probabilities = checkpoint_name(scores, "router_probs")
-        Choice = Axis("choice", self.config.experts.experts_per_token)
+        Choice = Axis("choice", self.settings.experts_per_token)
         tokens = tuple(axis for axis in probabilities.axes if axis != Experts)
 
         def best(
             probabilities: NamedArray, bias: NamedArray | None
         ) -> tuple[NamedArray, NamedArray]:
-            if self.spec == RouterSpec():
+            if self.routing == SOFTMAX:
                 return hax.top_k(probabilities, Experts, Choice.size, new_axis=Choice)
-            preferred = _preferred(probabilities, bias, self.spec, Experts)
+            preferred = _preferred(probabilities, bias, self.routing, Experts)
             _, choices = hax.top_k(preferred, Experts, Choice.size, new_axis=Choice)
             return hax.take(probabilities, Experts, choices), choices
 
@@ -176,10 +184,10 @@ class SparseExperts(eqx.Module):
             checkpoint_name(choices, "router_choices"),
             checkpoint_name(gates, "router_gates"),
         )
-        if self.config.experts.norm_topk_prob:
+        if self.settings.norm_topk_prob:
             gates = gates / hax.sum(gates, axis=Choice)
-        if self.spec.gate_scale != 1:
-            gates = gates * self.spec.gate_scale
+        if self.routing.gate_scale != 1:
+            gates = gates * self.routing.gate_scale
         chosen = hax.sum(hnn.one_hot(choices, Experts, dtype=jnp.float32), axis=Choice)
         real = hax.ones(tokens)
         if documents is not None:
@@ -200,17 +208,11 @@ class SparseExperts(eqx.Module):
             RouterStatistics(total(chosen), total(shares), total(z_loss)),
         )
 
-    def __call__(
-        self,
-        x: NamedArray,
-        documents: NamedArray | None = None,
-        stack: LayerStack | None = None,
+    def apply(
+        self, x: NamedArray, documents: NamedArray | None = None
     ) -> tuple[NamedArray, RouterStatistics]:
         """Maps `[..., Embed]` to `[..., Embed]`, with the sums of `route`; takes what
         that takes.
-
-        With `stack`, for a few tokens, experts are read there block by block: no
-        backend has an advantage.
 
         In a layer that is not recomputed, or keeps `expert_internals`, the outputs of
         `gate_proj` and `up_proj` are kept for the backward pass, which then recomputes
@@ -221,62 +223,51 @@ class SparseExperts(eqx.Module):
         pass.
         """
         choices, gates, sums = self.route(x, documents)
-        keep = internals_are_saved("expert_internals")
-        backend = self.config.experts.backend if stack is None else "block"
-        # In the stack of all layers, if that is what a fold gives
-        weights: Any = self.experts
-        if stack is not None:
-            weights = stack
-        elif isinstance(weights, LayerStack):
-            weights = dataclasses.replace(
-                weights, stack=weights.stack.stacked, own=weights.layer.stacked
-            )
-        else:
-            weights = weights.stacked
-        output = self._mixed(
-            x, choices, gates, weights, self.config.Experts, backend, keep
-        )
+        output = self._mixed(x, choices, gates)
         output = checkpoint_name(output, "expert_output")
-        return (
-            output if self.shared is None else output + self.shared(x).rearrange(x.axes)
-        ), sums
+        if self.shared is not None:
+            shared = self.shared.down(self.shared.products(x))
+            output = output + shared.rearrange(x.axes)
+        return output, sums
 
-    def decode(
-        self, x: NamedArray, layers: "SparseExperts", layer_index: NamedArray
-    ) -> NamedArray:
-        """Maps a few tokens `[..., Embed]` to themselves, without a copy of the layer's
-        experts.
+    def reads_in_stack(self, x: NamedArray) -> bool:
+        """Whether experts are read from the stack of all layers block by block: for a
+        few tokens, to which no backend has an advantage.
 
         From a stack on the host only those come to the device that tokens may choose;
         where that can be all of them, the layer's come as it begins, once.
-
-        Args:
-            layers: these weights of all layers of the stack, whose axis is the first of
-                every array.
         """
-        stack, config = layers.experts.stacked, self.config
-        Layers = jax.tree.leaves(stack, is_leaf=is_named_array)[0].axes[0]
-        choices = x.size // config.Embed.size * config.experts.experts_per_token
-        if choices >= config.Experts.size and any(
-            map(streaming.is_on_host, jax.tree.leaves(stack))
-        ):
-            return self(x)[0]
-        return self(x, stack=LayerStack(stack, layer_index.array, Layers.name))[0]
+        if self.in_stack is None:
+            return False
+        choices = x.size // self.Embed.size * self.settings.experts_per_token
+        arrays = jax.tree.leaves(self.in_stack.stack)
+        is_on_host = any(map(streaming.is_on_host, arrays))
+        return choices < self.Experts.size or not is_on_host
+
+    def _weights(self, is_in_stack: bool) -> Any:
+        """The experts' weights: in the stack of all layers, if that is what a fold
+        gives.
+        """
+        weights: Any = self.experts
+        if is_in_stack:
+            return self.in_stack
+        if isinstance(weights, LayerStack):
+            return dataclasses.replace(
+                weights, stack=weights.stack.stacked, own=weights.layer.stacked
+            )
+        return weights.stacked
 
     def _mixed(
         self,
         x: NamedArray,
         choices: NamedArray,
         gates: NamedArray,
-        weights: Any,
-        Experts: Axis,
-        backend: str,
-        keep: bool = False,
     ) -> NamedArray:
-        """The sum of each token's chosen experts, whose weights have the axis
-        `Experts`.
-        """
-        Embed = self.config.Embed
+        """The sum of each token's chosen experts."""
+        Embed, Experts = self.Embed, self.Experts
+        is_in_stack = self.reads_in_stack(x)
+        weights = self._weights(is_in_stack)
+        keep = internals_are_saved("expert_internals")
         tokens = tuple(axis for axis in x.axes if axis != Embed)
         over, divided = (
             mesh_axes(Experts),
@@ -303,14 +294,14 @@ class SparseExperts(eqx.Module):
                 )
             )
             mixed = grouped_experts(
-                functools.partial(_apply_expert, self.config.ExpertDim),
+                functools.partial(_apply_expert, self.ExpertDim),
                 weights,
                 Experts,
                 rows,
                 chosen,
                 factors.astype(rows.dtype),
                 saved=_products if keep else None,
-                backend=backend,
+                backend="block" if is_in_stack else self.settings.backend,
                 over=over,
             )
             return hax.named(
@@ -323,7 +314,7 @@ class SparseExperts(eqx.Module):
 
 
 def _preferred(
-    scores: NamedArray, bias: NamedArray | None, spec: RouterSpec, Experts: Axis
+    scores: NamedArray, bias: NamedArray | None, routing: Routing, Experts: Axis
 ) -> NamedArray:
     """The scores by which experts are chosen; minus infinity in groups that a token
     does not choose from.
@@ -331,14 +322,14 @@ def _preferred(
     scores = jax.lax.stop_gradient(
         scores if bias is None else scores + bias.astype(scores.dtype)
     )
-    if spec.num_groups == 1:
+    if routing.num_groups == 1:
         return scores
-    Group = Axis("group", spec.num_groups)
+    Group = Axis("group", routing.num_groups)
     Member = Axis("member", Experts.size // Group.size)
     by_group = scores.unflatten_axis(Experts, (Group, Member))
     best_two, _ = hax.top_k(by_group, Member, 2)
     of_groups = hax.sum(best_two, axis=Member.name)
-    _, chosen = hax.top_k(of_groups, Group, spec.groups_per_token, new_axis="choice")
+    _, chosen = hax.top_k(of_groups, Group, routing.groups_per_token, new_axis="choice")
     is_chosen = hax.sum(hnn.one_hot(chosen, Group), axis="choice") > 0
     open_to_choice = hax.where(is_chosen, by_group, -jnp.inf)
     return open_to_choice.flatten_axes((Group, Member), Experts).rearrange(scores.axes)
@@ -346,7 +337,7 @@ def _preferred(
 
 def _apply_expert(
     Inner: Axis,
-    expert: SwiGlu,
+    expert: GatedMlp,
     rows: Float[Array, "row embed"],
     gates: Float[Array, " row"],
     products: tuple[Float[Array, "row inner"], Float[Array, "row inner"]] | None = None,
@@ -357,14 +348,16 @@ def _apply_expert(
         hax.named(product, (Row, Inner)) for product in products
     )
     expert = cast_floating(expert, rows.dtype)
-    mixed = expert(
-        hax.named(rows, (Row, "embed")), hax.named(gates, Row), named, linear
-    )
+    if named is None:
+        named = expert.products(hax.named(rows, (Row, "embed")), linear)
+    mixed = expert.down(named, hax.named(gates, Row), linear)
     return mixed.rearrange((Row, "embed")).array
 
 
 def _products(
-    expert: SwiGlu, rows: Float[Array, "row embed"], linear: ExpertLinear = apply_linear
+    expert: GatedMlp,
+    rows: Float[Array, "row embed"],
+    linear: ExpertLinear = apply_linear,
 ) -> tuple[Float[Array, "row inner"], Float[Array, "row inner"]]:
     """The outputs of the expert's `gate_proj` and `up_proj`, `[row, inner]`."""
     Row = Axis("row", rows.shape[0])
@@ -372,3 +365,25 @@ def _products(
         hax.named(rows, (Row, "embed")), linear
     )
     return gated.rearrange((Row, ...)).array, up.rearrange((Row, ...)).array
+
+
+def reading_in_stack(layer: T, stack: T, layer_index: NamedArray, Layers: Axis) -> T:
+    """A layer whose experts a few tokens read from the stack of all layers, without a
+    copy of the layer's.
+    """
+
+    def is_sparse(node: Any) -> bool:
+        return isinstance(node, SparseExperts)
+
+    def with_stack(node: Any, of_all: Any) -> Any:
+        if not is_sparse(node):
+            return node
+        experts = LayerStack(of_all.experts.stacked, layer_index.array, Layers.name)
+        return dataclasses.replace(node, in_stack=experts)
+
+    return jax.tree.map(
+        with_stack,
+        layer,
+        stack,
+        is_leaf=lambda node: is_sparse(node) or is_named_array(node),
+    )

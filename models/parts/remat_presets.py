@@ -11,10 +11,15 @@ _ATTENTION = ("attention_output", "attention_lse")
 _PROJECTIONS = ("query", "key", "value", *_ATTENTION)
 _ROUTER = ("router_logits", "router_probs", "router_choices", "router_gates")
 _EXPERTS = (*_ROUTER, "expert_internals", "expert_output")
-DENSE_NAMES = (*_PROJECTIONS, "residual", "mlp_internals")
-"""The names that `checkpoint_name` gives to values inside a layer with an MLP."""
-SPARSE_NAMES = (*_PROJECTIONS, "residual", *_EXPERTS)
-"""The same inside a layer with experts."""
+
+
+def names_in_layer(*, is_sparse: bool, has_halves: bool) -> tuple[str, ...]:
+    """The names that `checkpoint_name` gives to values inside a layer.
+
+    `has_halves` if its MLP or experts read what attention has added.
+    """
+    between = ("residual",) if has_halves else ()
+    return *_PROJECTIONS, *between, *(_EXPERTS if is_sparse else ("mlp_internals",))
 
 
 def decoder_remat_presets(names: Sequence[str]) -> RematPresets:

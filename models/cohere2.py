@@ -1,0 +1,108 @@
+"""Command R7B and Command A (Cohere 2025): attention and MLP beside each other."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from haliax import NamedArray
+from jaxtyping import PRNGKeyArray
+
+from models.hf_io import config_fields as hf
+from models.hf_io.formats import HfFormat, register_format
+from models.parts.attention import Attention
+from models.parts.cache import LayerCache
+from models.parts.config import DecoderConfig, LayerKind
+from models.parts.decoder import DecoderLayer, LayerOutput
+from models.parts.mlp import GatedMlp
+from models.parts.norms import Norm, layer_norm
+from models.parts.tokens import Tokens
+
+
+class Cohere2Layer(DecoderLayer):
+    """A layer of Cohere 2."""
+
+    input_norm: Norm
+    attention: Attention
+    mlp: GatedMlp
+
+    def forward(
+        self, x: NamedArray, tokens: Tokens, cache: LayerCache | None = None
+    ) -> LayerOutput:
+        """Adds attention and the MLP, both of one normalised input."""
+        normalised = self.input_norm(x)
+        attended, cache = self.attention(normalised, tokens, cache)
+        mixed, statistics = self.mlp(normalised, tokens)
+        return x + attended + mixed, cache, statistics
+
+
+@dataclass(frozen=True)
+class Cohere2Config(DecoderConfig):
+    """A Cohere 2 decoder; layers with a window alone have a rotary embedding.
+
+    `rms_norm_eps` is of its layer norms.
+
+    Attributes:
+        logit_scale: factor of the logits.
+    """
+
+    has_halves = False
+
+    tie_word_embeddings: bool = True
+    logit_scale: float = 0.0625
+
+    @property
+    def logit_factor(self) -> float:
+        """Factor of the logits."""
+        return self.logit_scale
+
+    def init_norm(self) -> Norm:
+        """Makes a norm over `Embed`."""
+        return layer_norm(self.Embed, self.rms_norm_eps)
+
+    def init_layer(self, kind: LayerKind, *, key: PRNGKeyArray) -> Cohere2Layer:
+        """Makes a layer from `key`."""
+        attention_key, mlp_key = jax.random.split(key)
+        return Cohere2Layer(
+            input_norm=self.init_norm(),
+            attention=Attention.init(
+                self,
+                rotary=None if kind.window is None else self.rotary,
+                interleaved=True,
+                window=kind.window,
+                key=attention_key,
+            ),
+            mlp=GatedMlp.init(self, self.Mlp, key=mlp_key),
+        )
+
+
+FIELDS = hf.without(hf.DENSE_SIZES, "rms_norm_eps") | {
+    "layer_norm_eps": hf.Field("rms_norm_eps", 1e-5),
+    "tie_word_embeddings": hf.Field("tie_word_embeddings", True),
+    "logit_scale": hf.Field("logit_scale", 0.0625),
+}
+
+
+def from_hf(given: hf.ConfigFields) -> hf.Found:
+    """Reads a `config.json`; defaults are those of transformers."""
+    found = hf.read_decoder(given, FIELDS) | hf.read_rotary(given, longest=8_192)
+    given.only("position_embedding_type", "rope_gptj")
+    given.only("order_of_interleaved_layers", "local_attn_first")
+    for name in ("use_gated_activation", "use_parallel_block"):
+        given.only(name, True)
+    # The second is that of `tie_word_embeddings` in other implementations.
+    given.ignore("layer_switch", "use_embedding_sharing", "use_parallel_embedding")
+    period = given("sliding_window_pattern", 4)
+    return found | hf.read_windows(
+        given, found["num_layers"], 4_096, lambda layer: (layer + 1) % period != 0
+    )
+
+
+def to_hf(config: Cohere2Config) -> dict[str, Any]:
+    """Writes a `config.json`."""
+    written = hf.write_decoder(config, FIELDS) | hf.write_windows(config)
+    return written | hf.write_rotary(config.rotary)
+
+
+register_format(
+    HfFormat("cohere2", Cohere2Config, from_hf, to_hf, FIELDS, checksum=2.09442)
+)

@@ -1,3 +1,0 @@
-"""Decoders: attention and its cache, MLPs, experts, and the stacks of layers made of
-them.
-"""

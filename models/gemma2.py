@@ -1,0 +1,115 @@
+"""Gemma 2 (Gemma team 2024, arXiv:2408.00118): a window in every second layer, and
+bounded scores and logits.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jaxtyping import PRNGKeyArray
+
+from models.gemma3 import Gemma3Layer
+from models.hf_io import config_fields as hf
+from models.hf_io.formats import HfFormat, register_format
+from models.parts.attention import Attention
+from models.parts.config import DecoderConfig, LayerKind
+from models.parts.mlp import GatedMlp, gelu_gated
+from models.parts.norms import Norm, offset_rms_norm
+
+
+@dataclass(frozen=True)
+class Gemma2Config(DecoderConfig):
+    """A Gemma 2 decoder.
+
+    Attributes:
+        query_pre_attn_scalar: scores are divided by its square root.
+        score_softcap: scores become `softcap * tanh(scores / softcap)`; null for not.
+        output_softcap: the same of logits.
+    """
+
+    tie_word_embeddings: bool = True
+    query_pre_attn_scalar: int = 256
+    score_softcap: float | None = 50.0
+    output_softcap: float | None = 30.0
+
+    @property
+    def embedding_scale(self) -> float:
+        """The square root of the width."""
+        return self.hidden_dim**0.5
+
+    @property
+    def logit_softcap(self) -> float | None:
+        """The bound of logits."""
+        return self.output_softcap
+
+    def init_norm(self) -> Norm:
+        """Makes a norm over `Embed`."""
+        return offset_rms_norm(self.Embed, self.rms_norm_eps)
+
+    def init_layer(self, kind: LayerKind, *, key: PRNGKeyArray) -> Gemma3Layer:
+        """Makes a layer of Gemma 3, whose queries and keys are not normalised."""
+        attention_key, mlp_key = jax.random.split(key)
+        return Gemma3Layer(
+            input_norm=self.init_norm(),
+            attention=Attention.init(
+                self,
+                rotary=self.rotary,
+                window=kind.window,
+                scale=self.query_pre_attn_scalar**-0.5,
+                softcap=self.score_softcap,
+                key=attention_key,
+            ),
+            attention_output_norm=self.init_norm(),
+            post_attention_norm=self.init_norm(),
+            mlp=GatedMlp.init(self, self.Mlp, gating=gelu_gated, key=mlp_key),
+            mlp_output_norm=self.init_norm(),
+        )
+
+
+_ACTIVATION = "gelu_pytorch_tanh"
+FIELDS = hf.DENSE_SIZES | {
+    "head_dim": hf.Field("attention.head_dim", 256, written="head_dim"),
+    "tie_word_embeddings": hf.Field("tie_word_embeddings", True),
+    "query_pre_attn_scalar": hf.Field("query_pre_attn_scalar", 256),
+}
+
+
+def from_hf(given: hf.ConfigFields) -> hf.Found:
+    """Reads a `config.json`; defaults are those of transformers."""
+    given.only("hidden_activation", _ACTIVATION)
+    found = hf.read_decoder(given, FIELDS, kv_heads=4, activations=[_ACTIVATION])
+    found |= hf.read_rotary(given, longest=8_192)
+    for name, path, default in (
+        ("attn_logit_softcapping", "score_softcap", 50.0),
+        ("final_logit_softcapping", "output_softcap", 30.0),
+    ):
+        found[path] = given(name, default, kind=float, null=None)
+    return found | hf.read_windows(
+        given, found["num_layers"], 4_096, lambda layer: layer % 2 == 0
+    )
+
+
+def to_hf(config: Gemma2Config) -> dict[str, Any]:
+    """Writes a `config.json`."""
+    written = hf.write_decoder(config, FIELDS) | hf.write_windows(config)
+    del written["hidden_act"]
+    return (
+        written
+        | hf.write_rotary(config.rotary)
+        | {
+            "hidden_activation": _ACTIVATION,
+            "attn_logit_softcapping": config.score_softcap,
+            "final_logit_softcapping": config.output_softcap,
+        }
+    )
+
+
+TENSORS = {
+    "attention_output_norm": "post_attention_layernorm",
+    "post_attention_norm": "pre_feedforward_layernorm",
+    "mlp_output_norm": "post_feedforward_layernorm",
+}
+
+register_format(
+    HfFormat("gemma2", Gemma2Config, from_hf, to_hf, FIELDS, TENSORS, checksum=-5.77191)
+)

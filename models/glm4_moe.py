@@ -1,0 +1,133 @@
+"""GLM-4.5 and GLM-4.6 (GLM team 2025): heads rotated by half, and a sigmoid router."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+from haliax import NamedArray
+from jaxtyping import PRNGKeyArray
+
+from models.hf_io import config_fields as hf
+from models.hf_io.formats import HfFormat, register_format
+from models.parts.attention import Attention
+from models.parts.cache import LayerCache
+from models.parts.config import GroupedDecoderConfig, LayerKind
+from models.parts.decoder import DecoderLayer, LayerOutput, residual
+from models.parts.experts import SparseExperts
+from models.parts.mlp import GatedMlp
+from models.parts.norms import Norm, rms_norm
+from models.parts.sections import ExpertsConfig
+from models.parts.tokens import Tokens
+
+
+class Glm4MoeLayer(DecoderLayer):
+    """A layer of GLM-4.5, with an MLP or with experts."""
+
+    input_norm: Norm
+    attention: Attention
+    post_attention_norm: Norm
+    mlp: GatedMlp | SparseExperts
+
+    def forward(
+        self, x: NamedArray, tokens: Tokens, cache: LayerCache | None = None
+    ) -> LayerOutput:
+        """Adds attention, then the MLP or experts, each of normalised input."""
+        attended, cache = self.attention(self.input_norm(x), tokens, cache)
+        x = residual(x + attended)
+        mixed, statistics = self.mlp(x, tokens, norm=self.post_attention_norm)
+        return x + mixed, cache, statistics
+
+
+@dataclass(frozen=True)
+class Glm4MoeConfig(GroupedDecoderConfig):
+    """A GLM-4.5 decoder; attention's last projection has no bias.
+
+    Attributes:
+        partial_rotary_factor: the part of a head that is rotated.
+        qk_norm: whether queries and keys are normalised.
+    """
+
+    experts: ExpertsConfig = field(
+        default_factory=lambda: ExpertsConfig(router_dtype="float32")
+    )
+    partial_rotary_factor: float = 0.5
+    qk_norm: bool = False
+
+    def init_layer(self, kind: LayerKind, *, key: PRNGKeyArray) -> Glm4MoeLayer:
+        """Makes a layer from `key`."""
+        attention_key, mlp_key = jax.random.split(key)
+        q_norm = k_norm = None
+        if self.qk_norm:
+            q_norm = rms_norm(self.HeadDim, self.rms_norm_eps)
+            k_norm = rms_norm(self.HeadDim, self.rms_norm_eps)
+        if kind.sparse:
+            mlp = SparseExperts.init(
+                self, routing=self.routing, shared_dim=self.shared_dim, key=mlp_key
+            )
+        else:
+            mlp = GatedMlp.init(self, self.Mlp, key=mlp_key)
+        return Glm4MoeLayer(
+            input_norm=self.init_norm(),
+            attention=Attention.init(
+                self,
+                rotary=self.rotary,
+                rotary_dim=int(self.head_dim * self.partial_rotary_factor),
+                q_norm=q_norm,
+                k_norm=k_norm,
+                output_bias=False,
+                key=attention_key,
+            ),
+            post_attention_norm=self.init_norm(),
+            mlp=mlp,
+        )
+
+
+FIELDS = hf.DENSE_SIZES | {
+    "rms_norm_eps": hf.Field("rms_norm_eps", 1e-5),
+    "use_qk_norm": hf.Field("qk_norm", False),
+    "n_routed_experts": hf.Field("experts.num_experts", 128, ("num_local_experts",)),
+    "num_experts_per_tok": hf.Field("experts.experts_per_token", 8),
+    "moe_intermediate_size": hf.Field("experts.intermediate_dim", 1_408),
+    "norm_topk_prob": hf.Field("experts.norm_topk_prob", True),
+    "n_group": hf.Field("num_groups", 1),
+    "topk_group": hf.Field("groups_per_token", 1),
+    "routed_scaling_factor": hf.Field("gate_scale", 1.0),
+    "n_shared_experts": hf.Field("shared_experts", 1),
+}
+
+
+def from_hf(given: hf.ConfigFields) -> hf.Found:
+    """Reads a `config.json`; defaults are those of transformers."""
+    given.ignore("num_nextn_predict_layers", "num_mtp_layers")  # of no tensor here
+    found = hf.read_decoder(given, FIELDS, kv_heads=8)
+    if found["attention.head_dim"] is None:  # rounded down, where it does not divide
+        found["attention.head_dim"] = found["hidden_dim"] // found["num_heads"]
+    found |= hf.read_dense_prefix(given, found["num_layers"], 1)
+    return found | hf.read_rotary(given, longest=131_072, partial=0.5)
+
+
+def to_hf(config: Glm4MoeConfig) -> dict[str, Any]:
+    """Writes a `config.json`."""
+    written = hf.write_decoder(config, FIELDS) | hf.write_rotary(config.rotary)
+    written |= hf.write_dense_prefix(config)
+    return written | {"partial_rotary_factor": config.partial_rotary_factor}
+
+
+TENSORS = {
+    "mlp.router": "gate",
+    "mlp.bias": "gate.e_score_correction_bias",
+    "mlp.shared": "shared_experts",
+}
+
+register_format(
+    HfFormat(
+        "glm4_moe",
+        Glm4MoeConfig,
+        from_hf,
+        to_hf,
+        FIELDS,
+        TENSORS,
+        further_layers=True,
+        checksum=-1.75097,
+    )
+)

@@ -1,0 +1,110 @@
+"""Granite 3 (Granite team 2024): a Llama with factors of embeddings, scores, logits and
+what layers add.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import equinox as eqx
+import jax
+from haliax import NamedArray
+from jaxtyping import PRNGKeyArray
+
+from models.hf_io import config_fields as hf
+from models.hf_io.formats import HfFormat, register_format
+from models.parts.attention import Attention
+from models.parts.cache import LayerCache
+from models.parts.config import DecoderConfig, LayerKind
+from models.parts.decoder import DecoderLayer, LayerOutput, residual
+from models.parts.mlp import GatedMlp
+from models.parts.norms import Norm
+from models.parts.tokens import Tokens
+
+
+class GraniteLayer(DecoderLayer):
+    """A layer of Granite."""
+
+    input_norm: Norm
+    attention: Attention
+    post_attention_norm: Norm
+    mlp: GatedMlp
+    factor: float = eqx.field(static=True)
+
+    def forward(
+        self, x: NamedArray, tokens: Tokens, cache: LayerCache | None = None
+    ) -> LayerOutput:
+        """Adds attention, then the MLP, each of normalised input and times a factor."""
+        attended, cache = self.attention(self.input_norm(x), tokens, cache)
+        x = residual(x + attended * self.factor)
+        mixed, statistics = self.mlp(x, tokens, norm=self.post_attention_norm)
+        return x + mixed * self.factor, cache, statistics
+
+
+@dataclass(frozen=True)
+class GraniteConfig(DecoderConfig):
+    """A Granite decoder.
+
+    Attributes:
+        embedding_multiplier: factor of the embedded tokens.
+        attention_multiplier: factor of attention's scores.
+        residual_multiplier: factor of what layers add to the residual stream.
+        logits_scaling: by which logits are divided.
+    """
+
+    embedding_multiplier: float = 1.0
+    attention_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logits_scaling: float = 1.0
+
+    @property
+    def embedding_scale(self) -> float:
+        """Factor of the embedded tokens."""
+        return self.embedding_multiplier
+
+    @property
+    def logit_factor(self) -> float:
+        """Factor of the logits."""
+        return 1 / self.logits_scaling
+
+    def init_layer(self, kind: LayerKind, *, key: PRNGKeyArray) -> GraniteLayer:
+        """Makes a layer from `key`."""
+        attention_key, mlp_key = jax.random.split(key)
+        return GraniteLayer(
+            input_norm=self.init_norm(),
+            attention=Attention.init(
+                self,
+                rotary=self.rotary,
+                scale=self.attention_multiplier,
+                key=attention_key,
+            ),
+            post_attention_norm=self.init_norm(),
+            mlp=GatedMlp.init(self, self.Mlp, key=mlp_key),
+            factor=self.residual_multiplier,
+        )
+
+
+FIELDS = hf.DENSE_SIZES | {
+    name: hf.Field(name, 1.0)
+    for name in (
+        "embedding_multiplier",
+        "attention_multiplier",
+        "residual_multiplier",
+        "logits_scaling",
+    )
+}
+
+
+def from_hf(given: hf.ConfigFields) -> hf.Found:
+    """Reads a `config.json`; defaults are those of transformers."""
+    found = hf.read_decoder(given, FIELDS)
+    return found | hf.read_rotary(given, longest=2_048)
+
+
+def to_hf(config: GraniteConfig) -> dict[str, Any]:
+    """Writes a `config.json`."""
+    return hf.write_decoder(config, FIELDS) | hf.write_rotary(config.rotary)
+
+
+register_format(
+    HfFormat("granite", GraniteConfig, from_hf, to_hf, FIELDS, checksum=-1.08656)
+)

@@ -1,0 +1,128 @@
+"""MiniMax-M2 (MiniMax 2025): experts in all layers, chosen by a sigmoid."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from haliax import NamedArray
+from jaxtyping import PRNGKeyArray
+
+from models.hf_io import config_fields as hf
+from models.hf_io.formats import HfFormat, register_format
+from models.parts.attention import Attention
+from models.parts.cache import LayerCache
+from models.parts.config import LayerKind, SparseDecoderConfig
+from models.parts.decoder import DecoderLayer, LayerOutput, residual
+from models.parts.experts import SparseExperts
+from models.parts.norms import Norm, rms_norm
+from models.parts.sections import Routing
+from models.parts.tokens import Tokens
+
+
+class MiniMaxM2Layer(DecoderLayer):
+    """A layer of MiniMax-M2."""
+
+    input_norm: Norm
+    attention: Attention
+    post_attention_norm: Norm
+    mlp: SparseExperts
+
+    def forward(
+        self, x: NamedArray, tokens: Tokens, cache: LayerCache | None = None
+    ) -> LayerOutput:
+        """Adds attention, then the experts, each of normalised input."""
+        attended, cache = self.attention(self.input_norm(x), tokens, cache)
+        x = residual(x + attended)
+        mixed, statistics = self.mlp(x, tokens, norm=self.post_attention_norm)
+        return x + mixed, cache, statistics
+
+
+@dataclass(frozen=True)
+class MiniMaxM2Config(SparseDecoderConfig):
+    """A MiniMax-M2 decoder, whose routers have biases that are not trained.
+
+    Attributes:
+        partial_rotary_factor: the part of a head that is rotated.
+    """
+
+    all_sparse = True
+
+    partial_rotary_factor: float = 1.0
+
+    def init_layer(self, kind: LayerKind, *, key: PRNGKeyArray) -> MiniMaxM2Layer:
+        """Makes a layer from `key`."""
+        attention_key, mlp_key = jax.random.split(key)
+        routing = Routing(scoring="sigmoid", bias="frozen")
+        return MiniMaxM2Layer(
+            input_norm=self.init_norm(),
+            attention=Attention.init(
+                self,
+                rotary=self.rotary,
+                rotary_dim=int(self.head_dim * self.partial_rotary_factor),
+                q_norm=rms_norm(self.QueryHeads, self.rms_norm_eps),
+                k_norm=rms_norm(self.KeyHeads, self.rms_norm_eps),
+                key=attention_key,
+            ),
+            post_attention_norm=self.init_norm(),
+            mlp=SparseExperts.init(self, routing=routing, key=mlp_key),
+        )
+
+
+FIELDS = hf.without(hf.SIZES, "attention_bias") | {
+    "head_dim": hf.Field("attention.head_dim", 128, written="head_dim"),
+    "intermediate_size": hf.Field("experts.intermediate_dim", 1_536),
+    "num_local_experts": hf.Field("experts.num_experts", 256, ("num_experts",)),
+    "num_experts_per_tok": hf.Field("experts.experts_per_token", 8),
+}
+
+
+def from_hf(given: hf.ConfigFields) -> hf.Found:
+    """Reads a `config.json`; defaults are those of transformers."""
+    given.only("attention_bias", False)
+    given.only("scoring_func", "sigmoid")
+    given.only("use_qk_norm", True)
+    given.only("qk_norm_type", "per_layer")
+    given.only("use_routing_bias", True)
+    # Tensors of these layers, which predict further tokens, are left out.
+    given.ignore("use_mtp", "num_mtp_modules", "mtp_transformer_layers")
+    found = hf.read_decoder(given, FIELDS, kv_heads=8) | hf.read_load_balance(given)
+    width = given("rotary_dim", kind=int)
+    heads = found["attention.head_dim"]
+    partial = 1.0 if width is None else width / heads
+    return found | hf.read_rotary(
+        given, theta=5_000_000.0, longest=196_608, partial=partial
+    )
+
+
+def to_hf(config: MiniMaxM2Config) -> dict[str, Any]:
+    """Writes a `config.json`."""
+    written = hf.write_decoder(config, FIELDS) | hf.write_rotary(config.rotary)
+    written |= hf.write_load_balance(config)
+    if config.partial_rotary_factor != 1:
+        written["partial_rotary_factor"] = config.partial_rotary_factor
+    return written
+
+
+TENSORS = {
+    "mlp": "block_sparse_moe",
+    "mlp.router": "gate",
+    "mlp.bias": "e_score_correction_bias",
+    "mlp.experts.gate_proj": "w1",
+    "mlp.experts.up_proj": "w3",
+    "mlp.experts.down_proj": "w2",
+}
+
+register_format(
+    HfFormat(
+        "minimax_m2",
+        MiniMaxM2Config,
+        from_hf,
+        to_hf,
+        FIELDS,
+        TENSORS,
+        loaded={"block_sparse_moe": "mlp"},
+        quant_methods=("fp8",),
+        further_layers=True,
+        checksum=2.91737,
+    )
+)

@@ -1,0 +1,1 @@
+"""What decoders are made of: attention, MLPs, experts, norms, caches, the decoder."""

@@ -1,0 +1,317 @@
+"""Causal attention: grouped queries with rotary embedding, and what all kinds of
+attention share.
+"""
+
+import abc
+import dataclasses
+
+import equinox as eqx
+import haliax as hax
+import haliax.nn as hnn
+import jax
+from haliax import Axis, NamedArray
+from jaxtyping import DTypeLike, PRNGKeyArray
+
+from models.parts.cache import SLOT_AXIS, Kept, LayerCache, keep_tokens, num_slots
+from models.parts.config import DecoderConfig
+from models.parts.linear import linear, map_linears, of_part, without_bias
+from models.parts.norms import Norm
+from models.parts.sections import RotaryConfig
+from models.parts.tokens import Tokens, has_positions
+from stacked_remat import checkpoint_name, tiled
+from stacked_remat.ops import (
+    RotaryTable,
+    apply_rotary,
+    causal_attention,
+    decode_attention,
+    rotary_table,
+)
+from stacked_remat.training import POSITION_AXIS
+
+
+@dataclasses.dataclass(frozen=True)
+class RotaryEmbedding:
+    """What the queries and keys of a layer are rotated by.
+
+    Attributes:
+        config: base and scaling of the wavelengths.
+        Dim: the first coordinates of a head, which are rotated.
+        interleaved: whether coordinates 2i and 2i + 1 are a pair, which come out at i
+            and i + half, for queries and keys alike.
+    """
+
+    config: RotaryConfig
+    Dim: Axis
+    interleaved: bool = False
+
+    def table(self, positions: NamedArray) -> RotaryTable:
+        """The cosines and sines of these positions."""
+        theta, scaling = self.config.theta, self.config.scaling
+        return rotary_table(positions, self.Dim, theta=theta, scaling=scaling)
+
+    def __call__(self, heads: NamedArray, tokens: Tokens) -> NamedArray:
+        """Rotates `[..., HeadDim]` by the positions of the tokens."""
+        name, size = self.Dim.name, self.Dim.size
+        is_whole = heads.resolve_axis(name).size == size
+        x = heads if is_whole else heads[name, :size]
+        if self.interleaved:
+            x = hax.concatenate(name, [x[name, 0::2], x[name, 1::2]])
+        x = apply_rotary(x, tokens.rotary, self.Dim)
+        return x if is_whole else hax.concatenate(name, [x, heads[name, size:]])
+
+
+class CausalAttention(eqx.Module):
+    """Causal attention of queries, keys and values, which a subclass projects.
+
+    Attributes:
+        o_proj: the last projection.
+        sinks: a score that attends to nothing, of each query head; see
+            `stacked_remat.ops.causal_attention`.
+        rotary: the rotary embedding; None for none.
+        window: how many positions a query sees, itself included; None for all up to
+            itself.
+        scale: factor of the scores; None for `HeadDim.size ** -0.5`.
+        softcap: scaled scores become `softcap * tanh(scores / softcap)`; None for not.
+        backend: the kernel.
+        tiles: into how many tiles of key-value heads attention is cut.
+    """
+
+    o_proj: eqx.AbstractVar[hnn.Linear]
+    sinks: eqx.AbstractVar[NamedArray | None]
+    KVHeads: eqx.AbstractVar[Axis]
+    HeadDim: eqx.AbstractVar[Axis]
+    rotary: eqx.AbstractVar[RotaryEmbedding | None]
+    window: eqx.AbstractVar[int | None]
+    scale: eqx.AbstractVar[float | None]
+    softcap: eqx.AbstractVar[float | None]
+    backend: eqx.AbstractVar[str]
+    tiles: eqx.AbstractVar[int]
+
+    @abc.abstractmethod
+    def heads(
+        self, x: NamedArray, tokens: Tokens
+    ) -> tuple[NamedArray, NamedArray, NamedArray, tuple[NamedArray, ...]]:
+        """Queries, keys and values `[..., KVHeads, HeadDim]` after norm and rotation,
+        and what the cache keeps of the tokens, `[..., own axes, width]`.
+        """
+
+    @abc.abstractmethod
+    def empty_cache(self, Batch: Axis, slots: int, dtype: DTypeLike) -> Kept:
+        """What a layer keeps of sequences of so many tokens, before it has read
+        some.
+        """
+
+    @abc.abstractmethod
+    def attend_to_kept(
+        self, query: NamedArray, kept: Kept, positions: NamedArray
+    ) -> NamedArray:
+        """Maps queries `[Batch, KVHeads, ..., HeadDim]` at `positions` to what `o_proj`
+        takes.
+
+        `kept` is what the cache has of this layer, these positions included.
+        """
+
+    def __call__(
+        self, x: NamedArray, tokens: Tokens, cache: LayerCache | None = None
+    ) -> tuple[NamedArray, LayerCache | None]:
+        """Maps `[..., Embed]` to itself; positions see their document up to themselves.
+
+        With a cache, writes the tokens there. Sequences must be whole, from their first
+        token on; a single token of each sees those in the cache.
+        """
+        if cache is None and self.tiles > 1:
+            return self._attend_by_heads(x, tokens), None
+        query, key, value, kept = self.heads(x, tokens)
+        if cache is not None:
+            cache = keep_tokens(cache, kept, tokens, self.window)
+        if cache is None:
+            attended = self._attend(query, key, value, tokens, self.backend)
+        elif has_positions(x):
+            # The device's default kernel, whichever the model was trained with
+            attended = self._attend(query, key, value, tokens, "auto")
+        else:
+            assert tokens.positions is not None
+            attended = self.attend_to_kept(query, cache.read(), tokens.positions)
+        return self.o_proj(attended).rearrange(x.axes), cache
+
+    def _attend_by_heads(self, x: NamedArray, tokens: Tokens) -> NamedArray:
+        """Attention of a few key-value heads at a time, with their queries."""
+        whole, bias = without_bias(self.o_proj)
+        by_heads = tiled(_of_some_heads, self.KVHeads, tiles=self.tiles, reduce="sum")
+        attention = dataclasses.replace(self, o_proj=whole)
+        output = by_heads(attention, hax.arange(self.KVHeads), x, tokens)
+        return output if bias is None else (output + bias).rearrange(x.axes)
+
+    def _attend(
+        self,
+        query: NamedArray,
+        key: NamedArray,
+        value: NamedArray,
+        tokens: Tokens,
+        backend: str,
+    ) -> NamedArray:
+        return causal_attention(
+            query,
+            key,
+            value,
+            POSITION_AXIS,
+            self.KVHeads.name,
+            self.HeadDim,
+            documents=tokens.documents,
+            window=self.window,
+            sinks=self.sinks,
+            scale=self.scale,
+            softcap=self.softcap,
+            backend=backend,
+        )
+
+
+def _of_some_heads(
+    attention: CausalAttention, numbers: NamedArray, x: NamedArray, tokens: Tokens
+) -> NamedArray:
+    """The part of the output that is of some key-value heads, those with these numbers,
+    and their queries.
+    """
+    (KVHeads,) = numbers.axes
+    some = map_linears(lambda linear: of_part(linear, KVHeads), attention)
+    query, key, value, _ = some.heads(x, tokens)
+    attended = some._attend(query, key, value, tokens, some.backend)
+    return some.o_proj(attended).rearrange(x.axes)
+
+
+class Attention(CausalAttention):
+    """Causal grouped-query attention (Ainslie et al. 2023).
+
+    Names for remat policies: `query`, `key`, `value` (before norm and rotation),
+    `attention_output` (before the output projection) and `attention_lse`, the last two
+    by `stacked_remat.ops.causal_attention`.
+    """
+
+    q_proj: hnn.Linear
+    k_proj: hnn.Linear
+    v_proj: hnn.Linear
+    o_proj: hnn.Linear
+    q_norm: Norm | None
+    k_norm: Norm | None
+    sinks: NamedArray | None
+    KVHeads: Axis = eqx.field(static=True)
+    HeadDim: Axis = eqx.field(static=True)
+    rotary: RotaryEmbedding | None = eqx.field(static=True)
+    window: int | None = eqx.field(static=True)
+    scale: float | None = eqx.field(static=True)
+    softcap: float | None = eqx.field(static=True)
+    backend: str = eqx.field(static=True)
+    tiles: int = eqx.field(static=True)
+
+    @staticmethod
+    def init(
+        config: DecoderConfig,
+        *,
+        rotary: RotaryConfig | None,
+        rotary_dim: int | None = None,
+        interleaved: bool = False,
+        window: int | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        q_norm: Norm | None = None,
+        k_norm: Norm | None = None,
+        output_bias: bool | None = None,
+        sinks: bool = False,
+        key: PRNGKeyArray,
+    ) -> "Attention":
+        """Makes the four projections from `key`; sinks begin as zeros.
+
+        Args:
+            rotary: base and scaling of the rotary embedding; None for none.
+            rotary_dim: how many coordinates of a head it rotates; all if not given.
+            interleaved: as in `RotaryEmbedding`.
+            window, scale, softcap: as in `CausalAttention`.
+            q_norm, k_norm: of queries and keys: over each head, or over all heads.
+            output_bias: whether the last projection has a bias; as the others, by
+                `config.attention.bias`, if not given.
+            sinks: whether query heads have sinks.
+        """
+        q_key, k_key, v_key, o_key = jax.random.split(key, 4)
+        Embed, bias = config.Embed, config.attention.bias
+        QueryHeads, KeyHeads = config.QueryHeads, config.KeyHeads
+        # A norm over all heads needs all of them
+        is_over_heads = q_norm is not None and q_norm.axis == QueryHeads
+        Rotated = config.HeadDim.resize(rotary_dim or config.head_dim)
+        o_bias = bias if output_bias is None else output_bias
+        return Attention(
+            q_proj=linear(config, Embed, QueryHeads, bias=bias, key=q_key),
+            k_proj=linear(config, Embed, KeyHeads, bias=bias, key=k_key),
+            v_proj=linear(config, Embed, KeyHeads, bias=bias, key=v_key),
+            o_proj=linear(config, QueryHeads, Embed, bias=o_bias, key=o_key),
+            q_norm=q_norm,
+            k_norm=k_norm,
+            sinks=hax.zeros(QueryHeads[:2]) if sinks else None,
+            KVHeads=config.KVHeads,
+            HeadDim=config.HeadDim,
+            rotary=rotary and RotaryEmbedding(rotary, Rotated, interleaved),
+            window=window,
+            scale=scale,
+            softcap=softcap,
+            backend=config.attention.backend,
+            tiles=1 if is_over_heads else min(config.tiles, config.num_kv_heads),
+        )
+
+    def heads(
+        self, x: NamedArray, tokens: Tokens
+    ) -> tuple[NamedArray, NamedArray, NamedArray, tuple[NamedArray, ...]]:
+        """Queries, keys and values, of which the cache keeps the last two."""
+        # The names are of the projections' outputs, which the norm's backward pass
+        # reads.
+        query = named_heads(self.q_proj(x), "query", x)
+        key = named_heads(self.k_proj(x), "key", x)
+        value = named_heads(self.v_proj(x), "value", x)
+        query = self._rotated(self.q_norm, query, tokens)
+        key = self._rotated(self.k_norm, key, tokens)
+        return query, key, value, (key, value)
+
+    def _rotated(
+        self, norm: Norm | None, heads: NamedArray, tokens: Tokens
+    ) -> NamedArray:
+        normalised = heads if norm is None else norm(heads)
+        return normalised if self.rotary is None else self.rotary(normalised, tokens)
+
+    def empty_cache(self, Batch: Axis, slots: int, dtype: DTypeLike) -> Kept:
+        """Keys, after norm and rotation, and values."""
+        Slot = Axis(SLOT_AXIS, num_slots(slots, self.window))
+        # In this order the slots of a head are contiguous, and attention needs no
+        # transposed copy.
+        empty = hax.zeros((Batch, self.KVHeads, Slot, self.HeadDim), dtype)
+        return empty, empty
+
+    def attend_to_kept(
+        self, query: NamedArray, kept: Kept, positions: NamedArray
+    ) -> NamedArray:
+        """Attention to the slots up to `positions`, or to all slots where there are no
+        more than a window.
+
+        The order of slots does not matter: their keys are rotated.
+        """
+        key, value = kept
+        return decode_attention(
+            query,
+            key,
+            value,
+            SLOT_AXIS,
+            self.HeadDim,
+            positions=positions,
+            sinks=self.sinks,
+            scale=self.scale,
+            softcap=self.softcap,
+        )
+
+
+def named_heads(heads: NamedArray, name: str, x: NamedArray) -> NamedArray:
+    """`heads` under a name for remat policies, with all axes of heads, those that `x`
+    lacks, as one.
+
+    With several, XLA copies the stack of all layers into another layout, 20 GiB at
+    65,536 tokens.
+    """
+    own = tuple(axis for axis in heads.axes if axis not in x.axes)
+    flat = checkpoint_name(heads.flatten_axes(own, "heads"), name)
+    return flat.unflatten_axis("heads", own)

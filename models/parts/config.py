@@ -1,0 +1,394 @@
+"""Configs of decoders, dense and with experts, and the named axes that they define."""
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from operator import attrgetter
+from typing import Any, ClassVar, Literal
+
+import draccus
+from haliax import Axis
+from jaxtyping import PRNGKeyArray
+
+from models.parts.norms import rms_norm
+from models.parts.remat_presets import decoder_remat_presets, names_in_layer
+from models.parts.sections import (
+    OF_RUN,
+    SLIDING,
+    AttentionConfig,
+    ExpertsConfig,
+    RotaryConfig,
+    Routing,
+)
+from stacked_remat.training import RematPresets
+from stacked_remat.training.config_checks import check_choices, check_positive
+from stacked_remat.training.config_file import RecordsArguments
+
+
+def _axis(name: str, size: str, doc: str) -> Any:
+    """An axis of a config, whose size is an attribute."""
+    return property(lambda config: Axis(name, attrgetter(size)(config)), doc=doc)
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """What distinguishes a layer from others of its decoder; layers of equal kinds form
+    one stack.
+
+    An architecture whose layers differ in more has a subclass.
+
+    Attributes:
+        window: how many positions a query sees, itself included; None for all up to
+            itself.
+        sparse: whether the layer has experts rather than one MLP.
+    """
+
+    window: int | None = None
+    sparse: bool = False
+
+    @property
+    def name(self) -> str:
+        """What layers of this kind are called: `sliding_sparse`."""
+        prefix = "" if self.window is None else "sliding_"
+        return prefix + ("sparse" if self.sparse else "dense")
+
+
+@dataclass(frozen=True)
+class DecoderConfig(RecordsArguments, draccus.ChoiceRegistry):
+    """A decoder in which every layer has one MLP, and what decoders with experts share
+    with it.
+
+    An architecture is a subclass, with the fields that it adds and a layer of its own.
+
+    Attributes:
+        embedding_scale: factor of the embedded tokens; None for none.
+        logit_factor: factor of the logits.
+        logit_softcap: scaled logits become `softcap * tanh(logits / softcap)`; None for
+            not.
+        has_halves: whether MLPs or experts read what attention has added.
+        hidden_dim: width of the residual stream.
+        num_layers: decoder layers.
+        num_heads: query heads.
+        num_kv_heads: key and value heads; each serves `num_heads / num_kv_heads` query
+            heads.
+        attention: width of a head, biases, window, kernel.
+        mlp_dim: inner width of the MLP of a dense layer; `3 * hidden_dim` if not given.
+        rotary: the rotary position embedding.
+        rms_norm_eps: added to the mean square in every norm.
+        initializer_range: standard deviation of the initial weights.
+        tie_word_embeddings: whether the head reuses the embedding's weights.
+        tiles: into how many parts a layer is cut that exist one after the other, so
+            that what it computes inside takes less memory: attention by its key-value
+            heads (at most as many; whole where norms are over all heads), MLPs and
+            experts by positions. Each part is computed once more in the backward pass,
+            and gives names to nothing.
+        compute_dtype: dtype of activations; parameters are cast to it a layer at a
+            time.
+    """
+
+    embedding_scale: ClassVar[Any] = None
+    logit_factor: ClassVar[Any] = 1.0
+    logit_softcap: ClassVar[Any] = None
+    has_halves: ClassVar[bool] = True
+
+    hidden_dim: int = 128
+    num_layers: int = 4
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
+    mlp_dim: int | None = None
+    rotary: RotaryConfig = field(default_factory=RotaryConfig)
+    rms_norm_eps: float = 1e-6
+    initializer_range: float = field(default=0.02, metadata=OF_RUN)
+    tie_word_embeddings: bool = False
+    tiles: int = field(default=1, metadata=OF_RUN)
+    compute_dtype: Literal["float32", "bfloat16"] = field(
+        default="float32", metadata=OF_RUN
+    )
+
+    def __post_init__(self) -> None:
+        sizes = (
+            "hidden_dim",
+            "num_layers",
+            "num_heads",
+            "num_kv_heads",
+            "mlp_dim",
+            "tiles",
+        )
+        check_positive("model", self, *sizes, "rms_norm_eps", "initializer_range")
+        self._check_heads()
+        check_choices("model", self)
+        types = self.attention.layer_types or ()
+        if len(types) > self.num_layers:
+            raise ValueError(
+                f"model.attention.layer_types has {len(types)} entries for"
+                f" model.num_layers = {self.num_layers}. Give at most one for each"
+                " layer."
+            )
+
+    @property
+    def remat_names(self) -> tuple[str, ...]:
+        """The names inside its layers that policies see: none where parts of layers are
+        recomputed anyway.
+        """
+        return self._internal_names if self.tiles == 1 else ()
+
+    @property
+    def remat_presets(self) -> RematPresets:
+        """Named policies for the `remat` config entry."""
+        return decoder_remat_presets(self._internal_names)
+
+    @property
+    def _internal_names(self) -> tuple[str, ...]:
+        found: dict[str, None] = {}
+        for kind in self.kinds.values():
+            names = names_in_layer(is_sparse=kind.sparse, has_halves=self.has_halves)
+            found |= dict.fromkeys(names)
+        return tuple(found)
+
+    def _check_heads(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            heads, own = self.num_heads, self.num_kv_heads
+            raise ValueError(
+                f"model.num_heads = {heads} must be a multiple of model.num_kv_heads ="
+                f" {own}."
+            )
+        given = self.attention.head_dim is not None
+        if not given and self.hidden_dim % self.num_heads:
+            raise ValueError(
+                f"model.hidden_dim = {self.hidden_dim} is not divisible by"
+                f" model.num_heads = {self.num_heads}; change one of them, or give"
+                " model.attention.head_dim."
+            )
+        if self.head_dim < 2 or self.head_dim % 2:
+            what = (
+                "model.attention.head_dim"
+                if given
+                else "model.hidden_dim / model.num_heads"
+            )
+            raise ValueError(
+                f"{what} = {self.head_dim} must be even and at least 2: pairs are"
+                " rotated."
+            )
+
+    Layers = _axis("layers", "num_layers", "The layers.")
+    Embed = _axis("embed", "hidden_dim", "The residual stream.")
+    KVHeads = _axis("kv_heads", "num_kv_heads", "Key and value heads.")
+    HeadDim = _axis(
+        "head_dim", "head_dim", "Coordinates of one head of queries and keys."
+    )
+
+    @property
+    def HeadsPerKV(self) -> Axis:
+        """Query heads that share one key-value head; (KVHeads, HeadsPerKV) are all
+        query heads, in order.
+        """
+        return Axis("heads_per_kv", self.num_heads // self.num_kv_heads)
+
+    @property
+    def QueryHeads(self) -> tuple[Axis, ...]:
+        """Coordinates of all query heads."""
+        return self.KVHeads, self.HeadsPerKV, self.HeadDim
+
+    @property
+    def KeyHeads(self) -> tuple[Axis, ...]:
+        """Coordinates of all key heads, and of all value heads."""
+        return self.KVHeads, self.HeadDim
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a head of queries and keys."""
+        given = self.attention.head_dim
+        return self.hidden_dim // self.num_heads if given is None else given
+
+    @property
+    def Mlp(self) -> Axis:
+        """Inner width of the MLP of a dense layer."""
+        return Axis(
+            "mlp", 3 * self.hidden_dim if self.mlp_dim is None else self.mlp_dim
+        )
+
+    @property
+    def sparse(self) -> ExpertsConfig | None:
+        """The experts of the layers that have some; None if no layer has."""
+        return None
+
+    def init_layer(self, kind: LayerKind, *, key: PRNGKeyArray) -> Any:
+        """Makes a layer of this kind; an architecture's own class."""
+        raise NotImplementedError(f"{type(self).__name__} has no layer.")
+
+    def init_norm(self) -> Any:
+        """Makes a norm over `Embed`, as before the head."""
+        return rms_norm(self.Embed, self.rms_norm_eps)
+
+    def kind_of(self, number: int) -> LayerKind:
+        """The kind of a layer."""
+        types = self.attention.layer_types or (SLIDING,)
+        is_windowed = types[number % len(types)] == SLIDING
+        return LayerKind(window=self.attention.window if is_windowed else None)
+
+    @functools.cached_property
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        """The kind of each layer."""
+        return tuple(map(self.kind_of, range(self.num_layers)))
+
+    @property
+    def balances_by_bias(self) -> bool:
+        """Whether the biases of routers follow the load of their experts; see
+        `Routing.bias`.
+        """
+        return False
+
+    @property
+    def has_auxiliary_losses(self) -> bool:
+        """Whether routers add to the cross entropy."""
+        experts = self.sparse
+        weighted = experts is not None and (
+            experts.load_balance_weight_used or experts.z_loss_weight
+        )
+        return self.balances_by_bias or bool(weighted)
+
+    @functools.cached_property
+    def kinds(self) -> Mapping[str, LayerKind]:
+        """Each kind by its name in paths of arrays and targets of adapters: `dense`,
+        then `dense_2`.
+        """
+        found: dict[str, LayerKind] = {}
+        for kind in dict.fromkeys(self.layer_kinds):
+            number = 1 + [other.name for other in found.values()].count(kind.name)
+            found[kind.name if number == 1 else f"{kind.name}_{number}"] = kind
+        return found
+
+    @property
+    def pattern(self) -> tuple[str, ...]:
+        """The name of the kind of each layer."""
+        names = {kind: name for name, kind in self.kinds.items()}
+        return tuple(names[kind] for kind in self.layer_kinds)
+
+    def layers_of(self, kind: str) -> list[int]:
+        """The numbers of the layers of a kind, by its name."""
+        return [layer for layer, name in enumerate(self.pattern) if name == kind]
+
+
+@dataclass(frozen=True)
+class SparseDecoderConfig(DecoderConfig):
+    """A decoder with experts in every layer, or in all but some.
+
+    Attributes:
+        all_sparse: whether an architecture has them in every layer, with gates that sum
+            to one.
+        experts: the router and its experts.
+    """
+
+    all_sparse: ClassVar[bool] = False
+
+    experts: ExpertsConfig = field(default_factory=ExpertsConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.all_sparse and (
+            self.mlp_dim is not None
+            or self.experts.dense_layers
+            or not self.experts.norm_topk_prob
+        ):
+            raise ValueError(
+                "Leave out model.mlp_dim, model.experts.dense_layers and"
+                " model.experts.norm_topk_prob, which have no effect: in this"
+                " architecture every layer has experts, of the width"
+                " model.experts.intermediate_dim, and the weights of a token's experts"
+                " sum to one."
+            )
+        dense, last = self.experts.dense_layers, self.num_layers - 1
+        if list(dense) != sorted({*dense} & {*range(self.num_layers)}):
+            raise ValueError(
+                f"model.experts.dense_layers = {list(dense)} must be from 0 to {last},"
+                " in increasing order."
+            )
+
+    @property
+    def sparse(self) -> ExpertsConfig | None:
+        """The experts."""
+        return self.experts
+
+    def kind_of(self, number: int) -> LayerKind:
+        """The kind of a layer."""
+        is_sparse = number not in self.experts.dense_layers
+        return replace(super().kind_of(number), sparse=is_sparse)
+
+    Experts = _axis("experts", "experts.num_experts", "Experts of one layer.")
+    ExpertDim = _axis(
+        "expert_dim", "experts.intermediate_dim", "Inner width of one expert."
+    )
+
+
+@dataclass(frozen=True)
+class GroupedDecoderConfig(SparseDecoderConfig):
+    """A decoder whose routers score experts by a sigmoid, have a bias, and choose among
+    groups of experts (arXiv:2412.19437, section 2.1.2).
+
+    Attributes:
+        num_groups: groups of experts.
+        groups_per_token: from how many of them a token chooses.
+        gate_scale: factor of the gates.
+        shared_experts: experts that all tokens are routed to.
+        bias: of routers: `frozen`, or `by_load`: its gradient is 1 for experts that
+            more tokens than the mean chose and -1 for others, so that the optimizer
+            evens the load out without a loss (Wang et al. 2024, arXiv:2408.15664). The
+            norm that `optimizer.max_grad_norm` bounds leaves them out.
+    """
+
+    num_groups: int = 1
+    groups_per_token: int = 1
+    gate_scale: float = 1.0
+    shared_experts: int = 1
+    bias: Literal["frozen", "by_load"] = field(default="frozen", metadata=OF_RUN)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive(
+            "model",
+            self,
+            "num_groups",
+            "groups_per_token",
+            "gate_scale",
+            "shared_experts",
+        )
+        check_choices("model", self)
+        members = self.experts.num_experts // self.num_groups
+        if (
+            self.experts.num_experts % self.num_groups
+            or self.num_groups > 1 > members - 1
+        ):
+            raise ValueError(
+                f"model.num_groups = {self.num_groups} must divide"
+                f" model.experts.num_experts = {self.experts.num_experts} into groups"
+                " of at least two."
+            )
+        groups, chosen = self.groups_per_token, self.experts.experts_per_token
+        if groups > self.num_groups or chosen > groups * members:
+            raise ValueError(
+                f"model.groups_per_token = {groups} must be at most model.num_groups ="
+                f" {self.num_groups}, and model.experts.experts_per_token = {chosen} at"
+                f" most {groups} groups of {members}."
+            )
+
+    @property
+    def balances_by_bias(self) -> bool:
+        """Whether the biases of routers follow the load of their experts."""
+        return self.bias == "by_load"
+
+    @property
+    def routing(self) -> Routing:
+        """How the routers choose experts."""
+        return Routing(
+            scoring="sigmoid",
+            bias=self.bias,
+            num_groups=self.num_groups,
+            groups_per_token=self.groups_per_token,
+            gate_scale=self.gate_scale,
+        )
+
+    @property
+    def shared_dim(self) -> int:
+        """Inner width of the shared experts together."""
+        return self.shared_experts * self.experts.intermediate_dim

@@ -1,0 +1,231 @@
+"""Sections of a decoder's config: the settings of its parts."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Literal
+
+import draccus
+
+from stacked_remat.ops import RotaryScaling, rotary_from_hf, rotary_to_hf
+from stacked_remat.training.config_checks import check_choices, check_positive
+from stacked_remat.training.config_file import RecordsArguments
+
+OF_RUN = MappingProxyType({"of_run": True})
+"""The metadata of fields that a run decides, not the folder of its weights; null takes
+the folder's value.
+"""
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+
+@dataclass(frozen=True)
+class AttentionConfig(RecordsArguments):
+    """Settings of attention.
+
+    Attributes:
+        head_dim: width of a head; `hidden_dim / num_heads` if not given.
+        bias: whether the four projections have biases.
+        window: how many positions a query sees, itself included; null for all up to
+            itself.
+        layer_types: of each layer `sliding_attention`, which uses `window`, or
+            `full_attention`; a shorter list repeats. Null where all layers use the
+            window.
+        backend: the kernel: `auto`, or a name that `stacked_remat.ops.causal_attention`
+            takes.
+    """
+
+    head_dim: int | None = None
+    bias: bool = False
+    window: int | None = None
+    layer_types: tuple[Literal["sliding_attention", "full_attention"], ...] | None = (
+        None
+    )
+    backend: Literal["auto", "cudnn", "tokamax", "splash", "blockwise", "exact"] = (
+        field(default="auto", metadata=OF_RUN)
+    )
+
+    def __post_init__(self) -> None:
+        check_choices("model.attention", self)
+        check_positive("model.attention", self, "window")
+        if self.layer_types and (SLIDING in self.layer_types) != (
+            self.window is not None
+        ):
+            raise ValueError(
+                "model.attention.window is of layers of the type sliding_attention."
+                " Give both, or neither."
+            )
+
+
+@dataclass(frozen=True)
+class RotaryConfig(RecordsArguments):
+    """The rotary position embedding.
+
+    Attributes:
+        theta: base of the wavelengths.
+        scaling: how they are stretched for longer contexts, as in Hugging Face's
+            `rope_scaling`, such as `{rope_type: yarn, factor: 4.0,
+            original_max_position_embeddings: 32768}`; null for none.
+        max_position_embeddings: the longest context of the weights, for exported
+            configs.
+    """
+
+    theta: float = 1_000_000.0
+    scaling: RotaryScaling | None = None
+    max_position_embeddings: int = 32_768
+
+    def __post_init__(self) -> None:
+        check_positive("model.rotary", self, "max_position_embeddings")
+        if self.theta <= 1:
+            raise ValueError(f"model.rotary.theta must be above 1, got {self.theta}.")
+
+
+@dataclass(frozen=True)
+class ExpertsConfig(RecordsArguments):
+    """A router that sends every token to a few experts.
+
+    Attributes:
+        num_experts: experts in a layer.
+        experts_per_token: how many of them each token is routed to.
+        intermediate_dim: inner width of one expert.
+        norm_topk_prob: whether the weights of the chosen experts are rescaled to sum to
+            one.
+        load_balance_weight: weight in the training loss of the load-balance loss; null
+            for that of the folder of `initialize_from_hf`: its `router_aux_loss_coef`,
+            or 0 where its `output_router_logits` is false. Without a folder null is
+            0.001.
+        z_loss_weight: the same for the router's z-loss, which keeps its logits small;
+            the mean over layers.
+        dense_layers: numbers of the layers that have one MLP of `model.mlp_dim` in
+            place of experts.
+        load_balance_loss: `per_layer` for the mean of each layer's load-balance loss,
+            which makes every layer even; `pooled` for the loss of loads and
+            probabilities averaged over layers, as in Hugging Face's transformers, in
+            which layers may make up for each other.
+        backend: how experts are applied: `auto`, or a name that
+            `stacked_remat.ops.grouped_experts` takes.
+        router_dtype: dtype of the router's product: `compute` for
+            `model.compute_dtype`, whose rounding may decide between experts, or
+            `float32`.
+    """
+
+    num_experts: int = 8
+    experts_per_token: int = 2
+    intermediate_dim: int = 128
+    norm_topk_prob: bool = True
+    load_balance_weight: float | None = field(default=None, metadata=OF_RUN)
+    z_loss_weight: float = field(default=0.0, metadata=OF_RUN)
+    dense_layers: tuple[int, ...] = ()
+    load_balance_loss: Literal["per_layer", "pooled"] = field(
+        default="per_layer", metadata=OF_RUN
+    )
+    backend: Literal["auto", "megablox", "tokamax", "block"] = field(
+        default="auto", metadata=OF_RUN
+    )
+    router_dtype: Literal["compute", "float32"] = field(
+        default="compute", metadata=OF_RUN
+    )
+
+    def __post_init__(self) -> None:
+        check_positive(
+            "model.experts",
+            self,
+            "num_experts",
+            "experts_per_token",
+            "intermediate_dim",
+        )
+        if self.experts_per_token > self.num_experts:
+            most, given = self.num_experts, self.experts_per_token
+            raise ValueError(
+                f"model.experts.experts_per_token = {given} is more than num_experts ="
+                f" {most}."
+            )
+        for name in ("load_balance_weight", "z_loss_weight"):
+            weight = getattr(self, name)
+            if weight is not None and not 0 <= weight < math.inf:
+                raise ValueError(
+                    f"model.experts.{name} must not be negative or infinite, got"
+                    f" {weight}."
+                )
+        check_choices("model.experts", self)
+
+    @property
+    def load_balance_weight_used(self) -> float:
+        """The weight, or its default."""
+        return 0.001 if self.load_balance_weight is None else self.load_balance_weight
+
+
+@dataclass(frozen=True)
+class LatentConfig(RecordsArguments):
+    """Widths of multi-head latent attention.
+
+    Attributes:
+        query_rank: of the vector from which queries are projected; null for none.
+        key_value_rank: of the vector from which keys and values are projected.
+        plain_dim: coordinates of a head of queries and keys that are not rotated.
+        rotary_dim: those that are.
+        value_dim: coordinates of a head of values, at most those of keys.
+        interleaved: whether coordinates 2i and 2i + 1 are a pair that is rotated.
+    """
+
+    query_rank: int | None = 1_536
+    key_value_rank: int = 512
+    plain_dim: int = 128
+    rotary_dim: int = 64
+    value_dim: int = 128
+    interleaved: bool = True
+
+    def __post_init__(self) -> None:
+        sizes = ("query_rank", "key_value_rank", "plain_dim", "rotary_dim", "value_dim")
+        check_positive("model.latent", self, *sizes)
+        if self.rotary_dim % 2:
+            raise ValueError(
+                f"model.latent.rotary_dim = {self.rotary_dim} must be even: pairs are"
+                " rotated."
+            )
+        if self.value_dim > self.plain_dim + self.rotary_dim:
+            raise ValueError(
+                f"model.latent.value_dim = {self.value_dim} must be at most plain_dim +"
+                f" rotary_dim = {self.plain_dim + self.rotary_dim}."
+            )
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How a router chooses experts.
+
+    Attributes:
+        scoring: of its logits.
+        bias: whether a bias is added to the scores by which experts are chosen, but not
+            to their gates. `frozen` gets no gradient; `by_load` is raised for experts
+            that fewer tokens than the mean choose, and lowered for others.
+        num_groups: experts are in so many groups.
+        groups_per_token: the groups with the best two experts in sum, from which a
+            token chooses.
+        gate_scale: factor of the gates.
+    """
+
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    bias: Literal["none", "frozen", "by_load"] = "none"
+    num_groups: int = 1
+    groups_per_token: int = 1
+    gate_scale: float = 1.0
+
+
+def _decode_scaling(raw: Any, path: Sequence[str]) -> RotaryScaling:
+    """Reads the section of a YAML file as Hugging Face's field of the same contents."""
+    if isinstance(raw, RotaryScaling):
+        return raw
+    given = "original_max_position_embeddings"
+    if not isinstance(raw, dict):
+        raise ValueError(
+            f"{'.'.join(path)} needs rope_type and its fields; got {raw!r}."
+        )
+    found = rotary_from_hf(raw, max_position_embeddings=raw.get(given, 1))
+    if hasattr(found, given) and given not in raw:
+        raise ValueError(f"{'.'.join(path)} needs {given}; got {raw!r}.")
+    return found
+
+
+draccus.decode.register(RotaryScaling, _decode_scaling)
+draccus.encode.register(RotaryScaling, lambda scaling, *_: rotary_to_hf(scaling))

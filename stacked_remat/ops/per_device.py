@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import equinox as eqx
 import jax
@@ -56,53 +56,23 @@ def per_device(fn: Callable[..., T], *args: Any, over: Sequence[Axis], out: Any)
     of_examples = _free_mesh_axes() & {*_examples_over.value}
     if not cut and not of_examples:
         return fn(*args)
-    sizes = jax.sharding.get_abstract_mesh().shape
-    parts = {
-        name: math.prod(sizes[one] for one in physical)
-        for name, physical in cut.items()
-    }
+    division = _Division.of(cut)
     is_any = lambda x: is_named_array(x) or eqx.is_array(x)  # noqa: E731
     arrays, static = eqx.partition(args, is_any, is_leaf=is_named_array)
 
-    def local(axes: Sequence[Axis]) -> tuple[Axis, ...]:
-        own = []
-        for axis in axes:
-            part = axis.size // parts.get(axis.name, 1)
-            own.append(axis.resize(part))
-        return tuple(own)
-
-    def spec(axes: Sequence[Axis]) -> PartitionSpec:
-        for one, other in itertools.combinations(axes, 2):
-            over_one = cut.get(one.name, ())
-            over_other = cut.get(other.name, ())
-            if both := {*over_one} & {*over_other}:
-                raise UnsupportedCallError(
-                    f"The axes `{one.name}` and `{other.name}` are both mapped to"
-                    f" {', '.join(sorted(both))}: one axis of the mesh divides one axis"
-                    " of an array."
-                )
-        return PartitionSpec(*(cut.get(axis.name) for axis in axes))
-
     def spec_of(x: Any) -> PartitionSpec:
         if is_named_array(x):
-            return spec(x.axes)
-        return spec(())  # replicated
+            return division.spec(x.axes)
+        return PartitionSpec()  # replicated
 
     specs = _map_arrays(spec_of, arrays)
-    out_specs = jax.tree.map(spec, out, is_leaf=_is_axes)
-    for axis in over:
-        if axis.size % parts.get(axis.name, 1):
-            raise UnsupportedCallError(
-                f"The axis `{axis.name}` of {axis.size} can't be divided evenly over"
-                f" the {parts[axis.name]} devices of {', '.join(cut[axis.name])}: give"
-                f" it a multiple of {parts[axis.name]}, or map it to no axis of the"
-                " mesh."
-            )
+    out_specs = jax.tree.map(division.spec, out, is_leaf=_is_axes)
+    division.check(over)
 
     def with_own_axes(x: Any) -> Any:
         if not is_named_array(x):
             return x
-        return NamedArray(x.array, local(x.axes))
+        return NamedArray(x.array, division.own(x.axes))
 
     def own(arrays: Any) -> Any:
         mine = _map_arrays(with_own_axes, arrays)
@@ -111,7 +81,7 @@ def per_device(fn: Callable[..., T], *args: Any, over: Sequence[Axis], out: Any)
         with free_axis_mapping():
             results = fn(*arguments)
         return jax.tree.map(
-            lambda axes, one: one.rearrange(local(axes)).array,
+            lambda axes, one: one.rearrange(division.own(axes)).array,
             out,
             results,
             is_leaf=_is_axes,
@@ -135,6 +105,55 @@ def per_device(fn: Callable[..., T], *args: Any, over: Sequence[Axis], out: Any)
     return jax.tree.map(
         lambda axes, array: NamedArray(array, axes), out, run(arrays), is_leaf=_is_axes
     )
+
+
+class _Division(NamedTuple):
+    """How a mesh divides named axes."""
+
+    # By the name of an axis: the axes of the mesh that divide it, and into how many
+    # parts
+    cut: dict[str, tuple[str, ...]]
+    parts: dict[str, int]
+
+    @staticmethod
+    def of(cut: dict[str, tuple[str, ...]]) -> "_Division":
+        sizes = jax.sharding.get_abstract_mesh().shape
+        parts = {}
+        for name, physical in cut.items():
+            parts[name] = math.prod(sizes[one] for one in physical)
+        return _Division(cut, parts)
+
+    def check(self, over: Sequence[Axis]) -> None:
+        """Refuse axes that do not divide evenly."""
+        for axis in over:
+            parts = self.parts.get(axis.name, 1)
+            if axis.size % parts:
+                raise UnsupportedCallError(
+                    f"The axis `{axis.name}` of {axis.size} can't be divided evenly"
+                    f" over the {parts} devices of {', '.join(self.cut[axis.name])}:"
+                    f" give it a multiple of {parts}, or map it to no axis of the mesh."
+                )
+
+    def own(self, axes: Sequence[Axis]) -> tuple[Axis, ...]:
+        """The axes of one device's part of an array."""
+        own = []
+        for axis in axes:
+            part = axis.size // self.parts.get(axis.name, 1)
+            own.append(axis.resize(part))
+        return tuple(own)
+
+    def spec(self, axes: Sequence[Axis]) -> PartitionSpec:
+        """How an array of these axes is divided."""
+        for one, other in itertools.combinations(axes, 2):
+            over_one = self.cut.get(one.name, ())
+            over_other = self.cut.get(other.name, ())
+            if both := {*over_one} & {*over_other}:
+                raise UnsupportedCallError(
+                    f"The axes `{one.name}` and `{other.name}` are both mapped to"
+                    f" {', '.join(sorted(both))}: one axis of the mesh divides one axis"
+                    " of an array."
+                )
+        return PartitionSpec(*(self.cut.get(axis.name) for axis in axes))
 
 
 def align_varying_axes(what: str, arrays: T) -> T:

@@ -222,7 +222,7 @@ class Decoder(eqx.Module):
         return dataclasses.replace(found, loss=found.loss + term)
 
     def _bias_term(self, load: NamedArray) -> Array:
-        """Zero, with the gradients of the biases of routers; see `RouterSpec.bias`."""
+        """Zero, with the gradients of the biases of routers; see `Routing.bias`."""
         kinds = enumerate(self.config.layer_kinds)
         sparse = [number for number, kind in kinds if kind.sparse]
         # [layers, Experts]

@@ -15,7 +15,8 @@ from typing import Any
 
 def axes_text(axes: Iterable[Any]) -> str:
     """Axes as `layers=48, embed=2048`; `no axes` where there are none."""
-    return ", ".join(f"{axis.name}={axis.size}" for axis in axes) or "no axes"
+    shown_axes = [f"{axis.name}={axis.size}" for axis in axes]
+    return ", ".join(shown_axes) or "no axes"
 
 
 def did_you_mean(name: str, valid: Collection[str]) -> str:

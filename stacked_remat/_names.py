@@ -22,8 +22,8 @@ from ._placement import to_device, to_host
 def named(array: Any, name: str) -> Any:
     """The array, with a name that policies know it by."""
     if jax.numpy.iscomplexobj(array):  # JAX keeps named values as real numbers
-        real, imaginary = jax.numpy.real(array), jax.numpy.imag(array)
-        return jax.lax.complex(named(real, name), named(imaginary, name))
+        real = named(jax.numpy.real(array), name)
+        return jax.lax.complex(real, named(jax.numpy.imag(array), name))
     if getattr(jax.config, "jax_remat3", False):  # whose names are no such equations
         return jax.ad_checkpoint.checkpoint_name(array, name)
     return _name_p.bind(array, name=name)
@@ -60,19 +60,23 @@ def _kept(
     """
     if is_unknown[0]:
         return None, equation, [True], [True], []
-    (var,), (result,) = equation.invars, equation.outvars
+    (var,) = equation.invars
+    (result,) = equation.outvars
     answer = policy(name_p, var.aval, **equation.params)
     kind = type(answer).__name__
     if answer is True or kind == "SaveableType":
         return equation, None, [False], [False], []
     if kind == "Offloadable":
-        on_host = Var(result.aval.update(memory_space=jax.memory.Space.Host))
+        host_type = result.aval.update(memory_space=jax.memory.Space.Host)
+        on_host = Var(host_type)
         with equation.ctx.manager:
             move = _equation(_offload, var, (result, on_host))
             back = _equation(to_device, on_host, [result])
         return move, back, [False], [True], [on_host]
+    # A literal is there anyway, and so is an input that is kept for something else.
     needs_input = isinstance(var, Var) and not is_instantiated[0]
-    return equation, equation, [False], [True], [var] if needs_input else []
+    inputs = [var] if needs_input else []
+    return equation, equation, [False], [True], inputs
 
 
 _name_p: Any = Primitive("name")

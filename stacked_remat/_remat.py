@@ -106,12 +106,10 @@ class Kept:
         return _joined_policy(internals, offloaded) if offloaded else internals
 
     def checkpoint(self, layer: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a layer, of a rolled loop or for a trace; with the barriers of
-        `jax.checkpoint` where nothing is kept.
-        """
+        """Wrap a layer, for a trace that says what its derivative reads."""
         if self.internals is True:
             return layer
-        return jax.checkpoint(layer, policy=self.policy(), prevent_cse=self == NOTHING)
+        return jax.checkpoint(layer, policy=self.policy(), prevent_cse=False)
 
 
 EVERYTHING, NOTHING = Kept(True), Kept()

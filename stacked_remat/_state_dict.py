@@ -96,12 +96,14 @@ def _check_entries(
     pattern = re.compile(start + r"(\d+)\.")
 
     def is_of_layers(key: str) -> bool:
+        if key in expected:
+            return True
         number = pattern.match(key)
-        return key in expected or (number is not None and int(number[1]) >= count)
+        return number is not None and int(number[1]) >= count
 
-    shapes = {
-        key: np.shape(value) for key, value in state_dict.items() if is_of_layers(key)
-    }
+    shapes = {}
+    for key in filter(is_of_layers, state_dict):
+        shapes[key] = np.shape(state_dict[key])
     # Most often the prefix is wrong, and a list of all entries would hide that
     if expected and state_dict and not shapes:
         raise ValueError(

@@ -74,7 +74,8 @@ def products_in(scopes: str) -> int | None:
 
 
 def _named(what: str, *numbers: int) -> Named:
-    return jax.named_scope("_".join(["stacked_remat", what, *map(str, numbers)]))
+    words = "stacked_remat", what, *map(str, numbers)
+    return jax.named_scope("_".join(words))
 
 
 def _numbers(scopes: str, what: str, *, at_end: bool = True) -> list[int]:
@@ -85,4 +86,8 @@ def _numbers(scopes: str, what: str, *, at_end: bool = True) -> list[int]:
     """
     last_scope = "[^/]*$" if at_end else ""
     found = re.search(rf"stacked_remat_{what}((?:_\d+)+){last_scope}", scopes)
-    return [int(number) for number in found[1].split("_")[1:]] if found else []
+    if found is None:
+        return []
+    # `_3_5`: nothing stands before the first of them.
+    _, *numbers = found[1].split("_")
+    return [*map(int, numbers)]

@@ -68,7 +68,8 @@ def gradient_for_visitor(
     held until the visitor has used the gradient. One barrier for all parts would keep
     those that the visitor does not use.
     """
-    # H200, SGD as a visitor, carries from the host: 6.38 / 6.44 GiB.
+    # H200, SGD as a visitor, carries from the host: 6.38 / 6.44 GiB. v5p, the same,
+    # "nested": 5.00 / 7.13, where `results_before_writes` is missing too.
     platforms = ("cuda", "tpu") if carry_from_host else ("tpu",)
     return _barrier_on(platforms, (gradient, carry_cotangent))[0]
 
@@ -76,10 +77,10 @@ def gradient_for_visitor(
 def results_before_writes(results: T) -> T:
     """What a user's visitor returned, all there before any of it is written.
 
-    GPUs: otherwise the layer's internals are held until all is written.
+    GPUs and TPUs: otherwise the layer's internals are held until all is written.
     """
     # H200, SGD as a visitor, carries from the host: 6.38 / 6.44 GiB; `fused_update`
-    # with AdamW: 7.13 / 7.19. v5p, SGD as a visitor, "nested": no difference.
+    # with AdamW: 7.13 / 7.19. v5p: see `gradient_for_visitor`, one of which suffices.
     return lax.optimization_barrier(results)
 
 
@@ -88,7 +89,7 @@ def gradients_before_update(gradients: list[Array]) -> list[Array]:
 
     GPUs: otherwise the layer's internals are held until it is done.
     """
-    # H200, AdamW: 7.13 / 7.44 GiB.
+    # H200, AdamW: 7.13 / 7.44 GiB. v5p, AdamW: no difference.
     return lax.optimization_barrier(gradients)
 
 
@@ -96,9 +97,10 @@ def score_after(cotangents: list[Array], arrays: list[Array]) -> tuple[Any, Any]
     """The cotangents of an operation's results, and what its part of a score is
     computed from, which begins once all of it is there.
 
-    GPUs and TPUs: otherwise its products are merged with those of the forward pass, and
-    their results stay in memory.
+    GPUs: otherwise its products are merged with those of the forward pass, and their
+    results stay in memory.
     """
+    # H200, a small decoder, all trained: 271 / 332 MB (`benchmarks/ghost.py`).
     return lax.optimization_barrier((cotangents, arrays))
 
 
@@ -106,10 +108,9 @@ def score_before(cotangents: list[Array], score: Array) -> tuple[Any, Any]:
     """The cotangents, for what comes after the operation, once its part of a score is
     there.
 
-    GPUs and TPUs: otherwise scores are computed later, and what they need stays in
-    memory.
+    GPUs: otherwise scores are computed later, and what they need stays in memory.
     """
-    # H200, a small decoder, all trained: 271 / 319 MB (`benchmarks/ghost.py`).
+    # H200, the same: 271 / 319 MB.
     return lax.optimization_barrier((cotangents, score))
 
 
@@ -123,17 +124,26 @@ def eval_product_tangents_apart(jaxpr: Jaxpr, _: tuple[()], *inputs: Any) -> lis
     # `test_stack_memory`.
     known = dict(zip(jaxpr.invars, inputs, strict=True))
     for equation in jaxpr.eqns:
-        is_product = equation.primitive.name == "dot_general"
-        before_reads = _with_tangent_apart if is_product else lambda x: x
         # Each operand once: an equation may read a variable twice.
-        operands = [*dict.fromkeys(v for v in equation.invars if isinstance(v, Var))]
+        operands = []
+        for var in equation.invars:
+            if isinstance(var, Var) and var not in operands:
+                operands.append(var)
         program = jaxpr.replace(
             invars=operands, eqns=[equation], outvars=equation.outvars
         )
-        values = [before_reads(known[var]) for var in operands]
+        is_product = equation.primitive.name == "dot_general"
+        values = [known[var] for var in operands]
+        if is_product:
+            values = [*map(_with_tangent_apart, values)]
         results = eval_jaxpr(program, (), *values)
-        known |= zip(equation.outvars, map(before_reads, results), strict=True)
-    return [known[out] if isinstance(out, Var) else out.val for out in jaxpr.outvars]
+        if is_product:
+            results = [*map(_with_tangent_apart, results)]
+        known |= zip(equation.outvars, results, strict=True)
+    outputs = []
+    for out in jaxpr.outvars:
+        outputs.append(known[out] if isinstance(out, Var) else out.val)
+    return outputs
 
 
 @jax.custom_jvp
@@ -155,10 +165,11 @@ _with_tangent_apart.defjvp(
 def zero_after(done: PyTree, zero: Array) -> Array:
     """The zero, from which a loop's buffers are made, there once `done` is.
 
-    GPUs and TPUs: the buffers may be filled early otherwise, and held while what the
-    loop reads is computed.
+    TPUs: otherwise the buffers are filled early, and held while what the loop reads is
+    computed.
     """
-    # H200: no difference where cross entropy follows 48 layers, nor in tiled layers.
+    # v5p, "nested", then cross entropy with the gradient of its head: 5.00 / 6.16 GiB.
+    # `test_visitor_memory`. H200: no difference.
     return lax.optimization_barrier((done, zero))[1]
 
 
@@ -167,11 +178,11 @@ def unread(old: PyTree, new: PyTree) -> PyTree:
     """`old`, with derivatives of `new`, for a carry of a loop whose values nothing
     reads.
 
-    All platforms, before JAX 0.12: a value that a loop only passes on is removed; a sum
-    is not, though nothing reads it.
+    GPUs, before JAX 0.12: a value that a loop only passes on is removed; a sum is not,
+    though nothing reads it.
     """
     # H200, a product with the Hessian, "nested": 14.00 / 20.06 GiB; of inner width
-    # 2,048: 7.02 / 7.78. `test_stack_memory`.
+    # 2,048: 7.02 / 7.78. v5p: no difference. `test_stack_memory`.
     # Not `old` itself: `jax.vmap` must find it mapped where `new` is.
     return jax.tree.map(lambda x, y: lax.select_n(False, x, y), old, new)
 
@@ -189,7 +200,8 @@ def run_if(is_run: Array, body: Callable[[Any, T], T], index: Array, state: T) -
     """
 
     # H200, two kinds of layers and a remainder, against a conditional: "nested" 6.88 /
-    # 7.61 GiB, "offload" 4.38 / 5.11. `test_pattern`.
+    # 7.61 GiB, "offload" 4.38 / 5.11. v5p, against an index without the counter:
+    # "nested" 5.00 / 5.14, "offload" 4.38 / 4.52. `test_pattern`.
     def run(zero: Array, state: T) -> T:
         return body(index + zero, state)
 

@@ -72,7 +72,8 @@ def init(
         def layer(slices: PyTree) -> list[PyTree]:
             args, kwargs = layout.layer(slices, shared)
             # Python numbers of a block are in the template, the same for all layers
-            block = eqx.filter(arrays_in_indices(build(*args, **kwargs)), is_array)
+            block = arrays_in_indices(build(*args, **kwargs))
+            block = eqx.filter(block, is_array)
             placed = []
             for leaf in map(jnp.asarray, jax.tree.leaves(block)):
                 is_moved = moves_to_host(leaf.shape, leaf.dtype)
@@ -102,7 +103,9 @@ def _stacked_on_host(
     # Not compiled as one program, whose products XLA may reorder: the bits are those of
     # Stacked.init.
     for index in range(length):
-        leaves = layer([array[index] for array in arrays]) if index else first
+        leaves = first
+        if index:
+            leaves = layer([array[index] for array in arrays])
         stacks = _write(stacks, index, leaves)
     return stacks
 
@@ -210,6 +213,8 @@ def _of_stacks(fn: Callable[[str, Stacked], Stacked], model: T) -> T:
         return isinstance(node, Stacked)
 
     def replaced(path: Any, node: PyTree) -> PyTree:
-        return fn(f"model{jtu.keystr(path)}", node) if is_stack(node) else node
+        if not is_stack(node):
+            return node
+        return fn(f"model{jtu.keystr(path)}", node)
 
     return jtu.tree_map_with_path(replaced, model, is_leaf=is_stack)

@@ -310,9 +310,10 @@ def only_hints_know_the_platform_and_barriers(source: Source) -> Iterator[str]:
     if _layer(source.unit) in {"fused", *CORE.split()}:
         names.add("platform")
     for node in source.nodes:
-        called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
-        if called.split(".")[-1] in names:
-            yield f"{source.path}:{node.lineno}: {called} belongs in _xla_hints.py"
+        if isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            if called.split(".")[-1] in names:
+                yield f"{source.path}:{node.lineno}: {called} belongs in _xla_hints.py"
 
 
 def what_serves_any_architecture_names_none(source: Source) -> Iterator[str]:

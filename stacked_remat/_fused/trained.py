@@ -263,9 +263,11 @@ def coupling(
     Raises:
         ValueError: a type in the optimizer's state changes in an update.
     """
-    gradients = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype or leaf.dtype), params
-    )
+
+    def gradient(leaf: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, dtype or leaf.dtype)
+
+    gradients = jax.tree.map(gradient, params)
     state = jax.eval_shape(optimizer.init, params)
 
     def step(gradients: PyTree, params: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
@@ -282,14 +284,16 @@ def coupling(
     active_in = functools.partial(active_outputs, counts=lambda _: True)
     constants = [False] * len(closed.consts)
     inactive = [False] * len(jax.tree.leaves(state))
-    paths = [jtu.keystr(path) for path, _ in jtu.tree_leaves_with_path(params)]
+    leaves = jtu.tree_leaves_with_path(params)
+    paths = [jtu.keystr(path) for path, _ in leaves]
     for part in sorted(set(owners)):
         # Its weights count as its gradients do: of other layers the optimizer, which is
         # called for one layer at a time, gets neither.
         in_part = [owner == part for owner in owners]
         inputs = [*constants, *in_part, *in_part]
         # The state is the carry of a loop over training steps.
-        in_state = active_carry([(closed.jaxpr, inputs, ())], inactive, active_in)
+        training_step = closed.jaxpr, inputs, ()
+        in_state = active_carry([training_step], inactive, active_in)
         outputs = active_in(closed.jaxpr, [*inputs, *in_state])
         in_updates = outputs[len(inactive) :]
         for path, is_active, is_own in zip(paths, in_updates, in_part, strict=True):

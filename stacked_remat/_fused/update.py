@@ -200,9 +200,11 @@ class FusedUpdate:
 
         def init(_: None, layer: PyTree) -> tuple[None, list[PyTree]]:
             state = self.optimizer.init(trained.only_layer(layers, layer))
-            return None, [placed(leaf) for leaf in jax.tree.leaves(state)]
+            leaves = jax.tree.leaves(state)
+            return None, [*map(placed, leaves)]
 
-        _, leaves = scan(init, stack.Layers)(None, stack.stacked)
+        init_all = scan(init, stack.Layers)
+        _, leaves = init_all(None, stack.stacked)
         of_one = self._layer_state(trained, layers)
         return state_of_layers(leaves, of_one, stack.Layers)
 
@@ -437,9 +439,13 @@ def _step(
         result = folds[name].result
         stacks[i] = result.layers
         states += updates[name].next_states(result)
-    model = trained.with_nodes(eqx.combine(rest, trained.model), stacks)
-    value = returned if fused.has_aux else returned[0]
-    return FusedResult(model, FusedState(tuple(states), rest_state), value, norm)
+    model = eqx.combine(rest, trained.model)
+    return FusedResult(
+        model=trained.with_nodes(model, stacks),
+        state=FusedState(tuple(states), rest_state),
+        value=returned if fused.has_aux else returned[0],
+        grad_norm=norm,
+    )
 
 
 def _inputs(trained: Trained) -> tuple[PyTree, list[PyTree]]:
@@ -457,7 +463,7 @@ def _stack_updates(
     stacks = trained.nodes(trained.model)
     updates = {}
     for i, name in trained.names.items():
-        updates[name] = _StackUpdate(fused, trained, stacks[i], {}, {})
+        updates[name] = _StackUpdate(fused, trained, stacks[i], layers={}, states={})
     for layers, layers_state in zip(trained.layers, state.stacks, strict=True):
         update = updates[trained.names[layers.node]]
         update.layers[layers.kind] = layers

@@ -85,7 +85,7 @@ def primal(
     # One scan, unless layers are of several kinds, may stop, or are read from the host.
     needs_steps = spec.pattern or spec.stops or has_host_arrays(xs)
     if not spec.length or not needs_steps:
-        return spec.plain(None, init, xs, shared)
+        return spec.plain(False, init, xs, shared)
     step = _forward_step(spec, xs, shared, range(spec.length))
     state = spec.run(spec.length, step, _start(spec, init, xs))
     return state.carry, state.ys

@@ -233,7 +233,8 @@ class LayerPullback:
         kind = self.kind
         types = [type_.to_ct_aval() for type_ in types_of(kind.jaxpr.outvars)]
         of_carry = pick(types[: kind.carries], self.perturbed.carry)
-        of_output = pick(types[kind.carries :], self.perturbed.ys[kind.number])
+        y_mask = self.perturbed.ys[kind.number]
+        of_output = pick(types[kind.carries :], y_mask)
         return of_carry, of_output
 
     @property

@@ -39,7 +39,7 @@ from .._compat import batch_jaxpr, is_eager, nothing_is_traced
 from .._placement import has_host_arrays
 from .._static import PyTree, Static
 from .forward import forward, primal
-from .gradient import Perturbed, merge, pick
+from .gradient import Perturbed, merge, pick, scatter_leaves
 from .programs import jitted, run, traced_program
 from .reverse import pull_back
 from .reverse_spec import differentiated, for_forward_mode, for_reverse, serves
@@ -180,7 +180,7 @@ class Sweep(Differentiable):
         carry_ct = as_arrays(pick(carry_ct, perturbed.carry))
         ys_ct = [*map(as_arrays, map(pick, ys_ct, perturbed.ys))]
         input_cts = sweep_backward(spec, perturbed, *kept, carry_ct, ys_ct)
-        return self._like_inputs(input_cts, nonzero)
+        return self.in_tree.unflatten(scatter_leaves(input_cts, nonzero))
 
     def batch(self, axis: Any, args: PyTree, dims: PyTree) -> PyTree:
         if not_mapped(self, axis, dims):
@@ -219,7 +219,7 @@ class Sweep(Differentiable):
     def tangent(self, nonzero: Mask, primals: PyTree, tangents: Arrays) -> Arrays:
         return tangents_by(
             Bound("sweep", primal, (self.spec,)),
-            Bound("sweep", SweepSpec.reference, (self.spec,)),
+            Bound("sweep", SweepSpec.plain, (self.spec, True)),
             nonzero,
             self.active(nonzero),
             primals,
@@ -241,7 +241,7 @@ def loop_of(
 ) -> tuple[Carry, OfKinds]:
     """Run the layers of a loop, with results as of `sweep_of`."""
     args = init, xs, shared
-    loop = Bound("scan", SweepSpec.loop, (spec,))
+    loop = Bound("scan", SweepSpec.plain, (spec, True))
     # A primitive has cotangents for all inputs on the host, which JAX makes on the
     # device where a layer doesn't read one. And outside of `jax.jit` its derivative
     # keeps its arguments alone.
@@ -407,14 +407,6 @@ def _results(fn: Bound, *args: PyTree) -> tuple[PyTree, ClosedJaxpr]:
     return types, program.jaxpr
 
 
-def _by_rule(
-    name: str, fn: Callable, reference: Callable, bound: tuple, *args: PyTree
-) -> PyTree:
-    """Call `fn` as a `Rule`, with the first arguments `bound` to it and `reference`."""
-    rule = Rule(Bound(name, fn, bound), Bound(name, reference, bound), *args)
-    return rule(*args)
-
-
 def _forward_reference(spec: SweepSpec, perturbed: Perturbed, *args: PyTree) -> PyTree:
     """The forward sweep by the plain scan, with the first carry as the only
     checkpoint.
@@ -422,7 +414,8 @@ def _forward_reference(spec: SweepSpec, perturbed: Perturbed, *args: PyTree) -> 
     init, *_ = args
     # As the forward pass of a gradient: custom rules compute it, and their code is
     # differentiated.
-    run, part = of_part(spec.reference, args, perturbed.inputs)
+    plain = functools.partial(spec.plain, True)
+    run, part = of_part(plain, args, perturbed.inputs)
     results, _ = jax.vjp(run, part)
     # The checkpoints that the sweep would return, by their types.
     sweep = Bound("sweep_forward", forward, (spec, perturbed))
@@ -436,8 +429,9 @@ def sweep_forward(
     spec: SweepSpec, perturbed: Perturbed, *args: PyTree
 ) -> tuple[Carry, OfKinds, Checkpoints]:
     """Sweep forward from `init, xs, shared`, and keep what the policy says."""
-    bound = spec, perturbed
-    return _by_rule("sweep_forward", forward, _forward_reference, bound, *args)
+    loops = Bound("sweep_forward", forward, (spec, perturbed))
+    reference = Bound("sweep_forward", _forward_reference, (spec, perturbed))
+    return Rule(loops, reference, *args)(*args)
 
 
 def _backward_reference(
@@ -446,7 +440,8 @@ def _backward_reference(
     """The reverse sweep by the plain scan's pullback, from the first carry."""
     xs, shared, carry_ct, ys_ct = rest
     args = spec.whole(checkpoints.first()), xs, shared
-    run, part = of_part(spec.reference, args, perturbed.inputs, perturbed.outputs)
+    plain = functools.partial(spec.plain, True)
+    run, part = of_part(plain, args, perturbed.inputs, perturbed.outputs)
     _, pullback = jax.vjp(run, part)
     (input_cts,) = pullback(jax.tree.leaves((carry_ct, ys_ct)))
     return input_cts
@@ -456,5 +451,6 @@ def sweep_backward(spec: SweepSpec, perturbed: Perturbed, *args: PyTree) -> Arra
     """The cotangents of the perturbed inputs, in order, from `checkpoints, xs, shared,
     carry_ct, ys_ct`.
     """
-    bound = spec, perturbed
-    return _by_rule("sweep_backward", pull_back, _backward_reference, bound, *args)
+    loops = Bound("sweep_backward", pull_back, (spec, perturbed))
+    reference = Bound("sweep_backward", _backward_reference, (spec, perturbed))
+    return Rule(loops, reference, *args)(*args)

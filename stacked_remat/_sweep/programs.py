@@ -319,7 +319,10 @@ class _Description:
         return tuple(map(self.of, values))
 
     def _of_items(self, values: Mapping[str, Any]) -> tuple[Hashable, ...]:
-        return tuple((name, self.of(value)) for name, value in values.items())
+        items = []
+        for name, value in values.items():
+            items.append((name, self.of(value)))
+        return tuple(items)
 
 
 @cleared_with_jax

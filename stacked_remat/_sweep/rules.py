@@ -90,7 +90,7 @@ class Differentiable(LowPrimitive):
         has_ct = self._has_cotangent(cotangents)
         given = pick(self.out_tree.flatten_up_to(cotangents), has_ct)
         input_cts = self.cotangents(nonzero, has_ct, args, as_arrays(given))
-        return self._like_inputs(input_cts, nonzero)
+        return self.in_tree.unflatten(scatter_leaves(input_cts, nonzero))
 
     def _has_cotangent(self, cotangents: PyTree) -> Mask:
         """Which outputs have a cotangent that is not known to be zero."""
@@ -99,10 +99,6 @@ class Differentiable(LowPrimitive):
         for is_float, ct in zip(floats(self.out_aval), leaves, strict=True):
             has_ct.append(is_float and not isinstance(ct, ad.Zero))
         return tuple(has_ct)
-
-    def _like_inputs(self, found: Arrays, nonzero: Mask) -> PyTree:
-        """Cotangents of the inputs in the mask, as a tree like the inputs."""
-        return self.in_tree.unflatten(scatter_leaves(found, nonzero))
 
     def _nonzero(self, flags: Sequence[bool]) -> Mask:
         nonzero = []
@@ -193,7 +189,11 @@ def _traced_rules(jaxpr: Jaxpr, nonzero: Sequence[bool]) -> Ruled:
             functools.partial(eval_jaxpr, jaxpr, ()), inputs, nonzero
         )
         zeros = [*map(jnp.zeros_like, part)]
-        values, _ = jax.jvp(lambda part: observed(*of_layer(part)), (part,), (zeros,))
+
+        def run_observed(part: Arrays) -> tuple[PyTree, ...]:
+            return observed(*of_layer(part))
+
+        values, _ = jax.jvp(run_observed, (part,), (zeros,))
         return values
 
     closed = jax.make_jaxpr(run)(*(var.aval for var in jaxpr.invars))

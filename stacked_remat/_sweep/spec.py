@@ -45,7 +45,6 @@ from .._schedule import Program
 from .._static import PyTree
 from .._trips import known_branches, known_trips
 from .gradient import (
-    Checkpoint,
     LayerPullback,
     LayerTypes,
     Perturbed,
@@ -254,9 +253,10 @@ class SweepSpec:
         return read_ahead(xs[0], self.layer_index(number), self.kinds[0].read_entries)
 
     def plain(
-        self, checkpoint: Checkpoint | None, init: Carry, xs: OfKinds, shared: OfKinds
+        self, recomputes: bool, init: Carry, xs: OfKinds, shared: OfKinds
     ) -> tuple[Carry, OfKinds]:
-        """Scan plainly over layers, one at a time, each `checkpoint`ed.
+        """Scan plainly over layers, one at a time, with all derivatives. If it
+        `recomputes`, each layer is under `jax.checkpoint`, as the policy says.
 
         Of several kinds, it costs a copy of each stack with an entry for every layer.
         """
@@ -268,7 +268,7 @@ class SweepSpec:
         def branch(kind: Kind) -> Callable[..., tuple[Carry, OfKinds]]:
             """A step of the scan that runs a layer of this kind."""
             k = kind.number
-            layer = checkpoint(kind.layer) if checkpoint else kind.layer
+            layer = self._checkpointed(kind.layer) if recomputes else kind.layer
             whole_stacks = [*map(at_least_one, xs[k])]
 
             def run(carry: Carry, entries: OfKinds) -> tuple[Carry, OfKinds]:
@@ -323,12 +323,8 @@ class SweepSpec:
         rows = np.minimum(before, last)
         return [on_device(at_least_one(stack))[rows] for stack in stacks]
 
-    def loop(self, init: Carry, xs: OfKinds, shared: OfKinds) -> tuple[Carry, OfKinds]:
-        """Run a policy that cuts nothing: a scan with checkpointed layers."""
-        return self.plain(self._checkpointed, init, xs, shared)
-
     def _checkpointed(self, layer: Callable) -> Callable:
-        """A layer of a loop under `jax.checkpoint`, as the policy says."""
+        """A layer of a plain scan under `jax.checkpoint`, as the policy says."""
         kept = self.remat.kept
         if kept == EVERYTHING:
             return layer
@@ -346,14 +342,6 @@ class SweepSpec:
         )
         policy = kept.policy(self.carry_name)
         return jax.checkpoint(run, policy=policy, prevent_cse=prevent_cse)
-
-    def reference(
-        self, init: Carry, xs: OfKinds, shared: OfKinds
-    ) -> tuple[Carry, OfKinds]:
-        """Run the whole sweep as a plain scan with checkpointed layers, which has all
-        derivatives.
-        """
-        return self.plain(self.remat.kept.checkpoint, init, xs, shared)
 
     def perturbed(
         self, init: Sequence[bool], xs: PyTree, shared: PyTree, ys: PyTree

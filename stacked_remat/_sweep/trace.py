@@ -59,7 +59,8 @@ class TracedLayers(NamedTuple):
     def output(self, kind: Kind, leaves: Any) -> PyTree:
         """The output of a kind with these arrays, and with what is no array in it."""
         tree = self.y_trees[kind.number]
-        arrays, rest = jax.tree.unflatten(tree, map(weak_as, leaves, kind.output_types))
+        leaves = map(weak_as, leaves, kind.output_types)
+        arrays, rest = jax.tree.unflatten(tree, leaves)
         return eqx.combine(arrays, rest.value)
 
 
@@ -98,7 +99,8 @@ def trace_layers(
             leaves, carry_tree = jax.tree.flatten(init)
             leaves = [*map(_as_type, leaves, types_of(jaxpr.outvars))]
             init = jax.tree.unflatten(carry_tree, leaves)
-            kinds.append(Kind(len(kinds), jaxpr, len(leaves), tuple(is_whole)))
+            kind = Kind(len(kinds), jaxpr, len(leaves), tuple(is_whole))
+            kinds.append(kind)
             all_shared.append([*constants, *arguments])
             y_trees.append(y_tree)
         # Kinds take turns: one may change what another has been traced for.
@@ -130,7 +132,7 @@ def _settled(
     shared, init, x = inputs
     leaves, tree = jax.tree.flatten(init)
     varying = [*map(varying_as, leaves, out_types)]
-    if any(new is not old for new, old in zip(varying, leaves, strict=True)):
+    if not all(map(operator.is_, varying, leaves)):
         # Within `jax.shard_map` they vary over the axes of the mesh that the layers'
         # results vary over.
         return jax.tree.unflatten(tree, varying)

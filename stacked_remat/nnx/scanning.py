@@ -114,7 +114,8 @@ class _Axes(NamedTuple):
         """
         if nnx.Carry not in self.of_results:
             return None
-        entries = self.of_args if isinstance(self.of_args, tuple) else (self.of_args,)
+        of_args = self.of_args
+        entries = of_args if isinstance(of_args, tuple) else (of_args,)
         return entries.index(nnx.Carry), self.of_results.index(nnx.Carry)
 
     def result_names(self, names: list[str]) -> list[str]:
@@ -189,7 +190,9 @@ def _positional(
             names.append(name)
     if not is_one_for_all and len(entries) != len(names):
         shown = "Carry" if in_axes is nnx.Carry else repr(in_axes)
-        count = "one argument" if len(entries) == 1 else f"{len(entries)} arguments"
+        count = f"{len(entries)} arguments"
+        if len(entries) == 1:
+            count = "one argument"
         raise ValueError(
             f"When in_axes={shown}, the function must take exactly {count}; it was"
             f" given {', '.join(names) or 'none'}. Write a tuple with an entry for"

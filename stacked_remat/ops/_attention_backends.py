@@ -8,7 +8,6 @@ import haliax.nn as hnn
 import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
-from jaxtyping import Array
 
 from .._names import named
 from ._attention_blockwise import BLOCKWISE
@@ -30,6 +29,7 @@ from ._attention_rule import (
 from ._attention_splash import splash_block_size, splash_kernel
 from ._backends import HALVES, Backend, Call
 from ._cudnn import cudnn_attention, cudnn_attention_gradients, cudnn_is_installed
+from ._padding import pad_axis
 from ._tokamax import ATTENTION, why_not_tokamax
 
 
@@ -101,7 +101,8 @@ def exact_attention(
     ValueDim = named_value.resolve_axis("head_dim")
     first = sight.first(Row.size, blocks.window)
     if first is not None:
-        first = hax.named(jnp.broadcast_to(first, (Batch.size, Row.size)), (Batch, Row))
+        first = jnp.broadcast_to(first, (Batch.size, Row.size))
+        first = hax.named(first, (Batch, Row))
     attended = attend_by_definition(
         named_query,
         named_key,
@@ -122,14 +123,15 @@ def _cudnn_forward(
     query: Query, key: Key, value: Value, sight: Sight, blocks: Blocks
 ) -> tuple[Output, LogSumExp]:
     width = max(key.shape[-1], value.shape[-1])
-    queries, keys, values = (
-        _with_width(width, x) for x in (flatten_heads(query), key, value)
-    )
+    # cuDNN has kernels for values of another width than keys, from Hopper on, for which
+    # JAX (0.10.2, 0.12) checks the attached GPU, which may be none.
+    queries = pad_axis(flatten_heads(query), -1, width)
+    keys, values = (pad_axis(x, -1, width) for x in (key, value))
     output, lse = cudnn_attention(queries, keys, values, blocks.scale, blocks.window)
-    output = output[..., : value.shape[-1]]
-    lse = jnp.moveaxis(lse, 1, 2)
-    heads = query.shape[:-1]
-    return output.reshape(*heads, value.shape[-1]), lse.reshape(heads)
+    heads, value_dim = query.shape[:-1], value.shape[-1]
+    output = output[..., :value_dim].reshape(*heads, value_dim)
+    lse = jnp.moveaxis(lse, 1, 2).reshape(heads)
+    return output, lse
 
 
 def _cudnn_backward(
@@ -137,25 +139,19 @@ def _cudnn_backward(
 ) -> tuple[Query, Key, Value]:
     query, key, value, _, _, output, lse = attended
     width = max(key.shape[-1], value.shape[-1])
-    arrays = flatten_heads(query), key, value, flatten_heads(output)
-    queries, keys, values, output = (_with_width(width, x) for x in arrays)
+    arrays = *map(flatten_heads, (query, output, cotangent)), key, value
+    queries, output, cotangent, keys, values = (pad_axis(x, -1, width) for x in arrays)
     lse = jnp.moveaxis(lse.reshape(queries.shape[:-1]), 2, 1)
     of_query, of_key, of_value = cudnn_attention_gradients(
         (queries, keys, values),
         (output, lse),
-        _with_width(width, flatten_heads(cotangent)),
+        cotangent,
         blocks.scale,
         blocks.window,
     )
-    of_query = of_query[..., : key.shape[-1]].reshape(query.shape)
-    return of_query, of_key[..., : key.shape[-1]], of_value[..., : value.shape[-1]]
-
-
-def _with_width(width: int, x: Array) -> Array:
-    """With zeros after the last axis. cuDNN has kernels for values of another width
-    than keys, which JAX checks against the attached GPU alone.
-    """
-    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, width - x.shape[-1])])
+    head_dim, value_dim = key.shape[-1], value.shape[-1]
+    of_query = of_query[..., :head_dim].reshape(query.shape)
+    return of_query, of_key[..., :head_dim], of_value[..., :value_dim]
 
 
 def _why_not_width(call: AttentionCall, widest: int) -> str | None:

@@ -33,6 +33,7 @@ from ._attention_rule import (
     of_normalisation,
     soft_capped,
 )
+from ._padding import multiple_above, pad_axis
 
 # The score of a key that is not seen: finite, so that differences of two are not NaN
 _NEVER = -1e30
@@ -52,7 +53,7 @@ class _Cut(NamedTuple):
     def of(query: Query, key: Key, sight: Sight, blocks: Blocks) -> "_Cut":
         size = min(blocks.size, query.shape[1])
         # Queries of padding see what the last one does, so their sums are finite.
-        padded = jax.tree.map(lambda x: _padded(x, size, "edge"), sight)
+        padded = jax.tree.map(lambda x: _padded(x, size, repeat_last=True), sight)
         queries = -(-query.shape[1] // size)
         keys = -(-key.shape[1] // size)
         return _Cut(dataclasses.replace(blocks, size=size), padded, queries, keys)
@@ -191,7 +192,7 @@ def _backward(
     kept, ct = cut.padded(of_normalisation(attended, cotangent), cotangent)
     query, key, value = cut.padded(query, key, value)
     # Infinite, so that the weights of queries of padding are zero
-    lse = _padded(lse, size, constant_values=np.inf)
+    lse = _padded(lse, size, np.inf)
     ranges = Ranges.of(cut.seen().T)
     row, column = cut.axes
 
@@ -252,14 +253,13 @@ def _backward(
 BLOCKWISE = Kernel(_forward, _backward)
 
 
-def _padded(x: Array, size: int, mode: str = "constant", **options: Any) -> Array:
+def _padded(x: Array, size: int, fill: float = 0, **options: Any) -> Array:
     """Positions, the first axis of vectors and the second of others, to a multiple of
     `size`.
     """
     axis = _axis_of_positions(x)
-    widths = [(0, 0)] * x.ndim
-    widths[axis] = (0, -x.shape[axis] % size)
-    return jnp.pad(x, widths, mode, **options)
+    whole = multiple_above(x.shape[axis], size)
+    return pad_axis(x, axis, whole, fill, **options)
 
 
 def _block(x: Array, i: Array, size: int) -> Array:

@@ -49,17 +49,14 @@ class Sight(NamedTuple):
         if documents is None:
             return Sight(rows)
         position = jnp.arange(documents.shape[1], dtype=jnp.int32)
-        begins = jnp.concatenate(
-            [
-                jnp.ones_like(documents[:, :1], bool),
-                documents[:, 1:] != documents[:, :-1],
-            ],
-            axis=1,
-        )
+        is_first = jnp.ones_like(documents[:, :1], bool)
+        is_other = documents[:, 1:] != documents[:, :-1]
+        begins = jnp.concatenate([is_first, is_other], axis=1)
+        # The latest position at or before each that begins a document
         starts = lax.cummax(jnp.where(begins, position[None], 0), axis=1)
-        return Sight(
-            rows, starts if rows is None else jnp.take(starts, rows, axis=1), starts
-        )
+        if rows is None:
+            return Sight(None, starts, starts)
+        return Sight(rows, jnp.take(starts, rows, axis=1), starts)
 
     def last(self, length: int) -> Any:
         """The last key that each query sees, `[row]`; a NumPy array where it is known
@@ -85,12 +82,15 @@ class Sight(NamedTuple):
         while tracing.
         """
         column = np.arange(0, columns, size, dtype=np.int32)[None]
-        seen = self.last(rows)[size - 1 :: size, None] >= column
+        # Positions ascend, so the last query of a block sees the last key of all.
+        last = self.last(rows)[size - 1 :: size, None]
+        seen = last >= column
         first = self.first(rows, window)
         if first is not None:
-            seen = (
-                first.reshape(len(first), -1, size).min((0, 2))[:, None] < column + size
-            ) & seen
+            # Of any query of the block, in any sequence of the batch
+            of_blocks = first.reshape(len(first), -1, size)
+            earliest = of_blocks.min((0, 2))[:, None]
+            seen = (earliest < column + size) & seen
         return seen
 
 
@@ -104,12 +104,13 @@ class Ranges(NamedTuple):
     @staticmethod
     def of(seen: Any) -> "Ranges":
         """The blocks (columns) that each block (row) sees."""
-        where = np.where if isinstance(seen, np.ndarray) else jnp.where
-        last = where(
-            seen.any(axis=1), seen.shape[1] - 1 - seen[:, ::-1].argmax(axis=1), -1
-        )
+        is_known = isinstance(seen, np.ndarray)  # while tracing
+        where = np.where if is_known else jnp.where
         first = seen.argmax(axis=1)
-        total = int((last + 1 - first).sum()) if isinstance(seen, np.ndarray) else None
+        from_the_end = seen[:, ::-1].argmax(axis=1)
+        last = seen.shape[1] - 1 - from_the_end
+        last = where(seen.any(axis=1), last, -1)
+        total = int((last + 1 - first).sum()) if is_known else None
         return Ranges(
             jnp.asarray(first, jnp.int32), jnp.asarray(last, jnp.int32), total
         )
@@ -179,14 +180,14 @@ def attend_by(
     query, key, value, sight, sinks = align_varying_axes("causal_attention", given)
     # Named outside of the custom derivative, whose forward rule `JAX_REMAT3` does not
     # look into.
-    output, lse = kernel.forward(*lax.stop_gradient((query, key, value)), sight, blocks)
+    arrays = lax.stop_gradient((query, key, value))
+    output, lse = kernel.forward(*arrays, sight, blocks)
     if sinks is not None:
-        total = jnp.logaddexp(
-            lse, lax.stop_gradient(sinks).astype(jnp.float32)[None, None]
-        )
-        output = (output.astype(jnp.float32) * jnp.exp(lse - total)[..., None]).astype(
-            query.dtype
-        )
+        own = lax.stop_gradient(sinks).astype(jnp.float32)[None, None]
+        total = jnp.logaddexp(lse, own)
+        # The share of the weights that keys have, the sinks having the rest
+        share = jnp.exp(lse - total)[..., None]
+        output = (output.astype(jnp.float32) * share).astype(query.dtype)
         lse = total
     # With one axis after that of positions: with several, XLA copied the stack of saved
     # outputs into another layout, 20 GiB at 65,536 tokens of 48 layers.
@@ -230,7 +231,9 @@ def _once_only(
     """
     of_sinks = None
     if attended.sinks is not None:
-        weights = jnp.exp(attended.sinks.astype(jnp.float32)[None, None] - attended.lse)
+        # What a sink weighs in each row; it has no value, so the rest is less by it.
+        sinks = attended.sinks.astype(jnp.float32)[None, None]
+        weights = jnp.exp(sinks - attended.lse)
         of_sinks = -jnp.sum(
             weights * of_normalisation(attended, cotangent), axis=(0, 1)
         )
@@ -295,7 +298,8 @@ def attend_in_context(
     )
     strip = length // strips
     starts = jnp.arange(devices, dtype=jnp.int32) * length + device * strip
-    rows = (starts[:, None] + jnp.arange(strip, dtype=jnp.int32)[None, :]).reshape(-1)
+    within = jnp.arange(strip, dtype=jnp.int32)
+    rows = (starts[:, None] + within[None, :]).reshape(-1)
     return exchange(
         attend(exchange(query), key, value, Sight.of(documents, rows), strips)
     )

@@ -81,7 +81,8 @@ def splash_block_size(
             for size in range(LANES, min(strip, most) + 1, LANES)
             if strip % size == 0
         )
-        count, width = columns // size, most_seen(rows // size, size, window)
+        count = columns // size
+        width = most_seen(rows // size, size, window)
         if count * width <= _TABLE:
             return size
     return (
@@ -94,7 +95,10 @@ def most_seen(blocks: int, size: int, window: int | None) -> int:
     """Of so many blocks of queries, how many see a block of keys at most; and the other
     way round.
     """
-    return blocks if window is None else min(blocks, -(-(window - 1) // size) + 1)
+    if window is None:
+        return blocks
+    # Its own block, and those of the positions before its first one
+    return min(blocks, -(-(window - 1) // size) + 1)
 
 
 def splash_kernel(interpret: bool = False) -> Kernel:
@@ -134,7 +138,8 @@ def _of_heads(
     def of_sequence(sequence: tuple[Any, tuple[Array, ...]]) -> tuple[Array, ...]:
         (starts, of_keys), heads = sequence
         own = sight._replace(starts=None if starts is None else starts[None])
-        kernel, flops = _kernel_for(query, others[0], others[1], own, blocks, interpret)
+        key, value, *_ = others
+        kernel, flops = _kernel_for(query, key, value, own, blocks, interpret)
         segments = None if starts is None else splash.SegmentIds(starts, of_keys)
         return lax.map(lambda head: fn(kernel, flops, segments, *head), heads)
 
@@ -158,7 +163,8 @@ def _forward(
     ) -> Any:
         # The kernels take no scale, so queries are scaled, and rounded once more.
         queries = jnp.moveaxis(query * blocks.scale, 1, 0)
-        with known_products(flops * (key.shape[-1] + value.shape[-1])):
+        width = key.shape[-1] + value.shape[-1]
+        with known_products(flops * width):
             output, (lse,) = kernel(queries, key, value, segments)
         return jnp.moveaxis(output, 0, 1), lse.T
 
@@ -177,7 +183,8 @@ def _backward(
         residuals = queries, key, value, segments, None, output, lse.T
         # Each of two kernels computes the scores again, the gradient of weights, and
         # that of queries, or of keys and values. Half of it all is noted for each.
-        with known_products(flops * (4 * key.shape[-1] + 3 * value.shape[-1]) // 2):
+        widths = 4 * key.shape[-1] + 3 * value.shape[-1]
+        with known_products(flops * widths // 2):
             of_query, of_key, of_value = splash_gradients(kernel, residuals, cotangent)
         return jnp.moveaxis(of_query, 0, 1) * blocks.scale, of_key, of_value
 
@@ -208,7 +215,8 @@ def _kernel_for(
     """The kernel of a key head, and the FLOPs of one coordinate in a product of its
     blocks, without what documents skip.
     """
-    rows, columns, group = query.shape[1], key.shape[1], query.shape[3]
+    _, rows, _, group, _ = query.shape
+    columns = key.shape[1]
     widest = max(key.shape[-1], value.shape[-1])
     sizes = (
         rows // blocks.strips,
@@ -220,8 +228,11 @@ def _kernel_for(
     size = blocks.size if interpret else splash_block_size(*sizes)
     assert isinstance(size, int), size
     seen = sight.blocks_seen(rows, columns, size, blocks.window)
-    of_queries = table(Ranges.of(seen), most_seen(columns // size, size, blocks.window))
-    of_keys = table(Ranges.of(seen.T), most_seen(rows // size, size, blocks.window))
+    # Most that a block of queries sees, and that see a block of keys
+    most_keys = most_seen(columns // size, size, blocks.window)
+    most_queries = most_seen(rows // size, size, blocks.window)
+    of_queries = table(Ranges.of(seen), most_keys)
+    of_keys = table(Ranges.of(seen.T), most_queries)
     position = jnp.arange(rows, dtype=jnp.int32) if sight.rows is None else sight.rows
     rows_of, columns_of = (
         splash_masks.MaskInfo(block[None], None, is_computed[None], None, position)  # pyright: ignore[reportArgumentType]
@@ -251,7 +262,8 @@ def _kernel_for(
     # Queries of several devices have as many to see.
     total = Ranges.of(Sight().blocks_seen(columns, columns, size, blocks.window)).total
     assert total is not None
-    return kernel, 2 * group * size**2 * total * rows // columns
+    pairs = size**2 * total * rows // columns
+    return kernel, 2 * group * pairs
 
 
 def table(ranges: Ranges, width: int) -> tuple[Array, Array]:
@@ -260,6 +272,9 @@ def table(ranges: Ranges, width: int) -> tuple[Array, Array]:
 
     And whether it is computed: before these, the first one is read, and waits.
     """
-    step = ranges.last[:, None] + jnp.arange(1 - width, 1, dtype=jnp.int32)[None]
+    before_last = jnp.arange(1 - width, 1, dtype=jnp.int32)[None]
+    step = ranges.last[:, None] + before_last
     first = ranges.first[:, None]
-    return jnp.maximum(step, first).astype(jnp.int16), (step >= first).astype(jnp.int8)
+    block = jnp.maximum(step, first).astype(jnp.int16)
+    is_computed = (step >= first).astype(jnp.int8)
+    return block, is_computed

@@ -35,11 +35,20 @@ class BlockPlan(NamedTuple):
 
 
 def block_plan(choices: Int[Array, "token choice"], experts: int) -> BlockPlan:
+    """The blocks of a routing: those of the first expert, then of the next.
+
+    The pairs of an expert are consecutive in `order`. Block `b` of all has the expert
+    before whose last block it is, and begins so many rows after the expert's first row
+    as there are rows in the expert's earlier blocks.
+    """
     size, at_once = sizes_of_blocks(choices.size, experts)
     _, order, counts = sorted_pairs(choices, experts)
-    ends, blocks = jnp.cumsum(counts), -(-counts // size)
+    ends = jnp.cumsum(counts)  # of each expert's rows
+    blocks = -(-counts // size)
     last_block = jnp.cumsum(blocks)
-    most = min(choices.size, (choices.size + experts * (size - 1)) // size)
+    # Each expert's last block may have one row, but every block has one.
+    most_by_size = (choices.size + experts * (size - 1)) // size
+    most = min(choices.size, most_by_size)
     iterations = -(-most // at_once)
     # As even as can be: a block of padding reads an expert too
     at_once = -(-most // iterations)
@@ -47,17 +56,23 @@ def block_plan(choices: Int[Array, "token choice"], experts: int) -> BlockPlan:
     # Padding repeats a row of its expert: zero times what is computed of it is zero
     # where that is finite. Where there are no blocks it is any row, and dropped.
     block = jnp.maximum(jnp.minimum(number, last_block[-1] - 1), 0)
-    # Experts
-    before = jnp.sum(last_block[None, :] <= block[:, None], axis=1, dtype=jnp.int32)
+    experts_before = last_block[None, :] <= block[:, None]
+    before = jnp.sum(experts_before, axis=1, dtype=jnp.int32)
     expert = jnp.minimum(before, experts - 1)
-    first_row = (ends - counts)[expert] + (block - (last_block - blocks)[expert]) * size
-    row = first_row[:, None] + jnp.arange(size, dtype=jnp.int32)[None, :]
-    real = (row < ends[expert][:, None]) & (number < last_block[-1])[:, None]
-    pair = order[jnp.maximum(jnp.minimum(row, ends[expert][:, None] - 1), 0)]
+    first_block = (last_block - blocks)[expert]
+    first_row = (ends - counts)[expert] + (block - first_block) * size
+    within = jnp.arange(size, dtype=jnp.int32)[None, :]
+    row = first_row[:, None] + within
+    end = ends[expert][:, None]
+    has_block = (number < last_block[-1])[:, None]
+    real = (row < end) & has_block
+    # Padding repeats the expert's last row.
+    pair = order[jnp.maximum(jnp.minimum(row, end - 1), 0)]
     shape = (iterations, at_once)
-    return BlockPlan(
-        expert.reshape(shape), pair.reshape(*shape, size), real.reshape(*shape, size)
-    )
+    expert = expert.reshape(shape)
+    pair = pair.reshape(*shape, size)
+    real = real.reshape(*shape, size)
+    return BlockPlan(expert, pair, real)
 
 
 def sizes_of_blocks(pairs: int, experts: int) -> tuple[int, int]:
@@ -66,11 +81,14 @@ def sizes_of_blocks(pairs: int, experts: int) -> tuple[int, int]:
     """
     # A CPU skips blocks that are all padding, so that devices that send each other data
     # within an expert must have the same choices.
-    on_cpu, size = platform() == "cpu", 8
-    while (
-        size < 256
-        and size * 2 * (min(4, size // 4) if on_cpu else 8) * experts <= pairs
-    ):
+    on_cpu = platform() == "cpu"
+    size = 8
+    while size < 256:
+        # Padding is half a block of each expert in the mean, so larger blocks need so
+        # many of each.
+        blocks_of_each = min(4, size // 4) if on_cpu else 8
+        if 2 * size * blocks_of_each * experts > pairs:
+            break
         size *= 2
     return size, 1 if on_cpu else 8
 
@@ -87,9 +105,10 @@ class InStack(eqx.Module):
     @staticmethod
     def of(stack: Array, layer: Any) -> "InStack":
         """That of a layer, in a stack `[layer, expert, ...]`."""
-        return InStack(
-            stack.reshape(-1, *stack.shape[2:]), layer * stack.shape[1], stack.shape[1]
-        )
+        layers, experts, *shape = stack.shape
+        # A view: XLA copies nothing to merge the two leading dimensions.
+        merged = stack.reshape(layers * experts, *shape)
+        return InStack(merged, layer * experts, experts)
 
     @property
     def own(self) -> Array:
@@ -179,12 +198,14 @@ class BlockLoop(ExpertLoop):
             pair = _dropped(at.pair, at.real)
             written = zip(kept, jax.tree.leaves(new), strict=True)
             kept = [old.at[pair].set(own, mode="drop") for old, own in written]
-            return add_at(out, _dropped(inputs.tokens(at.pair), at.real), rows), kept
+            token = _dropped(inputs.tokens(at.pair), at.real)
+            return add_at(out, token, rows), kept
 
         of_rows, of_kept = jax.eval_shape(
             rows_of, BlockPlan(*(leaf[0] for leaf in plan))
         )
-        out = jax.ShapeDtypeStruct((len(inputs.x), of_rows.shape[-1]), jnp.float32)
+        shape = len(inputs.x), of_rows.shape[-1]
+        out = jax.ShapeDtypeStruct(shape, jnp.float32)
         kept = [
             jax.ShapeDtypeStruct((pairs, *one.shape[2:]), one.dtype)
             for one in jax.tree.leaves(of_kept)

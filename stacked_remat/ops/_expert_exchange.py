@@ -83,11 +83,11 @@ class Exchange:
     ) -> "Exchange":
         """For so many (token, expert) pairs on each device."""
         devices = devices_along(over)
-        to_each = -(-pairs // devices)
-        slots = max(min(-(-to_each // _PARTS), _MOST_BYTES // (devices * row_bytes)), 1)
-        return Exchange(
-            tuple(over), devices, slots, -(-to_each // slots), experts, apply
-        )
+        to_each = -(-pairs // devices)  # where routing is even
+        most_slots = _MOST_BYTES // (devices * row_bytes)
+        slots = max(min(-(-to_each // _PARTS), most_slots), 1)
+        even_rounds = -(-to_each // slots)
+        return Exchange(tuple(over), devices, slots, even_rounds, experts, apply)
 
     def run(
         self, x: Array, choices: Array, gates: Array, weights: Sequence[Array]
@@ -95,8 +95,10 @@ class Exchange:
         numbers = choices.astype(jnp.int32)
         # Out-of-range choices are sorted last and go nowhere.
         _, order, counts = sorted_pairs(numbers // self.experts, self.devices)
+        # All devices take part in every exchange, so they have as many.
         rounds = lax.pmax(-(-jnp.max(counts) // self.slots), self.over)
-        first, own = jnp.cumsum(counts) - counts, numbers.reshape(-1) % self.experts
+        first = jnp.cumsum(counts) - counts
+        own = numbers.reshape(-1) % self.experts
         routes = _Routes(order, first, counts, own, rounds)
         return _exchanged(self, Inputs(x, gates, tuple(weights)), routes)
 
@@ -107,26 +109,31 @@ class Exchange:
         return lax.all_to_all(rows, self.over, split_axis=0, concat_axis=0, tiled=True)
 
     def sent(self, routes: _Routes, i: Array) -> _Sent:
-        slot = i * self.slots + jnp.arange(self.slots, dtype=jnp.int32)[None, :]
+        """The pairs of round `i`, by the device to which they go."""
+        within = jnp.arange(self.slots, dtype=jnp.int32)[None, :]
+        slot = i * self.slots + within
         last = routes.order.shape[0] - 1
-        pair = routes.order[jnp.minimum(routes.first[:, None] + slot, last)]
+        # Slots after a device's last pair are not real, and may have any.
+        place = jnp.minimum(routes.first[:, None] + slot, last)
+        pair = routes.order[place]
         return _Sent(pair, slot < routes.counts[:, None])
 
     def results(self, own: Inputs, routes: _Routes, sent: _Sent) -> Array:
         """The results of this device's experts, for rows that it gets; `own` has those
         that it sends.
         """
-        x, gates = (self.given(rows, sent) for rows in (own.x, own.gates))
-        choices = self.swap(jnp.where(sent.real, routes.expert[sent.pair], -1)).reshape(
-            -1, 1
-        )
-        return self.apply(x, choices, gates[:, None], own.weights)
+        x = self.given(own.x, sent)
+        gates = self.given(own.gates, sent)[:, None]
+        choices = jnp.where(sent.real, routes.expert[sent.pair], -1)
+        choices = self.swap(choices).reshape(-1, 1)
+        return self.apply(x, choices, gates, own.weights)
 
     def given(self, rows: Array, sent: _Sent) -> Array:
         """The rows that this device gets where each sends such, `[device, slot,
         ...]`.
         """
-        return self.swap(masked(rows, sent.real)).reshape(-1, *rows.shape[2:])
+        arrived = self.swap(masked(rows, sent.real))
+        return arrived.reshape(-1, *rows.shape[2:])
 
     def forward(self, inputs: Inputs, routes: _Routes) -> Array:
         def one(i: Array, out: Array) -> Array:
@@ -135,12 +142,10 @@ class Exchange:
             back = self.swap(rows.reshape(self.devices, self.slots, -1))
             return add_at(out, inputs.tokens(sent.pair), masked(back, sent.real))
 
-        shape = jax.eval_shape(
-            self.apply, inputs.x, routes.expert.reshape(inputs.gates.shape), *inputs[1:]
-        )
-        start = zeros_after(
-            (inputs.x, routes), jax.ShapeDtypeStruct(shape.shape, jnp.float32)
-        )
+        choices = routes.expert.reshape(inputs.gates.shape)
+        result = jax.eval_shape(self.apply, inputs.x, choices, *inputs[1:])
+        sums = jax.ShapeDtypeStruct(result.shape, jnp.float32)
+        start = zeros_after((inputs.x, routes), sums)
         with known_trips(self.even_rounds, exact=False):
             out = lax.fori_loop(0, routes.rounds, one, start)
         return out.astype(inputs.x.dtype)
@@ -155,18 +160,20 @@ class Exchange:
     ) -> Inputs:
         def one(i: Array, sums: Inputs) -> Inputs:
             sent = self.sent(routes, i)
-            own, token = inputs.at(sent.pair, inputs.weights), inputs.tokens(sent.pair)
+            own = inputs.at(sent.pair, inputs.weights)
+            token = inputs.tokens(sent.pair)
             _, pullback = vjp_of_part(
                 lambda own: self.results(own, routes, sent), own, perturbed
             )
             (new,) = pullback(self.given(rows_at(cotangent, token), sent))
-            of_x: Any = None if sums.x is None else add_at(sums.x, token, new.x)
-            of_gates = (
-                None if sums.gates is None else add_at(sums.gates, sent.pair, new.gates)
-            )
-            return Inputs(
-                of_x, of_gates, jax.tree.map(added, sums.weights, new.weights)
-            )
+            of_x: Any = None  # where tokens, or gates, are not differentiated
+            of_gates = None
+            if sums.x is not None:
+                of_x = add_at(sums.x, token, new.x)
+            if sums.gates is not None:
+                of_gates = add_at(sums.gates, sent.pair, new.gates)
+            of_weights = jax.tree.map(added, sums.weights, new.weights)
+            return Inputs(of_x, of_gates, of_weights)
 
         with known_trips(self.even_rounds, exact=False):
             return lax.fori_loop(0, routes.rounds, one, sums)

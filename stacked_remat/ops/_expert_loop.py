@@ -22,6 +22,7 @@ from .. import checkpoint_name
 from .._placement import has_host_arrays
 from .._sweep.store import zeros_after
 from ._grouped_linear import GroupedLinear, Groups, Kernels
+from ._padding import multiple_above, pad_axis
 from ._perturbed_vjp import perturbed_vjp, vjp_of_part
 from ._unrounded import unrounded
 from .per_device import free_axis_mapping
@@ -92,11 +93,9 @@ class ExpertLoop(ABC):
 
     def keep(self, own: Inputs, at: Any) -> Any:
         """What is saved of the rows of one iteration; None where nothing is."""
-        return (
-            None
-            if self.saved is None
-            else self.call(self.saved, at, own.weights, own.x)
-        )
+        if self.saved is None:
+            return None
+        return self.call(self.saved, at, own.weights, own.x)
 
     def apply(self, own: Inputs, kept: Any, at: Any) -> Array:
         """The experts' results for the rows of one iteration; `kept` comes from
@@ -120,19 +119,21 @@ class ExpertLoop(ABC):
         Those of weights, which are added to those of other iterations, are in float32.
         """
         all_kept = jax.tree.map(lambda _: True, kept)
-        result, pullback = vjp_of_part(
-            lambda both: self.apply(*both, at), (own, kept), (perturbed, all_kept)
-        )
-        ((found, of_kept),) = unrounded(
-            pullback, ct.astype(result.dtype), _are_of_weights
-        )
+
+        def applied(both: tuple[Inputs, Any]) -> Array:
+            own, kept = both
+            return self.apply(own, kept, at)
+
+        wanted = perturbed, all_kept
+        result, pullback = vjp_of_part(applied, (own, kept), wanted)
+        ct = ct.astype(result.dtype)
+        ((found, of_kept),) = unrounded(pullback, ct, _are_of_weights)
         if self.saved is not None:
             # The pullback of a linear map does not read its result, so this recomputes
             # nothing.
             _, pullback = vjp_of_part(lambda own: self.keep(own, at), own, perturbed)
-            found = jax.tree.map(
-                jnp.add, found, *unrounded(pullback, of_kept, _are_of_weights)
-            )
+            (more,) = unrounded(pullback, of_kept, _are_of_weights)
+            found = jax.tree.map(jnp.add, found, more)
         return found
 
 
@@ -141,12 +142,9 @@ def _are_of_weights(found: Any) -> Any:
     nothing = jax.tree.map(lambda _: False, found)
 
     def mark(node: Any) -> Any:
-        is_inputs = isinstance(node, Inputs)
-        return (
-            node._replace(weights=jax.tree.map(lambda _: True, node.weights))
-            if is_inputs
-            else node
-        )
+        if not isinstance(node, Inputs):
+            return node
+        return node._replace(weights=jax.tree.map(lambda _: True, node.weights))
 
     return jax.tree.map(mark, nothing, is_leaf=lambda node: isinstance(node, Inputs))
 
@@ -210,7 +208,9 @@ def loop_gradients(
     added.
     """
     inputs, *kept = residuals
-    tree = jax.tree.structure(inputs._replace(weights=(0,) * len(inputs.weights)))
+    # Weights that are read in a stack have several leaves, of which `wanted` has one.
+    single = inputs._replace(weights=(0,) * len(inputs.weights))
+    tree = jax.tree.structure(single)
     perturbed: Inputs = jax.tree.unflatten(tree, wanted)
     if has_host_arrays(inputs.part(perturbed).weights):
         raise ValueError(
@@ -225,12 +225,10 @@ def loop_gradients(
     def like(is_: bool, own: Any, found: Any) -> Any:
         return found.reshape(own.shape).astype(own.dtype) if is_ else None
 
-    flat = inputs._replace(
-        gates=jax.tree.map(lambda leaf: leaf.reshape(-1), inputs.gates)
-    )
-    sums = zeros_after(
-        (inputs.x, kept[0], cotangent), jax.tree.map(summed, perturbed, flat)
-    )
+    gates = jax.tree.map(lambda leaf: leaf.reshape(-1), inputs.gates)
+    flat = inputs._replace(gates=gates)
+    shapes = jax.tree.map(summed, perturbed, flat)
+    sums = zeros_after((inputs.x, kept[0], cotangent), shapes)
     found = loop.backward(perturbed, inputs, cotangent, sums, *kept)
     return jax.tree.map(like, perturbed, inputs, found)
 
@@ -255,22 +253,23 @@ def chunk_plan(
 
     The rows of a chunk come in multiples of `rows_of`.
     """
-    widest = max(
-        x.shape[1],
-        *(size for array in weights if array.ndim > 2 for size in array.shape[1:]),
-        0,
-    )
-    chunks = max(1, -(-choices.size * widest * x.dtype.itemsize // _CHUNK_BYTES))
+    widest = x.shape[1]
+    for array in weights:
+        if array.ndim > 2:  # else it is a vector of each expert
+            widest = max(widest, *array.shape[1:])
+    row_bytes = widest * x.dtype.itemsize
+    chunks = max(1, -(-choices.size * row_bytes // _CHUNK_BYTES))
+    # Tokens of padding choose no expert.
     cut = _cut(choices.astype(jnp.int32), chunks, fill=-1)
-    expert, order, sizes = jax.vmap(functools.partial(sorted_pairs, experts=experts))(
-        cut
-    )
-    padding = ((0, 0), (0, -order.shape[1] % rows_of))
-    expert = jnp.pad(
-        jnp.take_along_axis(expert, order, axis=1), padding, constant_values=experts
-    )
-    row = jnp.argsort(order, axis=1).astype(jnp.int32).reshape(cut.shape)
-    return Groups(jnp.pad(order, padding), row, expert, sizes)
+    sort = functools.partial(sorted_pairs, experts=experts)
+    expert, order, sizes = jax.vmap(sort)(cut)
+    # Rows of padding are of no expert, and come last.
+    rows = multiple_above(order.shape[1], rows_of)
+    expert = jnp.take_along_axis(expert, order, axis=1)
+    expert = pad_axis(expert, 1, rows, fill=experts)
+    # The inverse of the order: where each pair's row is
+    row = jnp.argsort(order, axis=1).astype(jnp.int32)
+    return Groups(pad_axis(order, 1, rows), row.reshape(cut.shape), expert, sizes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -297,11 +296,11 @@ class ChunkLoop(ExpertLoop):
             (x, gates), at = part
             own = _rows(Inputs(x, gates, inputs.weights), at)
             kept = self.keep(own, at)
-            return None, (_sums(self.apply(own, kept, at), at).astype(x.dtype), kept)
+            sums = _sums(self.apply(own, kept, at), at)
+            return None, (sums.astype(x.dtype), kept)
 
-        _, (out, kept) = lax.scan(
-            chunk, None, (_cut_all((inputs.x, inputs.gates), plan), plan)
-        )
+        parts = _cut_all((inputs.x, inputs.gates), plan)
+        _, (out, kept) = lax.scan(chunk, None, (parts, plan))
         return _joined(out, inputs.x.shape[0]), kept
 
     def backward(
@@ -316,9 +315,8 @@ class ChunkLoop(ExpertLoop):
         def chunk(of_weights: Any, part: Any) -> tuple[Any, Any]:
             (x, gates, ct), kept, at = part
             own = _rows(Inputs(x, gates, inputs.weights), at)
-            new = self.gradients(
-                perturbed, own, kept, at, _taken(ct, at.pair // at.row.shape[1], at)
-            )
+            own_ct = _taken(ct, _tokens(at), at)
+            new = self.gradients(perturbed, own, kept, at, own_ct)
             of_x = None if new.x is None else _sums(new.x, at)
             of_gates = jax.tree.map(lambda rows: _pairs(rows, at), new.gates)
             return jax.tree.map(added, of_weights, new.weights), (of_x, of_gates)
@@ -332,39 +330,47 @@ class ChunkLoop(ExpertLoop):
 
 
 def _rows(inputs: Inputs, at: Groups) -> Inputs:
-    of_gates = jax.tree.map(
-        lambda leaf: _taken(leaf.reshape(-1), at.pair, at), inputs.gates
-    )
-    return inputs._replace(
-        x=_taken(inputs.x, at.pair // at.row.shape[1], at), gates=of_gates
-    )
+    """What each row has of the inputs."""
+
+    def of_pairs(gates: Array) -> Array:
+        return _taken(gates.reshape(-1), at.pair, at)
+
+    x = _taken(inputs.x, _tokens(at), at)
+    return inputs._replace(x=x, gates=jax.tree.map(of_pairs, inputs.gates))
+
+
+def _tokens(at: Groups) -> Array:
+    """The token of each row."""
+    _, choices = at.row.shape
+    return at.pair // choices
 
 
 def _taken(x: Array, index: Array, at: Groups) -> Array:
     """What each row has of `x`, zero for those that are not real."""
-    return jnp.take(
-        x, jnp.where(at.real, index, len(x)), axis=0, mode="fill", fill_value=0
-    )
+    own = jnp.where(at.real, index, len(x))
+    return jnp.take(x, own, axis=0, mode="fill", fill_value=0)
 
 
 def _pairs(rows: Array, at: Groups) -> Array:
     """The rows of each token's choices, `[token, choice, ...]`, zero for those that are
     not real.
     """
-    row = jnp.where(jnp.take(at.real, at.row, mode="clip"), at.row, len(rows))
+    is_real = jnp.take(at.real, at.row, mode="clip")
+    row = jnp.where(is_real, at.row, len(rows))  # out of range, which is filled
     return jnp.take(rows, row, axis=0, mode="fill", fill_value=0)
 
 
 def _sums(rows: Array, at: Groups) -> Array:
     """The sum of the rows of each token, computed in float32."""
-    return jnp.sum(_pairs(rows, at), axis=1, dtype=jnp.float32).astype(rows.dtype)
+    pairs = _pairs(rows, at)
+    return jnp.sum(pairs, axis=1, dtype=jnp.float32).astype(rows.dtype)
 
 
 def _cut(x: Array, chunks: int, fill: int = 0) -> Array:
     """`[token, ...]` as `[chunk, token, ...]`, padded where it does not divide."""
     size = -(-x.shape[0] // chunks)
-    padding = [(0, chunks * size - x.shape[0]), *[(0, 0)] * (x.ndim - 1)]
-    return jnp.pad(x, padding, constant_values=fill).reshape(chunks, size, *x.shape[1:])
+    padded = pad_axis(x, 0, chunks * size, fill)
+    return padded.reshape(chunks, size, *x.shape[1:])
 
 
 def _cut_all(arrays: Any, plan: Groups) -> Any:

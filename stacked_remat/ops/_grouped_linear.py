@@ -186,7 +186,8 @@ def megablox_kernels(interpret: bool = False) -> Kernels:
 
         if y.shape[1] < _LANES <= x.shape[1]:
             return outer(y, x, sizes).swapaxes(1, 2)
-        tiling = _tiling(len(x), x.shape[1], y.shape[1], x.dtype.itemsize)
+        itemsize = x.dtype.itemsize
+        tiling = _tiling(len(x), x.shape[1], y.shape[1], itemsize)
         with _MIXED_DTYPES():
             return tgmm(
                 x.swapaxes(0, 1), y, sizes, x.dtype, tiling, interpret=interpret
@@ -260,18 +261,21 @@ class GroupedLinear:
         Out = [axis for axis in w.axes if axis not in In and axis != Experts]
         # As it is stored, so that no kernel's operand is a transposed stack.
         transposed = list(w.axes[-len(In) :]) == In
-        w = w.rearrange((Experts, *Out, *In) if transposed else (Experts, *In, *Out))
         inner = math.prod(axis.size for axis in In)
-        matrices = w.array.reshape(
-            Experts.size, *((-1, inner) if transposed else (inner, -1))
-        )
-        rows = self._dot(
-            x.array.reshape(Row.size, inner), matrices, transposed=transposed
-        )
-        return hax.named(
-            rows.reshape(Row.size, *(axis.size for axis in Out)), (Row, *Out)
-        )
+        # As matrices of one dimension each for the inputs and the outputs
+        if transposed:
+            w = w.rearrange((Experts, *Out, *In))
+            matrices = w.array.reshape(Experts.size, -1, inner)
+        else:
+            w = w.rearrange((Experts, *In, *Out))
+            matrices = w.array.reshape(Experts.size, inner, -1)
+        flat = x.array.reshape(Row.size, inner)
+        rows = self._dot(flat, matrices, transposed=transposed)
+        shape = [axis.size for axis in (Row, *Out)]
+        return hax.named(rows.reshape(shape), (Row, *Out))
 
     def _own(self, x: NamedArray, Row: hax.Axis) -> NamedArray:
+        """What each row has of an array of the experts, such as a bias."""
         x = x.rearrange((self.experts, ...))
-        return hax.named(_rows_of_experts(x.array, self.groups), (Row, *x.axes[1:]))
+        rows = _rows_of_experts(x.array, self.groups)
+        return hax.named(rows, (Row, *x.axes[1:]))

@@ -40,7 +40,8 @@ def perturbed_vjp(
         # Without data, in its shape: JAX gives a rule with symbolic zeros,
         # differentiated by several sets of inputs in turn, residuals of one in the
         # structure of another.
-        flags = np.zeros((0, len(wanted), *np.packbits(wanted).tolist()))
+        packed = np.packbits(wanted).tolist()
+        flags = np.zeros((0, len(wanted), *packed))
         inputs, constants = jax.tree.map(lambda leaf: leaf.value, (inputs, constants))
         if (
             forward is None
@@ -50,7 +51,8 @@ def perturbed_vjp(
         return out, (flags, residuals)
 
     def backward_rule(static: Any, residuals: Any, cotangent: Any) -> tuple[Any, None]:
-        (_, count, *packed), residuals = residuals[0].shape, residuals[1]
+        flags, residuals = residuals
+        _, count, *packed = flags.shape
         wanted = np.unpackbits(np.asarray(packed, np.uint8), count=count).tolist()
         if all(isinstance(leaf, SymbolicZero) for leaf in jax.tree.leaves(cotangent)):
             return None, None

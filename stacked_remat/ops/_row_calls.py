@@ -24,7 +24,9 @@ def call_on_rows(fn: Callable[[Any, Any], Any], rows: Any, shared: Any) -> Any:
     That is for one example of several, within `noting`; elsewhere a plain call. All are
     trees of arrays; those of `rows` and of the result have the rows in front.
     """
-    return _bind(fn, rows, shared) if noting.value else fn(rows, shared)
+    if not noting.value:
+        return fn(rows, shared)
+    return _bind(fn, rows, shared)
 
 
 def _bind(fn: Callable[[Any, Any], Any], rows: Any, shared: Any) -> Any:
@@ -40,45 +42,46 @@ def _evaluate(*leaves: Any, jaxpr: Any, **_: Any) -> list[Any]:
 
 
 def _differentiated(primals: Any, tangents: Any, **params: Any) -> Any:
-    """As what it computes is differentiated."""
-    moving = [
-        at for at, tangent in enumerate(tangents) if not isinstance(tangent, ad.Zero)
-    ]
+    """As what it computes is differentiated, by the arrays that have a tangent."""
+    moving = []
+    for number, tangent in enumerate(tangents):
+        if not isinstance(tangent, ad.Zero):
+            moving.append(number)
 
     def of_moving(*arrays: Any) -> list[Any]:
-        given = dict(zip(moving, arrays, strict=True))
-        return _evaluate(
-            *(given.get(at, primal) for at, primal in enumerate(primals)), **params
-        )
+        leaves = list(primals)
+        for number, array in zip(moving, arrays, strict=True):
+            leaves[number] = array
+        return _evaluate(*leaves, **params)
 
-    return jax.jvp(
-        of_moving, [primals[at] for at in moving], [tangents[at] for at in moving]
-    )
+    moving_primals = [primals[number] for number in moving]
+    moving_tangents = [tangents[number] for number in moving]
+    return jax.jvp(of_moving, moving_primals, moving_tangents)
 
 
 def _batched(
     axis: Any, leaves: Any, dims: Any, *, fn: Any, tree: Any, count: int, **_: Any
 ) -> Any:
+    """The batching rule: the examples' rows as rows of one call."""
+    rows, shared = leaves[:count], leaves[count:]
     if any(dim is not None for dim in dims[count:]):
-        options = {
-            "in_axes": jax.tree.unflatten(tree, dims),
-            "spmd_axis_name": axis.spmd_name,
-        }
-        mapped = jax.vmap(fn, **options)(*jax.tree.unflatten(tree, leaves))
-        return jax.tree.leaves(mapped), [0] * len(jax.tree.leaves(mapped))
-    rows = [
-        jnp.broadcast_to(leaf, (axis.size, *leaf.shape))
-        if dim is None
-        else jnp.moveaxis(leaf, dim, 0)
-        for leaf, dim in zip(leaves[:count], dims, strict=False)
-    ]
-    merged = [leaf.reshape(-1, *leaf.shape[2:]) for leaf in rows]
-    found = jax.tree.leaves(
-        _bind(fn, *jax.tree.unflatten(tree, [*merged, *leaves[count:]]))
-    )
-    return [leaf.reshape(axis.size, -1, *leaf.shape[1:]) for leaf in found], [0] * len(
-        found
-    )
+        # Each example has weights of its own, so rows can't be merged.
+        in_axes = jax.tree.unflatten(tree, dims)
+        mapped = jax.vmap(fn, in_axes, spmd_axis_name=axis.spmd_name)
+        found = jax.tree.leaves(mapped(*jax.tree.unflatten(tree, leaves)))
+        return found, [0] * len(found)
+    merged = []
+    for leaf, dim in zip(rows, dims[:count], strict=True):
+        if dim is None:
+            of_examples = jnp.broadcast_to(leaf, (axis.size, *leaf.shape))
+        else:
+            of_examples = jnp.moveaxis(leaf, dim, 0)
+        merged.append(of_examples.reshape(-1, *of_examples.shape[2:]))
+    arguments = jax.tree.unflatten(tree, [*merged, *shared])
+    found = []
+    for leaf in jax.tree.leaves(_bind(fn, *arguments)):
+        found.append(leaf.reshape(axis.size, -1, *leaf.shape[1:]))
+    return found, [0] * len(found)
 
 
 _rows_p = Primitive("rows")

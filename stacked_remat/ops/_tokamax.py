@@ -42,20 +42,21 @@ from ._attention_rule import (
 )
 from ._backends import UnsupportedCallError
 from ._grouped_linear import Kernels
+from ._padding import pad_axis
 
 _VERSIONS = ("0.0.17",)
 _called_for: dict[str, str] = {}
-_CHUNK, _PARTS = 512, 24
+# Chunks of queries are multiples of it
+_CHUNK = 512
+# Strips of divided positions are joined to at most so many parts, since each takes two
+# calls of kernels
+_PARTS = 24
 # Documents no longer than these parts of all positions are in chunks backward
-_PARTS_OF_LENGTH = (
-    32,
-    8,
-)
-# Elements of 16 bits: the least that a kernel copies, and a tile
-_COPIED, _TILE = (
-    8,
-    64,
-)
+_PARTS_OF_LENGTH = (32, 8)
+# Elements of 16 bits that a kernel copies at least
+_COPIED = 8
+# Elements of 16 bits in a row of a tile
+_TILE = 64
 _STEPS: Any = {"block_k": _TILE, "max_concurrent_steps": 4, "grid_block_n": 4}
 
 
@@ -180,7 +181,9 @@ def _forward(
 def _backward(
     attended: Attended, cotangent: Output, blocks: Blocks
 ) -> tuple[Query, Key, Value]:
-    length, window, sight = attended.query.shape[1], blocks.window, attended.sight
+    length = attended.query.shape[1]
+    window = blocks.window
+    sight = attended.sight
     if blocks.strips > 1:
         return _in_strips(attended, cotangent, blocks)
     seen = (
@@ -199,7 +202,9 @@ def _backward(
     ways.append(functools.partial(_gradients, mask=mask, blocks=blocks))
     if window is not None or sight.starts is None or len(ways) == 1:
         return ways[0](attended, cotangent)
-    longest = 1 + jnp.max(jnp.arange(length, dtype=jnp.int32)[None] - sight.starts)
+    # Known only when the program runs, which then takes one of the ways
+    position = jnp.arange(length, dtype=jnp.int32)[None]
+    longest = 1 + jnp.max(position - sight.starts)
     return lax.switch(
         jnp.sum(longest > jnp.asarray(chunks, jnp.int32)), ways, attended, cotangent
     )
@@ -226,41 +231,45 @@ def _in_strips(
     are summed.
     """
     parts = math.gcd(_PARTS, blocks.strips)
-    rows, columns = attended.query.shape[1] // parts, attended.key.shape[1] // parts
+    rows = attended.query.shape[1] // parts
+    columns = attended.key.shape[1] // parts
 
     def gradients(
         queries: tuple[int, int], keys: tuple[int, int], products: tuple[int, int]
     ) -> tuple[Query, Key, Value]:
-        own, seen = (
-            slice(*(rows * end for end in queries)),
-            slice(*(columns * end for end in keys)),
-        )
-        some = _cut(attended, lambda x: x[:, own], lambda x: x[:, seen])
-        sight = Sight(
-            *(
-                None if x is None else x[..., own] - seen.start
-                for x in attended.sight[:2]
-            )
-        )
-        mask = _mask(sight.first(len(some.query[0]), blocks.window), sight.rows)
+        own = slice(rows * queries[0], rows * queries[1])
+        seen = slice(columns * keys[0], columns * keys[1])
+        of_own, of_seen = (lambda x: x[:, own]), (lambda x: x[:, seen])
+        some = _cut(attended, of_own, of_seen)
+        positions, starts, _ = attended.sight
+        assert positions is not None  # of strips they are given
+        sight = Sight(positions[own] - seen.start)
+        if starts is not None:
+            sight = sight._replace(starts=starts[:, own] - seen.start)
+        length = own.stop - own.start
+        mask = _mask(sight.first(length, blocks.window), sight.rows)
         return _gradients(some, cotangent[:, own], mask, blocks, products)
 
+    # How many parts before its own a query may see
+    reach = parts
+    if blocks.window is not None:
+        reach = -(-(blocks.window - 1) // columns)
+    of_query, of_key, of_value = [], [], []
     # XLA leaves out the kernel whose results are not used. Both compute scores and the
     # gradient of weights; one then that of queries, the other those of keys and values.
-    # Parts before one's own
-    reach = parts if blocks.window is None else -(-(blocks.window - 1) // columns)
-    of_query = [
-        gradients((p, p + 1), (max(0, p - reach), p + 1), (2, 1))[0]
-        for p in range(parts)
-    ]
-    of_keys = [
-        gradients((p, min(parts, p + 1 + reach)), (p, p + 1), (2, 2))[1:]
-        for p in range(parts)
-    ]
-    of_key, of_value = (
-        jnp.concatenate(some, axis=1) for some in zip(*of_keys, strict=True)
-    )
-    return jnp.concatenate(of_query, axis=1), of_key, of_value
+    for part in range(parts):
+        own = (part, part + 1)
+        seen = (max(0, part - reach), part + 1)
+        of_query.append(gradients(own, seen, (2, 1))[0])
+    for part in range(parts):
+        own = (part, part + 1)
+        seeing = (part, min(parts, part + 1 + reach))
+        _, key_gradient, value_gradient = gradients(seeing, own, (2, 2))
+        of_key.append(key_gradient)
+        of_value.append(value_gradient)
+    found = of_query, of_key, of_value
+    of_query, of_key, of_value = (jnp.concatenate(some, axis=1) for some in found)
+    return of_query, of_key, of_value
 
 
 def _in_chunks(
@@ -274,34 +283,37 @@ def _in_chunks(
     length = attended.query.shape[1]
     chunks = -(-length // chunk)
 
+    # Chunks are examples for the kernels: `[batch * chunks, chunk, ...]`.
     def cut(x: Array, fill: float = 0) -> Array:
-        widths = [(0, 0), (0, chunks * chunk - length), *[(0, 0)] * (x.ndim - 2)]
-        return jnp.pad(x, widths, constant_values=fill).reshape(-1, chunk, *x.shape[2:])
+        padded = pad_axis(x, 1, chunks * chunk, fill)
+        return padded.reshape(-1, chunk, *x.shape[2:])
 
     def with_before(x: Array) -> Array:
         own = cut(x).reshape(-1, chunks, chunk, *x.shape[2:])
         before = jnp.roll(own, 1, axis=1)  # the first chunk's is not seen
-        return jnp.concatenate([before, own], axis=2).reshape(
-            -1, 2 * chunk, *x.shape[2:]
-        )
+        both = jnp.concatenate([before, own], axis=2)
+        return both.reshape(-1, 2 * chunk, *x.shape[2:])
 
     def joined(x: Array) -> Array:
-        return x.reshape(-1, chunks * chunk, *x.shape[2:])[:, :length]
+        whole = x.reshape(-1, chunks * chunk, *x.shape[2:])
+        return whole[:, :length]
 
     def summed(x: Array) -> Array:
-        before, own = jnp.moveaxis(x.reshape(-1, chunks, 2, chunk, *x.shape[2:]), 2, 0)
-        return joined(
-            (own + jnp.roll(before, -1, axis=1)).reshape(-1, chunk, *x.shape[2:])
-        )
+        # A chunk of keys has gradients by its own queries, and by those after it.
+        both = x.reshape(-1, chunks, 2, chunk, *x.shape[2:])
+        before, own = jnp.moveaxis(both, 2, 0)
+        return joined(own + jnp.roll(before, -1, axis=1))
 
-    first = jnp.broadcast_to(
-        attended.sight.first(length, blocks.window), attended.lse.shape[:2]
-    )
+    first = attended.sight.first(length, blocks.window)
+    first = jnp.broadcast_to(first, attended.lse.shape[:2])
+    # Where the keys of each chunk begin, from which theirs are counted
     begins = chunk * (jnp.arange(chunks, dtype=jnp.int32) - 1)
     first = cut(first).reshape(-1, chunks, chunk) - begins[None, :, None]
-    mask = _mask(first.reshape(-1, chunk), chunk + jnp.arange(chunk, dtype=jnp.int32))
-    # No weights
-    some = _cut(attended, cut, with_before)._replace(lse=cut(attended.lse, jnp.inf))
+    last = chunk + jnp.arange(chunk, dtype=jnp.int32)
+    mask = _mask(first.reshape(-1, chunk), last)
+    some = _cut(attended, cut, with_before)
+    # Queries of padding have no weights.
+    some = some._replace(lse=cut(attended.lse, jnp.inf))
     of_query, of_key, of_value = _gradients(some, cut(cotangent), mask, blocks)
     return joined(of_query), summed(of_key), summed(of_value)
 
@@ -311,11 +323,13 @@ def _cut(
     of_queries: Callable[[Array], Array],
     of_keys: Callable[[Array], Array],
 ) -> Attended:
-    key, value = map(of_keys, (attended.key, attended.value))
-    query, output, lse = map(
-        of_queries, (attended.query, attended.output, attended.lse)
+    return attended._replace(
+        query=of_queries(attended.query),
+        output=of_queries(attended.output),
+        lse=of_queries(attended.lse),
+        key=of_keys(attended.key),
+        value=of_keys(attended.value),
     )
-    return attended._replace(query=query, key=key, value=value, output=output, lse=lse)
 
 
 def _gradients(
@@ -337,11 +351,14 @@ def _gradients(
     queries, output, cotangent = map(flatten_heads, (query, output, cotangent))
     # The highest score and the sum of the exponentials of others less that, of which it
     # has the logarithm.
-    highest = jnp.moveaxis(lse.reshape(*lse.shape[:2], -1), 2, 1)
+    of_heads = lse.reshape(*lse.shape[:2], -1)
+    highest = jnp.moveaxis(of_heads, 2, 1)
     forward = pallas_mosaic_gpu.PallasMosaicGpuFlashAttention()
     seen = key.shape[1] // 2 if mask.is_causal else key.shape[1]
-    width = products[0] * key.shape[-1] + products[1] * value.shape[-1]
-    flops = 2 * seen * math.prod(query.shape[:-1]) * width
+    as_keys, as_values = products
+    width = as_keys * key.shape[-1] + as_values * value.shape[-1]
+    rows = math.prod(query.shape[:-1])
+    flops = 2 * seen * rows * width
     with calling_tokamax(), known_products(flops // 2):  # of each kernel, in the mean
         bound = forward.bind(
             queries,
@@ -386,7 +403,8 @@ def _product(x: Array, w: Array, sizes: Array, transposed: bool) -> Array:
     # Kernels take one order. Without a layout XLA transposes the stack that these are a
     # slice of.
     w = layout.with_layout_constraint(w, layout.Layout((0, 1, 2)))
-    if transposed and not any(size % _TILE for size in w.shape[1:]):
+    in_tiles = not any(size % _TILE for size in w.shape[1:])
+    if transposed and in_tiles:
         # By JAX's kernel: for tokamax's, XLA makes a transposed copy of all matrices.
         tiles: Any = dict(block_m=2 * _TILE, block_n=_width(w.shape[1]), **_STEPS)
         with calling_tokamax():
@@ -423,7 +441,8 @@ def _outer(x: Array, y: Array, sizes: Array) -> Array:
     """
     from jax.experimental.pallas.ops.gpu import transposed_ragged_dot_mgpu
 
-    is_real = (jnp.arange(len(x)) < jnp.sum(sizes))[:, None]
+    count = jnp.sum(sizes)  # rows of no expert are last
+    is_real = (jnp.arange(len(x)) < count)[:, None]
     # Rows of other experts in a tile are multiplied by zero, and those of none may hold
     # anything.
     wide = [
@@ -445,10 +464,9 @@ def _width(size: int) -> int:
 
 def _aligned(x: Array, axes: int, multiple: int) -> Array:
     """With zeros to multiples of a number in the last axes."""
-    widths = [
-        (0, -size % multiple if axis >= x.ndim - axes else 0)
-        for axis, size in enumerate(x.shape)
-    ]
+    widths = [(0, 0)] * x.ndim
+    for axis in range(x.ndim - axes, x.ndim):
+        widths[axis] = (0, -x.shape[axis] % multiple)
     return jnp.pad(x, widths)
 
 

@@ -49,38 +49,29 @@ def unrounded(
     A result that no product makes, by transpositions, sums and the like, is only cast.
     """
     closed, types = jax.make_jaxpr(fn, return_shape=True)(argument)
-    marks, jaxpr = jax.tree.leaves(is_sum(types)), closed.jaxpr
-    wide = _Wide(
-        {
-            var
-            for var, mark in zip(jaxpr.outvars, marks, strict=True)
-            if mark and _is_var(var)
-        }
-    )
-    later = [equation for equation in reversed(jaxpr.eqns) if wide.takes(equation)][
-        ::-1
-    ]
-    read = [*(atom for equation in later for atom in equation.invars), *jaxpr.outvars]
-    first = [
-        *dict.fromkeys(atom for atom in read if _is_var(atom) and atom not in wide.made)
-    ]
-    before, _ = dce_jaxpr(
-        jaxpr.replace(outvars=first), [True] * len(first), instantiate=True
-    )
-    values = dict(
-        zip(
-            first,
-            eval_jaxpr(before, closed.consts, *jax.tree.leaves(argument)),
-            strict=True,
-        )
-    )
+    jaxpr = closed.jaxpr
+    outputs = list(zip(jaxpr.outvars, jax.tree.leaves(is_sum(types)), strict=True))
+    wide = _Wide({var for var, mark in outputs if mark and _is_var(var)})
+    # The equations that are computed in float32, from the last on
+    later = [equation for equation in reversed(jaxpr.eqns) if wide.takes(equation)]
+    later.reverse()
+    read = [*jaxpr.outvars]
+    for equation in later:
+        read += equation.invars
+    # What they and the results read of the program before; a dict keeps the order.
+    first = dict.fromkeys(var for var in read if _is_var(var) and var not in wide.made)
+    program = jaxpr.replace(outvars=[*first])
+    before, _ = dce_jaxpr(program, [True] * len(first), instantiate=True)
+    arrays = eval_jaxpr(before, closed.consts, *jax.tree.leaves(argument))
+    values = dict(zip(first, arrays, strict=True))
     for equation in later:
         values[equation.outvars[0]] = wide.value(equation, values)
-    outputs = zip(jaxpr.outvars, marks, strict=True)
-    found = [
-        _widened(_read(var, values)) if mark else _narrow(var, values)
-        for var, mark in outputs
-    ]
+    found = []
+    for var, mark in outputs:
+        if mark:
+            found.append(_widened(_read(var, values)))
+        else:
+            found.append(_narrow(var, values))
     return jax.tree.unflatten(jax.tree.structure(types), found)
 
 
@@ -97,29 +88,29 @@ class _Wide:
         """Whether `value` computes an equation; then what it moves is wanted in float32
         too.
         """
-        name, (out, *others) = equation.primitive.name, equation.outvars
+        primitive = equation.primitive
+        out, *others = equation.outvars
         if others or out not in self.wanted:
             return False
-        is_move = name in _MOVES and all(map(_is_float, (out, *equation.invars)))
-        is_sum = equation.primitive in (
-            prims.dot_general_p,
-            prims.reduce_sum_p,
-        ) and is_half(_dtype(out))
+        atoms = out, *equation.invars
+        is_move = primitive.name in _MOVES and all(map(_is_float, atoms))
+        sums = prims.dot_general_p, prims.reduce_sum_p
+        is_sum = primitive in sums and is_half(_dtype(out))
         if not is_move and not is_sum:
             return False
         self.made.add(out)
         if is_move:
-            self.wanted |= {atom for atom in equation.invars if _is_var(atom)}
+            # A sum reads narrow values, and a move what it moves.
+            self.wanted.update(filter(_is_var, equation.invars))
         return True
 
     def value(self, equation: JaxprEqn, values: dict[Any, Array]) -> Array:
+        """The result of an equation that is taken, in float32."""
         if equation.primitive is prims.dot_general_p:
-            params = equation.params | {
-                "preferred_element_type": jnp.dtype(jnp.float32)
-            }
-            return prims.dot_general_p.bind(
-                *(_narrow(atom, values) for atom in equation.invars), **params
-            )
+            narrow = [_narrow(atom, values) for atom in equation.invars]
+            float32 = jnp.dtype(jnp.float32)
+            params = equation.params | {"preferred_element_type": float32}
+            return prims.dot_general_p.bind(*narrow, **params)
         operands = [_widened(_read(atom, values)) for atom in equation.invars]
         if equation.primitive is prims.convert_element_type_p:
             return operands[0]
@@ -139,11 +130,9 @@ def _is_float(atom: Any) -> bool:
 
 
 def _read(atom: Any, values: dict[Any, Array]) -> Any:
-    return (
-        jnp.asarray(atom.val, _dtype(atom))
-        if isinstance(atom, Literal)
-        else values[atom]
-    )
+    if isinstance(atom, Literal):
+        return jnp.asarray(atom.val, _dtype(atom))
+    return values[atom]
 
 
 def _narrow(atom: Any, values: dict[Any, Array]) -> Array:

@@ -128,15 +128,14 @@ def causal_attention(
     if query.size == 0 or ValueDim.size == 0:
         return hax.zeros(out, query.dtype)
     factor = HeadDim.size**-0.5 if scale is None else float(scale)
-    window = None if window is None else min(int(window), Pos.size)
+    if window is not None:
+        # A wider one is the same, and tables of kernels are sized by it.
+        window = min(int(window), Pos.size)
+    if softcap is not None:
+        softcap = float(softcap)
     on_cpu = platform() == "cpu"
-    blocks = Blocks(
-        factor,
-        _BLOCKS[on_cpu],
-        window,
-        heads_first=on_cpu,
-        softcap=None if softcap is None else float(softcap),
-    )
+    size = _BLOCKS[on_cpu]
+    blocks = Blocks(factor, size, window, heads_first=on_cpu, softcap=softcap)
     names = Pos.name, KVHeads.name, HeadDim.name, ValueDim.name
 
     def of_all(*arguments: Any) -> NamedArray:
@@ -209,6 +208,10 @@ def decode_attention(
         check_named("sinks", sinks, FLOATS, (), own)
     _check_options(window, scale, softcap)
     last = positions.astype(jnp.int32)
+    first = None
+    if window is not None:
+        # Before slot 0 nothing is hidden.
+        first = last - (min(window, Slot.size) - 1)
     return attend_by_definition(
         query,
         key,
@@ -217,7 +220,7 @@ def decode_attention(
         HeadDim,
         out=_with_values(query.axes, HeadDim, ValueDim),
         last=last,
-        first=None if window is None else last - (min(window, Slot.size) - 1),
+        first=first,
         scale=HeadDim.size**-0.5 if scale is None else scale,
         softcap=softcap,
         sinks=sinks,
@@ -270,14 +273,16 @@ def _attend(
     own = Row, KVHeads, HeadDim = tuple(key.resolve_axis(name) for name in key_names)
     ValueDim = value.resolve_axis(value_name)
     batch = tuple(axis for axis in key.axes if axis not in own)
+    # Of the query heads that share a key head
     group = tuple(axis for axis in query.axes if axis not in (*own, *batch))
-    size, groups = (math.prod(axis.size for axis in axes) for axes in (batch, group))
+    size = math.prod(axis.size for axis in batch)
+    groups = math.prod(axis.size for axis in group)
+    dtype = query.dtype
+    if not dtype == key.dtype == value.dtype:
+        # No kernel of half precision mixes dtypes.
+        dtype = jnp.dtype(jnp.float32)
     call = AttentionCall(
-        dtype=(
-            query.dtype
-            if query.dtype == key.dtype == value.dtype
-            else jnp.dtype(jnp.float32)
-        ),
+        dtype=dtype,
         devices=devices_left_to_the_compiler(query.array),
         position=Row.size,
         head_dim=HeadDim.size,
@@ -293,11 +298,10 @@ def _attend(
     shape = (size, Row.size, KVHeads.size)
 
     def flat(x: NamedArray | None, axes: Sequence[Axis], *shape: int) -> Any:
-        return (
-            None
-            if x is None
-            else x.broadcast_to(axes).rearrange(axes).array.reshape(shape)
-        )
+        if x is None:
+            return None
+        named = x.broadcast_to(axes).rearrange(axes)
+        return named.array.reshape(shape)
 
     query_array = flat(query, (*heads, HeadDim), *shape, groups, HeadDim.size)
     key_array = flat(key, (*batch, *own), *shape, HeadDim.size)

@@ -112,15 +112,16 @@ def chunked_cross_entropy(
     def of_all(*arguments: Any) -> NamedArray:
         return per_device(losses, *arguments, over=tokens, out=tokens)
 
-    structure, axes = jax.tree.structure((hidden, head, targets, weights)), head.axes
+    structure = jax.tree.structure((hidden, head, targets, weights))
+    axes = head.axes
 
     def along(arrays: Sequence[Any], direction: Any) -> tuple[Any, Any]:
-        arguments = (
-            *jax.tree.unflatten(structure, arrays),
-            NamedArray(direction, axes),
-        )
-        found = per_device(losses, *arguments, over=tokens, out=(tokens, tokens))
-        return found[0].array, found[1].array
+        arguments = jax.tree.unflatten(structure, arrays)
+        named = NamedArray(direction, axes)
+        out = tokens, tokens
+        found = per_device(losses, *arguments, named, over=tokens, out=out)
+        own, derivatives = found
+        return own.array, derivatives.array
 
     return noted(CrossEntropyCall(along), of_all)(hidden, head, targets, weights)
 
@@ -141,14 +142,16 @@ def _of_tokens(Embed: Axis, Vocab: Axis, options: "_Options", *given: Any) -> An
     matrix = head.array.astype(flat.dtype)
     # Narrower types could not hold Vocab.size
     labels = targets.array.reshape(count).astype(jnp.int32)
-    counted = (
-        None if weights is None else weights.rearrange(tokens).array.reshape(count)
-    )
+    counted = None
+    if weights is not None:
+        counted = weights.rearrange(tokens).array.reshape(count)
     ignored = labels == IGNORED_TARGET
     if counted is not None:
-        ignored |= (counted == 0) & ((labels < 0) | (labels >= Vocab.size))
+        is_outside = (labels < 0) | (labels >= Vocab.size)
+        ignored |= (counted == 0) & is_outside
     # A negative index would count from the end; an index beyond the end reads NaN.
-    labels = jnp.where(ignored, 0, jnp.where(labels < 0, Vocab.size, labels))
+    labels = jnp.where(labels < 0, Vocab.size, labels)
+    labels = jnp.where(ignored, 0, labels)
     along = None if direction is None else direction.array.astype(flat.dtype)
     of_rows = functools.partial(_of_rows, options)
     found = call_on_rows(of_rows, (flat, labels), (matrix, along))
@@ -160,11 +163,9 @@ def _of_tokens(Embed: Axis, Vocab: Axis, options: "_Options", *given: Any) -> An
         return NamedArray(each.reshape([axis.size for axis in tokens]), tokens)
 
     losses, derivatives = found
-    return (
-        of_tokens(losses)
-        if derivatives is None
-        else (of_tokens(losses), of_tokens(derivatives))
-    )
+    if derivatives is None:
+        return of_tokens(losses)
+    return of_tokens(losses), of_tokens(derivatives)
 
 
 class _Options(NamedTuple):
@@ -178,11 +179,16 @@ class _Options(NamedTuple):
 def _of_rows(
     options: _Options, rows: tuple[Hidden, Array], heads: tuple[Head, Head | None]
 ) -> Any:
-    (hidden, targets), (head, along), count = rows, heads, len(rows[1])
+    """The losses and derivatives of rows, in chunks of which the last is padded."""
+    hidden, targets = rows
+    head, along = heads
+    count = len(targets)
     options = options._replace(size=min(options.size, count) or 1)
+    # Rows of zeros with the target 0, whose losses are dropped again
     padding = (0, -count % options.size)
-    constants = jnp.pad(targets, padding), along
-    found = _losses(options, (jnp.pad(hidden, (padding, (0, 0))), head), constants)
+    hidden = jnp.pad(hidden, (padding, (0, 0)))
+    targets = jnp.pad(targets, padding)
+    found = _losses(options, (hidden, head), (targets, along))
     return jax.tree.map(lambda each: each[:count], found)
 
 
@@ -190,7 +196,9 @@ def _found(options: _Options, inputs: Any, constants: Any) -> tuple[Any, Array]:
     """The losses and their derivatives along a direction of the head, and the
     log-sum-exps.
     """
-    (hidden, head), (targets, along), z_loss = inputs, constants, options.z_loss
+    hidden, head = inputs
+    targets, along = constants
+    z_loss = options.z_loss
     rows = targets.reshape(-1, options.size)
     chunks = hidden.reshape(*rows.shape, hidden.shape[1]), rows
 
@@ -201,7 +209,8 @@ def _found(options: _Options, inputs: Any, constants: Any) -> tuple[Any, Array]:
             own, target = at
             logits = _logits(own, head, options)
             lse = jax.nn.logsumexp(logits, axis=-1)
-            picked = jnp.take_along_axis(logits, target[:, None], axis=-1)[:, 0]
+            picked = jnp.take_along_axis(logits, target[:, None], axis=-1)
+            picked = picked[:, 0]
             return None, (lse - picked + z_loss * lse**2, lse)
 
         _, (losses, lse) = lax.scan(chunk, None, chunks)
@@ -210,7 +219,9 @@ def _found(options: _Options, inputs: Any, constants: Any) -> tuple[Any, Array]:
     if along is None:
         losses, lse = of_head(head)
         return (losses, None), lse
-    (losses, lse), (derivatives, _) = jax.jvp(of_head, (head,), (along,))
+    primals, tangents = jax.jvp(of_head, (head,), (along,))
+    losses, lse = primals
+    derivatives, _ = tangents
     return (losses, derivatives), lse
 
 
@@ -222,26 +233,33 @@ def _forward(options: _Options, inputs: Any, constants: Any) -> tuple[Any, Any]:
 def _backward(
     options: _Options, wanted: tuple[bool, ...], residuals: Any, cotangents: Any
 ) -> Any:
-    (hidden, head, targets, lse), (z_loss, size, names, *_) = residuals, options
+    """Chunk by chunk, whose logits are computed again. The gradient of a logit is its
+    softmax, less one for the target, times the cotangent of the loss.
+    """
+    hidden, head, targets, lse = residuals
+    z_loss, size, names = options.z_loss, options.size, options.names
     cotangent, _ = cotangents
 
     def chunk(
         gradients: tuple[Array, Array | None], i: Array
     ) -> tuple[tuple[Array, Array | None], None]:
         of_hidden, of_head = gradients
-        own, target, own_lse, ct = (
-            lax.dynamic_slice_in_dim(x, i * size, size)
-            for x in (hidden, targets, lse, cotangent)
-        )
+        slices = []
+        for array in (hidden, targets, lse, cotangent):
+            slices.append(lax.dynamic_slice_in_dim(array, i * size, size))
+        own, target, own_lse, ct = slices
+        # Of the log-sum-exp: its own part of the loss, and that of the z-loss
         of_lse = ct * (1.0 + 2.0 * z_loss * own_lse)
         logits = _logits(own, head, options)
-        of_logits = jnp.exp(logits - own_lse[:, None]) * of_lse[:, None]
-        hit = target[:, None] == jnp.arange(of_logits.shape[1])[None, :]
+        softmax = jnp.exp(logits - own_lse[:, None])
+        of_logits = softmax * of_lse[:, None]
+        labels = jnp.arange(of_logits.shape[1])[None, :]
+        hit = target[:, None] == labels
         of_logits = jnp.where(hit, of_logits - ct[:, None], of_logits)
         if options.softcap is not None:  # the derivative of tanh
-            of_logits = of_logits * (1.0 - (logits / options.softcap) ** 2)
+            of_logits *= 1.0 - (logits / options.softcap) ** 2
         if options.scale != 1.0:
-            of_logits = of_logits * options.scale
+            of_logits *= options.scale
         of_logits = of_logits.astype(own.dtype)
         if of_head is not None:
             new = jnp.einsum(
@@ -249,16 +267,16 @@ def _backward(
             )
             of_head = of_head + new
         new = jnp.einsum(f"tv,{names}->te", of_logits, head)
-        return (
-            lax.dynamic_update_slice_in_dim(of_hidden, new, i * size, 0),
-            of_head,
-        ), None
+        of_hidden = lax.dynamic_update_slice_in_dim(of_hidden, new, i * size, 0)
+        return (of_hidden, of_head), None
 
     of_head = jax.ShapeDtypeStruct(head.shape, jnp.float32) if wanted[1] else None
     start = zeros_after((hidden, cotangent), (hidden, of_head))
     chunks = jnp.arange(len(targets) // size, dtype=jnp.int32)
     (of_hidden, of_head), _ = lax.scan(chunk, start, chunks)
-    return of_hidden, None if of_head is None else of_head.astype(head.dtype)
+    if of_head is not None:
+        of_head = of_head.astype(head.dtype)
+    return of_hidden, of_head
 
 
 _losses = perturbed_vjp(lambda *args: _found(*args)[0], _backward, _forward)

@@ -33,6 +33,7 @@ from ._expert_exchange import Exchange, devices_along
 from ._expert_loop import ChunkLoop, Expert, Inputs, Saved, apply_experts, chunk_plan
 from ._expert_weights import WeightsLayout
 from ._grouped_linear import Kernels, megablox_kernels
+from ._padding import pad_axis
 from ._row_calls import call_on_rows
 from ._tokamax import PRODUCTS, why_not_tokamax
 from .per_device import align_varying_axes
@@ -191,15 +192,11 @@ def grouped_experts(
     weights, in_stack = of_layer(weights, Experts)
     layout, arrays = WeightsLayout.of(weights, Experts)
     _check_tokens(x, choices, gates)
-    x, choices, gates, arrays = jax.tree.map(jnp.asarray, (x, choices, gates, arrays))
-    x, choices, gates, arrays = align_varying_axes(
-        "grouped_experts", (x, choices, gates, arrays)
-    )
+    given = jax.tree.map(jnp.asarray, (x, choices, gates, arrays))
+    x, choices, gates, arrays = align_varying_axes("grouped_experts", given)
     count = x.shape[0]
-    if count == 0:
-        x, choices, gates = (
-            jnp.pad(some, ((0, 1), (0, 0))) for some in (x, choices, gates)
-        )
+    if count == 0:  # a token of zeros, whose result is dropped
+        x, choices, gates = (pad_axis(some, 0, 1) for some in (x, choices, gates))
     facts = ExpertsFacts(
         dtype=x.dtype,
         devices=devices_left_to_the_compiler(x),
@@ -213,13 +210,11 @@ def grouped_experts(
     kernels = choose_backend("experts", EXPERT_BACKENDS, backend, facts)
     call = ExpertsCall(expert, saved, layout.of_one, Experts, kernels, layout.of_all)
     if over:
-        run = Exchange.of(
-            over, choices.size, x.shape[1] * x.dtype.itemsize, Experts.size, call.run
-        ).run
+        row_bytes = x.shape[1] * x.dtype.itemsize
+        run = Exchange.of(over, choices.size, row_bytes, Experts.size, call.run).run
     else:  # gradient dot products read the layer's own weights
-        run = noted(
-            call, call.run, otherwise=functools.partial(call.run, in_stack=in_stack)
-        )
+        otherwise = functools.partial(call.run, in_stack=in_stack)
+        run = noted(call, call.run, otherwise=otherwise)
     return run(x, choices, gates, arrays)[:count]
 
 

@@ -50,7 +50,10 @@ def per_device(fn: Callable[..., T], *args: Any, over: Sequence[Axis], out: Any)
 
     Cost: outside of `jax.jit` every call compiles `fn`.
     """
-    cut, of_examples = _cut(over), _free_mesh_axes() & {*_examples_over.value}
+    # By the name of a named axis, the axes of the mesh that divide it
+    cut = _cut(over)
+    # Axes of the mesh over which a surrounding `jax.vmap` divides examples
+    of_examples = _free_mesh_axes() & {*_examples_over.value}
     if not cut and not of_examples:
         return fn(*args)
     sizes = jax.sharding.get_abstract_mesh().shape
@@ -62,11 +65,17 @@ def per_device(fn: Callable[..., T], *args: Any, over: Sequence[Axis], out: Any)
     arrays, static = eqx.partition(args, is_any, is_leaf=is_named_array)
 
     def local(axes: Sequence[Axis]) -> tuple[Axis, ...]:
-        return tuple(axis.resize(axis.size // parts.get(axis.name, 1)) for axis in axes)
+        own = []
+        for axis in axes:
+            part = axis.size // parts.get(axis.name, 1)
+            own.append(axis.resize(part))
+        return tuple(own)
 
     def spec(axes: Sequence[Axis]) -> PartitionSpec:
         for one, other in itertools.combinations(axes, 2):
-            if both := {*cut.get(one.name, ())} & {*cut.get(other.name, ())}:
+            over_one = cut.get(one.name, ())
+            over_other = cut.get(other.name, ())
+            if both := {*over_one} & {*over_other}:
                 raise UnsupportedCallError(
                     f"The axes `{one.name}` and `{other.name}` are both mapped to"
                     f" {', '.join(sorted(both))}: one axis of the mesh divides one axis"
@@ -74,7 +83,12 @@ def per_device(fn: Callable[..., T], *args: Any, over: Sequence[Axis], out: Any)
                 )
         return PartitionSpec(*(cut.get(axis.name) for axis in axes))
 
-    specs = _map_arrays(lambda x: spec(x.axes if is_named_array(x) else ()), arrays)
+    def spec_of(x: Any) -> PartitionSpec:
+        if is_named_array(x):
+            return spec(x.axes)
+        return spec(())  # replicated
+
+    specs = _map_arrays(spec_of, arrays)
     out_specs = jax.tree.map(spec, out, is_leaf=_is_axes)
     for axis in over:
         if axis.size % parts.get(axis.name, 1):
@@ -85,13 +99,17 @@ def per_device(fn: Callable[..., T], *args: Any, over: Sequence[Axis], out: Any)
                 " mesh."
             )
 
+    def with_own_axes(x: Any) -> Any:
+        if not is_named_array(x):
+            return x
+        return NamedArray(x.array, local(x.axes))
+
     def own(arrays: Any) -> Any:
-        mine = _map_arrays(
-            lambda x: NamedArray(x.array, local(x.axes)) if is_named_array(x) else x,
-            arrays,
-        )
+        mine = _map_arrays(with_own_axes, arrays)
+        arguments = eqx.combine(mine, static, is_leaf=is_named_array)
+        # Within it, every named axis is a device's own part, which nothing divides.
         with free_axis_mapping():
-            results = fn(*eqx.combine(mine, static, is_leaf=is_named_array))
+            results = fn(*arguments)
         return jax.tree.map(
             lambda axes, one: one.rearrange(local(axes)).array,
             out,

@@ -200,22 +200,23 @@ class YarnRotary(RotaryScaling):
 
     def rescale(self, frequencies: Frequencies, theta: float) -> Frequencies:
         """See `RotaryScaling`."""
-        pairs, length = len(frequencies), self.original_max_position_embeddings
-        # The (fractional) pairs with so many rotations over the original context.
-        low, high = (
-            pairs * math.log(length / (rotations * 2 * math.pi)) / math.log(theta)
-            for rotations in (self.beta_fast, self.beta_slow)
-        )
+        pairs = len(frequencies)
+        low = self._pair_with(self.beta_fast, pairs, theta)
+        high = self._pair_with(self.beta_slow, pairs, theta)
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
+        # Twice the pairs, as in the authors' code, which counts coordinates here
         low, high = max(low, 0), min(high, 2 * pairs - 1)
         if low == high:
             high += 0.001  # a step instead of a ramp, as in the authors' code
-        return _blend(
-            frequencies,
-            self.factor,
-            1 - np.clip((np.arange(pairs) - low) / (high - low), 0, 1),
-        )
+        ramp = (np.arange(pairs) - low) / (high - low)
+        return _blend(frequencies, self.factor, 1 - np.clip(ramp, 0, 1))
+
+    def _pair_with(self, rotations: float, pairs: int, theta: float) -> float:
+        """The (fractional) pair with so many rotations over the original context."""
+        length = self.original_max_position_embeddings
+        wavelengths = length / (rotations * 2 * math.pi)
+        return pairs * math.log(wavelengths) / math.log(theta)
 
 
 _SCALINGS: dict[str, type[RotaryScaling]] = {
@@ -279,8 +280,12 @@ def rotary_to_hf(scaling: RotaryScaling | None) -> dict[str, Any] | None:
         return None
     defaults = {field.name: field.default for field in dataclasses.fields(scaling)}
     given = {name: getattr(scaling, name) for name in defaults}
-    changed = {name: value for name, value in given.items() if value != defaults[name]}
-    return {"rope_type": scaling.rope_type, **changed}
+    found = {"rope_type": scaling.rope_type}
+    for name, value in given.items():
+        # A folder need not say what a reader takes for granted.
+        if value != defaults[name]:
+            found[name] = value
+    return found
 
 
 def _yarn_fields(
@@ -379,7 +384,8 @@ def apply_rotary(x: NamedArray, table: RotaryTable, HeadDim: Axis) -> NamedArray
     own = [axis for axis in table.cos.axes if axis != pairs]
     check_named("x", x, FLOATS, (*own, pairs.resize(2 * pairs.size), HeadDim))
     wide = x.astype(jnp.float32)
-    first, second = wide[HeadDim, : pairs.size], wide[HeadDim, pairs.size :]
+    first = wide[HeadDim, : pairs.size]
+    second = wide[HeadDim, pairs.size :]
     rotated = [
         first * table.cos - second * table.sin,
         second * table.cos + first * table.sin,

@@ -1,4 +1,4 @@
-"""Memory of sweeps with layers on the host, by compiling."""
+"""Memory of sweeps with layers or carries on the host, by compiling."""
 
 import re
 
@@ -11,12 +11,13 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 from models.parts.decoder import Decoder
-from models.parts.layers import cast_floating
+from models.parts.linear import cast_floating
 from models.parts.sections import ExpertsConfig
 from models.qwen3 import Qwen3MoeConfig
 from stacked_remat import LayerResult, Stacked, memory, streaming
 from stacked_remat._placement import compiled_for, to_host
 from stacked_remat._sweep.store import read
+from stacked_remat.ops import chunked_cross_entropy
 from tests.recorded_on import ON_H200, ON_V5P
 
 LAYERS, TOKENS, WIDTH, INNER = 48, 65_536, 2048, 16_384
@@ -126,6 +127,37 @@ def test_gpus_read_layers_ahead_and_copy_no_stack(target, remat, most):
     hidden = products_during_transfers(compiled.as_text())
     assert len(hidden) >= {"nested": 3, "offload": 2}[remat]
     assert all(least >= 1 for least in hidden.values())
+
+
+@pytest.mark.parametrize("target", [ON_H200])
+def test_a_visit_holds_internals_once_where_carries_come_from_the_host(target):
+    def step(blocks, x):
+        y, sweep_back = blocks.fold_vjp(x, remat="offload")
+        return sweep_back(y, plain_sgd).layers
+
+    report = memory.report(step, blocks(), X, target=target, donate=["blocks"])
+    assert report.temporaries < 5 * GIB
+    assert report.host.temporaries == LAYERS * X.size * 2
+
+
+@pytest.mark.parametrize("target", [ON_V5P])
+def test_the_gradient_of_a_head_is_no_zeros_while_layers_run(target):
+    Position, Embed = hax.Axis("position", TOKENS), hax.Axis("embed", WIDTH)
+    Vocab = hax.Axis("vocab", 151_936)
+
+    def loss(head, blocks, x, targets):
+        hidden = hax.named(blocks.fold(x, remat="nested"), (Position, Embed))
+        losses = chunked_cross_entropy(hidden, head, targets, Embed, Vocab)
+        return hax.sum(losses).scalar()
+
+    def example():
+        head = hax.zeros((Embed, Vocab), dtype=jnp.bfloat16)
+        return head, hax.zeros(Position, dtype=jnp.int32)
+
+    head, targets = eqx.filter_eval_shape(example)
+    gradients = jax.grad(loss, (0, 1))
+    report = memory.report(gradients, head, blocks(), X, targets, target=target)
+    assert report.temporaries < 5.5 * GIB  # zeros of the head in float32 are 1.16
 
 
 @pytest.mark.parametrize("target", [ON_H200, ON_V5P])

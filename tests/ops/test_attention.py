@@ -258,6 +258,22 @@ def test_extra_batch_axes_and_any_order_of_axes():
     np.testing.assert_allclose(found.rearrange(axes).array, expected.array, atol=1e-5)
 
 
+def test_gradients_have_the_dtypes_of_what_they_are_of():
+    query, key, value = named_arrays()
+    key = key.astype(jnp.bfloat16)
+
+    def total(arrays):
+        query, key, value = arrays
+        attended = causal_attention(
+            query, key, value, Pos, KVHeads, HeadDim, backend="blockwise"
+        )
+        return hax.sum(attended).scalar()
+
+    with jax.numpy_dtype_promotion("standard"):
+        found = jax.eval_shape(jax.grad(total), (query, key, value))
+    assert [one.dtype for one in found] == [jnp.float32, jnp.bfloat16, jnp.float32]
+
+
 def test_no_group_axis_is_one_head_a_key_head():
     query, key, value = (array["batch", 0] for array in named_arrays())
     query = query["heads_per_kv", 0]

@@ -29,6 +29,7 @@ class Cohere2Layer(DecoderLayer):
         self, x: NamedArray, tokens: Tokens, cache: LayerCache | None = None
     ) -> LayerOutput:
         """Adds attention and the MLP, both of one normalised input."""
+        # One norm serves both, and neither sees what the other adds.
         normalised = self.input_norm(x)
         attended, cache = self.attention(normalised, tokens, cache)
         mixed, statistics = self.mlp(normalised, tokens)

@@ -67,6 +67,7 @@ class Gemma3Config(DecoderConfig):
     def init_layer(self, kind: LayerKind, *, key: PRNGKeyArray) -> Gemma3Layer:
         """Makes a layer from `key`."""
         attention_key, mlp_key = jax.random.split(key)
+        # Windows are short: wavelengths of their own, not stretched
         rotary = self.rotary
         if kind.window is not None:
             rotary = replace(rotary, theta=self.local_theta, scaling=None)

@@ -56,6 +56,7 @@ class Glm4MoeConfig(GroupedDecoderConfig):
     def init_layer(self, kind: LayerKind, *, key: PRNGKeyArray) -> Glm4MoeLayer:
         """Makes a layer from `key`."""
         attention_key, mlp_key = jax.random.split(key)
+        # Some sizes have norms: GLM-4.5 has, GLM-4.5-Air has not.
         q_norm = k_norm = None
         if self.qk_norm:
             q_norm = rms_norm(self.HeadDim, self.rms_norm_eps)

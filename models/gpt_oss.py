@@ -30,6 +30,7 @@ def clamped(gate: NamedArray, up: NamedArray) -> NamedArray:
     """`g * sigmoid(1.702 * g) * (u + 1)`, where g is `gate` of at most 7 and u is `up`
     between -7 and 7.
     """
+    # The gate has no lower bound: its sigmoid is zero there.
     bounded: Any = hax.minimum(gate, _LIMIT)
     factor = hax.clip(up, -_LIMIT, _LIMIT) + 1
     return bounded * hnn.sigmoid(_SLOPE * bounded) * factor

@@ -47,6 +47,7 @@ class Olmo3Config(DecoderConfig):
     def init_layer(self, kind: LayerKind, *, key: PRNGKeyArray) -> Olmo3Layer:
         """Makes a layer from `key`."""
         attention_key, mlp_key = jax.random.split(key)
+        # Windows are shorter than the original context, so nothing is stretched there.
         rotary = self.rotary
         if kind.window is not None:
             rotary = replace(rotary, scaling=None)

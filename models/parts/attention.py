@@ -52,9 +52,11 @@ class RotaryEmbedding:
     def __call__(self, heads: NamedArray, tokens: Tokens) -> NamedArray:
         """Rotates `[..., HeadDim]` by the positions of the tokens."""
         name, size = self.Dim.name, self.Dim.size
+        # Of a whole head no slice is taken, which would be a copy.
         is_whole = heads.resolve_axis(name).size == size
         x = heads if is_whole else heads[name, :size]
         if self.interleaved:
+            # Scores are the same in any order that queries and keys share.
             x = hax.concatenate(name, [x[name, 0::2], x[name, 1::2]])
         x = apply_rotary(x, tokens.rotary, self.Dim)
         return x if is_whole else hax.concatenate(name, [x, heads[name, size:]])
@@ -119,9 +121,11 @@ class CausalAttention(eqx.Module):
         With a cache, writes the tokens there. Sequences must be whole, from their first
         token on; a single token of each sees those in the cache.
         """
+        # Tiles save memory of the backward pass, which there is without a cache alone.
         if cache is None and self.tiles > 1:
             return self._attend_by_heads(x, tokens), None
         query, key, value, kept = self.heads(x, tokens)
+        # Before attention: a single token sees itself in the cache.
         if cache is not None:
             cache = keep_tokens(cache, kept, tokens, self.window)
         if cache is None:
@@ -136,6 +140,7 @@ class CausalAttention(eqx.Module):
 
     def _attend_by_heads(self, x: NamedArray, tokens: Tokens) -> NamedArray:
         """Attention of a few key-value heads at a time, with their queries."""
+        # Each tile would add the bias again.
         whole, bias = without_bias(self.o_proj)
         by_heads = tiled(_of_some_heads, self.KVHeads, tiles=self.tiles, reduce="sum")
         attention = dataclasses.replace(self, o_proj=whole)

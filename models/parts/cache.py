@@ -74,6 +74,7 @@ class LayerCache(eqx.Module):
         """
         (Batch,) = slots.axes
 
+        # Scattered over the rows, since sequences have read different numbers of tokens
         def put(buffer: NamedArray, new: NamedArray) -> NamedArray:
             at = {
                 buffer.axes[0]: self.layer_index,
@@ -109,6 +110,7 @@ def keep_tokens(
     sequence's last token, until each has been written once, are never read; they hold
     zeros, or values of padding.
     """
+    # All buffers of a layer have the same slots.
     slots = cache.stacked[0].resolve_axis(SLOT_AXIS).size
     if not has_positions(kept[0]):
         assert tokens.positions is not None

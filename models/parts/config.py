@@ -89,7 +89,7 @@ class DecoderConfig(RecordsArguments, draccus.ChoiceRegistry):
     embedding_scale: ClassVar[Any] = None
     logit_factor: ClassVar[Any] = 1.0
     logit_softcap: ClassVar[Any] = None
-    has_halves: ClassVar[bool] = True
+    has_halves: ClassVar[bool] = True  # of parallel blocks it is False
 
     hidden_dim: int = 128
     num_layers: int = 4

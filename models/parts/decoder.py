@@ -222,7 +222,7 @@ class Decoder(eqx.Module):
         return dataclasses.replace(found, loss=found.loss + term)
 
     def _bias_term(self, load: NamedArray) -> Array:
-        """Zero, with the gradients of the biases of routers; see `RouterSpec.bias`."""
+        """Zero, with the gradients of the biases of routers; see `Routing.bias`."""
         kinds = enumerate(self.config.layer_kinds)
         sparse = [number for number, kind in kinds if kind.sparse]
         # [layers, Experts]
@@ -295,9 +295,11 @@ class Decoder(eqx.Module):
         ) -> tuple[NamedArray, Caches]:
             (x, caches), (kind, row) = state, row_of_kind
             layer = cast_floating(layer, x.dtype)
+            # A prompt chooses most experts, and reads its layer's whole.
             if known.positions is not None:
                 stack = self.stacks[kind]
                 layer = reading_in_stack(layer, stack.stacked, row, stack.Layers)
+            # The statistics of routers are of training alone.
             x, cache, _ = layer.forward(x, known, LayerCache(caches[kind], row))
             assert cache is not None
             return x, caches | {kind: cache.stacked}
@@ -336,6 +338,7 @@ class Decoder(eqx.Module):
     def _rotary(self, positions: NamedArray) -> Any:
         """The rotary table of all layers, or that of each kind."""
         tables = {
+            # One table for all kinds that share it
             rotary: None if rotary is None else rotary.table(positions)
             for rotary in dict.fromkeys(self.rotary)
         }
@@ -369,6 +372,7 @@ class Decoder(eqx.Module):
         else:
             weight = self.unembedding().astype(hidden.dtype)
             logits = hax.dot(hidden, weight, axis=self.config.Embed)
+        # As `token_losses` does, in float32
         scale, softcap = self.config.logit_factor, self.config.logit_softcap
         logits = logits.astype(jnp.float32)
         if scale != 1.0:

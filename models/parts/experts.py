@@ -122,6 +122,7 @@ class SparseExperts(FeedForward):
 
     def cast_to(self, dtype: DTypeLike) -> "SparseExperts":
         """In this dtype but for the router, if that has a dtype of its own."""
+        # Rounding may decide between experts, so a router may be wider.
         of_router: Any = self.settings.router_dtype
         if of_router == "compute":
             of_router = dtype

@@ -118,12 +118,14 @@ class LatentAttention(CausalAttention):
             query = self.q_b_proj(self.q_a_norm(self.q_a_proj(x)))
         query = named_heads(query, "query", x)
         narrow, shared = self._latents(x, tokens)
+        # Keys without their shared coordinates, then values
         both = self.kv_b_proj(narrow)
         of_heads = shared.broadcast_axis(both.resolve_axis(self.KVHeads.name))
         key = hax.concatenate(HeadDim.name, [both[HeadDim.name, :plain], of_heads])
         rotated = self.rotary(query[HeadDim, plain:], tokens)
         query = hax.concatenate(HeadDim.name, [query[HeadDim, :plain], rotated])
         value = both[HeadDim.name, plain:]
+        # In one buffer, which decoding reads once
         joint = [narrow, shared.rename({HeadDim.name: "latent"})]
         kept = hax.concatenate("latent", joint)
         key, value = named_heads(key, "key", x), named_heads(value, "value", x)
@@ -164,6 +166,7 @@ class LatentAttention(CausalAttention):
         absorbed = hax.concatenate(
             "latent", [narrow, rotated.rearrange((*narrow.axes[:-1], ...))]
         )
+        # All heads read one key of the width of latents, which is their value too.
         attended = decode_attention(
             absorbed,
             joint,

@@ -59,6 +59,7 @@ class FeedForward(eqx.Module):
 
         `norm` is applied to `x` first, tile by tile too.
         """
+        # With the norm in a tile, its output never exists for all positions.
         run, own = _normalise_and_apply, self
         if self.tiles > 1 and has_positions(x):
             run = tiled(run, POSITION_AXIS, tiles=self.tiles, reduce="sum")
@@ -90,6 +91,7 @@ class GatedMlp(FeedForward):
     gate_proj: hnn.Linear
     up_proj: hnn.Linear
     down_proj: hnn.Linear
+    # A function, so that layers with another are of another kind
     gating: Gating = eqx.field(static=True)
     tiles: int = eqx.field(static=True)
     Embed: Axis = eqx.field(static=True)
@@ -118,6 +120,7 @@ class GatedMlp(FeedForward):
         self, x: NamedArray, documents: NamedArray | None = None
     ) -> tuple[NamedArray, None]:
         """As the MLP of a layer."""
+        # Both under one name: the activation's derivative reads both.
         products = checkpoint_name(self.products(x), "mlp_internals")
         return self.down(products).rearrange(x.axes), None
 

@@ -38,6 +38,12 @@ AS_PUBLISHED = {
     "mixtral_8x7b_65k_lora": "Mixtral 8x7B",
     "phi_4_65k_lora": "Phi-4",
     "deepseek_v3_65k_lora": "DeepSeek V3",
+    "smollm3_3b_65k_lora": "SmolLM3 3B",
+    "granite_3_1_8b_65k_lora": "Granite 3.1 8B",
+    "command_r7b_65k_lora": "Command R7B",
+    "gemma_2_2b_65k_lora": "Gemma 2 2B",
+    "glm_4_5_air_65k_lora": "GLM-4.5-Air",
+    "minimax_m2_65k_lora": "MiniMax-M2",
 }
 
 

@@ -299,7 +299,14 @@ class ScanCheckpointPolicy(_haliax_names.HaliaxFields):
         if is_cut and length > 1:
             schedule = self.schedule(length - self.first_layers)
             schedule = dataclasses.replace(schedule, first=self.first_layers)
-            return Remat(length, kept, carries, schedule, self.first_layers)
+            return Remat(
+                length,
+                kept,
+                carries,
+                schedule,
+                self.first_layers,
+                may_keep_internals=self == ALIASES["nested"],
+            )
         # With all internals kept the layers need not run again, whatever `save_carries`
         # says.
         return Remat(length, kept, "device" if kept == EVERYTHING else carries)

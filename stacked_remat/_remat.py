@@ -134,6 +134,9 @@ class Remat:
     first_layers: int = 0
     # The internals of the first layers that are kept.
     first_kept: Kept = EVERYTHING
+    # Whether a sweep may cut into segments of one length instead and keep their
+    # internals, where these are small (`_sweep/reverse_spec.py`).
+    may_keep_internals: bool = False
 
     @property
     def form(self) -> Literal["loop", "sweep"]:

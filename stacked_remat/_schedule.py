@@ -56,6 +56,10 @@ the layers to visit are saved, since they run again for that from the lowest. So
 stays is all that the forward sweep holds, or where the first run makes them again
 (`_from_slots`) what is up to the slot of the lowest layer that it visits.
 
+Segments of one layer need no replay, so they are visited in the run before, as if they
+were part of its segment. Not where internals are saved: a run holds those of all that
+it visits, and of a segment of one layer that is to be one layer.
+
 `_policy.py` makes schedules of policies, `_sweep/` executes their programs.
 """
 
@@ -151,12 +155,11 @@ class Schedule:
         """The parts of some layers, for so many slots: the last one needs no further
         cut.
         """
-        has_segments = 0 < len(self.segments) < self.length
-        if has_segments and layers == self.layers:
+        if self.segments and layers == self.layers:
             return _divided(layers, self.segments)
         return _divided(layers, _sizes(len(layers), slots))
 
-    def _expansions(self) -> Iterator[_Run]:
+    def _expansions(self, saves: bool) -> Iterator[_Run]:
         """The runs, and before the first the forward sweep, as the part at the top of a
         stack is cut.
 
@@ -173,7 +176,7 @@ class Schedule:
             stack += waiting
             visits = len(last)
             # A part of one layer needs no replay: its visit follows.
-            while stack and len(stack[-1]) == 1:
+            while stack and len(stack[-1]) == 1 and not saves:
                 stack.pop()
                 visits += 1
             starts = [part[0] for part in waiting]
@@ -183,7 +186,8 @@ class Schedule:
         """What a sweep executes: O(length) numbers, however few slots.
 
         Args:
-            saves: whether internals are kept of the layers that a run visits.
+            saves: whether internals are kept of the layers that a run visits: those of
+                one segment.
             on_host: whether the first input of each segment is kept on the host. A run
                 fetches it to slot 0, and its other inputs fill the slots above.
         """
@@ -223,7 +227,7 @@ class Schedule:
 
     def _from_slots(self, saves: bool) -> tuple[tuple[int, ...], list[_Run]]:
         """The same with all inputs in slots."""
-        forward, *runs = self._expansions()
+        forward, *runs = self._expansions(saves)
         kept = tuple(forward.held)
         # What the forward sweep left is visited without a replay.
         top_slot = len(kept) - 1

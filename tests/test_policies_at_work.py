@@ -292,6 +292,8 @@ def host_transfers(fn, *args):
         ("nested", None, 0),
         ("offload", (3,), N),
         (ScanCheckpointPolicy(nested=3, save_carries="offload"), (3,), 3),
+        (ScanCheckpointPolicy(nested=8, save_carries="offload"), (3,), 8),
+        (ScanCheckpointPolicy(nested=N, save_carries="offload"), (3,), N),
         (ScanCheckpointPolicy(first_layers=2, save_carries="offload"), (3,), N - 2),
         (
             ScanCheckpointPolicy(
@@ -314,7 +316,13 @@ def test_offload_is_in_the_program(Stack, remat, shape, times):
 
 def test_block_seq_keeps_what_stacked_keeps():
     sequence = STACKS["BlockSeq"]()
-    cuts = ((dict(nested=3), 3), (dict(max_carries=4), 4))
+    cuts = (
+        (dict(nested=3), 3),
+        (dict(max_carries=4), 4),
+        # Segments of one layer, whose internals are not kept until they are reversed
+        (dict(nested=8, save_block_internals=["h"]), 8),
+        (dict(nested=N, save_block_internals=True), N),
+    )
     for remat, carries in (
         (True, N),
         ("recompute", 1),

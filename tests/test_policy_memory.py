@@ -94,6 +94,19 @@ class TestCompiledMemory:
             "nested", 64
         )
 
+    @pytest.mark.parametrize("Stack", [Stacked, BlockSeq])
+    def test_internals_are_kept_of_one_segment(self, Stack):
+        """Of segments of one layer too."""
+
+        def cost(segments, depth):
+            remat = ScanCheckpointPolicy(nested=segments, save_block_internals=True)
+            return temporaries(remat, depth, Stack)
+
+        carries_alone = temporaries(True, 12, Stack)
+        assert cost(12, 12) < carries_alone + 1.1 * temporaries(True, 1, Stack)
+        assert cost(8, 12) < cost(6, 12) + 2.5
+        assert cost(11, 12) < cost(6, 12) + 5.5
+
     @pytest.mark.remat3
     def test_offload_is_harmless_on_cpu(self):
         assert temporaries("offload", 64) <= 1.1 * temporaries(True, 64)

@@ -28,9 +28,13 @@ def check(schedule: Schedule, length: int) -> None:
     assert not executed.unread
     saved = Execution(schedule.program(saves=True), saves=True)
     assert not saved.unread
-    assert saved.program.sources == program.sources
-    if schedule.segments:
+    if not schedule.segments:
+        assert saved.program.sources == program.sources
+    else:
         assert sum(schedule.segments) == length
+        # Internals are those of one segment, a segment of one layer too.
+        assert saved.program.sources == len(schedule.segments)
+        assert saved.program.visits == schedule.segments[::-1]
         for saves in (False, True):
             program = schedule.program(saves=saves, on_host=True)
             Execution(program, saves=saves, on_host=True)
@@ -129,7 +133,7 @@ def test_the_program_of_a_policy_finds_every_input(policy, first):
 
 
 def test_the_forward_pass_reads_no_schedule(monkeypatch: pytest.MonkeyPatch):
-    def fail(self: Schedule) -> None:
+    def fail(self: Schedule, saves: bool) -> None:
         raise AssertionError("the cut is computed")
 
     monkeypatch.setattr(Schedule, "_expansions", fail)

@@ -300,28 +300,33 @@ def scan_unrolled(
     parts = range(count, axis.size)
     if remat.schedule is not None:
         parts = remat.schedule.tree
-    if all(isinstance(part, int) for part in parts):
-        # No two layers share a segment, so each is checkpointed by itself.
-        remat = dataclasses.replace(remat, schedule=None)
     first = _checkpointed_step(step, Remat(count, EVERYTHING), axis)
     layer = _checkpointed_step(step, remat, axis)
+    alone = layer
+    if remat.schedule is not None and remat.schedule.segments:
+        # A segment of one layer: until it is reversed only its carry is kept, which is
+        # moved to the host if those of segments are.
+        of_one = dataclasses.replace(remat, kept=NOTHING, schedule=None)
+        alone = _checkpointed_step(step, of_one, axis)
 
-    def run(parts: Iterable[Tree], carry: PyTree) -> tuple[PyTree, list[PyTree]]:
+    def run(
+        parts: Iterable[Tree], one_layer: Callable, carry: PyTree
+    ) -> tuple[PyTree, list[PyTree]]:
         outputs = []
         for part in parts:
             if isinstance(part, int):
-                step = first if part < count else layer
+                step = first if part < count else one_layer
                 carry, y = step(carry, inputs[part])
                 outputs.append(y)
             else:
-                segment = functools.partial(run, part)
+                segment = functools.partial(run, part, layer)
                 carry, ys = _checkpointed_segment(segment, remat, axis)(carry)
                 outputs += ys
         return carry, outputs
 
     # A profile shows the loop by the name of its axis
     with jax.named_scope(f"scan({axis.name})"):
-        run_all = functools.partial(run, [*range(count), *parts])
+        run_all = functools.partial(run, [*range(count), *parts], alone)
         carry, outputs = _replayed_whole(run_all, remat)(init)
     return carry, outputs[::backwards]
 

@@ -204,13 +204,10 @@ def _run_scheduled(
     """
     layers = schedule.layers
     step = _forward_step(spec, xs, shared, layers)
+    program, _, _, is_read = spec.scheduled(perturbed, xs, shared)
     if spec.remat.boundaries_on_host:
-        program = schedule.program(on_host=True)
         bounds = (*program.kept, layers.stop)
         return _run_stretches(spec, step, bounds, None, state)
-    pullbacks = spec.pullbacks(perturbed, spec.remat.kept, xs, shared)
-    saves, is_read = spec.kept_in_segment(pullbacks)
-    program = schedule.program(saves=saves)
     state = state._replace(inputs=spec.slots_for(state.carry, program, is_read))
     # A leaf that no visit reads has slots for the sources of replays alone, so that not
     # every input can be written.

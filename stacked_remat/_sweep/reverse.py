@@ -50,8 +50,7 @@ from jax import lax
 
 from .. import _xla_hints as xla_hints
 from .._placement import has_host_arrays, to_device
-from .._remat import Kept
-from .._schedule import Program, Schedule, equal
+from .._schedule import Program, equal
 from .._static import PyTree
 from .gradient import (
     LayerInputs,
@@ -141,22 +140,35 @@ def sweep_back(
     """
     remat = spec.remat
 
-    def layers_of(schedule: Schedule, kept: Kept, on_host: bool) -> _Layers:
-        pullbacks = spec.pullbacks(perturbed, kept, xs_in(state), shared)
-        saves, is_read = spec.kept_in_segment(pullbacks)
-        program = schedule.program(saves=saves, on_host=on_host)
-        trips = _trips_of(program, checkpoints.ran)
-        how = pullbacks, saves, is_read, shared, ys_ct, visitor, xs_in
-        return _Layers(spec, program, *trips, *how)
+    def layers_of(
+        program: Program, pullbacks: list[LayerPullback], saves: bool, is_read: Mask
+    ) -> _Layers:
+        advances, visits, skipped = _trips_of(program, checkpoints.ran)
+        return _Layers(
+            spec,
+            program=program,
+            advances=advances,
+            visits=visits,
+            skipped=skipped,
+            pullbacks=pullbacks,
+            saves=saves,
+            is_read=is_read,
+            shared=shared,
+            ys_ct=ys_ct,
+            visitor=visitor,
+            xs_in=xs_in,
+        )
 
     if remat.schedule is not None:
-        layers = layers_of(remat.schedule, remat.kept, remat.boundaries_on_host)
+        layers = layers_of(*spec.scheduled(perturbed, xs_in(state), shared))
         loop = _visit_scheduled(layers, checkpoints.inputs, carry_ct, state)
         carry_ct, state = loop.cotangent, loop.state
     if remat.first_layers:
-        # As a schedule that cuts into single layers: one run without a replay.
-        schedule = equal(remat.first_layers, remat.first_layers)
-        layers = layers_of(schedule, remat.first_kept, False)
+        # As a schedule that cuts into single layers: one run without a replay. The
+        # forward sweep has saved what is kept.
+        program = equal(remat.first_layers, remat.first_layers).program()
+        pullbacks = spec.pullbacks(perturbed, remat.first_kept, xs_in(state), shared)
+        layers = layers_of(program, pullbacks, *spec.saves_and_reads(pullbacks))
         fetched = layers.fetch(state, remat.first_layers - 1)
         inputs = checkpoints.first_inputs or []
         loop = _Loop(inputs, checkpoints.residuals, fetched, carry_ct, state)

@@ -28,7 +28,7 @@ from .. import _xla_hints as xla_hints
 from .._activity import bytes_of, has_rules, surely_read
 from .._compat import without_constants
 from .._remat import EVERYTHING, NOTHING, Remat
-from .._schedule import equal, shrinking
+from .._schedule import equal
 from .gradient import LayerPullback, Perturbed, Residuals, pick
 from .programs import found_in
 from .rules import floats, ruled, without_closures
@@ -173,8 +173,9 @@ def _remat_for(spec: SweepSpec, residuals: Sequence[Residuals]) -> Remat:
     are reversed take k + r N / k carries: 2√(rN) <= √(2N) for k = √(rN).
     """
     remat, length = spec.remat, spec.length
-    is_nested = length > 1 and remat == Remat(length, schedule=shrinking(length))
-    if not is_nested or len(residuals) > 1 or spec.carry_bytes() is None:
+    if not remat.may_keep_internals or len(residuals) > 1:
+        return remat
+    if spec.carry_bytes() is None:
         return remat
     (of_layer,) = residuals
     is_held = spec.held or ()
@@ -211,8 +212,7 @@ def serves(
     # No leaf lacks slots, or the slots of a segment are made in the reverse sweep.
     if remat.kept == NOTHING or remat.schedule is None or remat.boundaries_on_host:
         return True
-    kept_pullbacks = spec.pullbacks(kept_for, remat.kept, xs, shared)
-    pullbacks = spec.pullbacks(perturbed, remat.kept, xs, shared)
-    saved, has_slots = spec.kept_in_segment(kept_pullbacks)
-    saves, is_read = spec.kept_in_segment(pullbacks)
-    return saves == saved and not any(pick(is_read, inverted(has_slots)))
+    kept = spec.scheduled(kept_for, xs, shared)
+    wanted = spec.scheduled(perturbed, xs, shared)
+    lacks_slots = any(pick(wanted.is_read, inverted(kept.is_read)))
+    return wanted.program == kept.program and not lacks_slots

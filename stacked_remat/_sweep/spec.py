@@ -79,6 +79,19 @@ class _StoppingLoop(NamedTuple):
     state: Any
 
 
+class Scheduled(NamedTuple):
+    """How the layers of a schedule are reversed."""
+
+    # What is executed.
+    program: Program
+    # The vector-Jacobian product of a layer, for each kind.
+    pullbacks: list[LayerPullback]
+    # Whether internals of a segment are saved before its layers are visited.
+    saves: bool
+    # Which leaves of their input carry visits read beside these; over all leaves.
+    is_read: Mask
+
+
 @dataclass(frozen=True)
 class SweepSpec:
     """A sweep, or a plain scan, over layers."""
@@ -391,7 +404,20 @@ class SweepSpec:
             types.append((shared_types, tuple(self.carry_types), x_types))
         return types
 
-    def kept_in_segment(self, pullbacks: Sequence[LayerPullback]) -> tuple[bool, Mask]:
+    def scheduled(
+        self, perturbed: Perturbed, xs: OfKinds, shared: OfKinds
+    ) -> Scheduled:
+        """How the layers of the schedule are reversed. Both sweeps find it here, the
+        same if the masks are, or if `reverse_spec.serves` says so.
+        """
+        remat = self.remat
+        assert remat.schedule is not None
+        pullbacks = self.pullbacks(perturbed, remat.kept, xs, shared)
+        saves, is_read = self.saves_and_reads(pullbacks)
+        program = remat.schedule.program(saves=saves, on_host=remat.boundaries_on_host)
+        return Scheduled(program, pullbacks, saves, is_read)
+
+    def saves_and_reads(self, pullbacks: Sequence[LayerPullback]) -> tuple[bool, Mask]:
         """Whether internals are kept while a segment is reversed; which leaves of its
         carries visits read beside these, over all leaves.
         """

@@ -251,9 +251,7 @@ class Search:
                 segments = math.ceil(rest / length)
                 return segments * carry + length * internals
 
-            # Segments of one layer would be visited in one loop, which keeps the
-            # internals of all of them.
-            length = min(range(min(2, rest), rest + 1), key=needs)
+            length = min(range(1, rest + 1), key=needs)
             return dataclasses.replace(
                 kept, nested=math.ceil(rest / length), first_layers=first_layers
             )

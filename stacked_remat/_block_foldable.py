@@ -3,8 +3,9 @@
 The methods that apply layers (`fold`, `scan`, `vmap` and their `_via` forms) are all
 `_applied`: it makes a `FoldCall` (`call_of`), divides an `eqx.nn.State` among the
 layers, and calls `_run`, which each class has: a loop of JAX over stacks, or a Python
-loop. The rest is what layers have in common with a list, the checks of what a user
-builds them of, and `init` with its types.
+loop. `fold_vjp` and `scan_vjp` are `_vjp` in `_stacked.py`. The rest is what layers
+have in common with a list, the checks of what a user builds them of, and `init` with
+its types.
 """
 
 import abc
@@ -485,6 +486,7 @@ def _applied(
         whole, (args, kwargs) = divide_state(
             init, (args, kwargs), layers, layers._own_part, what
         )
+        # None in the block's place: paths into arguments count it
         arguments = (None, *args), kwargs
         warn_of_ambiguous(init, arguments, layers.Layers, call.caller)
         with only_own_state(whole, what):

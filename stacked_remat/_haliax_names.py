@@ -73,7 +73,7 @@ def contradictions(policy: Any) -> Iterator[tuple[str, str, str]]:
         yield "disable", "offload_block_internals", reason
         if policy.save_block_internals is not True:
             yield "disable", "save_block_internals", reason
-        if not policy.is_nested:
+        if not policy.has_cut:
             yield "disable", "first_layers", reason
 
 

@@ -71,8 +71,12 @@ def _bounded(most: int, length: int) -> Schedule:
     return bounded(length, max_carries=most)
 
 
-# All fields that cut the layers. What a policy executes, refuses and says of cuts
-# follows from this table.
+# All fields that cut the layers. From this table follow what a policy executes, what it
+# refuses, and `has_cut`. Written by hand are the errors that name all cuts, in
+# `_scan/layers.py`, `_scan/sweep_back.py` and `_sweep/trace.py`, which
+# `test_errors_name_all_fields_that_cut` compares with it; that only `nested` has
+# boundaries on the host, in `_contradictions`; and how a planner varies each cut, in
+# `memory/_plan.py`.
 CUTS: dict[str, _Cut] = {
     "nested": _Cut(_checked_nested, _nested, _nested_on_host),
     "max_carries": _Cut(_checked_carries, _bounded),
@@ -201,7 +205,7 @@ class ScanCheckpointPolicy(_haliax_names.HaliaxFields):
             )
             yield name, "offload_block_internals", reason
         # Those that follow contradict each other only where layers are not cut.
-        if self.is_nested:
+        if self.has_cut:
             return
         for name in ("save_block_internals", "offload_block_internals"):
             yield (
@@ -262,7 +266,7 @@ class ScanCheckpointPolicy(_haliax_names.HaliaxFields):
     _mk = from_bool_or_str  # Levanter's name for it too
 
     @property
-    def is_nested(self) -> bool:
+    def has_cut(self) -> bool:
         """Whether the layers are cut into segments that are replayed one at a time."""
         return any(map(self._is_set, CUTS))
 
@@ -283,7 +287,7 @@ class ScanCheckpointPolicy(_haliax_names.HaliaxFields):
         """What a scan over so many layers executes."""
         # A schedule is computed from the number, in Python. A plain scan takes a
         # symbolic one too (`jax.export`).
-        is_cut = self.is_nested or self.first_layers > 0
+        is_cut = self.has_cut or self.first_layers > 0
         if is_cut and not isinstance(length, SupportsIndex):
             raise ValueError(
                 f"{self!r} cuts the layers into segments, and their number is symbolic"
@@ -291,6 +295,7 @@ class ScanCheckpointPolicy(_haliax_names.HaliaxFields):
                 ' "offload".'
             )
         if self.first_layers >= max(length, 1):
+            # All layers are first ones: nothing is left to cut.
             return Remat(length, EVERYTHING)
         internals: Any = self.save_block_internals
         kept = Kept(internals, tuple(self.offload_block_internals))
@@ -298,7 +303,7 @@ class ScanCheckpointPolicy(_haliax_names.HaliaxFields):
         # A single layer has no carries between layers, so it is checkpointed as it is
         if is_cut and length > 1:
             schedule = self.schedule(length - self.first_layers)
-            schedule = dataclasses.replace(schedule, first=self.first_layers)
+            schedule = dataclasses.replace(schedule, offset=self.first_layers)
             return Remat(
                 length,
                 kept,

@@ -17,8 +17,9 @@ executed by a plain `lax.scan` under `jax.checkpoint`, or by a sweep (`_sweep/`)
 
 `names` are `save_block_internals=[...]`. So a sweep knows two things alone: first
 layers, whose inputs and `first_kept` stay until they are reversed, and a schedule. Both
-are executed as a `Program` (`_schedule.py`). Once the layers are traced, `"nested"` may
-become segments of one length that keep everything (`_sweep/reverse_spec.py`).
+are executed as a `Program` (`_schedule.py`). For gradients (`jax.grad`), not with a
+visitor, `"nested"` may become segments of one length that keep everything, once the
+layers are traced (`_sweep/reverse_spec.py`).
 """
 
 import functools

@@ -105,8 +105,8 @@ class Schedule:
     slots: int
     # Lengths of the segments in forward order; empty for one of `bounded`.
     segments: tuple[int, ...] = ()
-    # The number of the first of these layers in the sweep.
-    first: int = 0
+    # How many layers of the sweep run before these.
+    offset: int = 0
 
     @cached_property
     def replays(self) -> int:
@@ -130,7 +130,7 @@ class Schedule:
 
     @property
     def layers(self) -> range:
-        return range(self.first, self.first + self.length)
+        return range(self.offset, self.offset + self.length)
 
     def _part(self, layers: range, slots: int, depth: int) -> Tree:
         if depth > _MOST_NESTED:
@@ -191,10 +191,10 @@ class Schedule:
             on_host: whether the first input of each segment is kept on the host. A run
                 fetches it to slot 0, and its other inputs fill the slots above.
         """
-        kept, runs = self._from_host() if on_host else self._from_slots(saves)
+        stays, runs = self._from_host() if on_host else self._from_slots(saves)
         columns = []
         all_held: list[int] = []
-        first = []
+        runs_first = []
         made = slots = 0
         for held, slot, visits in runs:
             start, top = held[0], held[-1]
@@ -206,15 +206,15 @@ class Schedule:
             # In the order of the columns of `Program`.
             columns.append((start, slot, advances, len(all_held), *at_bottom))
             all_held += held[1:]
-            first.append(start if advances else last)
+            runs_first.append(start if advances else last)
             made += top - start
             slots = max(slots, end_slot)
         return Program(
             self.layers,
-            kept,
+            stays,
             slots,
             tuple(all_held),
-            (*first, first[-1]),
+            (*runs_first, runs_first[-1]),
             len(all_held) == made,
             *zip(*columns, strict=True),
         )
@@ -228,10 +228,10 @@ class Schedule:
     def _from_slots(self, saves: bool) -> tuple[tuple[int, ...], list[_Run]]:
         """The same with all inputs in slots."""
         forward, *runs = self._expansions(saves)
-        kept = tuple(forward.held)
+        stays = tuple(forward.held)
         # What the forward sweep left is visited without a replay.
-        top_slot = len(kept) - 1
-        first = _Run(kept[-1:], top_slot, forward.visits)
+        top_slot = len(stays) - 1
+        first_run = _Run(stays[-1:], top_slot, forward.visits)
         is_made_again = saves
         count = len(self.segments)
         sizes = {*self.segments}
@@ -239,18 +239,18 @@ class Schedule:
             # What the forward sweep left of the last segment is made again: then all
             # runs are alike, and trip counts static.
             (size,) = sizes
-            first = _Run(self.layers[-size:], count - 1, size)
+            first_run = _Run(self.layers[-size:], count - 1, size)
             is_made_again = True
         if is_made_again:
-            lowest_slot = first.slot + len(first.held) - first.visits
-            kept = kept[: lowest_slot + 1]
-        return kept, [first, *runs]
+            lowest_slot = first_run.slot + len(first_run.held) - first_run.visits
+            stays = stays[: lowest_slot + 1]
+        return stays, [first_run, *runs]
 
 
 class Program(NamedTuple):
     """What a sweep executes over the layers of a schedule, as plain integers.
 
-    The forward sweep runs `layers`, and the inputs of those in `kept` stay: in slots
+    The forward sweep runs `layers`, and the inputs of those in `stays` stay: in slots
     0, 1, ... or, offloaded, on the host. The reverse sweep executes runs; a column has
     one entry for each, in order:
 
@@ -261,7 +261,8 @@ class Program(NamedTuple):
     1. The replay reads the input of layer `start` from `slot` and runs `advances`
        layers: to the highest that is visited. Where internals are *saved*, it stops
        before the lowest, from where the layers to visit run once more, to save them.
-       The inputs that it makes go to the slots above: all, or those in `held`.
+       The inputs that it makes go to the slots above: all, or those in
+       `held_layers`.
     2. `visits` layers are visited, down to `bottom`. This may be less than `start`,
        where inputs that earlier runs left in slots are visited too.
     """
@@ -269,14 +270,14 @@ class Program(NamedTuple):
     # The numbers of all layers.
     layers: range
     # Those whose inputs stay from the forward sweep.
-    kept: tuple[int, ...]
+    stays: tuple[int, ...]
     # How many slots there are.
     slots: int
     # The layers after `start` whose inputs the replays hold, those of all runs in turn.
-    held: tuple[int, ...]
+    held_layers: tuple[int, ...]
     # The layer that each run executes first, for a replay or a visit. Each run reads
     # the next one's ahead; one entry more is for the last run, which may read any.
-    first: tuple[int, ...]
+    runs_first: tuple[int, ...]
     # Whether replays hold every input that they make: then the slot of an input is
     # found from the layer's number.
     holds_all: bool
@@ -284,7 +285,7 @@ class Program(NamedTuple):
     start: tuple[int, ...]
     slot: tuple[int, ...]
     advances: tuple[int, ...]
-    # Where the layers of a run begin in `held`.
+    # Where the layers of a run begin in `held_layers`.
     held_from: tuple[int, ...]
     bottom: tuple[int, ...]
     bottom_slot: tuple[int, ...]
@@ -306,7 +307,7 @@ class Program(NamedTuple):
         One that doesn't stay goes where the next one that does will replace it; after
         the last of these, to the slot above them.
         """
-        return tuple(bisect.bisect_left(self.kept, layer) for layer in self.layers)
+        return tuple(bisect.bisect_left(self.stays, layer) for layer in self.layers)
 
     @property
     def replayed(self) -> list[range]:

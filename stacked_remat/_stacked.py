@@ -50,7 +50,7 @@ from ._scan.marks import (
 )
 from ._scan.stacking import name_stacked, stack_layers, take_rows
 from ._scan.step import FoldCall, Verb
-from ._scan.sweep_back import SweepBack, fold_forward
+from ._scan.sweep_back import SweepBack, forward_for_visitor
 from ._state_dict import layers_from_state_dict, stack_as
 from ._static import PyTree
 from ._sweep.store import at_least_one
@@ -123,11 +123,12 @@ class StackedKinds(BlockFoldable[M]):
         # As `_applied` of `_block_foldable.py`, without a state: a visitor has its own
         call = call_of(self, f"{verb}_vjp", verb, **options)
         check_unmarked(init)
+        # None in the block's place: paths into arguments count it
         arguments = (None, *args), kwargs
         warn_of_ambiguous(init, arguments, self.Layers, call.caller)
         blocks = self._per_kind(lambda _, stack: stack._stored)
         template = eqx.filter(self, is_array, inverse=True)
-        return fold_forward(call, init, ((blocks, *args), kwargs), template)
+        return forward_for_visitor(call, init, ((blocks, *args), kwargs), template)
 
     def from_state_dict(self, state_dict: StateDict, prefix: str | None = None) -> Self:
         """These layers with their arrays read from keys `prefix.0.key`, `prefix.1.key`,

@@ -1,16 +1,17 @@
 """What is in a program, or is decided, only because of what XLA does with it.
 
 The values are those of a program without any of this. What differs is memory, and which
-transfers go on while something else is computed. Each function is for one place of the
-library, and says for which targets it is there.
+transfers go on while something else is computed. Each function says for which targets
+it is there. One that calls `lax.optimization_barrier` is in programs for the others
+too, where a comment says what it costs if that is known.
 
-The comments have a case that was compiled, as "with / without GiB" of temporaries on
-the device, and the test in `tests/benchmarks/` that compares it. All are of jax, jaxlib
-and the CUDA plugin 0.10.2 and of libtpu 0.0.51, for an H200 and a TPU v5p. Unless said
-otherwise the layers are 48 times `x + silu(x @ up) @ down` in bfloat16, of 65,536
-tokens, width 2,048 and inner width 16,384. `tests/test_xla_hints.py` removes one hint
-after the other, and finds each in programs of its platforms and in no others'. XLA for
-CPUs drops barriers.
+Where a hint was measured, a comment has the case that was compiled, as "with / without
+GiB" of temporaries on the device, and the test in `tests/benchmarks/` if one compares
+it. All are of jax, jaxlib and the CUDA plugin 0.10.2 and of libtpu 0.0.51, for an H200
+and a TPU v5p. Unless said otherwise the layers are 48 times `x + silu(x @ up) @ down`
+in bfloat16, of 65,536 tokens, width 2,048 and inner width 16,384.
+`tests/test_xla_hints.py` removes one hint after the other, and finds each in programs
+of its platforms and in no others'. XLA for CPUs drops barriers.
 
 A program may be lowered for another platform than the one that traces it, or for
 several: `jax.export` does. So what only one platform needs is a primitive with a
@@ -39,7 +40,9 @@ T = TypeVar("T")
 # --- A layer's internals, which XLA would hold for longer than they are read
 
 
-def visit_after_both(carry: PyTree, cotangents: PyTree) -> tuple[PyTree, PyTree]:
+def visit_after_carry_and_cotangents(
+    carry: PyTree, cotangents: PyTree
+) -> tuple[PyTree, PyTree]:
     """A layer's input, which comes from the host, and its cotangents, for a visit that
     begins once both are there.
 
@@ -227,9 +230,9 @@ def copy_fetched(fetched: list[Array], index: Any) -> tuple[list[Array], Any]:
     """What was read ahead, and the layer's number, from which the next one that is to
     be read is computed.
 
-    A loop's carry has one buffer, and XLA would begin the next transfer into it only
-    after the last use of what is there; so that is first copied to another buffer, in a
-    way that XLA does not remove.
+    GPUs and TPUs: a loop's carry has one buffer, and XLA would begin the next transfer
+    into it only after the last use of what is there; so that is first copied to another
+    buffer, in a way that XLA does not remove.
     """
     # v5p, layers on the host updated by a visitor, "nested": of the forward sweep's two
     # products both run during a transfer / none. `test_visitor_memory`.
@@ -373,8 +376,9 @@ def needs_checkpoint_barriers(*, is_rolled: bool, offloads_carry: bool) -> bool:
 
     All platforms where the loop is unrolled, and the layers are in one program: XLA
     would merge the recomputation with the forward pass. GPUs also where carries come
-    from the host, as in `visit_after_both`: "offload" takes 4.38 / 6.31 GiB on an H200.
-    For TPUs such barriers cost memory: 814 MB in place of 805 (inner width 2,048).
+    from the host, as in `visit_after_carry_and_cotangents`: "offload" takes 4.38 / 6.31
+    GiB on an H200. For TPUs such barriers cost memory: 814 MB in place of 805 (inner
+    width 2,048).
 
     It is a parameter of JAX's checkpoint, the same for all platforms. What is traced on
     a CPU has them, to no effect there, since it may be exported.

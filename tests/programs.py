@@ -48,7 +48,7 @@ class Execution:
         # Where all inputs are written, those that stay are in the same slots.
         every = dict(zip(program.input_slots, program.layers, strict=True))
         assert max(every) < program.slots
-        for slot, layer in enumerate(program.kept):
+        for slot, layer in enumerate(program.stays):
             assert every[slot] == layer
             self._write(slot, layer)
         self._draw("forward", program.layers, ())
@@ -61,10 +61,10 @@ class Execution:
         visited = range(bottom, bottom + program.visits[r])
         assert (program.replayed[r], program.visited[r]) == (replayed, visited)
         ends = [bottom] if self.saves else [visited[-1]]
-        assert program.first[r] == [*replayed, *ends][0]
+        assert program.runs_first[r] == [*replayed, *ends][0]
         if self.on_host:
             assert slot == 0
-            self._write(0, program.kept[-1 - r])
+            self._write(0, program.stays[-1 - r])
         if replayed:
             self._read(slot, start)
         written = 0
@@ -74,7 +74,7 @@ class Execution:
             assert not self.saves or place < program.sources
             self._write(place, layer + 1)
             if not program.holds_all:
-                next_held = program.held[program.held_from[r] + written]
+                next_held = program.held_layers[program.held_from[r] + written]
                 written += next_held == layer + 1
         if self.saves:
             assert bottom_slot < program.sources
@@ -103,9 +103,9 @@ class Execution:
         """The layers whose inputs stay from the forward sweep, and are not the first
         thing that is read of their slots.
         """
-        later = self.log[len(self.program.kept) :]
+        later = self.log[len(self.program.stays) :]
         first_access = {slot: kind for kind, slot, _ in reversed(later)}
-        kept = enumerate(self.program.kept)
+        kept = enumerate(self.program.stays)
         return [layer for slot, layer in kept if first_access.get(slot) != "read"]
 
     @property

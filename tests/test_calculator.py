@@ -94,10 +94,10 @@ def ends_of_slots(slots):
 
 def runs_of(program):
     """Of each run the start, its slot, the slots that the replay writes, the visits."""
-    ends = (*program.held_from[1:], len(program.held))
+    ends = (*program.held_from[1:], len(program.held_layers))
     for r, end in enumerate(ends):
         start, slot = program.start[r], program.slot[r]
-        held = program.held[program.held_from[r] : end]
+        held = program.held_layers[program.held_from[r] : end]
         made = range(start + 1, start + program.advances[r] + 1)
         writes = [slot + 1 + bisect.bisect_left(held, layer) for layer in made]
         yield start, slot, writes, program.visits[r]
@@ -116,8 +116,8 @@ def test_the_schedules_are_those_of_the_library():
             assert tuple(got["segments"]) == expected.segments
             program = expected.program()
             written = ends_of_slots(got["forward"])
-            assert [written[slot] for slot in range(len(program.kept))] == [
-                *program.kept
+            assert [written[slot] for slot in range(len(program.stays))] == [
+                *program.stays
             ]
             runs = []
             for run in got["runs"]:

@@ -175,14 +175,15 @@ def test_each_value_of_each_field_changes_what_is_executed():
 
 @pytest.mark.parametrize("name", CUTS)
 def test_a_field_that_cuts_does_so_and_contradicts_what_has_other_cuts(name):
-    policy = ScanCheckpointPolicy(**{name: 3})
-    assert policy.is_nested
+    value = VALUES[name][-1]
+    policy = ScanCheckpointPolicy(**{name: value})
+    assert policy.has_cut
     assert policy.for_layers(8).schedule == policy.schedule(8) != equal(8, 8)
-    others = {cut: 3 for cut in CUTS if cut != name}
+    others = {cut: VALUES[cut][-1] for cut in CUTS if cut != name}
     others |= {"save_carries": False, "offload_block_internals": ["a"]}
-    for other, value in others.items():
+    for other, other_value in others.items():
         with pytest.raises(ValueError, match="contradict each other"):
-            ScanCheckpointPolicy(**{name: 3, other: value})
+            ScanCheckpointPolicy(**{name: value, other: other_value})
 
 
 def test_errors_name_all_fields_that_cut():

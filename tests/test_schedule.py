@@ -38,7 +38,7 @@ def check(schedule: Schedule, length: int) -> None:
         for saves in (False, True):
             program = schedule.program(saves=saves, on_host=True)
             Execution(program, saves=saves, on_host=True)
-            assert len(program.kept) == len(schedule.segments)
+            assert len(program.stays) == len(schedule.segments)
             assert program.slots == max(schedule.segments) and program.sources == 1
 
 
@@ -96,7 +96,7 @@ def test_long_sequences_are_cheap_to_cut():
     assert len(cuts[0].program().start) == len(cuts[0].segments)
     few = bounded(10_000, max_carries=2)  # which runs layers again 50 million times
     program = few.program()
-    assert len(program.start) + len(program.held) < 2 * few.length
+    assert len(program.start) + len(program.held_layers) < 2 * few.length
 
 
 @pytest.mark.parametrize("module", [_schedule, reverse])

@@ -108,7 +108,7 @@ def first(part, *_, **__):
 
 # The hint, the program without it, a program that has it, and the platforms.
 HINTS = [
-    ("visit_after_both", same, visited(OFFLOADED), {"cuda"}),
+    ("visit_after_carry_and_cotangents", same, visited(OFFLOADED), {"cuda"}),
     ("gradients_before_writes", first, gradient, {"tpu"}),
     (
         "gradient_for_visitor",

@@ -3,11 +3,11 @@
 A *step* is the function that a user gives to `fold`, `scan` or `map`, or a block. A
 *layer* is that step traced on arrays, and a *stack* holds the arrays of all layers. The
 *policy* is what the user writes about memory; for a number of layers it becomes a
-`Remat`, the *program*: which layers run, which carries stay, what runs again.
+`Remat`: which layers run, which carries stay, what runs again.
 
 `api.py` and `_block_foldable.py` make a `FoldCall`. `split_arguments` divides its
 arguments into stacks and shared arrays (`layer_axis.py`; `_block_seq.py` divides those
-of a `BlockSeq`), and one of these runs them, or `sweep_back.fold_forward` for a
+of a `BlockSeq`), and one of these runs them, or `sweep_back.forward_for_visitor` for a
 visitor:
 
 - `scan_layers`: layers of one trace, as a plain scan of JAX or as a *sweep*, the loop
@@ -144,7 +144,7 @@ def scan_layers(call: FoldCall, init: PyTree, arguments: PyTree) -> Any:
         with jax.disable_jit(False):
             return scan_layers(call, init, arguments)
     remat = call.policy.for_layers(axis.size)
-    if call.until is not None and (remat.offloads or not remat.carries):
+    if call.until is not None and (remat.offloads or remat.carries is None):
         raise ValueError(
             "With until=, a policy can neither offload nor drop what it keeps of the"
             ' steps that run. Let remat be False, True or "nested", or use max_carries,'
@@ -158,17 +158,18 @@ def scan_layers(call: FoldCall, init: PyTree, arguments: PyTree) -> Any:
         # Whether a loop would be a primitive here. Within a trace it is one of JAX, and
         # so it is with a `jax.Ref`, which a primitive does not take.
         is_primitive = is_eager() and not has_refs(traced.shared)
-        if not remat.carries and not nothing_is_traced():
+        if remat.carries is None and not nothing_is_traced():
             traced = with_rules_as_arguments(traced)
-        program = remat
-        # Outside of a trace the backward pass of a loop has its arguments alone and
-        # runs the layers again; a sweep keeps the carries that the policy says.
-        if is_swept or (is_primitive and remat.carries):
-            program = remat.swept()
-        spec = sweep_spec(call, traced, program, axis)
+        # Cut layers are swept. Others are a loop: within a trace one of JAX; outside of
+        # one a primitive, whose backward pass has its arguments alone and runs the
+        # layers again. So where carries are kept there, it is a sweep too.
+        executed = remat
+        if is_swept or (is_primitive and remat.carries is not None):
+            executed = remat.swept()
+        spec = sweep_spec(call, traced, executed, axis)
         run = functools.partial(run_layers, traced, spec)
         # A primitive of a loop keeps its arguments alone.
-        if program.form == "sweep" or not is_primitive:
+        if executed.form == "sweep" or not is_primitive:
             run = _replayed_whole(run, remat)
         carry, ys = run(*checked_inputs(traced, splits, remat))
     carry = eqx.combine(carry, static)
@@ -377,6 +378,6 @@ def _replayed_whole(run: Callable, remat: Remat) -> Callable:
     """All layers; where the policy keeps no carry they run again for the backward
     pass.
     """
-    if remat.carries:
+    if remat.carries is not None:
         return run
     return recomputed(run, remat.kept.policy(), offloads=remat.offloads)

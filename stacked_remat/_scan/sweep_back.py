@@ -1,14 +1,20 @@
 """`fold_vjp` and `scan_vjp`: a forward sweep, and its reverse sweep with a visitor.
 
 A *sweep* is the loop over layers of `_sweep/`, which works on lists of arrays; users
-write *visitors*, which work on trees. `fold_forward`, which `_stacked.py` calls, runs
-the forward sweep and returns a `SweepBack` with what the policy keeps. Calling that
-runs the reverse sweep, where each layer is visited once, from the last to the first:
+write *visitors*, which work on trees. `forward_for_visitor`, which `_stacked.py` calls,
+runs the forward sweep and returns a `SweepBack` with what the policy keeps. Calling
+that runs the reverse sweep, where each layer is visited once, from the last to the
+first:
 
 1. `_TreeVisitor` makes trees of the arrays that the sweep has of a layer
    (`SweepTypes.visit` in `visitor.py`) and calls the user's visitor.
 2. `checked_result` in `returned.py` takes the `LayerResult` apart again and checks it.
 3. `Returned.with_layer` writes what is new into stacks, in place.
+
+The forward sweep is a primitive (`primitive.sweep_forward`), so it has derivatives. The
+reverse sweep is not: it calls the loops of `reverse.py` in the caller's trace, since a
+visitor may close over traced values, and its results get a derivative that raises
+(`_without_derivatives`).
 
 The replay reads the layers from the state that the visitor writes to (`xs_in`). A
 visitor that updates the weights so costs 0.09 stacks of temporaries; with a replay that
@@ -27,11 +33,11 @@ import jax.tree_util as jtu
 from .. import _xla_hints as xla_hints
 from .._activity import is_differentiable, not_differentiable
 from .._static import PyTree, Static
+from .._sweep import reverse
 from .._sweep.gradient import LayerPullback, LeafVisit, Perturbed, pick
 from .._sweep.kinds import Kind
 from .._sweep.primitive import sweep_forward
 from .._sweep.programs import are_known, run
-from .._sweep.reverse import sweep_back
 from .._sweep.reverse_spec import differentiated
 from .._sweep.rules import floats
 from .._sweep.slots import Arrays, Checkpoints, OfKinds
@@ -118,18 +124,18 @@ class SweepBack(eqx.Module):
         trees = self, cotangent, state, layer_state
         arrays, static = eqx.partition(trees, eqx.is_array)
 
-        def visited(arrays: PyTree) -> tuple[PyTree, Static]:
+        def on_arrays(arrays: PyTree) -> tuple[PyTree, Static]:
             sweep, cotangent, state, layer_state = eqx.combine(arrays, static)
-            result = _visited(sweep, cotangent, visitor, state, layer_state)
+            result = _run_visits(sweep, cotangent, visitor, state, layer_state)
             result, rest = eqx.partition(result, eqx.is_array)
             return result, Static(rest)
 
         # Outside of a trace an executable is found by the jaxpr, since a visitor is
         # often a new function at each call, which `jax.jit` would compile again.
         if are_known(arrays):
-            result, rest = run(jax.jit(visited), arrays)
+            result, rest = run(jax.jit(on_arrays), arrays)
         else:
-            result, rest = visited(arrays)
+            result, rest = on_arrays(arrays)
         result = eqx.combine(jax.tree.map(_without_derivatives, result), rest.value)
         return result._replace(layers=self._types.template._with_blocks(result.layers))
 
@@ -197,7 +203,9 @@ def _cotangents(types: SweepTypes, cotangent: PyTree) -> tuple[Arrays, OfKinds]:
 
 
 class _SweepState(NamedTuple):
-    """What a reverse sweep carries from layer to layer for the visitor."""
+    """What `_sweep/reverse.py` calls the visitor's state, of a `_TreeVisitor`: what it
+    has returned so far, and the state of the user's visitor.
+    """
 
     returned: list[Returned]  # of each kind: for the layers visited so far
     visitor_state: PyTree  # the arrays of the visitor's own state
@@ -232,17 +240,19 @@ class _TreeVisitor:
     layer_states: list[Split]
 
     def __call__(
-        self, visit: LeafVisit, loop: _SweepState
+        self, visit: LeafVisit, carried: _SweepState
     ) -> tuple[Arrays, _SweepState]:
         number = visit.pullback.kind.number
-        returned = [*loop.returned]
-        before = returned[number]
-        carry_ct, *new = self.visited(visit, before.layer_state, loop.visitor_state)
-        new, state = xla_hints.results_before_writes(new)
-        returned[number] = before.with_layer(visit.row, new)
+        before = carried.returned[number]
+        carry_ct, of_layer, state = self.call_user(
+            visit, before.layer_state, carried.visitor_state
+        )
+        of_layer, state = xla_hints.results_before_writes((of_layer, state))
+        returned = [*carried.returned]
+        returned[number] = before.with_layer(visit.row, of_layer)
         return carry_ct, _SweepState(returned, state)
 
-    def visited(
+    def call_user(
         self, visit: LeafVisit, layer_state: Sequence[PyTree], state: PyTree
     ) -> tuple[Arrays, Returned, PyTree]:
         """The cotangent of a layer's input, and what the visitor returns for the layer
@@ -269,7 +279,7 @@ class _TreeVisitor:
         return checked_result(self.types, kind, entry, state, layout, result)
 
 
-def _visited(
+def _run_visits(
     sweep: SweepBack,
     cotangent: PyTree,
     visitor: Visitor,
@@ -289,15 +299,16 @@ def _visited(
     returned = []
     for kind in types.spec.kinds:
         returned.append(_first_returned(sweep, on_trees, kind, arrays))
-    loop = _SweepState(returned, arrays)
+    carried = _SweepState(returned, arrays)
 
-    def xs_in(loop: _SweepState) -> OfKinds:
-        return eqx.combine([of_kind.layers for of_kind in loop.returned], sweep._xs)
+    def xs_in(carried: _SweepState) -> OfKinds:
+        new = [of_kind.layers for of_kind in carried.returned]
+        return eqx.combine(new, sweep._xs)
 
     # Without layers the cotangent goes through, and the visitor was traced all the
     # same, for the types of what it returns and for its errors.
     if types.spec.length:
-        carry_ct, loop = sweep_back(
+        carry_ct, carried = reverse.visit_layers(
             types.spec,
             types.perturbed,
             sweep._checkpoints,
@@ -305,13 +316,13 @@ def _visited(
             carry_ct,
             ys_ct,
             on_trees,
-            loop,
+            carried,
             xs_in=xs_in,
         )
-    xs = xs_in(loop)
-    layers, args, kwargs = _joined(sweep, xs, loop.returned)
+    xs = xs_in(carried)
+    layers, args, kwargs = _joined(sweep, xs, carried.returned)
     states = []
-    for before, of_kind in zip(layer_states, loop.returned, strict=True):
+    for before, of_kind in zip(layer_states, carried.returned, strict=True):
         stacks = eqx.combine(of_kind.layer_state, before.stacks)
         states.append(before.layout.stacked(stacks, before.shared))
     return SweepResult(
@@ -320,7 +331,7 @@ def _visited(
         layers,
         args,
         kwargs,
-        eqx.combine(loop.visitor_state, static),
+        eqx.combine(carried.visitor_state, static),
         join_states(states),
     )
 
@@ -376,13 +387,22 @@ def _first_returned(
     stacks = visitor.layer_states[number].stacks
     first = jnp.int32(0)  # any layer will do
 
-    def visited(inputs: PyTree, cotangents: PyTree, *states: PyTree) -> Returned:
-        inputs = tuple(map(list, inputs))
-        visit = LeafVisit(pullback, first, first, inputs, [], cotangents, False)
-        return visitor.visited(visit, *states)[1]
+    def of_one(inputs: PyTree, cotangents: PyTree, *states: PyTree) -> Returned:
+        visit = LeafVisit(
+            pullback,
+            index=first,
+            row=first,
+            inputs=tuple(map(list, inputs)),
+            saved=[],
+            cotangents=cotangents,
+            writes_to_host=False,
+        )
+        _, returned, _ = visitor.call_user(visit, *states)
+        return returned
 
-    new = jax.eval_shape(visited, input_types, pullback.cotangent_types, stacks, state)
-    # The first stacks are the layers themselves, for those entries that are replaced
+    new = jax.eval_shape(of_one, input_types, pullback.cotangent_types, stacks, state)
+    # For every entry that the visitor returned: the stack that it is written to.
+    # Cotangents of arguments have the shapes of the stacks `xs`, and are zeros below.
     xs, shared = sweep._xs[number], sweep._shared[number]
     layers, layer_state, split_ct, shared_ct = jax.tree.map(
         lambda entry, stack: None if entry is None else stack,
@@ -397,11 +417,11 @@ def _first_returned(
     )
 
 
-def fold_forward(
+def forward_for_visitor(
     call: FoldCall, init: PyTree, arguments: PyTree, template: PyTree
 ) -> tuple[PyTree, SweepBack]:
-    """The forward sweep of `fold_vjp` and `scan_vjp`; the layers are the first of the
-    arguments.
+    """The forward sweep of `fold_vjp` and `scan_vjp`, before a reverse sweep with a
+    visitor; the layers are the first of the arguments.
 
     `template` is the stack without its arrays, for the result of the reverse sweep.
     """
@@ -415,7 +435,8 @@ def fold_forward(
             ' "nested", max_carries=k).'
         )
     traced, static = trace_kinds(call, splits, init, remat)
-    # With all leaves of carries held, since a visitor may read any
+    # `held_leaves` stays None, so `for_reverse` is not called: a user's visitor may
+    # read any leaf of the carry, also those that no layer changes.
     spec = sweep_spec(call, traced, remat.swept(), axis)
     first, xs = checked_inputs(traced, splits, remat)
     spec, perturbed, shared = _differentiated(spec, traced, splits)
@@ -425,10 +446,10 @@ def fold_forward(
     stacked = [*map(traced.output, traced.kinds, ys)]
     outputs = named_outputs(call, splits, stacked)
     types = SweepTypes(
-        template,
-        call.verb == "scan",
-        spec,
-        perturbed,
+        template=template,
+        has_output=call.verb == "scan",
+        spec=spec,
+        perturbed=perturbed,
         layouts=tuple(split.layout for split in splits),
         y_trees=tuple(map(_arrays_tree, stacked)),
         axis=axis,

@@ -52,7 +52,8 @@ class LayerVisit:
 
     Attributes:
         layer_index: its index on the axis, whatever the policy: `blocks[layer_index]`.
-            An int32, or an int where the loop is unrolled.
+            An int32, or an int where the loop is unrolled. For a value for each layer
+            return it as `layer_state`, which works for a stack without layers too.
         layer: the layer.
         carry: its input.
         args: its further arguments: slices of those that are split, and the shared

@@ -6,7 +6,7 @@ it also leaves checkpoints, from which `reverse.py` makes every layer's input ag
     layers   0 1 2 | 3 4 5 6 7 8 9
              first |  schedule
     kept     every | the inputs of the
-             input | layers in `Program.kept`
+             input | layers in `Program.stays`
 
 - of the *first layers* (`Remat.first_layers`) each input, and residuals;
 - of the layers under the *schedule* the inputs that stay in its slots, or, offloaded,
@@ -50,7 +50,6 @@ from .store import (
     empty_stack,
     on_mesh,
     with_tangents,
-    write,
 )
 
 
@@ -159,12 +158,14 @@ def forward(
     if remat.schedule is not None:
         state = _run_scheduled(spec, remat.schedule, perturbed, xs, shared, state)
     # The first input is also in a slot, or the first of `first_layers`, unless these
-    # are empty or on the host. Layers that stop may have run none that writes it.
-    only_on_host = remat.carries == "host" and not (
-        remat.schedule is not None and remat.first_layers
-    )
-    is_needed = not spec.length or spec.stops or only_on_host
-    origin = spec.of_held(init) if is_needed else None
+    # are empty or on the host.
+    is_on_device = remat.carries != "host"
+    if remat.schedule is not None and remat.first_layers:
+        # Then only the schedule's inputs are on the host.
+        is_on_device = True
+    # Layers that stop may have run none that writes it.
+    slot_has_first = spec.length > 0 and not spec.stops and is_on_device
+    origin = None if slot_has_first else spec.of_held(init)
     checkpoints = Checkpoints(state.inputs, first_inputs, residuals, origin, state.ran)
     return state.carry, state.ys, checkpoints
 
@@ -206,7 +207,7 @@ def _run_scheduled(
     step = _forward_step(spec, xs, shared, layers)
     program, _, _, is_read = spec.scheduled(perturbed, xs, shared)
     if spec.remat.boundaries_on_host:
-        bounds = (*program.kept, layers.stop)
+        bounds = (*program.stays, layers.stop)
         return _run_stretches(spec, step, bounds, None, state)
     state = state._replace(inputs=spec.slots_for(state.carry, program, is_read))
     # A leaf that no visit reads has slots for the sources of replays alone, so that not
@@ -215,8 +216,8 @@ def _run_scheduled(
     if not writes_few and not spec.unrolled:
         writes_few = xla_hints.write_takes_long(spec.carry_bytes())
     if writes_few:
-        bounds = (*program.kept, layers.stop)
-        slots = range(len(program.kept))
+        bounds = (*program.stays, layers.stop)
+        slots = range(len(program.stays))
     else:
         # All inputs are written: loops in a loop take a GPU more time, and a TPU more
         # memory.
@@ -243,7 +244,7 @@ def _run_stretches(
         first = entry_at(bounds, place)
         if slots is not None:
             held = spec.of_held(state.carry)
-            inputs = write(state.inputs, entry_at(slots, place), held)
+            inputs = spec.write_slot(state.inputs, entry_at(slots, place), held)
             state = state._replace(inputs=inputs)
         if max(sizes) == 1:
             # Where layers may stop, the loop over stretches has just seen that they go

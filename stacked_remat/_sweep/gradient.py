@@ -1,5 +1,5 @@
-"""A layer's vector-Jacobian product, and the default visitor, which writes every
-layer's gradient in place.
+"""A layer's vector-Jacobian product, and the visitor of gradients, for `jax.grad`,
+which writes every layer's gradient in place.
 
 A layer is `layer(shared, carry, x) -> (carry, y)` on lists of arrays: what all layers
 share, the carry, and its own inputs (weights and slices of scanned arguments). Leaves
@@ -400,8 +400,8 @@ def zero_gradients(
 def write_gradients(
     visit: LeafVisit, state: list[Gradients]
 ) -> tuple[Carry, list[Gradients]]:
-    """The default visitor: sums the gradients of shared inputs, and writes each layer's
-    own in place.
+    """The visitor of gradients, for `jax.grad`: sums those of shared inputs, and writes
+    each layer's own in place.
 
     To those of stacks that layers take whole the gradients are added.
     """

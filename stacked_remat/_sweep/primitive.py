@@ -10,10 +10,20 @@ with trip counts that are data. So the loops are within primitives of
 
     Sweep     init, xs, shared -> carry, ys
       reverse mode   Rule(forward)      the same, and checkpoints
-                     Rule(pull_back)    checkpoints, cotangents -> cotangents
+                     Rule(backward)     checkpoints, cotangents -> cotangents
       forward mode   Linear -> Rule(tangent_of ...)     the same loops, of pairs
       jax.vmap       Sweep of mapped layers, so that gradients of what a batch shares
                      are summed within each layer
+
+How a gradient gets to the loops:
+
+    jax.grad: Sweep.__call__ -> JAX -> Sweep.vjp_fwd -> sweep_forward
+                  -> Rule -> forward.forward
+              JAX -> LowPrimitive.vjp_bwd -> Sweep.input_cotangents -> sweep_backward
+                  -> Rule -> reverse.backward
+
+A `Rule` traces its function when it is made, for the types of its results, and runs
+that trace when it is lowered.
 
 A `Rule` is any function of arrays with a *reference*: another way to compute it, which
 JAX can differentiate in reverse mode. For sweeps that is a checkpointed `lax.scan`
@@ -41,7 +51,7 @@ from .._static import PyTree, Static
 from .forward import forward, primal
 from .gradient import Perturbed, merge, pick, scatter_leaves
 from .programs import jitted, run, traced_program
-from .reverse import pull_back
+from .reverse import backward
 from .reverse_spec import differentiated, for_forward_mode, for_reverse, serves
 from .rules import (
     Bound,
@@ -168,19 +178,19 @@ class Sweep(Differentiable):
         return (carry, self._weak(ys)), (checkpoints, xs, shared, how)
 
     def input_cotangents(self, residuals: PyTree, cotangents: PyTree) -> PyTree:
-        *kept, how = residuals
-        nonzero, spec, kept_for = how.value
+        checkpoints, xs, shared, how = residuals
+        mask, spec, saved_for = how.value
         has_ct = self._has_cotangent(cotangents)
         # Only now it is known which outputs have no cotangent.
-        fewer = replace(kept_for, ys=self._perturbed(nonzero, has_ct).ys)
-        _, xs, shared = kept
-        perturbed = fewer if serves(spec, kept_for, fewer, xs, shared) else kept_for
+        fewer = replace(saved_for, ys=self._perturbed(mask, has_ct).ys)
+        perturbed = fewer if serves(spec, saved_for, fewer, xs, shared) else saved_for
         carry_ct, ys_ct = cotangents
         # Zeros where the sweep takes a cotangent and JAX has none.
         carry_ct = as_arrays(pick(carry_ct, perturbed.carry))
         ys_ct = [*map(as_arrays, map(pick, ys_ct, perturbed.ys))]
-        input_cts = sweep_backward(spec, perturbed, *kept, carry_ct, ys_ct)
-        return self.in_tree.unflatten(scatter_leaves(input_cts, nonzero))
+        inputs = checkpoints, xs, shared, carry_ct, ys_ct
+        input_cts = sweep_backward(spec, perturbed, *inputs)
+        return self.in_tree.unflatten(scatter_leaves(input_cts, mask))
 
     def batch(self, axis: Any, args: PyTree, dims: PyTree) -> PyTree:
         if not_mapped(self, axis, dims):
@@ -395,7 +405,7 @@ def _for_tangents(fn: Bound) -> Bound:
     # `_mapped` is bound to a `Bound`, the loops to their spec.
     if fn.fn is _mapped:
         return replace(fn, bound=(_for_tangents(first), *rest))
-    if fn.fn in (forward, pull_back):
+    if fn.fn in (forward, backward):
         return replace(fn, bound=(for_forward_mode(first), *rest))
     return fn
 
@@ -428,7 +438,9 @@ def _forward_reference(spec: SweepSpec, perturbed: Perturbed, *args: PyTree) -> 
 def sweep_forward(
     spec: SweepSpec, perturbed: Perturbed, *args: PyTree
 ) -> tuple[Carry, OfKinds, Checkpoints]:
-    """Sweep forward from `init, xs, shared`, and keep what the policy says."""
+    """`forward.forward(spec, perturbed, *args)` as a primitive: sweep forward from
+    `init, xs, shared`, and keep what the policy says.
+    """
     loops = Bound("sweep_forward", forward, (spec, perturbed))
     reference = Bound("sweep_forward", _forward_reference, (spec, perturbed))
     return Rule(loops, reference, *args)(*args)
@@ -439,7 +451,7 @@ def _backward_reference(
 ) -> Arrays:
     """The reverse sweep by the plain scan's pullback, from the first carry."""
     xs, shared, carry_ct, ys_ct = rest
-    args = spec.whole(checkpoints.first()), xs, shared
+    args = spec.whole(checkpoints.first_carry()), xs, shared
     plain = functools.partial(spec.plain, True)
     run, part = of_part(plain, args, perturbed.inputs, perturbed.outputs)
     _, pullback = jax.vjp(run, part)
@@ -448,9 +460,9 @@ def _backward_reference(
 
 
 def sweep_backward(spec: SweepSpec, perturbed: Perturbed, *args: PyTree) -> Arrays:
-    """The cotangents of the perturbed inputs, in order, from `checkpoints, xs, shared,
-    carry_ct, ys_ct`.
+    """`reverse.backward(spec, perturbed, *args)` as a primitive: the cotangents of the
+    perturbed inputs, in order, from `checkpoints, xs, shared, carry_ct, ys_ct`.
     """
-    loops = Bound("sweep_backward", pull_back, (spec, perturbed))
+    loops = Bound("sweep_backward", backward, (spec, perturbed))
     reference = Bound("sweep_backward", _backward_reference, (spec, perturbed))
     return Rule(loops, reference, *args)(*args)

@@ -34,8 +34,8 @@ Where a layer may end the sweep (`SweepSpec.stops`), how many layers ran is data
 counts are then clipped to the layers that did (`_trips_of`).
 
 Layers are numbered here as they run; `SweepSpec.layer_index` gives the index on the
-axis. Called by `primitive.py` for gradients and by `_scan/sweep_back.py` for a user's
-visitor.
+axis. `primitive.py` calls `backward` for gradients, and `_scan/sweep_back.py`
+`visit_layers` for a user's visitor.
 """
 
 from collections.abc import Callable, Sequence
@@ -73,14 +73,14 @@ from .slots import (
     entry_at,
 )
 from .spec import SweepSpec
-from .store import Index, read, with_tangents, write
+from .store import Index, read, with_tangents
 
 # Called for every layer, from the last to the first, with the visitor's state. Returns
 # the cotangents of the perturbed leaves of the layer's input carry, and the state.
 LeafVisitor: TypeAlias = Callable[[LeafVisit, Any], tuple[Carry, PyTree]]
 
 
-def pull_back(
+def backward(
     spec: SweepSpec,
     perturbed: Perturbed,
     checkpoints: Checkpoints,
@@ -96,7 +96,7 @@ def pull_back(
     """
     in_forward_mode = spec.kinds[0].in_forward_mode
     visitor = write_tangents if in_forward_mode else write_gradients
-    carry_ct, gradients = sweep_back(
+    carry_ct, gradients = visit_layers(
         spec,
         perturbed,
         checkpoints,
@@ -118,7 +118,7 @@ def pull_back(
     return jax.tree.leaves((init_ct, xs_ct, shared_ct))
 
 
-def sweep_back(
+def visit_layers(
     spec: SweepSpec,
     perturbed: Perturbed,
     checkpoints: Checkpoints,
@@ -191,7 +191,7 @@ def _trips_of(program: Program, ran: Index | None) -> tuple[Any, Any, Index | No
     # The last layer that ran is visited, not replayed.
     advances = jnp.clip(ran - 1 - start, 0, advances)
     # If the layer of the first input that it holds did not run, a replay is of no use.
-    held = np.asarray((*program.held, 0), np.int32)
+    held = np.asarray((*program.held_layers, 0), np.int32)
     first_held = held[np.asarray(program.held_from)]
     advances = jnp.where(first_held < ran, advances, 0)
     visits = jnp.clip(ran - bottom, 0, visits)
@@ -287,14 +287,16 @@ class _Layers:
                 residuals = read(loop.saved[kind.number], entry)
             cotangents = carry_ct, read(self.ys_ct[kind.number], row)
             if spec.remat.boundaries_on_host:
-                carry, cotangents = xla_hints.visit_after_both(carry, cotangents)
+                carry, cotangents = xla_hints.visit_after_carry_and_cotangents(
+                    carry, cotangents
+                )
             visit = LeafVisit(
                 self.pullbacks[kind.number],
-                spec.layer_index(number),
-                row,
-                (shared, carry, x),
-                residuals,
-                cotangents,
+                index=spec.layer_index(number),
+                row=row,
+                inputs=(shared, carry, x),
+                saved=residuals,
+                cotangents=cotangents,
                 writes_to_host=has_host_arrays(state),
             )
             return self.visitor(visit, state)
@@ -333,7 +335,7 @@ def _visit_scheduled(
     """
     _check_saved_on_device(layers.pullbacks)
     spec, program = layers.spec, layers.program
-    first: Index = program.first[0]
+    first: Index = program.runs_first[0]
     fetched = layers.fetch(state, first)
     if fetched:
         first, cotangent = xla_hints.first_read_after(first, cotangent)
@@ -382,7 +384,7 @@ def _loop_over_boundaries(layers: _Layers, boundaries: Carry, loop: _Loop) -> _L
 
     def fetch_and_run(loop: _Loop, at: tuple[Index, Carry]) -> tuple[_Loop, None]:
         r, boundary = at
-        slots = write(loop.slots, 0, to_device(boundary))
+        slots = layers.spec.write_slot(loop.slots, 0, to_device(boundary))
         return _run(layers, r, loop._replace(slots=slots)), None
 
     # Boundaries are stacked in the order of the forward sweep, runs numbered in that of
@@ -441,15 +443,16 @@ def _advance(layers: _Layers, r: Index, loop: _Loop) -> _Loop:
         # one overwrites it if it is not. A branch that writes some would copy slots.
         written = loop.written
         above = k if written is None else written
-        slots = write(loop.slots, slot + 1 + above, carry)
+        slots = layers.spec.write_slot(loop.slots, slot + 1 + above, carry)
         if written is not None:
             place = entry_at(program.held_from, r) + written
-            is_held = entry_at(program.held, place) == number + 1
+            is_held = entry_at(program.held_layers, place) == number + 1
             written += lax.convert_element_type(is_held, jnp.int32)
         return loop._replace(slots=slots, fetched=ahead, carry=carry, written=written)
 
     written = None if program.holds_all else jnp.int32(0)
-    loop = loop._replace(carry=read(loop.slots, slot), written=written)
+    start = layers.spec.read_slot(loop.slots, slot)
+    loop = loop._replace(carry=start, written=written)
     changed = ("slots", "fetched", "carry", "written")
     loop = _repeat(layers, layers.advances, r, layer, loop, changed)
     return loop._replace(carry=[], written=None)
@@ -470,14 +473,14 @@ def _save(layers: _Layers, r: Index, loop: _Loop) -> _Loop:
             top = bottom + visits - 1
             ahead = layers.fetch(loop.state, jnp.minimum(number + 1, top))
         # Leaves that visits don't read beside the residuals have no slots here.
-        read_slots = write(
+        read_slots = layers.spec.write_slot(
             pick(loop.slots, is_read), bottom_slot + k, pick(loop.carry, is_read)
         )
         slots = merge(loop.slots, read_slots, is_read)
         carry, saved = layers.save(number, bottom, loop, fetched)
         return loop._replace(slots=slots, saved=saved, fetched=ahead, carry=carry)
 
-    loop = loop._replace(carry=read(loop.slots, bottom_slot))
+    loop = loop._replace(carry=layers.spec.read_slot(loop.slots, bottom_slot))
     changed = ("slots", "saved", "fetched", "carry")
     loop = _repeat(layers, layers.visits, r, layer, loop, changed)
     return loop._replace(carry=[])
@@ -495,12 +498,13 @@ def _visit(layers: _Layers, r: Index, loop: _Loop) -> _Loop:
         fetched, number = xla_hints.copy_fetched(loop.fetched, bottom + place)
         below: Index = 0
         if fetched:
-            next_first = entry_at(program.first, r + 1)
+            next_first = entry_at(program.runs_first, r + 1)
             below = jnp.where(place == 0, next_first, number - 1)
         ahead = layers.fetch(loop.state, below)
         ahead, state = xla_hints.read_before_updates(ahead, loop.state)
         loop = loop._replace(fetched=ahead, state=state)
-        held = read(loop.slots, entry_at(program.bottom_slot, r) + place)
+        slot = entry_at(program.bottom_slot, r) + place
+        held = layers.spec.read_slot(loop.slots, slot)
         cotangent, state = layers.visit(number, bottom, held, loop, fetched)
         return loop._replace(cotangent=cotangent, state=state)
 

@@ -12,6 +12,8 @@ layer and a trace of its pullback:
    internals of one at a time, where they are small beside a carry: then a layer runs
    twice instead of three times.
 
+A sweep with a visitor has step 1 alone.
+
 `for_forward_mode` marks a sweep whose gradient is itself differentiated forwards.
 """
 
@@ -124,8 +126,8 @@ def for_reverse(
     A leaf that they do not read is an output buffer that steps write to, or a sum that
     they add to: nothing but the final carry and outputs depends on its value.
     """
-    if _surely_holds_all(spec):
-        return replace(spec, held=(True,) * len(spec.carry_types))
+    if _surely_changes_nothing(spec):
+        return replace(spec, held_leaves=(True,) * len(spec.carry_types))
     residuals = []
     for kind, types in zip(spec.kinds, spec.input_types(xs, shared), strict=True):
         pullback = LayerPullback(kind, perturbed)
@@ -143,11 +145,11 @@ def for_reverse(
             _, is_read = dce_jaxpr(kind.values_jaxpr or kind.jaxpr, is_needed)
             _, carry_is_read, _ = kind.split(is_read)
             held = [*map(operator.or_, held, carry_is_read)]
-    spec = replace(spec, held=tuple(held))
+    spec = replace(spec, held_leaves=tuple(held))
     return replace(spec, remat=_remat_for(spec, residuals))
 
 
-def _surely_holds_all(spec: SweepSpec) -> bool:
+def _surely_changes_nothing(spec: SweepSpec) -> bool:
     """Whether pullbacks read all leaves and so much that `_remat_for` changes nothing;
     costs no trace.
     """
@@ -178,7 +180,7 @@ def _remat_for(spec: SweepSpec, residuals: Sequence[Residuals]) -> Remat:
     if spec.carry_bytes() is None:
         return remat
     (of_layer,) = residuals
-    is_held = spec.held or ()
+    is_held = spec.held_leaves or ()
     # A segment keeps for each layer its residuals, and leaves that are read beside.
     is_beside = [*map(operator.and_, of_layer.reads, is_held)]
     internals = [*of_layer.types, *pick(spec.carry_types, is_beside)]
@@ -194,25 +196,25 @@ def _remat_for(spec: SweepSpec, residuals: Sequence[Residuals]) -> Remat:
 
 def serves(
     spec: SweepSpec,
-    kept_for: Perturbed,
+    saved_for: Perturbed,
     perturbed: Perturbed,
     xs: OfKinds,
     shared: OfKinds,
 ) -> bool:
-    """Whether checkpoints kept for `kept_for` suffice for `perturbed`, which has fewer
-    outputs.
+    """Whether checkpoints of a sweep for `saved_for` suffice for `perturbed`, which has
+    fewer outputs.
 
     The forward sweep takes every output to have a cotangent. If the reverse sweep finds
     that some have none, it is cheaper without them, but may save other residuals.
     """
     remat = spec.remat
-    # Residuals of the first layers are saved already, those for `kept_for`.
-    if kept_for == perturbed or remat.first_layers:
-        return kept_for == perturbed
+    # Residuals of the first layers are saved already, those for `saved_for`.
+    if saved_for == perturbed or remat.first_layers:
+        return saved_for == perturbed
     # No leaf lacks slots, or the slots of a segment are made in the reverse sweep.
     if remat.kept == NOTHING or remat.schedule is None or remat.boundaries_on_host:
         return True
-    kept = spec.scheduled(kept_for, xs, shared)
+    saved = spec.scheduled(saved_for, xs, shared)
     wanted = spec.scheduled(perturbed, xs, shared)
-    lacks_slots = any(pick(wanted.is_read, inverted(kept.is_read)))
-    return wanted.program == kept.program and not lacks_slots
+    lacks_slots = any(pick(wanted.is_read, inverted(saved.is_read)))
+    return wanted.program == saved.program and not lacks_slots

@@ -19,12 +19,13 @@ from .store import Index, slice_of, write, zeros_of
 
 # Leaves of trees: shared inputs of layers, a layer's own, outputs.
 Arrays = list[Array]
-# The leaves of a carry; where something holds only some of them (`SweepSpec.held`),
-# those.
+# The leaves of a carry; where something holds only some of them
+# (`SweepSpec.held_leaves`), those.
 Carry = Arrays
 # A list for each kind of layers.
 OfKinds = list[Arrays]
-# For each leaf whether something is true of it, which the mask's name says.
+# For each leaf whether something is true of it, which the mask's name says. Over all
+# leaves of a carry, unless it went through `SweepSpec.of_held`.
 Mask = tuple[bool, ...]
 
 
@@ -52,7 +53,8 @@ class Checkpoints(NamedTuple):
     # such layers.
     residuals: OfKinds = []
     # The first carry, where no slot has it or none on the device, and where layers may
-    # stop; else None.
+    # stop; else None. Read by second derivatives in reverse mode alone
+    # (`_backward_reference` in `primitive.py`).
     origin: Carry | None = None
     # How many layers ran, a traced int32; None if none may stop.
     ran: Any = None
@@ -63,7 +65,7 @@ class Checkpoints(NamedTuple):
             return self.origin
         return self.inputs if self.first_inputs is None else self.first_inputs
 
-    def first(self) -> Carry:
+    def first_carry(self) -> Carry:
         """The input of the first layer."""
         if self.origin is not None:
             return self.origin
@@ -71,7 +73,7 @@ class Checkpoints(NamedTuple):
         return [lax.index_in_dim(leaf, 0, keepdims=False) for leaf in self.source()]
 
     def from_first(self, first: Carry) -> "Checkpoints":
-        """Arrays of these types, zeros but for those from which `first()` reads
+        """Arrays of these types, zeros but for those from which `first_carry()` reads
         `first`.
         """
         zeros = jax.tree.map(zeros_of, self)

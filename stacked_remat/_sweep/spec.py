@@ -14,6 +14,11 @@ methods:
     plain    all layers as one `lax.scan`: for the values of layers of one kind,
              for policies that cut nothing, and for derivatives of derivatives
 
+*Perturbed* leaves have a cotangent in this sweep; *nonzero* and *active* are JAX's
+words for the inputs and outputs of one call that have a tangent. A *held* leaf of a
+carry has slots in checkpoints (`held_leaves`); a layer that a run *holds* has its input
+in a slot (`Program.held_layers`).
+
 Arrays are lists of leaves here (`slots.Arrays`), never trees; what differs by kind is a
 list with an entry for each kind (`slots.OfKinds`). Layers have up to three numbers:
 
@@ -60,8 +65,10 @@ from .store import (
     empty_stack,
     entry_types,
     on_all_devices,
+    read,
     read_ahead,
     read_layer,
+    write,
     zeros_of,
 )
 
@@ -110,9 +117,10 @@ class SweepSpec:
     # Whether the first leaf of a carry is a bool that says that the layers after it
     # change nothing.
     stops: bool = False
-    # Which leaves of a carry checkpoints have; None for all, which a user's visitor may
-    # read.
-    held: Mask | None = None
+    # Which leaves of a carry have slots. `for_reverse` finds them for gradients alone.
+    # None if a user's visitor may read any leaf of the input: all are held then, and
+    # written for visits too.
+    held_leaves: Mask | None = None
     # The name of the carries that a loop moves to the host, one by one; "" if it moves
     # none.
     carry_name: str = ""
@@ -142,7 +150,8 @@ class SweepSpec:
         """`run(kind, row, state)` for the layer with this number; `row` is its place in
         its kind's stacks.
 
-        `parts` have all numbers that the loop around calls it for.
+        `parts` have all numbers that the loop around calls it for, by which its name
+        says how often it runs each kind, for counts of FLOPs (`_trips.py`).
 
         Of several kinds, where the number is traced, `run` is traced once for each kind
         with layers.
@@ -180,7 +189,7 @@ class SweepSpec:
 
         Of a loop with an int for its trips JAX makes a scan, whose trips XLA knows. For
         others, an entry of a column of integers, the loop's name says how often it runs
-        in all (`_trips.py`).
+        in all, for counts of FLOPs (`_trips.py`); the column has no other use.
         """
         if isinstance(trips, int):
             column = None
@@ -423,7 +432,7 @@ class SweepSpec:
         """
         carries = self.kinds[0].carries
         # A user's visitor, for which nothing is held back, may read any leaf.
-        saves, is_read = False, (self.held is None,) * carries
+        saves, is_read = False, (self.held_leaves is None,) * carries
         for pullback in pullbacks:
             residuals = pullback.residuals
             reads = residuals.reads if residuals else (True,) * carries
@@ -442,15 +451,15 @@ class SweepSpec:
 
     def of_held(self, carry: Sequence[T]) -> list[T]:
         """The leaves of a carry that are held."""
-        return [*carry] if self.held is None else pick(carry, self.held)
+        return [*carry] if self.held_leaves is None else pick(carry, self.held_leaves)
 
     def whole(self, held: Carry) -> Carry:
         """A carry with these leaves, and zeros for those that are not held, which
         nothing reads.
         """
-        if self.held is None or all(self.held):
+        if self.held_leaves is None or all(self.held_leaves):
             return held
-        return merge([*map(zeros_of, self.carry_types)], held, self.held)
+        return merge([*map(zeros_of, self.carry_types)], held, self.held_leaves)
 
     def slots_for(
         self, carry: Sequence[Any], program: Program, is_read: Sequence[bool]
@@ -464,6 +473,17 @@ class SweepSpec:
             size = program.slots if reads else program.sources
             slots.append(empty_stack(leaf, size))
         return slots
+
+    # Each leaf of a slot has the dtype of the carry's: slots are written and read as
+    # they are. All loops do that here; `Checkpoints` finds the first carry by itself.
+
+    def write_slot(self, slots: Carry, place: Index, held: Carry) -> Carry:
+        """Slots with these held leaves of a carry in one of them."""
+        return write(slots, place, held)
+
+    def read_slot(self, slots: Carry, place: Index) -> Carry:
+        """The held leaves of the carry in a slot."""
+        return read(slots, place)
 
     def residual_buffers(
         self, pullbacks: Sequence[LayerPullback], parts: Sequence[range]

@@ -311,7 +311,7 @@ class Search:
 
 def _recomputes_nothing(policy: ScanCheckpointSpec) -> bool:
     resolved = resolve_policy(policy)
-    return resolved.saves_everything and not resolved.is_nested
+    return resolved.saves_everything and not resolved.has_cut
 
 
 def compare(

@@ -337,7 +337,7 @@ def test_layers_of_several_kinds_count_what_the_schedule_says(policy):
         for replayed in schedule.program().replayed
         for layer in replayed
     ]
-    if resolved.is_nested and resolved.save_carries == "offload":
+    if resolved.has_cut and resolved.save_carries == "offload":
         ends = np.cumsum(schedule.segments)
         again = [k for k in range(Layers.size) if k + 1 not in ends]
     visited = [*range(Layers.size)] * 3  # forward, and two products of the transpose

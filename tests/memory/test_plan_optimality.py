@@ -69,7 +69,7 @@ def cost(policy, internals):
     """FLOPs, and memory in carries, of a gradient under a policy."""
     first = policy.first_layers
     rest = LAYERS - first
-    if policy.saves_everything and not policy.is_nested:
+    if policy.saves_everything and not policy.has_cut:
         return 3 * LAYERS, LAYERS * internals
     schedule = policy.schedule(rest)
     again, carries, held = schedule.replays, schedule.slots, 1

@@ -101,7 +101,7 @@ def shown(*arguments, kind="qwen3", status=0):
 def test_the_command_prints_the_table(monkeypatch, reports):
     def report(self):
         choose_backend("attention", {"kernel": Backend(None)}, "auto", None, "window 4")
-        return reports["nested" if self.config.policy.is_nested else "True"]
+        return reports["nested" if self.config.policy.has_cut else "True"]
 
     monkeypatch.setattr(Candidate, "report", report)
     monkeypatch.setattr(plan_lm, "POLICIES", {"True": True, "nested": "nested"})
@@ -220,7 +220,7 @@ def test_layers_on_the_host_of_gpus_that_are_not_attached_are_refused(monkeypatc
 @pytest.mark.parametrize("error", [ValueError, jax.errors.JaxRuntimeError])
 def test_json_has_what_the_table_has(monkeypatch, reports, error):
     def report(step):
-        if step.config.policy.is_nested:
+        if step.config.policy.has_cut:
             raise error("not with this\nreally")
         return reports["True"]
 

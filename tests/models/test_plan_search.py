@@ -54,7 +54,7 @@ def compiled(monkeypatch):
         data, devices, policy = step.config.data, step.devices or 1, step.config.policy
         a_token = (
             10
-            if policy.offloads and policy.is_nested
+            if policy.offloads and policy.has_cut
             else 20
             if policy.max_carries
             else 40

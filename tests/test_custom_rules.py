@@ -209,6 +209,15 @@ def test_rules_compute_what_is_differentiated(remat):
         assert_close(found[name], result, 1e-4, 1e-5, name)
 
 
+@pytest.mark.parametrize("cut", [{"nested": True}, {"max_carries": 2}], ids=str)
+def test_rules_of_outputs_do_not_run_again_where_internals_are_saved(cut):
+    """With trip counts that are data JAX would not remove them from a derivative."""
+    remat = ScanCheckpointPolicy(save_block_internals=["hidden"], **cut)
+    found = quick_jit(lambda: derivatives_of(by_sweep(remat)))()
+    for name, result in expected().items():
+        assert_close(found[name], result, 1e-4, 1e-5, name)
+
+
 def test_rules_compute_what_is_swept_with_a_visitor_and_layers_of_several_kinds():
     fn, wave = ruled(0.7), ruled(1.3)
 

@@ -388,11 +388,12 @@ def _first_returned(
     first = jnp.int32(0)  # any layer will do
 
     def of_one(inputs: PyTree, cotangents: PyTree, *states: PyTree) -> Returned:
+        shared, carry, x = map(list, inputs)
         visit = LeafVisit(
             pullback,
             index=first,
             row=first,
-            inputs=tuple(map(list, inputs)),
+            inputs=(shared, carry, x),
             saved=[],
             cotangents=cotangents,
             writes_to_host=False,

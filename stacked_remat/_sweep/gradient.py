@@ -1,5 +1,4 @@
-"""A layer's vector-Jacobian product, and the visitor of gradients, for `jax.grad`,
-which writes every layer's gradient in place.
+"""A layer's vector-Jacobian product, and the visitor of gradients, for `jax.grad`.
 
 A layer is `layer(shared, carry, x) -> (carry, y)` on lists of arrays: what all layers
 share, the carry, and its own inputs (weights and slices of scanned arguments). Leaves
@@ -195,6 +194,20 @@ class LayerPullback:
         results = len(outputs) - len(residuals.is_saved)
         saved = pick(outputs[results:], residuals.is_saved)
         return (outputs[:carries], outputs[carries:results]), saved
+
+    def save_again(self, inputs: LayerInputs) -> tuple[Carry, Arrays]:
+        """`save` in a replay: returns the carry and the residuals. What only outputs need
+        is left out, as in `Kind.replayed`.
+        """
+        residuals = self.residuals
+        if residuals is None:
+            return self.kind.replayed(*inputs), []
+        carries, saved = self.kind.carries, len(residuals.is_saved)
+        outputs = len(residuals.forward.outvars) - carries - saved
+        is_needed = [True] * carries + [False] * outputs + [*residuals.is_saved]
+        jaxpr, _ = dce_jaxpr(residuals.forward, is_needed, instantiate=True)
+        results = eval_jaxpr(jaxpr, (), *residuals.constants, *sum(inputs, []))
+        return results[:carries], results[carries:]
 
     def __call__(
         self,

@@ -257,8 +257,7 @@ class _Layers:
         def run(kind: Kind, row: Index, part: tuple[Carry, Any]) -> tuple[Carry, Any]:
             held, saved = part
             inputs = self.inputs(kind, row, held, fetched, loop.state)
-            # XLA removes the output, which the forward sweep has stacked already.
-            (carry, _), residuals = self.pullbacks[kind.number].save(inputs)
+            carry, residuals = self.pullbacks[kind.number].save_again(inputs)
             entry = self.spec.entry(kind, number, bottom)
             return self.spec.of_held(carry), kind.write(saved, entry, residuals)
 

@@ -7,9 +7,10 @@ decide which of them are.
 """
 
 import contextlib
+import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import equinox as eqx
@@ -71,24 +72,9 @@ def per_device(fn: Callable[..., T], *args: Any, over: Sequence[Axis], out: Any)
             own.append(axis.resize(part))
         return tuple(own)
 
-    def spec(axes: Sequence[Axis]) -> PartitionSpec:
-        for one, other in itertools.combinations(axes, 2):
-            over_one = cut.get(one.name, ())
-            over_other = cut.get(other.name, ())
-            if both := {*over_one} & {*over_other}:
-                raise UnsupportedCallError(
-                    f"The axes `{one.name}` and `{other.name}` are both mapped to"
-                    f" {', '.join(sorted(both))}: one axis of the mesh divides one axis"
-                    " of an array."
-                )
-        return PartitionSpec(*(cut.get(axis.name) for axis in axes))
-
-    def spec_of(x: Any) -> PartitionSpec:
-        if is_named_array(x):
-            return spec(x.axes)
-        return spec(())  # replicated
-
-    specs = _map_arrays(spec_of, arrays)
+    spec = functools.partial(_spec, cut)
+    # Plain arrays are replicated.
+    specs = _map_arrays(lambda x: spec(x.axes if is_named_array(x) else ()), arrays)
     out_specs = jax.tree.map(spec, out, is_leaf=_is_axes)
     for axis in over:
         if axis.size % parts.get(axis.name, 1):
@@ -135,6 +121,20 @@ def per_device(fn: Callable[..., T], *args: Any, over: Sequence[Axis], out: Any)
     return jax.tree.map(
         lambda axes, array: NamedArray(array, axes), out, run(arrays), is_leaf=_is_axes
     )
+
+
+def _spec(cut: Mapping[str, tuple[str, ...]], axes: Sequence[Axis]) -> PartitionSpec:
+    """The axes of the mesh that divide these axes of an array."""
+    for one, other in itertools.combinations(axes, 2):
+        over_one = cut.get(one.name, ())
+        over_other = cut.get(other.name, ())
+        if both := {*over_one} & {*over_other}:
+            raise UnsupportedCallError(
+                f"The axes `{one.name}` and `{other.name}` are both mapped to"
+                f" {', '.join(sorted(both))}: one axis of the mesh divides one axis"
+                " of an array."
+            )
+    return PartitionSpec(*(cut.get(axis.name) for axis in axes))
 
 
 def align_varying_axes(what: str, arrays: T) -> T:

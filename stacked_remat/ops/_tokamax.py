@@ -302,7 +302,8 @@ def _in_chunks(
         # A chunk of keys has gradients by its own queries, and by those after it.
         both = x.reshape(-1, chunks, 2, chunk, *x.shape[2:])
         before, own = jnp.moveaxis(both, 2, 0)
-        return joined(own + jnp.roll(before, -1, axis=1))
+        total = own + jnp.roll(before, -1, axis=1)
+        return joined(total.reshape(-1, chunk, *x.shape[2:]))
 
     first = attended.sight.first(length, blocks.window)
     first = jnp.broadcast_to(first, attended.lse.shape[:2])

@@ -196,8 +196,8 @@ class LayerPullback:
         return (outputs[:carries], outputs[carries:results]), saved
 
     def save_again(self, inputs: LayerInputs) -> tuple[Carry, Arrays]:
-        """`save` in a replay: returns the carry and the residuals. What only outputs need
-        is left out, as in `Kind.replayed`.
+        """`save` in a replay: returns the carry and the residuals. What only outputs
+        need is left out, as in `Kind.replayed`.
         """
         residuals = self.residuals
         if residuals is None:

@@ -22,13 +22,12 @@ How a gradient gets to the loops:
               JAX -> LowPrimitive.vjp_bwd -> Sweep.input_cotangents -> sweep_backward
                   -> Rule -> reverse.backward
 
-A `Rule` traces its function when it is made, for the types of its results, and runs
-that trace when it is lowered.
-
 A `Rule` is any function of arrays with a *reference*: another way to compute it, which
-JAX can differentiate in reverse mode. For sweeps that is a checkpointed `lax.scan`
-(`SweepSpec.plain`). Second derivatives in forward mode (`jvp` of `grad`) so go through
-the sweep's own loops; those in reverse mode (`grad` of `grad`) through that scan.
+JAX can differentiate in reverse mode. It traces the function when it is made, for the
+types of its results, and runs that trace when it is lowered. For sweeps the reference
+is a checkpointed `lax.scan` (`SweepSpec.plain`). Second derivatives in forward mode
+(`jvp` of `grad`) so go through the sweep's own loops; those in reverse mode (`grad` of
+`grad`) through that scan.
 
 `run_layers` is what `_scan/layers.py` calls. `rules.py` has what all these primitives
 share, `programs.py` how they run outside of `jax.jit`.

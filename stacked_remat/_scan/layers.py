@@ -29,7 +29,7 @@ from haliax import Axis
 from .._checkpoint import checkpoint_name, recomputed, saving_internals
 from .._compat import is_eager, nothing_is_traced
 from .._placement import has_host_arrays, on_device
-from .._remat import EVERYTHING, NOTHING, Remat
+from .._remat import EVERYTHING, NOTHING, Kept, Remat
 from .._schedule import Tree
 from .._static import PyTree, Static
 from .._sweep.kinds import Pattern
@@ -306,9 +306,10 @@ def scan_unrolled(
     alone = layer
     if remat.schedule is not None and remat.schedule.segments:
         # A segment of one layer: until it is reversed only its carry is kept, which is
-        # moved to the host if those of segments are.
+        # moved to the host if those of segments are. When it is reversed all of its
+        # internals are there, so that it is told of those that the policy keeps.
         of_one = dataclasses.replace(remat, kept=NOTHING, schedule=None)
-        alone = _checkpointed_step(step, of_one, axis)
+        alone = _checkpointed_step(step, of_one, axis, told=remat.kept)
 
     def run(
         parts: Iterable[Tree], one_layer: Callable, carry: PyTree
@@ -332,11 +333,16 @@ def scan_unrolled(
     return carry, outputs[::backwards]
 
 
-def _checkpointed_step(step: Callable, remat: Remat, axis: Axis) -> Callable:
-    """A step of a Python loop, which knows what is kept of its internals."""
+def _checkpointed_step(
+    step: Callable, remat: Remat, axis: Axis, told: Kept | None = None
+) -> Callable:
+    """A step of a Python loop, which knows what is kept of its internals: `told`, by
+    default what `remat` says.
+    """
+    known = remat.kept if told is None else told
 
     def run(carry: PyTree, inputs: PyTree) -> tuple[PyTree, PyTree]:
-        with saving_internals(remat.kept.names):
+        with saving_internals(known.names):
             return step(carry, inputs)
 
     carry_name = _carry_name(remat, axis)

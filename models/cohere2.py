@@ -8,7 +8,7 @@ from haliax import NamedArray
 from jaxtyping import PRNGKeyArray
 
 from models.hf_io import config_fields as hf
-from models.hf_io.formats import HfFormat, register_format
+from models.hf_io.formats import ALTERNATING, HfFormat, register_format
 from models.parts.attention import Attention
 from models.parts.cache import LayerCache
 from models.parts.config import DecoderConfig, LayerKind
@@ -105,5 +105,13 @@ def to_hf(config: Cohere2Config) -> dict[str, Any]:
 
 
 register_format(
-    HfFormat("cohere2", Cohere2Config, from_hf, to_hf, FIELDS, checksum=2.09442)
+    HfFormat(
+        "cohere2",
+        Cohere2Config,
+        from_hf,
+        to_hf,
+        FIELDS,
+        probe={"attention": ALTERNATING},
+        checksum=-0.02488,
+    )
 )

@@ -10,11 +10,12 @@ from jaxtyping import PRNGKeyArray
 
 from models.gemma3 import Gemma3Layer
 from models.hf_io import config_fields as hf
-from models.hf_io.formats import HfFormat, register_format
+from models.hf_io.formats import ALTERNATING, HfFormat, register_format
 from models.parts.attention import Attention
 from models.parts.config import DecoderConfig, LayerKind
 from models.parts.mlp import GatedMlp, gelu_gated
 from models.parts.norms import Norm, offset_rms_norm
+from stacked_remat.training.config_checks import check_positive
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,11 @@ class Gemma2Config(DecoderConfig):
     query_pre_attn_scalar: int = 256
     score_softcap: float | None = 50.0
     output_softcap: float | None = 30.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        names = ("query_pre_attn_scalar", "score_softcap", "output_softcap")
+        check_positive("model", self, *names)
 
     @property
     def embedding_scale(self) -> float:
@@ -111,5 +117,19 @@ TENSORS = {
 }
 
 register_format(
-    HfFormat("gemma2", Gemma2Config, from_hf, to_hf, FIELDS, TENSORS, checksum=-5.77191)
+    HfFormat(
+        "gemma2",
+        Gemma2Config,
+        from_hf,
+        to_hf,
+        FIELDS,
+        TENSORS,
+        probe={
+            "attention": ALTERNATING,
+            "query_pre_attn_scalar": 9,
+            "score_softcap": 0.1,
+            "output_softcap": 1.0,
+        },
+        checksum=-0.46906,
+    )
 )

@@ -10,7 +10,7 @@ from haliax import NamedArray
 from jaxtyping import PRNGKeyArray
 
 from models.hf_io import config_fields as hf
-from models.hf_io.formats import HfFormat, register_format
+from models.hf_io.formats import ALTERNATING, HfFormat, register_format
 from models.parts.attention import Attention
 from models.parts.cache import LayerCache
 from models.parts.config import DecoderConfig, LayerKind
@@ -18,6 +18,7 @@ from models.parts.decoder import DecoderLayer, LayerOutput, residual
 from models.parts.mlp import GatedMlp, gelu_gated
 from models.parts.norms import Norm, offset_rms_norm
 from models.parts.tokens import Tokens
+from stacked_remat.training.config_checks import check_positive
 
 
 class Gemma3Layer(DecoderLayer):
@@ -54,6 +55,10 @@ class Gemma3Config(DecoderConfig):
     tie_word_embeddings: bool = True
     query_pre_attn_scalar: int = 256
     local_theta: float = 10_000.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive("model", self, "query_pre_attn_scalar")
 
     @property
     def embedding_scale(self) -> float:
@@ -129,6 +134,13 @@ TENSORS = {
 
 register_format(
     HfFormat(
-        "gemma3_text", Gemma3Config, from_hf, to_hf, FIELDS, TENSORS, checksum=-4.81528
+        "gemma3_text",
+        Gemma3Config,
+        from_hf,
+        to_hf,
+        FIELDS,
+        TENSORS,
+        probe={"attention": ALTERNATING, "query_pre_attn_scalar": 9},
+        checksum=4.84197,
     )
 )

@@ -11,7 +11,7 @@ from models.hf_io import config_fields as hf
 from models.hf_io.formats import HfFormat, register_format
 from models.parts.attention import Attention
 from models.parts.cache import LayerCache
-from models.parts.config import GroupedDecoderConfig, LayerKind
+from models.parts.config import GroupedDecoderConfig, LayerKind, rotated_width
 from models.parts.decoder import DecoderLayer, LayerOutput, residual
 from models.parts.experts import SparseExperts
 from models.parts.mlp import GatedMlp
@@ -53,6 +53,10 @@ class Glm4MoeConfig(GroupedDecoderConfig):
     partial_rotary_factor: float = 0.5
     qk_norm: bool = False
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        rotated_width(self.head_dim, self.partial_rotary_factor)
+
     def init_layer(self, kind: LayerKind, *, key: PRNGKeyArray) -> Glm4MoeLayer:
         """Makes a layer from `key`."""
         attention_key, mlp_key = jax.random.split(key)
@@ -72,7 +76,8 @@ class Glm4MoeConfig(GroupedDecoderConfig):
             attention=Attention.init(
                 self,
                 rotary=self.rotary,
-                rotary_dim=int(self.head_dim * self.partial_rotary_factor),
+                window=kind.window,
+                rotary_dim=rotated_width(self.head_dim, self.partial_rotary_factor),
                 q_norm=q_norm,
                 k_norm=k_norm,
                 output_bias=False,
@@ -129,6 +134,7 @@ register_format(
         FIELDS,
         TENSORS,
         further_layers=True,
-        checksum=-1.75097,
+        probe={"qk_norm": True, "experts": ExpertsConfig(dense_layers=(0,))},
+        checksum=0.44543,
     )
 )

@@ -12,7 +12,7 @@ from haliax import NamedArray
 from jaxtyping import PRNGKeyArray
 
 from models.hf_io import config_fields as hf
-from models.hf_io.formats import HfFormat, register_format
+from models.hf_io.formats import ALTERNATING, HfFormat, register_format
 from models.hf_io.stacked_weights import ExpertsTensor
 from models.parts.attention import Attention
 from models.parts.cache import LayerCache
@@ -141,6 +141,7 @@ register_format(
         FIELDS,
         TENSORS,
         quant_methods=("mxfp4",),
-        checksum=1.21013,
+        probe={"attention": ALTERNATING},
+        checksum=-0.38057,
     )
 )

@@ -19,6 +19,7 @@ from models.parts.decoder import DecoderLayer, LayerOutput, residual
 from models.parts.mlp import GatedMlp
 from models.parts.norms import Norm
 from models.parts.tokens import Tokens
+from stacked_remat.training.config_checks import check_positive
 
 
 class GraniteLayer(DecoderLayer):
@@ -56,6 +57,10 @@ class GraniteConfig(DecoderConfig):
     residual_multiplier: float = 1.0
     logits_scaling: float = 1.0
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive("model", self, "logits_scaling")
+
     @property
     def embedding_scale(self) -> float:
         """Factor of the embedded tokens."""
@@ -74,6 +79,7 @@ class GraniteConfig(DecoderConfig):
             attention=Attention.init(
                 self,
                 rotary=self.rotary,
+                window=kind.window,
                 scale=self.attention_multiplier,
                 key=attention_key,
             ),
@@ -106,5 +112,18 @@ def to_hf(config: GraniteConfig) -> dict[str, Any]:
 
 
 register_format(
-    HfFormat("granite", GraniteConfig, from_hf, to_hf, FIELDS, checksum=-1.08656)
+    HfFormat(
+        "granite",
+        GraniteConfig,
+        from_hf,
+        to_hf,
+        FIELDS,
+        probe={
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.4,
+            "logits_scaling": 2.0,
+        },
+        checksum=-0.59671,
+    )
 )

@@ -83,5 +83,5 @@ def to_hf(config: LlamaConfig) -> dict[str, Any]:
 
 
 register_format(
-    HfFormat("llama", LlamaConfig, from_hf, to_hf, hf.DENSE_SIZES, checksum=-1.22423)
+    HfFormat("llama", LlamaConfig, from_hf, to_hf, hf.DENSE_SIZES, checksum=-1.41486)
 )

@@ -11,7 +11,7 @@ from models.hf_io import config_fields as hf
 from models.hf_io.formats import HfFormat, register_format
 from models.parts.attention import Attention
 from models.parts.cache import LayerCache
-from models.parts.config import LayerKind, SparseDecoderConfig
+from models.parts.config import LayerKind, SparseDecoderConfig, rotated_width
 from models.parts.decoder import DecoderLayer, LayerOutput, residual
 from models.parts.experts import SparseExperts
 from models.parts.norms import Norm, rms_norm
@@ -49,6 +49,10 @@ class MiniMaxM2Config(SparseDecoderConfig):
 
     partial_rotary_factor: float = 1.0
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        rotated_width(self.head_dim, self.partial_rotary_factor)
+
     def init_layer(self, kind: LayerKind, *, key: PRNGKeyArray) -> MiniMaxM2Layer:
         """Makes a layer from `key`."""
         attention_key, mlp_key = jax.random.split(key)
@@ -58,7 +62,8 @@ class MiniMaxM2Config(SparseDecoderConfig):
             attention=Attention.init(
                 self,
                 rotary=self.rotary,
-                rotary_dim=int(self.head_dim * self.partial_rotary_factor),
+                window=kind.window,
+                rotary_dim=rotated_width(self.head_dim, self.partial_rotary_factor),
                 q_norm=rms_norm(self.QueryHeads, self.rms_norm_eps),
                 k_norm=rms_norm(self.KeyHeads, self.rms_norm_eps),
                 key=attention_key,
@@ -123,6 +128,7 @@ register_format(
         loaded={"block_sparse_moe": "mlp"},
         quant_methods=("fp8",),
         further_layers=True,
-        checksum=2.91737,
+        probe={"partial_rotary_factor": 0.5},
+        checksum=0.85993,
     )
 )

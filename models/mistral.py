@@ -9,6 +9,7 @@ from models.hf_io import config_fields as hf
 from models.hf_io.formats import HfFormat, register_format
 from models.llama import LlamaLayer
 from models.parts.config import DecoderConfig, LayerKind
+from models.parts.sections import AttentionConfig
 
 
 @dataclass(frozen=True)
@@ -38,5 +39,13 @@ def to_hf(config: MistralConfig) -> dict[str, Any]:
 
 
 register_format(
-    HfFormat("mistral", MistralConfig, from_hf, to_hf, FIELDS, checksum=-1.22423)
+    HfFormat(
+        "mistral",
+        MistralConfig,
+        from_hf,
+        to_hf,
+        FIELDS,
+        probe={"attention": AttentionConfig(window=3)},
+        checksum=-1.2135,
+    )
 )

@@ -15,6 +15,7 @@ from models.parts.config import LayerKind, SparseDecoderConfig
 from models.parts.decoder import DecoderLayer, LayerOutput, residual
 from models.parts.experts import SparseExperts
 from models.parts.norms import Norm
+from models.parts.sections import AttentionConfig
 from models.parts.tokens import Tokens
 
 
@@ -96,6 +97,7 @@ register_format(
         FIELDS,
         TENSORS,
         loaded={"block_sparse_moe": "mlp"},
-        checksum=0.12516,
+        probe={"attention": AttentionConfig(window=3)},
+        checksum=0.91225,
     )
 )

@@ -10,7 +10,7 @@ from haliax import NamedArray
 from jaxtyping import PRNGKeyArray
 
 from models.hf_io import config_fields as hf
-from models.hf_io.formats import HfFormat, register_format
+from models.hf_io.formats import ALTERNATING, HfFormat, register_format
 from models.parts.attention import Attention
 from models.parts.cache import LayerCache
 from models.parts.config import DecoderConfig, LayerKind
@@ -90,5 +90,14 @@ TENSORS = {
 }
 
 register_format(
-    HfFormat("olmo3", Olmo3Config, from_hf, to_hf, FIELDS, TENSORS, checksum=-1.9065)
+    HfFormat(
+        "olmo3",
+        Olmo3Config,
+        from_hf,
+        to_hf,
+        FIELDS,
+        TENSORS,
+        probe={"attention": ALTERNATING},
+        checksum=-0.06347,
+    )
 )

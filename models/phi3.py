@@ -11,6 +11,7 @@ from models.hf_io import config_fields as hf
 from models.hf_io.formats import HfFormat, register_format
 from models.llama import LlamaLayer
 from models.parts.config import DecoderConfig, LayerKind
+from models.parts.sections import AttentionConfig
 
 
 @dataclass(frozen=True)
@@ -67,5 +68,14 @@ TENSORS = {
 }
 
 register_format(
-    HfFormat("phi3", Phi3Config, from_hf, to_hf, FIELDS, TENSORS, checksum=-1.22423)
+    HfFormat(
+        "phi3",
+        Phi3Config,
+        from_hf,
+        to_hf,
+        FIELDS,
+        TENSORS,
+        probe={"attention": AttentionConfig(window=3)},
+        checksum=-1.2135,
+    )
 )

@@ -8,7 +8,7 @@ from typing import Any
 from jaxtyping import PRNGKeyArray
 
 from models.hf_io import config_fields as hf
-from models.hf_io.formats import HfFormat, register_format
+from models.hf_io.formats import ALTERNATING, HfFormat, register_format
 from models.llama import LlamaLayer
 from models.parts.config import DecoderConfig, LayerKind
 from models.parts.sections import SLIDING, AttentionConfig
@@ -67,5 +67,13 @@ def write_later_windows(config: DecoderConfig) -> dict[str, Any]:
 
 
 register_format(
-    HfFormat("qwen2", Qwen2Config, from_hf, to_hf, FIELDS, checksum=-0.97778)
+    HfFormat(
+        "qwen2",
+        Qwen2Config,
+        from_hf,
+        to_hf,
+        FIELDS,
+        probe={"attention": ALTERNATING},
+        checksum=0.35639,
+    )
 )

@@ -10,7 +10,7 @@ from haliax import NamedArray
 from jaxtyping import PRNGKeyArray
 
 from models.hf_io import config_fields as hf
-from models.hf_io.formats import HfFormat, register_format
+from models.hf_io.formats import ALTERNATING, HfFormat, register_format
 from models.parts.attention import Attention
 from models.parts.cache import LayerCache
 from models.parts.config import DecoderConfig, LayerKind, SparseDecoderConfig
@@ -18,6 +18,7 @@ from models.parts.decoder import DecoderLayer, LayerOutput, residual
 from models.parts.experts import SparseExperts
 from models.parts.mlp import GatedMlp
 from models.parts.norms import Norm, rms_norm
+from models.parts.sections import ExpertsConfig
 from models.parts.tokens import Tokens
 from models.qwen2 import read_later_windows, write_later_windows
 from stacked_remat._messages import shown
@@ -139,7 +140,15 @@ def moe_to_hf(config: Qwen3MoeConfig) -> dict[str, Any]:
 MOE_TENSORS = {"mlp.router": "gate"}
 
 register_format(
-    HfFormat("qwen3", Qwen3Config, from_hf, to_hf, FIELDS, checksum=-2.53858)
+    HfFormat(
+        "qwen3",
+        Qwen3Config,
+        from_hf,
+        to_hf,
+        FIELDS,
+        probe={"attention": ALTERNATING},
+        checksum=-0.21074,
+    )
 )
 register_format(
     HfFormat(
@@ -149,6 +158,7 @@ register_format(
         moe_to_hf,
         MOE_FIELDS,
         MOE_TENSORS,
-        checksum=2.11919,
+        probe={"attention": ALTERNATING, "experts": ExpertsConfig(dense_layers=(0,))},
+        checksum=0.54457,
     )
 )

@@ -33,6 +33,18 @@ class SmolLM3Config(DecoderConfig):
     tie_word_embeddings: bool = True
     unrotated_layers: tuple[int, ...] = ()
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        numbers = range(self.num_layers)
+        if tuple(self.unrotated_layers) != tuple(
+            number for number in numbers if number in self.unrotated_layers
+        ):
+            raise ValueError(
+                "model.unrotated_layers must be numbers of layers, from 0 to"
+                f" {self.num_layers - 1} and in order, got"
+                f" {list(self.unrotated_layers)}."
+            )
+
     def kind_of(self, number: int) -> SmolLM3Kind:
         """The kind of a layer."""
         rotates = number not in self.unrotated_layers
@@ -57,6 +69,11 @@ def from_hf(given: hf.ConfigFields) -> hf.Found:
     usual = [int((layer + 1) % interval != 0) for layer in layers]
     # Despite its name 1 is for layers with a rotary embedding.
     rotates = given("no_rope_layers", usual)
+    if len(rotates) < len(layers):
+        raise ValueError(
+            f"no_rope_layers has {len(rotates)} entries for {len(layers)} layers. Give"
+            " one for each layer."
+        )
     unrotated = [layer for layer in layers if not rotates[layer]]
     is_on = given("use_sliding_window", False)
     found |= hf.read_windows(
@@ -83,5 +100,13 @@ def to_hf(config: SmolLM3Config) -> dict[str, Any]:
 
 
 register_format(
-    HfFormat("smollm3", SmolLM3Config, from_hf, to_hf, FIELDS, checksum=-1.22423)
+    HfFormat(
+        "smollm3",
+        SmolLM3Config,
+        from_hf,
+        to_hf,
+        FIELDS,
+        probe={"unrotated_layers": (1,)},
+        checksum=0.5363,
+    )
 )

@@ -13,7 +13,7 @@ from models.hf_io.config_fields import ConfigFields, Fields, Found, layer_types
 from models.hf_io.safetensors_folder import WeightsError, read_json
 from models.hf_io.stacked_weights import ExpertsTensor
 from models.parts.config import DecoderConfig
-from models.parts.sections import SLIDING
+from models.parts.sections import FULL, SLIDING, AttentionConfig
 from stacked_remat._messages import shortened, shown
 from stacked_remat.training.config_file import decode_config, written_keys
 from stacked_remat.training.errors import ConfigError
@@ -31,6 +31,10 @@ DECODER_TENSORS: TensorTable = {
     "attention": "self_attn",
 }
 """The names that most architectures have."""
+
+
+ALTERNATING = AttentionConfig(window=3, layer_types=(FULL, SLIDING))
+"""For `HfFormat.probe`: layers with a window and without one."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +59,10 @@ class HfFormat:
             read.
         further_layers: whether files may have layers after the last, which predict
             further tokens, and are not read.
-        checksum: what `models.hf_io.wiring.checksum` gave for the default config when
-            the decoder was compared with transformers; None for no check.
+        probe: fields of the config for `checksum`: values that change what its decoder
+            computes, where the defaults do not, and layers of each kind.
+        checksum: what `models.hf_io.wiring.checksum` gave for that config when the
+            decoder was compared with transformers; None for no check.
     """
 
     model_type: str
@@ -68,6 +74,7 @@ class HfFormat:
     loaded: Mapping[str, str] = field(default_factory=dict)
     quant_methods: tuple[str, ...] = ()
     further_layers: bool = False
+    probe: Mapping[str, Any] = field(default_factory=dict)
     checksum: float | None = None
 
     def name_of(self, path: str) -> str:

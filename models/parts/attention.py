@@ -241,7 +241,8 @@ class Attention(CausalAttention):
         QueryHeads, KeyHeads = config.QueryHeads, config.KeyHeads
         # A norm over all heads needs all of them
         is_over_heads = q_norm is not None and q_norm.axis == QueryHeads
-        Rotated = config.HeadDim.resize(rotary_dim or config.head_dim)
+        width = config.head_dim if rotary_dim is None else rotary_dim
+        Rotated = config.HeadDim.resize(width)
         o_bias = bias if output_bias is None else output_bias
         return Attention(
             q_proj=linear(config, Embed, QueryHeads, bias=bias, key=q_key),

@@ -392,3 +392,17 @@ class GroupedDecoderConfig(SparseDecoderConfig):
     def shared_dim(self) -> int:
         """Inner width of the shared experts together."""
         return self.shared_experts * self.experts.intermediate_dim
+
+
+def rotated_width(head_dim: int, factor: float) -> int:
+    """How many coordinates of a head are rotated, from the first on, where the config
+    has a `partial_rotary_factor`.
+    """
+    width = int(head_dim * factor)
+    # Coordinates are rotated in pairs.
+    if not 0 < width <= head_dim or width % 2:
+        raise ValueError(
+            f"model.partial_rotary_factor = {factor} of the head width {head_dim} is"
+            f" {width} coordinates. An even number from 2 to {head_dim} can be rotated."
+        )
+    return width

@@ -66,15 +66,25 @@ def trainable_except(
 
 
 def check_learning_rates(factors: Mapping[str, float], trained: Any) -> None:
-    """Check that every pattern of `optimizer.learning_rates` matches a parameter.
+    """Check that every pattern of `optimizer.learning_rates` is the first that matches
+    some parameter.
 
     `trained` is a model with None for what is not trained, as in `TrainState`.
 
     Raises:
-        ValueError: one matches none; names the nearest paths.
+        ValueError: one matches none, and the nearest paths are named; or an earlier
+            pattern matches all that it does.
     """
     key = "optimizer.learning_rates"
-    check_patterns(key, factors, parameter_paths(trained), KIND)
+    paths = parameter_paths(trained)
+    check_patterns(key, factors, paths, KIND)
+    first_matches = {first_match(path, factors) for path in paths}
+    for pattern in factors:
+        if pattern not in first_matches:
+            raise ValueError(
+                f"{key}: {pattern!r} has no effect, since earlier patterns match all"
+                " that it matches. Write it before them."
+            )
 
 
 def scale_by_pattern(factors: Mapping[str, float]) -> optax.GradientTransformation:

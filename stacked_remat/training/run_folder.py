@@ -95,7 +95,9 @@ class RunFolder:
             folder._delete_results()
         else:
             # As it is read back
-            folder._check(from_yaml(yaml.safe_dump(dict(config))), accept_changes)
+            folder._check(
+                from_yaml(yaml.safe_dump(dict(config), sort_keys=False)), accept_changes
+            )
         root.mkdir(parents=True, exist_ok=True)
         if not folder.config.exists():
             folder.begin(config)
@@ -226,10 +228,27 @@ def config_changes(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> list[s
     """One line for each key that changes results and differs between two resolved
     configs.
     """
-    return [
+    changes = [
         f"{key} was {there} and is {here}"
         for key, there, here in _differing(earlier, now, _FREE)
     ]
+    # The first pattern that matches counts, so their order is a setting too.
+    before, after = _patterns(earlier), _patterns(now)
+    if before != after and sorted(before) == sorted(after):
+        changes.append(
+            f"the order of the patterns of learning_rates was {', '.join(before)} and"
+            f" is {', '.join(after)}"
+        )
+    return changes
+
+
+def _patterns(config: Mapping[str, Any]) -> list[str]:
+    """The patterns of learning rates of a resolved config, in order."""
+    patterns = []
+    for path, _ in leaves(config):
+        if "learning_rates" in path[:-1]:
+            patterns.append(str(path[-1]))
+    return patterns
 
 
 def _differing(

@@ -14,20 +14,25 @@ import pytest
 import yaml
 from haliax import Axis
 
+from models.gemma2 import Gemma2Config
 from models.gemma3 import Gemma3Config
+from models.glm4_moe import Glm4MoeConfig
 from models.gpt_oss import GptOssConfig
+from models.granite import GraniteConfig
 from models.hf_io.formats import (
     config_from_hf,
     config_to_hf,
     differing_fields,
     written_out,
 )
+from models.minimax_m2 import MiniMaxM2Config
 from models.olmo3 import Olmo3Config
 from models.parts.config import DecoderConfig, LayerKind
 from models.parts.decoder import Decoder
 from models.parts.remat_presets import check_remat_names
 from models.parts.sections import FULL, SLIDING, AttentionConfig, ExpertsConfig
 from models.qwen3 import Qwen3Config, Qwen3Layer, Qwen3MoeConfig
+from models.smollm3 import SmolLM3Config
 from stacked_remat import ScanCheckpointPolicy
 from stacked_remat.ops import YarnRotary
 from stacked_remat.ops._attention_backends import BACKENDS
@@ -318,3 +323,28 @@ def test_policies_for_what_no_layer_has_are_refused(field):
     check_remat_names(
         Qwen3Config().remat_names, ScanCheckpointPolicy(save_block_internals=True)
     )
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: GraniteConfig(logits_scaling=0.0), "logits_scaling must be positive"),
+        (lambda: Gemma2Config(query_pre_attn_scalar=0), "query_pre_attn_scalar must"),
+        (lambda: Gemma2Config(score_softcap=-1.0), "score_softcap must be positive"),
+        (lambda: Gemma2Config(output_softcap=0.0), "output_softcap must be positive"),
+        (lambda: Gemma3Config(query_pre_attn_scalar=-1), "query_pre_attn_scalar must"),
+        (
+            lambda: Glm4MoeConfig(partial_rotary_factor=0.0),
+            "partial_rotary_factor = 0.0 of the head width 32 is 0 coordinates",
+        ),
+        (
+            lambda: MiniMaxM2Config(partial_rotary_factor=2.0),
+            "is 64 coordinates. An even number from 2 to 32",
+        ),
+        (lambda: SmolLM3Config(unrotated_layers=(1, 0)), "from 0 to 3 and in order"),
+        (lambda: SmolLM3Config(unrotated_layers=(7,)), "from 0 to 3 and in order"),
+    ],
+)
+def test_fields_of_one_family_are_checked(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()

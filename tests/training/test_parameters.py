@@ -183,6 +183,8 @@ def test_a_pattern_that_matches_nothing_is_an_error_with_near_paths():
     trained = eqx.filter(model(), trainable_except(model(), ["*router*"]))
     with pytest.raises(ValueError, match=r"'\*\.bias' matches no parameter"):
         check_learning_rates({"*.bias": 0.1}, trained)
+    with pytest.raises(ValueError, match=r"'\*bias' has no effect, since earlier"):
+        check_learning_rates({"*": 0.5, "*bias": 0.1}, model())
 
 
 @pytest.mark.parametrize("factor", [0.0, -1.0, float("inf")])

@@ -171,3 +171,13 @@ def test_a_start_that_was_killed_early_starts_again_and_takes_no_files_that_came
         with pytest.raises(FileExistsError, match="no run.*: text.txt. "):
             RunFolder.open(tmp_path, CONFIG)
         RunFolder.open(tmp_path, CONFIG, overwrite=True)
+
+
+def test_another_order_of_learning_rates_is_another_config(tmp_path):
+    def config(*patterns):
+        return {"optimizer": {"learning_rates": dict.fromkeys(patterns, 0.5)}}
+
+    RunFolder.open(tmp_path / "run", config("*norm*", "*attention*"))
+    RunFolder.open(tmp_path / "run", config("*norm*", "*attention*"))
+    with pytest.raises(ConfigError, match="order of the patterns of learning_rates"):
+        RunFolder.open(tmp_path / "run", config("*attention*", "*norm*"))

@@ -29,6 +29,7 @@ class Cohere2Layer(DecoderLayer):
         self, x: NamedArray, tokens: Tokens, cache: LayerCache | None = None
     ) -> LayerOutput:
         """Adds attention and the MLP, both of one normalised input."""
+        # Cohere2DecoderLayer of transformers; no `residual` is in between to be named.
         # One norm serves both, and neither sees what the other adds.
         normalised = self.input_norm(x)
         attended, cache = self.attention(normalised, tokens, cache)
@@ -58,6 +59,7 @@ class Cohere2Config(DecoderConfig):
 
     def init_norm(self) -> Norm:
         """Makes a norm over `Embed`."""
+        # A layer norm subtracts the mean; Cohere2LayerNorm of transformers has no bias.
         return layer_norm(self.Embed, self.rms_norm_eps)
 
     def init_layer(self, kind: LayerKind, *, key: PRNGKeyArray) -> Cohere2Layer:
@@ -67,7 +69,9 @@ class Cohere2Config(DecoderConfig):
             input_norm=self.init_norm(),
             attention=Attention.init(
                 self,
+                # Layers without a window know positions by the causal mask alone.
                 rotary=None if kind.window is None else self.rotary,
+                # Coordinates 2i and 2i + 1 are a pair; in a Llama i and i + half are.
                 interleaved=True,
                 window=kind.window,
                 key=attention_key,

@@ -36,6 +36,7 @@ class DeepseekV3Layer(DecoderLayer):
         self, x: NamedArray, tokens: Tokens, cache: LayerCache | None = None
     ) -> LayerOutput:
         """Adds attention, then the MLP or experts, each of normalised input."""
+        # DeepseekV3DecoderLayer of transformers
         attended, cache = self.attention(self.input_norm(x), tokens, cache)
         x = residual(x + attended)
         mixed, statistics = self.mlp(x, tokens, norm=self.post_attention_norm)
@@ -50,9 +51,11 @@ class DeepseekV3Config(GroupedDecoderConfig):
         latent: widths of attention; they give `attention.head_dim`.
     """
 
+    # Each head has keys and values of its own: they are made of one narrow vector.
     num_heads: int = 4
     num_kv_heads: int = 4
     experts: ExpertsConfig = field(
+        # DeepseekV3TopkRouter multiplies in float32.
         default_factory=lambda: ExpertsConfig(router_dtype="float32")
     )
     latent: LatentConfig = field(default_factory=LatentConfig)
@@ -103,6 +106,7 @@ class DeepseekV3Config(GroupedDecoderConfig):
         scaling = self.rotary.scaling
         if not isinstance(scaling, YarnRotary) or scaling.mscale_all_dim is None:
             return None
+        # yarn_get_mscale of transformers, once for queries and once for keys
         temperature = 0.1 * scaling.mscale_all_dim * math.log(scaling.factor) + 1
         return self.head_dim**-0.5 * temperature**2
 
@@ -153,6 +157,7 @@ def to_hf(config: DeepseekV3Config) -> dict[str, Any]:
     return written | hf.write_dense_prefix(config)
 
 
+# `with_mqa`: the narrow vector and, besides, one rotated key for all heads
 TENSORS = {
     "mlp.router": "gate",
     "mlp.bias": "gate.e_score_correction_bias",

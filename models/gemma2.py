@@ -41,6 +41,7 @@ class Gemma2Config(DecoderConfig):
     @property
     def embedding_scale(self) -> float:
         """The square root of the width."""
+        # The decoder rounds it to the dtype of activations, as transformers does.
         return self.hidden_dim**0.5
 
     @property
@@ -61,7 +62,9 @@ class Gemma2Config(DecoderConfig):
                 self,
                 rotary=self.rotary,
                 window=kind.window,
+                # Not by the width of a head, which is another number in the 27B model
                 scale=self.query_pre_attn_scalar**-0.5,
+                # Before the mask, which must stay minus infinity
                 softcap=self.score_softcap,
                 key=attention_key,
             ),
@@ -110,6 +113,8 @@ def to_hf(config: Gemma2Config) -> dict[str, Any]:
     )
 
 
+# What a Llama calls `post_attention_layernorm` is before its MLP; here that name is
+# of the norm of attention's output.
 TENSORS = {
     "attention_output_norm": "post_attention_layernorm",
     "post_attention_norm": "pre_feedforward_layernorm",

@@ -37,6 +37,7 @@ class Gemma3Layer(DecoderLayer):
         """Attention, then the MLP, with norms of what each is given and of what it
         adds.
         """
+        # Gemma3DecoderLayer of transformers
         attended, cache = self.attention(self.input_norm(x), tokens, cache)
         x = residual(x + self.attention_output_norm(attended))
         mixed, statistics = self.mlp(x, tokens, norm=self.post_attention_norm)
@@ -63,10 +64,12 @@ class Gemma3Config(DecoderConfig):
     @property
     def embedding_scale(self) -> float:
         """The square root of the width."""
+        # The decoder rounds it to the dtype of activations, as transformers does.
         return self.hidden_dim**0.5
 
     def init_norm(self) -> Norm:
         """Makes a norm over `Embed`."""
+        # Gemma3RMSNorm of transformers: weights are the factors less one.
         return offset_rms_norm(self.Embed, self.rms_norm_eps)
 
     def init_layer(self, kind: LayerKind, *, key: PRNGKeyArray) -> Gemma3Layer:
@@ -82,7 +85,9 @@ class Gemma3Config(DecoderConfig):
                 self,
                 rotary=rotary,
                 window=kind.window,
+                # Not by the width of a head, which is another number in the 27B model
                 scale=self.query_pre_attn_scalar**-0.5,
+                # In place of the softcap of scores in Gemma 2
                 q_norm=offset_rms_norm(self.HeadDim, self.rms_norm_eps),
                 k_norm=offset_rms_norm(self.HeadDim, self.rms_norm_eps),
                 key=attention_key,
@@ -126,6 +131,8 @@ def to_hf(config: Gemma3Config) -> dict[str, Any]:
     }
 
 
+# What a Llama calls `post_attention_layernorm` is before its MLP; here that name is
+# of the norm of attention's output.
 TENSORS = {
     "attention_output_norm": "post_attention_layernorm",
     "post_attention_norm": "pre_feedforward_layernorm",

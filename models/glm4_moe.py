@@ -32,6 +32,7 @@ class Glm4MoeLayer(DecoderLayer):
         self, x: NamedArray, tokens: Tokens, cache: LayerCache | None = None
     ) -> LayerOutput:
         """Adds attention, then the MLP or experts, each of normalised input."""
+        # Glm4MoeDecoderLayer of transformers
         attended, cache = self.attention(self.input_norm(x), tokens, cache)
         x = residual(x + attended)
         mixed, statistics = self.mlp(x, tokens, norm=self.post_attention_norm)
@@ -77,9 +78,11 @@ class Glm4MoeConfig(GroupedDecoderConfig):
                 self,
                 rotary=self.rotary,
                 window=kind.window,
+                # The first coordinates of a head; the others tell nothing of positions.
                 rotary_dim=rotated_width(self.head_dim, self.partial_rotary_factor),
                 q_norm=q_norm,
                 k_norm=k_norm,
+                # Glm4MoeAttention: `attention_bias` is of the other three projections.
                 output_bias=False,
                 key=attention_key,
             ),

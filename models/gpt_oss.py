@@ -50,6 +50,8 @@ class GptOssLayer(DecoderLayer):
         """Adds attention, then the experts, each of normalised input."""
         attended, cache = self.attention(self.input_norm(x), tokens, cache)
         x = residual(x + attended)
+        # GptOssTopKRouter takes the softmax of the chosen logits. That of all logits,
+        # divided by its sum over the chosen ones, is the same.
         mixed, statistics = self.mlp(x, tokens, norm=self.post_attention_norm)
         return x + mixed, cache, statistics
 
@@ -74,6 +76,8 @@ class GptOssConfig(SparseDecoderConfig):
                 self,
                 rotary=self.rotary,
                 window=kind.window,
+                # A sink takes a part of the softmax and has no value: a head may
+                # attend to nothing.
                 sinks=True,
                 key=attention_key,
             ),
@@ -86,6 +90,7 @@ _YARN = {
     "rope_type": "yarn",
     "factor": 32.0,
     "original_max_position_embeddings": 4_096,
+    # The bounds between stretched and other wavelengths are not rounded.
     "truncate": False,
 }
 
@@ -121,6 +126,7 @@ def to_hf(config: GptOssConfig) -> dict[str, Any]:
     return written | {"swiglu_alpha": _SLOPE, "swiglu_limit": _LIMIT}
 
 
+# Rows of gate and up alternate in one tensor of all experts, `[expert, in, out]`.
 _GATE_UP = ExpertsTensor("gate_up_proj", transposed=True, interleaved=True)
 _GATE_UP_BIAS = ExpertsTensor("gate_up_proj_bias", interleaved=True)
 TENSORS = {

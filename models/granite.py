@@ -35,6 +35,8 @@ class GraniteLayer(DecoderLayer):
         self, x: NamedArray, tokens: Tokens, cache: LayerCache | None = None
     ) -> LayerOutput:
         """Adds attention, then the MLP, each of normalised input and times a factor."""
+        # GraniteDecoderLayer of transformers. The factor is a Python number, so the
+        # product has the dtype of activations.
         attended, cache = self.attention(self.input_norm(x), tokens, cache)
         x = residual(x + attended * self.factor)
         mixed, statistics = self.mlp(x, tokens, norm=self.post_attention_norm)
@@ -69,6 +71,7 @@ class GraniteConfig(DecoderConfig):
     @property
     def logit_factor(self) -> float:
         """Factor of the logits."""
+        # GraniteForCausalLM divides; a cross entropy takes a factor.
         return 1 / self.logits_scaling
 
     def init_layer(self, kind: LayerKind, *, key: PRNGKeyArray) -> GraniteLayer:
@@ -80,6 +83,7 @@ class GraniteConfig(DecoderConfig):
                 self,
                 rotary=self.rotary,
                 window=kind.window,
+                # In place of `head_dim ** -0.5`, not besides
                 scale=self.attention_multiplier,
                 key=attention_key,
             ),

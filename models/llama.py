@@ -55,8 +55,10 @@ class LlamaLayer(DecoderLayer):
         self, x: NamedArray, tokens: Tokens, cache: LayerCache | None = None
     ) -> LayerOutput:
         """Adds attention, then the MLP, each of normalised input."""
+        # LlamaDecoderLayer of transformers
         attended, cache = self.attention(self.input_norm(x), tokens, cache)
         x = residual(x + attended)
+        # The MLP is given the norm to apply it tile by tile.
         mixed, statistics = self.mlp(x, tokens, norm=self.post_attention_norm)
         return x + mixed, cache, statistics
 

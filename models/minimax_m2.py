@@ -56,6 +56,7 @@ class MiniMaxM2Config(SparseDecoderConfig):
     def init_layer(self, kind: LayerKind, *, key: PRNGKeyArray) -> MiniMaxM2Layer:
         """Makes a layer from `key`."""
         attention_key, mlp_key = jax.random.split(key)
+        # The bias decides who is chosen; gates are of the scores without it.
         routing = Routing(scoring="sigmoid", bias="frozen")
         return MiniMaxM2Layer(
             input_norm=self.init_norm(),
@@ -64,6 +65,7 @@ class MiniMaxM2Config(SparseDecoderConfig):
                 rotary=self.rotary,
                 window=kind.window,
                 rotary_dim=rotated_width(self.head_dim, self.partial_rotary_factor),
+                # Over all heads together, so attention is not cut into tiles of heads
                 q_norm=rms_norm(self.QueryHeads, self.rms_norm_eps),
                 k_norm=rms_norm(self.KeyHeads, self.rms_norm_eps),
                 key=attention_key,
@@ -91,6 +93,7 @@ def from_hf(given: hf.ConfigFields) -> hf.Found:
     # Tensors of these layers, which predict further tokens, are left out.
     given.ignore("use_mtp", "num_mtp_modules", "mtp_transformer_layers")
     found = hf.read_decoder(given, FIELDS, kv_heads=8) | hf.read_load_balance(given)
+    # Files have a number of coordinates, transformers keeps a part of a head.
     width = given("rotary_dim", kind=int)
     heads = found["attention.head_dim"]
     partial = 1.0 if width is None else width / heads

@@ -21,6 +21,7 @@ class MistralConfig(DecoderConfig):
         return LlamaLayer.init(self, kind, rotary=self.rotary, key=key)
 
 
+# MistralAttention has no biases, and no field for them.
 FIELDS = hf.without(hf.DENSE_SIZES, "attention_bias")
 
 
@@ -35,6 +36,7 @@ def from_hf(given: hf.ConfigFields) -> hf.Found:
 def to_hf(config: MistralConfig) -> dict[str, Any]:
     """Writes a `config.json`."""
     written = hf.write_decoder(config, FIELDS) | hf.write_rotary(config.rotary)
+    # Also where it is null: the default of transformers is a window.
     return written | {"sliding_window": config.attention.window}
 
 

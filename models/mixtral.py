@@ -46,6 +46,8 @@ class MixtralConfig(SparseDecoderConfig):
     def init_layer(self, kind: LayerKind, *, key: PRNGKeyArray) -> MixtralLayer:
         """Makes a layer from `key`."""
         attention_key, mlp_key = jax.random.split(key)
+        # Gates are a softmax over all experts, divided by its sum over the chosen ones:
+        # MixtralTopKRouter of transformers.
         return MixtralLayer(
             input_norm=self.init_norm(),
             attention=Attention.init(
@@ -80,6 +82,7 @@ def to_hf(config: MixtralConfig) -> dict[str, Any]:
     return written | hf.write_load_balance(config)
 
 
+# As in Mistral's own files: w2 is the projection back to the residual stream.
 TENSORS = {
     "mlp": "block_sparse_moe",
     "mlp.router": "gate",

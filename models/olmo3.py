@@ -32,8 +32,11 @@ class Olmo3Layer(DecoderLayer):
         self, x: NamedArray, tokens: Tokens, cache: LayerCache | None = None
     ) -> LayerOutput:
         """Attention, then the MLP, each normalised and added to the stream."""
+        # Olmo3DecoderLayer of transformers: attention reads the stream itself, and what
+        # it adds is normalised.
         attended, cache = self.attention(x, tokens, cache)
         x = residual(x + self.attention_output_norm(attended))
+        # No norm before the MLP, so tiles are given none.
         mixed, statistics = self.mlp(x, tokens)
         return x + self.mlp_output_norm(mixed), cache, statistics
 
@@ -56,6 +59,7 @@ class Olmo3Config(DecoderConfig):
                 self,
                 rotary=rotary,
                 window=kind.window,
+                # Over all heads together; those of Qwen3 are over each head.
                 q_norm=rms_norm(self.QueryHeads, self.rms_norm_eps),
                 k_norm=rms_norm(self.KeyHeads, self.rms_norm_eps),
                 key=attention_key,

@@ -59,6 +59,7 @@ def to_hf(config: Phi3Config) -> dict[str, Any]:
     return written | {"sliding_window": config.attention.window, "pad_token_id": None}
 
 
+# Phi3Attention and Phi3MLP have their first projections in one tensor, in this order.
 TENSORS = {
     "attention.q_proj": "qkv_proj",
     "attention.k_proj": "qkv_proj",

@@ -34,6 +34,7 @@ FIELDS = hf.without(hf.DENSE_SIZES, "attention_bias")
 
 def from_hf(given: hf.ConfigFields) -> hf.Found:
     """Reads a `config.json`; defaults are those of transformers."""
+    # Qwen2Attention has these biases whatever a file says.
     given.ignore("attention_bias")
     found = hf.read_decoder(given, FIELDS, kv_heads=32) | hf.read_rotary(given)
     found |= read_later_windows(given, found["num_layers"])
@@ -62,6 +63,7 @@ def write_later_windows(config: DecoderConfig) -> dict[str, Any]:
         "layer_types": types,
         "sliding_window": window,
         "use_sliding_window": window is not None,
+        # The number of the first layer with a window, or of layers if none has one
         "max_window_layers": (*types, SLIDING).index(SLIDING),
     }
 

@@ -48,6 +48,7 @@ class Qwen3Layer(DecoderLayer):
                 config,
                 rotary=config.rotary,
                 window=kind.window,
+                # Over each head, before rotation; OLMo's are over all heads.
                 q_norm=rms_norm(config.HeadDim, config.rms_norm_eps),
                 k_norm=rms_norm(config.HeadDim, config.rms_norm_eps),
                 key=attention_key,
@@ -60,8 +61,10 @@ class Qwen3Layer(DecoderLayer):
         self, x: NamedArray, tokens: Tokens, cache: LayerCache | None = None
     ) -> LayerOutput:
         """Adds attention, then the MLP or experts, each of normalised input."""
+        # Qwen3DecoderLayer of transformers
         attended, cache = self.attention(self.input_norm(x), tokens, cache)
         x = residual(x + attended)
+        # The MLP or experts apply the norm themselves, tile by tile.
         mixed, statistics = self.mlp(x, tokens, norm=self.post_attention_norm)
         return x + mixed, cache, statistics
 
@@ -117,6 +120,7 @@ def moe_from_hf(given: hf.ConfigFields) -> hf.Found:
     found |= hf.read_windows(given, found["num_layers"], 4_096, is_on=is_on)
     found |= hf.read_load_balance(given)
     layers = range(found["num_layers"])
+    # Qwen3MoeDecoderLayer: every `step`-th layer has experts, unless it is named.
     step, dense = given("decoder_sparse_step", 1) or 1, given("mlp_only_layers", [])
     if strange := [layer for layer in dense if layer not in layers]:
         raise ValueError(

@@ -61,6 +61,7 @@ FIELDS = hf.DENSE_SIZES | {"tie_word_embeddings": hf.Field("tie_word_embeddings"
 
 def from_hf(given: hf.ConfigFields) -> hf.Found:
     """Reads a `config.json`; defaults are those of transformers."""
+    # Transformers has no use for it: which layers have windows goes by rotation.
     given.ignore("max_window_layers")
     found = hf.read_decoder(given, FIELDS, kv_heads=4)
     found |= hf.read_rotary(given, theta=2_000_000.0)
@@ -75,6 +76,7 @@ def from_hf(given: hf.ConfigFields) -> hf.Found:
             " one for each layer."
         )
     unrotated = [layer for layer in layers if not rotates[layer]]
+    # Published models use none; where they do, only unrotated layers have one.
     is_on = given("use_sliding_window", False)
     found |= hf.read_windows(
         given, len(layers), None, lambda layer: layer in unrotated, is_on

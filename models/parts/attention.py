@@ -78,6 +78,7 @@ class CausalAttention(eqx.Module):
         tiles: into how many tiles of key-value heads attention is cut.
     """
 
+    # Of the projections only the last is common to all kinds of attention.
     o_proj: eqx.AbstractVar[hnn.Linear]
     sinks: eqx.AbstractVar[NamedArray | None]
     KVHeads: eqx.AbstractVar[Axis]
@@ -142,6 +143,7 @@ class CausalAttention(eqx.Module):
         """Attention of a few key-value heads at a time, with their queries."""
         # Each tile would add the bias again.
         whole, bias = without_bias(self.o_proj)
+        # The tiles' outputs are summed: each has all of `Embed`, from a few heads.
         by_heads = tiled(_of_some_heads, self.KVHeads, tiles=self.tiles, reduce="sum")
         attention = dataclasses.replace(self, o_proj=whole)
         output = by_heads(attention, hax.arange(self.KVHeads), x, tokens)
@@ -177,6 +179,7 @@ def _of_some_heads(
     """The part of the output that is of some key-value heads, those with these numbers,
     and their queries.
     """
+    # The tile's axis; the static axes of linear maps are still those of all heads.
     (KVHeads,) = numbers.axes
     some = map_linears(lambda linear: of_part(linear, KVHeads), attention)
     query, key, value, _ = some.heads(x, tokens)
@@ -236,6 +239,7 @@ class Attention(CausalAttention):
                 `config.attention.bias`, if not given.
             sinks: whether query heads have sinks.
         """
+        # In this order whatever the options: seeds give the same weights.
         q_key, k_key, v_key, o_key = jax.random.split(key, 4)
         Embed, bias = config.Embed, config.attention.bias
         QueryHeads, KeyHeads = config.QueryHeads, config.KeyHeads
@@ -278,6 +282,8 @@ class Attention(CausalAttention):
     def _rotated(
         self, norm: Norm | None, heads: NamedArray, tokens: Tokens
     ) -> NamedArray:
+        # The norm first, as published models have it: its weight differs between the
+        # two coordinates of a pair, so the order matters.
         normalised = heads if norm is None else norm(heads)
         return normalised if self.rotary is None else self.rotary(normalised, tokens)
 

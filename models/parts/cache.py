@@ -112,6 +112,7 @@ def keep_tokens(
     """
     # All buffers of a layer have the same slots.
     slots = cache.stacked[0].resolve_axis(SLOT_AXIS).size
+    # A single token of each sequence: with a window it overwrites the oldest.
     if not has_positions(kept[0]):
         assert tokens.positions is not None
         at = tokens.positions
@@ -127,6 +128,7 @@ def _newest(kept: NamedArray, tokens: Tokens, slots: int) -> NamedArray:
     """
     assert tokens.lengths is not None
     (Batch,), Slot = tokens.lengths.axes, Axis(POSITION_AXIS, slots)
+    # Sequences end at different positions, so slots hold different ones in each.
     last = tokens.lengths - 1
     # Slot s holds the last position p <= last with p % slots == s.
     newest = last - (last - hax.arange(Slot).broadcast_axis(Batch)) % slots

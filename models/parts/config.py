@@ -86,6 +86,8 @@ class DecoderConfig(RecordsArguments, draccus.ChoiceRegistry):
             time.
     """
 
+    # For an architecture to set, as a class attribute or a property: no field of a file
+    # reaches an architecture that does not have it.
     embedding_scale: ClassVar[Any] = None
     logit_factor: ClassVar[Any] = 1.0
     logit_softcap: ClassVar[Any] = None
@@ -140,6 +142,7 @@ class DecoderConfig(RecordsArguments, draccus.ChoiceRegistry):
 
     @property
     def _internal_names(self) -> tuple[str, ...]:
+        # A dict, for its order: that of the layers
         found: dict[str, None] = {}
         for kind in self.kinds.values():
             names = names_in_layer(is_sparse=kind.sparse, has_halves=self.has_halves)
@@ -171,6 +174,7 @@ class DecoderConfig(RecordsArguments, draccus.ChoiceRegistry):
                 " rotated."
             )
 
+    # The axes that parts share: their names and sizes are stated once.
     Layers = _axis("layers", "num_layers", "The layers.")
     Embed = _axis("embed", "hidden_dim", "The residual stream.")
     KVHeads = _axis("kv_heads", "num_kv_heads", "Key and value heads.")
@@ -254,6 +258,7 @@ class DecoderConfig(RecordsArguments, draccus.ChoiceRegistry):
         then `dense_2`.
         """
         found: dict[str, LayerKind] = {}
+        # In the order in which they first occur: names must not depend on hashes.
         for kind in dict.fromkeys(self.layer_kinds):
             number = 1 + [other.name for other in found.values()].count(kind.name)
             found[kind.name if number == 1 else f"{kind.name}_{number}"] = kind
@@ -262,6 +267,7 @@ class DecoderConfig(RecordsArguments, draccus.ChoiceRegistry):
     @property
     def pattern(self) -> tuple[str, ...]:
         """The name of the kind of each layer."""
+        # Kinds are compared by value: equal ones are one stack.
         names = {kind: name for name, kind in self.kinds.items()}
         return tuple(names[kind] for kind in self.layer_kinds)
 
@@ -354,6 +360,7 @@ class GroupedDecoderConfig(SparseDecoderConfig):
             "shared_experts",
         )
         check_choices("model", self)
+        # A group is scored by its best two experts, so it has at least two.
         members = self.experts.num_experts // self.num_groups
         if (
             self.experts.num_experts % self.num_groups

@@ -68,6 +68,7 @@ class Layer(eqx.Module):
         self, x: NamedArray, tokens: Tokens
     ) -> tuple[NamedArray, RouterStatistics | None]:
         """`forward` as a step of a scan over the layers in training."""
+        # Parameters stay in their own dtype outside: one layer is cast at a time.
         x, _, statistics = cast_floating(self, x.dtype).forward(x, tokens)
         return x, statistics
 
@@ -149,6 +150,7 @@ class Decoder(eqx.Module):
         keys = jax.random.split(layers_key, config.num_layers)
 
         def stack(name: str, kind: LayerKind) -> Stacked:
+            # Keys go by a layer's number, not by its row among layers of its kind.
             own = keys[np.array(config.layers_of(name))]
             make_layers = init_stack(
                 config.Layers.resize(len(own)), config.init_layer, remat=remat
@@ -226,6 +228,7 @@ class Decoder(eqx.Module):
         kinds = enumerate(self.config.layer_kinds)
         sparse = [number for number, kind in kinds if kind.sparse]
         # [layers, Experts]
+        # 1 where more tokens than the mean chose an expert: descent lowers its bias.
         sign = jnp.sign(load.array - jnp.mean(load.array, axis=-1, keepdims=True))
         term = jnp.zeros(())
         for name in (name for name, kind in self.config.kinds.items() if kind.sparse):
@@ -236,6 +239,7 @@ class Decoder(eqx.Module):
                 self.stacks[name].stacked.mlp.bias.array
                 * jax.lax.stop_gradient(sign[rows])
             )
+        # The value is zero, so that the reported loss is that of the model.
         return term - jax.lax.stop_gradient(term)
 
     @property
@@ -265,6 +269,7 @@ class Decoder(eqx.Module):
         """
         Batch, Pos = tokens.axes
         if lengths is None:
+            # Always known to layers: a window's slots, or a state, leave padding out.
             lengths = hax.full(Batch, Pos.size, dtype=jnp.int32)
         known = Tokens(self._rotary(hax.arange(Pos)), lengths=lengths)
         return self._read(tokens, known, self.empty_caches(Batch, slots))
@@ -357,16 +362,19 @@ class Decoder(eqx.Module):
             x = per_device(of_tokens, embedding, tokens, over=tokens.axes, out=out)
         else:
             x = embedding(tokens)
+        # The scale is rounded to this dtype first, as transformers does.
         x, scale = x.astype(self.config.compute_dtype), self.config.embedding_scale
         return x if scale is None else x * jnp.asarray(scale, x.dtype)
 
     def _normalised(self, x: NamedArray) -> NamedArray:
+        # The norm computes in float32 from weights rounded as in layers.
         return cast_floating(self.norm, x.dtype)(x)
 
     def logits(self, hidden: NamedArray) -> NamedArray:
         """Maps hidden states `[..., Embed]` to float32 logits `[..., Vocab]`, with the
         head's adapter.
         """
+        # With an adapter there is no one weight to multiply by.
         if isinstance(self.head, LoraLinear):
             logits = cast_floating(self.head, hidden.dtype)(hidden)
         else:

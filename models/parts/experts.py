@@ -175,6 +175,7 @@ class SparseExperts(FeedForward):
                 return hax.top_k(probabilities, Experts, Choice.size, new_axis=Choice)
             preferred = _preferred(probabilities, bias, self.routing, Experts)
             _, choices = hax.top_k(preferred, Experts, Choice.size, new_axis=Choice)
+            # The bias is of the choice alone: gates are the scores without it.
             return hax.take(probabilities, Experts, choices), choices
 
         out = ((*tokens, Choice), (*tokens, Choice))
@@ -185,10 +186,12 @@ class SparseExperts(FeedForward):
             checkpoint_name(choices, "router_choices"),
             checkpoint_name(gates, "router_gates"),
         )
+        # After the name: the derivative of the division reads what it divides.
         if self.settings.norm_topk_prob:
             gates = gates / hax.sum(gates, axis=Choice)
         if self.routing.gate_scale != 1:
             gates = gates * self.routing.gate_scale
+        # Of integers, so it carries no gradient to the router; `shares` does.
         chosen = hax.sum(hnn.one_hot(choices, Experts, dtype=jnp.float32), axis=Choice)
         real = hax.ones(tokens)
         if documents is not None:
@@ -197,6 +200,7 @@ class SparseExperts(FeedForward):
         def total(x: NamedArray) -> NamedArray:
             return hax.sum(x * real, axis=tokens)
 
+        # Sigmoids do not sum to one, as the loss of `router_losses` takes them to.
         shares = (
             probabilities
             if is_softmax
@@ -332,6 +336,7 @@ def _preferred(
     of_groups = hax.sum(best_two, axis=Member.name)
     _, chosen = hax.top_k(of_groups, Group, routing.groups_per_token, new_axis="choice")
     is_chosen = hax.sum(hnn.one_hot(chosen, Group), axis="choice") > 0
+    # Not zero: with a bias, a score in an open group may be negative.
     open_to_choice = hax.where(is_chosen, by_group, -jnp.inf)
     return open_to_choice.flatten_axes((Group, Member), Experts).rearrange(scores.axes)
 

@@ -66,11 +66,13 @@ class LatentAttention(CausalAttention):
         Embed, Heads, HeadDim = config.Embed, config.KVHeads, config.HeadDim
         bias = config.attention.bias
         Latent = Axis("latent", latent.key_value_rank)
+        # The key that all heads share is projected with the narrow vector, by one map.
         Joint = Latent.resize(latent.key_value_rank + latent.rotary_dim)
         Value = HeadDim.resize(latent.value_dim)
         Both = HeadDim.resize(latent.plain_dim + latent.value_dim)
         q_proj = q_a_proj = q_a_norm = q_b_proj = None
         if latent.query_rank is None:
+            # Without a bias, whatever the config: so it is in transformers.
             q_proj = linear(config, Embed, (Heads, HeadDim), key=keys[0])
         else:
             Query = Axis("query_latent", latent.query_rank)
@@ -116,10 +118,12 @@ class LatentAttention(CausalAttention):
                 and self.q_b_proj is not None
             )
             query = self.q_b_proj(self.q_a_norm(self.q_a_proj(x)))
+        # Before rotation, so that a policy that keeps it recomputes no product
         query = named_heads(query, "query", x)
         narrow, shared = self._latents(x, tokens)
         # Keys without their shared coordinates, then values
         both = self.kv_b_proj(narrow)
+        # Kernels take whole keys of each head; decoding does not use them.
         of_heads = shared.broadcast_axis(both.resolve_axis(self.KVHeads.name))
         key = hax.concatenate(HeadDim.name, [both[HeadDim.name, :plain], of_heads])
         rotated = self.rotary(query[HeadDim, plain:], tokens)
@@ -138,6 +142,7 @@ class LatentAttention(CausalAttention):
         rank = self.latent.key_value_rank
         joint = self.kv_a_proj(x)
         shared = joint["latent", rank:].rename({"latent": self.HeadDim.name})
+        # The shared coordinates are not normalised: they never pass `kv_b_proj`.
         return self.kv_a_norm(joint["latent", :rank]), self.rotary(shared, tokens)
 
     def empty_cache(self, Batch: Axis, slots: int, dtype: DTypeLike) -> Kept:

@@ -32,6 +32,7 @@ def linear(
     """A linear map, weights `[Out, In]` drawn from N(0, initializer_range^2) in
     float32, a bias from zero.
     """
+    # Out before In, as PyTorch stores them: files are read without a transposition.
     weight = (
         hax.random.normal(key, hax.concat_axis_specs(Out, In))
         * config.initializer_range
@@ -55,6 +56,7 @@ def of_part(linear: Any, axis: Axis) -> Any:
     its name.
     """
     if isinstance(linear, LoraLinear):
+        # The adapter's arrays are cut with the rest; only the map says its axes.
         return dataclasses.replace(linear, wrapped=of_part(linear.wrapped, axis))
 
     def part(spec: AxisSpec) -> Any:
@@ -82,6 +84,7 @@ def cast_floating(tree: T, dtype: DTypeLike) -> T:
     """
 
     def casts_itself(node: Any) -> bool:
+        # Not `tree` itself: its own `cast_to` may call this.
         return node is not tree and hasattr(node, "cast_to")
 
     def cast(leaf: Any) -> Any:

@@ -70,6 +70,7 @@ class FeedForward(eqx.Module):
                 self,
                 is_leaf=lambda node: isinstance(node, LayerStack),
             )
+        # Sums, not means, come out of a tile: `reduce` adds them up.
         output, sums = run(own, norm, x, tokens.documents)
         if sums is None:
             return output, None

@@ -23,10 +23,12 @@ class OffsetRmsNorm(eqx.Module):
 
     def __call__(self, x: NamedArray) -> NamedArray:
         """Normalises `x`, and gives its dtype."""
+        # A mean of squares in bfloat16 would lose most of its digits.
         wide = x.astype(jnp.float32)
         normalised = wide * hax.rsqrt(
             hax.mean(hax.square(wide), axis=self.axis) + self.eps
         )
+        # In float32 too: weights near zero would be rounded away beside the offset.
         factors = self.weight.astype(jnp.float32) + self.offset
         return (normalised * factors).astype(x.dtype)
 
@@ -55,6 +57,7 @@ Norm: TypeAlias = hnn.RmsNorm | OffsetRmsNorm | LayerNorm
 
 def rms_norm(Over: AxisSpec, eps: float) -> hnn.RmsNorm:
     """An RMS norm with factors of 1 and no bias (Zhang and Sennrich 2019)."""
+    # Float32 inside and the weight after the cast, as in most models of transformers
     return hnn.RmsNorm.init(Over, eps=eps, use_bias=False, dtype=jnp.float32)
 
 
@@ -65,4 +68,5 @@ def layer_norm(Over: AxisSpec, eps: float) -> LayerNorm:
 
 def offset_rms_norm(Over: AxisSpec, eps: float) -> OffsetRmsNorm:
     """An RMS norm whose factors are `weight + 1`, with weights of zero."""
+    # Weight decay then pulls the factors to one, not to zero.
     return OffsetRmsNorm(hax.zeros(Over), Over, eps, offset=1.0)

@@ -51,6 +51,7 @@ def means(
     count = hax.ones(tuple(axis for axis in x.axes if axis != Embed))
     if documents is not None:
         count = hax.where(documents != 0, count, 0.0)
+    # A batch may be padding alone.
     total = hax.maximum(hax.sum(count), 1.0)
     return jax.tree.map(lambda one: one / total, sums, is_leaf=is_named_array)
 
@@ -77,6 +78,7 @@ def router_losses(
     }
     metrics = {name: jnp.mean(values) for name, values in per_layer.items()}
     if config.experts.load_balance_loss == "pooled":
+        # Loads are averaged before the product, so layers may make up for each other.
         pooled = (
             hax.mean(one, "layers") for one in (statistics.load, statistics.importance)
         )

@@ -214,6 +214,7 @@ class Routing:
 
 def _decode_scaling(raw: Any, path: Sequence[str]) -> RotaryScaling:
     """Reads the section of a YAML file as Hugging Face's field of the same contents."""
+    # From Python a scaling is given as such.
     if isinstance(raw, RotaryScaling):
         return raw
     given = "original_max_position_embeddings"

@@ -24,6 +24,7 @@ class Tokens(eqx.Module):
         positions: in decoding, the position of each token in its sequence, `[Batch]`.
     """
 
+    # A table for each kind of layers, which the fold hands out, or one for all
     rotary: Any = None
     documents: NamedArray | None = None
     lengths: NamedArray | None = None

@@ -133,8 +133,15 @@ def _attend_of_one_device(
     position, *_, head_dim = key.axes
     parts = np.arange(position.size, dtype=np.int32).reshape(_DEVICES, _DEVICES, -1)
     blocks = Blocks(head_dim.size**-0.5, _BLOCK, strips=_DEVICES)
-    shape = {"position": parts[0].size, "head_dim": head_dim.size, "among": _DEVICES}
-    call = AttentionCall(dtype=query.dtype, has_documents=False, blocks=blocks, **shape)
+    call = AttentionCall(
+        dtype=query.dtype,
+        position=parts[0].size,
+        head_dim=head_dim.size,
+        value_dim=head_dim.size,
+        has_documents=False,
+        blocks=blocks,
+        among=_DEVICES,
+    )
     kernel = choose_backend("attention", BACKENDS, backend, call)
     attend: Any = (
         exact_attention if kernel is None else functools.partial(attend_by, kernel)

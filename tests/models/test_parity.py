@@ -149,10 +149,15 @@ one_of_each_family = pytest.mark.parametrize(
 )
 
 
+# By default transformers rotates half of 42 coordinates, which are no pairs.
+SERVED = {"Glm4Moe": {"head_dim": 128}}
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_field_that_transformers_writes_is_known(family):
+    make = getattr(transformers, f"{family}Config")
     with warnings.catch_warnings(action="error"):
-        config_from_hf(getattr(transformers, f"{family}Config")().to_dict())
+        config_from_hf(make(**SERVED.get(family, {})).to_dict())
 
 
 def test_logits(case):

@@ -49,7 +49,6 @@ from stacked_remat.training import (
     trainable_except,
 )
 from stacked_remat.training.checkpoint import check_unsaved
-from stacked_remat.training.parameters import is_floating
 from stacked_remat.training.trainer_config import FloatName
 
 
@@ -207,7 +206,7 @@ class Placement:
         )
         if run.lora is None:
             shapes = self.shapes(found, dtype)
-            trainable = trainable_except(shapes, run.freeze, is_floating)
+            trainable = trainable_except(shapes, run.freeze)
             trained, frozen = eqx.partition(shapes, trainable)
             load = functools.partial(load_checkpoint, folder, step=found.step)
             model = load(trained, part="trained")

@@ -79,8 +79,10 @@ def first_match(path: str, patterns: Iterable[str]) -> str | None:
 def check_patterns(
     key: str, patterns: Iterable[str], paths: Sequence[str], kind: str
 ) -> None:
-    """Refuse a pattern that matches no path; `key` has the patterns, and `kind` is what
-    has the paths, as in `"linear"`.
+    """Refuse a pattern that matches no path.
+
+    For the error: `key` is where the patterns were given, and `kind` what the paths
+    lead to, such as `"linear"`.
     """
     for pattern in patterns:
         if any(fnmatch.fnmatchcase(path, pattern) for path in paths):

@@ -1,4 +1,4 @@
-"""Trees, kinds of leaves, and a static value among the leaves of one.
+"""Trees, kinds of leaves, their axes, and a static value among the leaves of one.
 
 Functions that JAX transforms return arrays alone. What else a layer or a user's
 function returns (strings, functions, Python numbers) comes out of them in a `Static`,
@@ -9,7 +9,8 @@ from collections.abc import Iterable
 from typing import Any, TypeAlias
 
 import jax
-from haliax import NamedArray
+import jax.numpy as jnp
+from haliax import Axis, NamedArray
 
 PyTree: TypeAlias = Any  # that of jaxtyping is unknown to pyright
 
@@ -33,6 +34,36 @@ def is_array(leaf: Any) -> bool:
 def raw_array(leaf: Any) -> Any:
     """The array of a named array; any other leaf as it is."""
     return leaf.array if is_named(leaf) else leaf
+
+
+def with_axes(array: Any, axes: tuple[Axis, ...] | None) -> Any:
+    """The array with these axes, if any. Sizes are not checked: inside scan and vmap
+    they may differ.
+    """
+    if axes is None:
+        return array
+    # Haliax's constructor checks sizes; unflattening a PyTree does not
+    return NamedArray.tree_unflatten(axes, [array])
+
+
+def axis_first(leaf: Any, axis: Axis) -> Any:
+    """The array of a leaf with an axis in front, where a plain array has it already."""
+    position = leaf.axis_indices(axis.name) if is_named(leaf) else 0
+    if position:
+        return jnp.moveaxis(leaf.array, position, 0)
+    return raw_array(leaf)
+
+
+def from_axis_first(array: Any, axes: tuple[Axis, ...] | None, axis: Axis) -> Any:
+    """The inverse of `axis_first`, for a leaf of these axes, None for a plain array.
+    The array may be None.
+    """
+    names = [one.name for one in axes or ()]
+    position = names.index(axis.name) if names else 0
+    # An array that stays as it is is not copied, nor moved from the host.
+    if position and array is not None:
+        array = jnp.moveaxis(array, 0, position)
+    return with_axes(array, axes)
 
 
 @jax.tree_util.register_static

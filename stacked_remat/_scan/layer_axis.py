@@ -26,7 +26,7 @@ from haliax.axis import AxisSelector
 from jax.tree_util import KeyPath
 
 from .._placement import is_on_host, to_host
-from .._static import PyTree
+from .._static import PyTree, axis_first, from_axis_first, with_axes
 from .._sweep.kinds import Pattern
 from .._sweep.slots import Arrays, Mask
 from .arguments import Caller, check_keys, check_no_lists, check_sizes, resolve_axis
@@ -43,7 +43,6 @@ from .marks import (
     map_unsliced,
     raw_array,
     take_marks_off,
-    with_axes,
 )
 from .stacking import name_stacked, take_rows
 
@@ -132,12 +131,7 @@ class TreeLayout:
         """The whole tree, each array in its memory; `cotangents` as in `layer`."""
         named = []
         for leaf, array in zip(self.with_role("split"), arrays, strict=False):
-            names = [axis.name for axis in leaf.axes or ()]
-            position = names.index(self.axis.name) if names else 0
-            # An array that stays as it is is not copied, nor moved from the host.
-            if position and array is not None:
-                array = jnp.moveaxis(array, 0, position)
-            named.append(with_axes(array, leaf.axes))
+            named.append(from_axis_first(array, leaf.axes, self.axis))
         pairs = zip(self.with_role("shared"), shared, strict=True)
         kept = [to_host(array) if leaf.on_host else array for leaf, array in pairs]
         return self._build(named, kept, cotangents)
@@ -218,7 +212,7 @@ def split_tree(
         array = raw_array(leaf)
         axes = leaf.axes if is_named(leaf) else None
         if split:
-            stacks.append(_axis_first(leaf, axis))
+            stacks.append(axis_first(leaf, axis))
             unsliced.append(rule == "unsliced")
             leaves.append(Leaf("split", path, axes))
         elif is_named(leaf) or is_array(leaf):
@@ -284,14 +278,6 @@ def _check_per_kind(
             f" {', '.join(map(repr, leaf.values)) or 'none'}. Give one for each, with"
             " layers or not."
         )
-
-
-def _axis_first(leaf: Any, axis: Axis) -> Any:
-    """The array of a leaf that is split, with the axis in front."""
-    position = leaf.axis_indices(axis.name) if is_named(leaf) else 0
-    if position:
-        return jnp.moveaxis(leaf.array, position, 0)
-    return raw_array(leaf)
 
 
 def divide(
@@ -397,7 +383,7 @@ def _in_order(of_kinds: Sequence[PyTree], axis: Axis, pattern: Pattern) -> PyTre
     that has None.
     """
     first = next(part for part in of_kinds if raw_array(part) is not None)
-    like = _axis_first(first, axis)
+    like = axis_first(first, axis)
     order = []
     arrays = []
     for kind, part in enumerate(of_kinds):
@@ -407,7 +393,7 @@ def _in_order(of_kinds: Sequence[PyTree], axis: Axis, pattern: Pattern) -> PyTre
             shape = (len(rows), *like.shape[1:])
             arrays.append(jnp.zeros_like(like, shape=shape))
         else:
-            arrays.append(_axis_first(part, axis))
+            arrays.append(axis_first(part, axis))
     # `order` has the layer of each entry; sorting it gives the entry of each layer
     array = jnp.concatenate(arrays)[np.argsort(order)]
     if not is_named(first):

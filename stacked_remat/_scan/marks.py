@@ -18,14 +18,14 @@ from typing import Any, ClassVar, Literal, TypeAlias, TypeVar
 import equinox as eqx
 import jax.numpy as jnp
 import jax.tree_util as jtu
-from haliax import Axis, NamedArray, axis_name
+from haliax import Axis, axis_name
 from haliax.axis import AxisSelector
 from jax import lax
 from jax.tree_util import KeyPath
 
 from .._noted import noting
 from .._placement import has_host_arrays, on_several_devices
-from .._static import PyTree, is_array, is_named, raw_array
+from .._static import PyTree, is_array, is_named, raw_array, with_axes
 
 T = TypeVar("T")
 NUMBER = int | float | complex  # and bool
@@ -42,16 +42,6 @@ def is_named_or_shaped_array(leaf: Any) -> bool:
     dimension.
     """
     return is_named(leaf) or (is_array(leaf) and leaf.ndim >= 1)
-
-
-def with_axes(array: Any, axes: tuple[Axis, ...] | None) -> Any:
-    """The array with these axes, if any. Sizes are not checked: inside scan and vmap
-    they may differ.
-    """
-    if axes is None:
-        return array
-    # Haliax's constructor checks sizes; unflattening a PyTree does not
-    return NamedArray.tree_unflatten(axes, [array])
 
 
 def is_split(

@@ -19,9 +19,9 @@ from haliax import Axis, NamedArray
 from jax.tree_util import KeyPath
 
 from .._messages import axes_text
-from .._static import PyTree
+from .._static import PyTree, with_axes
 from .checks import difference, form, text
-from .marks import NUMBER, is_array, is_named, leaf_size, raw_array, with_axes
+from .marks import NUMBER, is_array, is_named, leaf_size, raw_array
 
 T = TypeVar("T")
 

@@ -8,12 +8,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from haliax import Axis, NamedArray
+from haliax import Axis
 from jaxtyping import Array
 
 from .._messages import axes_text
-from .._static import is_array, is_named, raw_array
+from .._static import (
+    axis_first,
+    from_axis_first,
+    is_array,
+    is_named,
+    raw_array,
+    with_axes,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,7 +51,7 @@ class WeightsLayout:
             _check_experts(f"weights{jax.tree_util.keystr(path)}", leaf, Experts)
             others.append(None)
             axes.append(leaf.axes if is_named(leaf) else None)
-            arrays.append(_experts_first(leaf, Experts))
+            arrays.append(axis_first(leaf, Experts))
         layout = WeightsLayout(Experts, treedef, tuple(others), tuple(axes))
         return layout, arrays
 
@@ -53,24 +59,18 @@ class WeightsLayout:
         """The weights of one expert, by its entry of each array."""
         leaves = []
         for array, axes in zip(arrays, self.axes, strict=True):
-            own = axes and tuple(axis for axis in axes if axis.name != self._name)
-            leaves.append(_with_axes(array, own))
+            own = axes
+            if axes is not None:
+                own = tuple(axis for axis in axes if axis.name != self.Experts.name)
+            leaves.append(with_axes(array, own))
         return self._tree(leaves)
 
     def of_all(self, arrays: Sequence[Any]) -> Any:
         """The weights of all experts."""
         leaves = []
         for array, axes in zip(arrays, self.axes, strict=True):
-            position = [axis.name for axis in axes].index(self._name) if axes else 0
-            # An array whose order stays is neither copied nor moved from the host.
-            if position and array is not None:
-                array = jnp.moveaxis(array, 0, position)
-            leaves.append(_with_axes(array, axes))
+            leaves.append(from_axis_first(array, axes, self.Experts))
         return self._tree(leaves)
-
-    @property
-    def _name(self) -> str:
-        return self.Experts.name
 
     def _tree(self, arrays: list[Any]) -> Any:
         remaining = iter(arrays)
@@ -100,18 +100,3 @@ def _check_experts(what: str, leaf: Any, Experts: Axis) -> None:
         raise ValueError(
             f"{what} has {axes_text(leaf.axes)}; it must have {axes_text([Experts])}."
         )
-
-
-def _experts_first(leaf: Any, Experts: Axis) -> Any:
-    position = leaf.axis_indices(Experts.name) if is_named(leaf) else 0
-    if position:
-        return jnp.moveaxis(leaf.array, position, 0)
-    return raw_array(leaf)
-
-
-def _with_axes(array: Any, axes: tuple[Axis, ...] | None) -> Any:
-    if axes is None:
-        return array
-    # Haliax's constructor checks sizes, which differ within jax.vmap, and where an
-    # array is None; unflattening does not.
-    return NamedArray.tree_unflatten(axes, [array])

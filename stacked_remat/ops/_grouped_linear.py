@@ -39,15 +39,15 @@ class ExpertLinear(Protocol):
 
 @runtime_checkable
 class ComposedLinear(Protocol):
-    """A module that is made of linear maps, as a `LoraLinear` is of three.
+    """A module of several linear maps; a `LoraLinear` has three.
 
-    Grouped products apply it by its method, where they can't call the module: they map
-    the rows of all experts at once, by arrays that have the axis of the experts too.
+    Grouped products map the rows of all experts at once, by arrays that have the
+    experts' axis too. They can't call such a module, and call its `apply_maps` instead.
     """
 
     def apply_maps(self, apply: ExpertLinear, x: Any) -> Any:
-        """What the module's call does, with each of its maps applied as `apply(map,
-        rows)`; a map is what `apply_linear` takes.
+        """Compute what the module's call does, by `apply(map, rows)` for each of its
+        maps; a map is anything that `apply_linear` takes.
         """
         ...
 
@@ -239,7 +239,7 @@ class GroupedLinear:
         if isinstance(linear, hnn.Linear) or not is_array(linear) or linear.ndim != 3:
             raise ValueError(
                 f"An expert maps rows by {tree_pformat(linear)}. Grouped products take"
-                " hnn.Linear, LoraLinear, named arrays and matrices, and what has their"
+                " hnn.Linear, LoraLinear, named arrays, matrices, and modules with a"
                 " method `apply_maps`; take the backend 'block' for others."
             )
         return self._dot(x, linear, transposed=False)

@@ -82,7 +82,8 @@ def causal_attention(
         scale: factor of the scores, a Python number; `HeadDim.size ** -0.5` if not
             given. Multiply `query` by a factor that is learnt.
         softcap: scaled scores become `softcap * tanh(scores / softcap)`, a Python
-            number (Gemma Team 2024, "Gemma 2"), before sinks and masks; None for not.
+            number (Gemma Team 2024, "Gemma 2"), before sinks and masks; None for no
+            cap.
         backend: `"auto"` for the first of `"cudnn"`, `"tokamax"`, `"splash"` and
             `"blockwise"` that supports the call, or one of these or `"exact"` by name.
 

@@ -20,6 +20,7 @@ from jaxtyping import Array, Float
 from .._noted import noted
 from .._sweep.store import zeros_after
 from ._named import FLOATS, INTEGERS, check_named
+from ._padding import multiple_above, pad_axis
 from ._perturbed_vjp import perturbed_vjp
 from ._row_calls import call_on_rows
 from .per_device import align_varying_axes, per_device
@@ -185,9 +186,9 @@ def _of_rows(
     count = len(targets)
     options = options._replace(size=min(options.size, count) or 1)
     # Rows of zeros with the target 0, whose losses are dropped again
-    padding = (0, -count % options.size)
-    hidden = jnp.pad(hidden, (padding, (0, 0)))
-    targets = jnp.pad(targets, padding)
+    padded = multiple_above(count, options.size)
+    hidden = pad_axis(hidden, 0, padded)
+    targets = pad_axis(targets, 0, padded)
     found = _losses(options, (hidden, head), (targets, along))
     return jax.tree.map(lambda each: each[:count], found)
 

@@ -37,14 +37,14 @@ def parameter_paths(model: Any) -> list[str]:
 def trainable_except(
     model: Any, patterns: Sequence[str], trainable: Any = is_floating
 ) -> Any:
-    """Which arrays of a model are trained where those that match a pattern are frozen.
+    """Which arrays of a model are trained: all but those that match a pattern.
 
     Args:
         model: any tree.
         patterns: of paths, as `parameter_paths` gives them; `*` matches any characters,
             `?` one, `[ab]` one of these.
-        trainable: what is trained without the patterns: a predicate of leaves, or a
-            tree of bools like the model.
+        trainable: what is trained without patterns: a filter spec, as in `eqx.filter`;
+            by default all floating-point arrays.
 
     Returns:
         A tree of bools like the model, for `TrainState.init` and `fused_update`: frozen

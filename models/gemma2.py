@@ -92,17 +92,13 @@ def from_hf(given: hf.ConfigFields) -> hf.Found:
 
 def to_hf(config: Gemma2Config) -> dict[str, Any]:
     """Writes a `config.json`."""
-    written = hf.write_decoder(config, FIELDS) | hf.write_windows(config)
-    del written["hidden_act"]
-    return (
-        written
-        | hf.write_rotary(config.rotary)
-        | {
-            "hidden_activation": ACTIVATION,
-            "attn_logit_softcapping": config.score_softcap,
-            "final_logit_softcapping": config.output_softcap,
-        }
-    )
+    activation = {"hidden_activation": ACTIVATION}
+    written = hf.write_decoder(config, FIELDS, activation) | hf.write_windows(config)
+    written |= hf.write_rotary(config.rotary)
+    return written | {
+        "attn_logit_softcapping": config.score_softcap,
+        "final_logit_softcapping": config.output_softcap,
+    }
 
 
 register_format(

@@ -122,13 +122,10 @@ def from_hf(given: hf.ConfigFields) -> hf.Found:
 
 def to_hf(config: Gemma3Config) -> dict[str, Any]:
     """Writes a `config.json`."""
-    written = hf.write_decoder(config, FIELDS) | hf.write_windows(config)
+    activation = {"hidden_activation": ACTIVATION}
+    written = hf.write_decoder(config, FIELDS, activation) | hf.write_windows(config)
     written |= hf.write_rotary_by_kind(config.rotary, config.local_theta)
-    del written["hidden_act"]
-    return written | {
-        "hidden_activation": ACTIVATION,
-        "rope_local_base_freq": config.local_theta,
-    }
+    return written | {"rope_local_base_freq": config.local_theta}
 
 
 # What a Llama calls `post_attention_layernorm` is before its MLP; here that name is

@@ -217,11 +217,15 @@ def read_decoder(
 
 
 def write_decoder(
-    config: DecoderConfig, fields: Fields, activation: str = "silu"
+    config: DecoderConfig,
+    fields: Fields,
+    activation: Mapping[str, str] = MappingProxyType({"hidden_act": "silu"}),
 ) -> dict[str, Any]:
-    """The inverse of `read_decoder`."""
-    kv_heads = {"num_key_value_heads": config.num_kv_heads, "hidden_act": activation}
-    return write_fields(config, fields) | kv_heads
+    """The inverse of `read_decoder`; `activation` is the field that names that of
+    MLPs.
+    """
+    written = write_fields(config, fields)
+    return written | {"num_key_value_heads": config.num_kv_heads, **activation}
 
 
 def read_rotary(

@@ -355,7 +355,6 @@ class GroupedDecoderConfig(SparseDecoderConfig):
             "gate_scale",
             "shared_experts",
         )
-        check_choices("model", self)
         # A group is scored by its best two experts, so it has at least two.
         members = self.experts.num_experts // self.num_groups
         if (

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jaxtyping import PRNGKeyArray
 
-from models.gemma3 import Gemma3Layer
+from models.gemma3 import ACTIVATION, FIELDS, TENSORS, Gemma3Layer
 from models.hf_io import config_fields as hf
 from models.hf_io.formats import ALTERNATING, HfFormat, register_format
 from models.parts.attention import Attention
@@ -75,18 +75,10 @@ class Gemma2Config(DecoderConfig):
         )
 
 
-_ACTIVATION = "gelu_pytorch_tanh"
-FIELDS = hf.DENSE_SIZES | {
-    "head_dim": hf.Field("attention.head_dim", 256, written="head_dim"),
-    "tie_word_embeddings": hf.Field("tie_word_embeddings", True),
-    "query_pre_attn_scalar": hf.Field("query_pre_attn_scalar", 256),
-}
-
-
 def from_hf(given: hf.ConfigFields) -> hf.Found:
     """Reads a `config.json`; defaults are those of transformers."""
-    given.only("hidden_activation", _ACTIVATION)
-    found = hf.read_decoder(given, FIELDS, kv_heads=4, activations=[_ACTIVATION])
+    given.only("hidden_activation", ACTIVATION)
+    found = hf.read_decoder(given, FIELDS, kv_heads=4, activations=[ACTIVATION])
     found |= hf.read_rotary(given, longest=8_192)
     for name, path, default in (
         ("attn_logit_softcapping", "score_softcap", 50.0),
@@ -100,26 +92,14 @@ def from_hf(given: hf.ConfigFields) -> hf.Found:
 
 def to_hf(config: Gemma2Config) -> dict[str, Any]:
     """Writes a `config.json`."""
-    written = hf.write_decoder(config, FIELDS) | hf.write_windows(config)
-    del written["hidden_act"]
-    return (
-        written
-        | hf.write_rotary(config.rotary)
-        | {
-            "hidden_activation": _ACTIVATION,
-            "attn_logit_softcapping": config.score_softcap,
-            "final_logit_softcapping": config.output_softcap,
-        }
-    )
+    activation = {"hidden_activation": ACTIVATION}
+    written = hf.write_decoder(config, FIELDS, activation) | hf.write_windows(config)
+    written |= hf.write_rotary(config.rotary)
+    return written | {
+        "attn_logit_softcapping": config.score_softcap,
+        "final_logit_softcapping": config.output_softcap,
+    }
 
-
-# What a Llama calls `post_attention_layernorm` is before its MLP; here that name is
-# of the norm of attention's output.
-TENSORS = {
-    "attention_output_norm": "post_attention_layernorm",
-    "post_attention_norm": "pre_feedforward_layernorm",
-    "mlp_output_norm": "post_feedforward_layernorm",
-}
 
 register_format(
     HfFormat(

@@ -99,7 +99,7 @@ class Gemma3Config(DecoderConfig):
         )
 
 
-_ACTIVATION = "gelu_pytorch_tanh"
+ACTIVATION = "gelu_pytorch_tanh"
 FIELDS = hf.DENSE_SIZES | {
     "head_dim": hf.Field("attention.head_dim", 256, written="head_dim"),
     "tie_word_embeddings": hf.Field("tie_word_embeddings", True),
@@ -109,8 +109,8 @@ FIELDS = hf.DENSE_SIZES | {
 
 def from_hf(given: hf.ConfigFields) -> hf.Found:
     """Reads a `config.json`; defaults are those of transformers."""
-    given.only("hidden_activation", _ACTIVATION)
-    found = hf.read_decoder(given, FIELDS, kv_heads=4, activations=[_ACTIVATION])
+    given.only("hidden_activation", ACTIVATION)
+    found = hf.read_decoder(given, FIELDS, kv_heads=4, activations=[ACTIVATION])
     found |= hf.read_rotary_by_kind(
         given, theta=1_000_000.0, longest=131_072, local_theta="local_theta"
     )
@@ -122,13 +122,10 @@ def from_hf(given: hf.ConfigFields) -> hf.Found:
 
 def to_hf(config: Gemma3Config) -> dict[str, Any]:
     """Writes a `config.json`."""
-    written = hf.write_decoder(config, FIELDS) | hf.write_windows(config)
+    activation = {"hidden_activation": ACTIVATION}
+    written = hf.write_decoder(config, FIELDS, activation) | hf.write_windows(config)
     written |= hf.write_rotary_by_kind(config.rotary, config.local_theta)
-    del written["hidden_act"]
-    return written | {
-        "hidden_activation": _ACTIVATION,
-        "rope_local_base_freq": config.local_theta,
-    }
+    return written | {"rope_local_base_freq": config.local_theta}
 
 
 # What a Llama calls `post_attention_layernorm` is before its MLP; here that name is

@@ -1,7 +1,7 @@
 """The loss of a decoder on a batch, whole or sequence by sequence.
 
-A decoder maps tokens to hidden states, which is the expensive part. Of their losses it
-makes few logits at once.
+A decoder maps tokens to hidden states, which is the expensive part, and computes their
+losses from a few logits at a time.
 """
 
 from typing import Any

@@ -95,8 +95,8 @@ def from_hf(given: hf.ConfigFields) -> hf.Found:
     found = hf.read_decoder(given, FIELDS, kv_heads=8) | hf.read_load_balance(given)
     # Files have a number of coordinates, transformers keeps a part of a head.
     width = given("rotary_dim", kind=int)
-    heads = found["attention.head_dim"]
-    partial = 1.0 if width is None else width / heads
+    head_dim = found["attention.head_dim"]
+    partial = 1.0 if width is None else width / head_dim
     return found | hf.read_rotary(
         given, theta=5_000_000.0, longest=196_608, partial=partial
     )

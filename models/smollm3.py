@@ -8,7 +8,7 @@ from jaxtyping import PRNGKeyArray
 from models.hf_io import config_fields as hf
 from models.hf_io.formats import HfFormat, register_format
 from models.llama import LlamaLayer
-from models.parts.config import DecoderConfig, LayerKind
+from models.parts.config import DecoderConfig, LayerKind, check_layer_numbers
 
 
 @dataclass(frozen=True)
@@ -35,15 +35,8 @@ class SmolLM3Config(DecoderConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        numbers = range(self.num_layers)
-        if tuple(self.unrotated_layers) != tuple(
-            number for number in numbers if number in self.unrotated_layers
-        ):
-            raise ValueError(
-                "model.unrotated_layers must be numbers of layers, from 0 to"
-                f" {self.num_layers - 1} and in order, got"
-                f" {list(self.unrotated_layers)}."
-            )
+        unrotated = self.unrotated_layers
+        check_layer_numbers("model.unrotated_layers", unrotated, self.num_layers)
 
     def kind_of(self, number: int) -> SmolLM3Kind:
         """The kind of a layer."""

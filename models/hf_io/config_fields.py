@@ -1,9 +1,8 @@
 """The fields of a `config.json` in Hugging Face's format, as they are read and written.
 
-An architecture has two functions, of which one reads `ConfigFields` into `Found`, and
-the other writes the fields of a config. What many have alike is here. A field that was
-not read gives a warning; those that are known to change what a model computes are
-refused.
+An architecture has two functions: one reads `ConfigFields` into `Found`, the other
+writes the fields of a config. What several share is here. A field that was not read
+gives a warning; those that are known to change what a model computes are refused.
 """
 
 import functools
@@ -53,7 +52,7 @@ _MUST_BE_ONE = frozenset(
     partial_rotary_factor residual_multiplier rotary_pct
     """.split()
 )
-"""Fields that change logits and that no decoder implements, unless its own table has
+"""Fields that change logits: other values are refused, unless the architecture reads
 them.
 """
 
@@ -175,7 +174,7 @@ def without(fields: Fields, *names: str) -> Fields:
 
 
 def read_fields(given: ConfigFields, fields: Fields) -> Found:
-    """The attributes that fields are."""
+    """Reads the fields that are attributes of the config."""
     found = Found()
     for name, field in fields.items():
         kind = int if field.default is ... else object  # of sizes, which are needed
@@ -188,7 +187,7 @@ def read_fields(given: ConfigFields, fields: Fields) -> Found:
 
 
 def write_fields(config: DecoderConfig, fields: Fields) -> dict[str, Any]:
-    """The fields that are attributes."""
+    """The inverse of `read_fields`."""
     written = {}
     for name, field in fields.items():
         parts = (field.written or field.path).split(".")
@@ -202,7 +201,7 @@ def read_decoder(
     kv_heads: int | None = None,
     activations: Sequence[str] = ("silu", "swish"),
 ) -> Found:
-    """What `fields` are, and what else most decoders have.
+    """Reads `fields`, and others that most decoders have.
 
     Args:
         kv_heads: `num_key_value_heads` where it is absent; None for all heads.
@@ -217,11 +216,15 @@ def read_decoder(
 
 
 def write_decoder(
-    config: DecoderConfig, fields: Fields, activation: str = "silu"
+    config: DecoderConfig,
+    fields: Fields,
+    activation: Mapping[str, str] = MappingProxyType({"hidden_act": "silu"}),
 ) -> dict[str, Any]:
-    """The inverse of `read_decoder`."""
-    kv_heads = {"num_key_value_heads": config.num_kv_heads, "hidden_act": activation}
-    return write_fields(config, fields) | kv_heads
+    """The inverse of `read_decoder`; `activation` is the field that names that of
+    MLPs.
+    """
+    written = write_fields(config, fields)
+    return written | {"num_key_value_heads": config.num_kv_heads, **activation}
 
 
 def read_rotary(
@@ -263,8 +266,8 @@ def read_rotary(
 def read_rotary_by_kind(
     given: ConfigFields, *, theta: float, longest: int, local_theta: str = ""
 ) -> Found:
-    """That of layers with and without a window, whose `rope_parameters` have a section
-    for each; the scaling is of those without.
+    """As `read_rotary`, where `rope_parameters` has a section for layers with a window
+    and one for those without; only the latter may have a scaling.
 
     Args:
         theta, longest: the defaults of transformers.

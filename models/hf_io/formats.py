@@ -59,10 +59,11 @@ class HfFormat:
             read.
         further_layers: whether files may have layers after the last, which predict
             further tokens, and are not read.
-        probe: fields of the config for `checksum`: values that change what its decoder
-            computes, where the defaults do not, and layers of each kind.
-        checksum: what `models.hf_io.wiring.checksum` gave for that config when the
-            decoder was compared with transformers; None for no check.
+        probe: fields of the config whose checksum is recorded: those that have no
+            effect by default, such as a factor of 1, and what gives layers of each
+            kind.
+        checksum: what `models.hf_io.wiring.checksum` gave for this config when the
+            decoder agreed with transformers; None for no check in exports.
     """
 
     model_type: str

@@ -1,8 +1,8 @@
 """Whether an architecture's decoder still computes what its `model_type` stands for.
 
 A layer's wiring is code, which no field of a `config.json` describes. So each format
-records what a small decoder with layers of each kind makes of fixed numbers, from when
-it was compared with transformers; an export compares.
+records a checksum of its decoder, taken when the decoder agreed with transformers. An
+export computes the checksum again, and is refused if it differs.
 """
 
 import functools
@@ -30,7 +30,8 @@ _TOLERANCE = 3e-4  # devices round differently
 def checksum(config: DecoderConfig) -> float:
     """A weighted sum of the logits of a decoder with fixed numbers in its weights.
 
-    Cost: of the decoder on five tokens, once for each config.
+    Cost: a forward pass over five tokens and its compilation, once for each config in a
+    process.
     """
     make = functools.partial(Decoder.init, config, Vocab)
     shapes = eqx.filter_eval_shape(make, key=jax.random.key(0))
@@ -51,18 +52,18 @@ def checksum(config: DecoderConfig) -> float:
 
 
 def check_wiring(known: HfFormat) -> None:
-    """Raises WeightsError for a format whose decoder computes other values than the one
-    that was compared with transformers.
+    """Raises WeightsError if the decoder of a format has another checksum than the
+    format records.
     """
     if known.checksum is None:
         return
     found = checksum(known.config_class(**known.probe))
     if abs(found - known.checksum) > _TOLERANCE * max(1.0, abs(known.checksum)):
         raise WeightsError(
-            f"The decoder of {known.config_class.__name__} computes other values than"
-            f" that of model_type {known.model_type!r} does ({found:.6g} in place of"
-            f" {known.checksum:.6g}), so that it does not describe it. Register a"
-            " config of another type for layers of your own."
+            f"The decoder of {known.config_class.__name__} can't be exported:"
+            f" model_type {known.model_type!r} does not describe it (its checksum is"
+            f" {found:.6g} in place of {known.checksum:.6g}). Register layers of your"
+            " own under another model_type."
         )
 
 

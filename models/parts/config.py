@@ -1,7 +1,7 @@
 """Configs of decoders, dense and with experts, and the named axes that they define."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any, ClassVar, Literal
@@ -304,12 +304,8 @@ class SparseDecoderConfig(DecoderConfig):
                 " model.experts.intermediate_dim, and the weights of a token's experts"
                 " sum to one."
             )
-        dense, last = self.experts.dense_layers, self.num_layers - 1
-        if list(dense) != sorted({*dense} & {*range(self.num_layers)}):
-            raise ValueError(
-                f"model.experts.dense_layers = {list(dense)} must be from 0 to {last},"
-                " in increasing order."
-            )
+        dense = self.experts.dense_layers
+        check_layer_numbers("model.experts.dense_layers", dense, self.num_layers)
 
     @property
     def sparse(self) -> ExpertsConfig | None:
@@ -359,7 +355,6 @@ class GroupedDecoderConfig(SparseDecoderConfig):
             "gate_scale",
             "shared_experts",
         )
-        check_choices("model", self)
         # A group is scored by its best two experts, so it has at least two.
         members = self.experts.num_experts // self.num_groups
         if (
@@ -399,6 +394,15 @@ class GroupedDecoderConfig(SparseDecoderConfig):
     def shared_dim(self) -> int:
         """Inner width of the shared experts together."""
         return self.shared_experts * self.experts.intermediate_dim
+
+
+def check_layer_numbers(key: str, numbers: Sequence[int], num_layers: int) -> None:
+    """Refuses numbers that no layer has, and numbers that are not in order."""
+    if list(numbers) != sorted({*numbers} & {*range(num_layers)}):
+        raise ValueError(
+            f"{key} = {list(numbers)} must be from 0 to {num_layers - 1}, in increasing"
+            " order."
+        )
 
 
 def rotated_width(head_dim: int, factor: float) -> int:

@@ -126,6 +126,7 @@ class Decoder(eqx.Module):
     head: hnn.Linear | None
     Vocab: Axis = eqx.field(static=True)
     config: DecoderConfig = eqx.field(static=True)
+    # Not read from the layers: in a fused update they only scan and fold.
     rotary: tuple[RotaryEmbedding | None, ...] = eqx.field(static=True)
 
     @staticmethod

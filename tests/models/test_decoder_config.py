@@ -341,8 +341,14 @@ def test_policies_for_what_no_layer_has_are_refused(field):
             lambda: MiniMaxM2Config(partial_rotary_factor=2.0),
             "is 64 coordinates. An even number from 2 to 32",
         ),
-        (lambda: SmolLM3Config(unrotated_layers=(1, 0)), "from 0 to 3 and in order"),
-        (lambda: SmolLM3Config(unrotated_layers=(7,)), "from 0 to 3 and in order"),
+        (
+            lambda: SmolLM3Config(unrotated_layers=(1, 0)),
+            r"unrotated_layers = \[1, 0\] must be from 0 to 3, in increasing order",
+        ),
+        (
+            lambda: SmolLM3Config(unrotated_layers=(7,)),
+            r"unrotated_layers = \[7\] must be from 0 to 3, in increasing order",
+        ),
     ],
 )
 def test_fields_of_one_family_are_checked(make, message):

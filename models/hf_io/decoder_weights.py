@@ -194,7 +194,7 @@ def _tensor_name(known: HfFormat, parts: Sequence[str]) -> tuple[str, str]:
         else:
             path.append(part)
             names.append(known.name_of(".".join(path)))
-    return ".".join(names), ".".join(path)
+    return ".".join(name for name in names if name), ".".join(path)
 
 
 def _parts(

@@ -13,6 +13,7 @@ from models.hf_io.config_fields import ConfigFields, Fields, Found, layer_types
 from models.hf_io.safetensors_folder import WeightsError, read_json
 from models.hf_io.stacked_weights import ExpertsTensor
 from models.parts.config import DecoderConfig
+from models.parts.hybrid import HybridDecoderConfig
 from models.parts.sections import FULL, SLIDING, AttentionConfig
 from stacked_remat._messages import shortened, shown
 from stacked_remat.training.config_file import decode_config, written_keys
@@ -49,10 +50,10 @@ class HfFormat:
         tensors: names of the parts of a decoder in the names of tensors, by the part's
             path in the decoder or in a layer (`attention.q_proj`), where they differ
             from those of `DECODER_TENSORS`, or where that has none, from the
-            attribute's name. And by the path of an expert's array
-            (`mlp.experts.down_proj.weight`) the tensor that holds those of all. Linear
-            maps with one name share its tensors, which have their outputs in the order
-            of the attributes.
+            attribute's name; empty for a part whose name is in none. And by the path of
+            an expert's array (`mlp.experts.down_proj.weight`) the tensor that holds
+            those of all. Linear maps with one name share its tensors, which have their
+            outputs in the order of the attributes.
         loaded: parts of names that transformers has otherwise in memory, as adapters
             have them.
         quant_methods: the `quant_method`s of `quantization_config` whose tensors are
@@ -327,9 +328,10 @@ def written_out(config: DecoderConfig) -> DecoderConfig:
         layer_types=tuple(types) if SLIDING in types else None,
     )
     has_mlp = any(not kind.sparse for kind in config.kinds.values())
-    return dataclasses.replace(
-        config, attention=attention, mlp_dim=config.Mlp.size if has_mlp else None
-    )
+    changes: dict[str, Any] = {"mlp_dim": config.Mlp.size if has_mlp else None}
+    if isinstance(config, HybridDecoderConfig):
+        changes["layer_types"] = config.types_of_layers
+    return dataclasses.replace(config, attention=attention, **changes)
 
 
 def pretrained_config(config: DecoderConfig, found: DecoderConfig) -> DecoderConfig:

@@ -15,54 +15,17 @@ from jaxtyping import DTypeLike, PRNGKeyArray
 from models.parts.cache import SLOT_AXIS, Kept, LayerCache, keep_tokens, num_slots
 from models.parts.config import DecoderConfig
 from models.parts.linear import linear, map_linears, of_part, without_bias
+from models.parts.mixer import Mixer
 from models.parts.norms import Norm
+from models.parts.rotary import RotaryEmbedding
 from models.parts.sections import RotaryConfig
 from models.parts.tokens import Tokens, has_positions
 from stacked_remat import checkpoint_name, tiled
-from stacked_remat.ops import (
-    RotaryTable,
-    apply_rotary,
-    causal_attention,
-    decode_attention,
-    rotary_table,
-)
+from stacked_remat.ops import causal_attention, decode_attention
 from stacked_remat.training import POSITION_AXIS
 
 
-@dataclasses.dataclass(frozen=True)
-class RotaryEmbedding:
-    """What the queries and keys of a layer are rotated by.
-
-    Attributes:
-        config: base and scaling of the wavelengths.
-        Dim: the first coordinates of a head, which are rotated.
-        interleaved: whether coordinates 2i and 2i + 1 are a pair, which come out at i
-            and i + half, for queries and keys alike.
-    """
-
-    config: RotaryConfig
-    Dim: Axis
-    interleaved: bool = False
-
-    def table(self, positions: NamedArray) -> RotaryTable:
-        """The cosines and sines of these positions."""
-        theta, scaling = self.config.theta, self.config.scaling
-        return rotary_table(positions, self.Dim, theta=theta, scaling=scaling)
-
-    def __call__(self, heads: NamedArray, tokens: Tokens) -> NamedArray:
-        """Rotates `[..., HeadDim]` by the positions of the tokens."""
-        name, size = self.Dim.name, self.Dim.size
-        # Of a whole head no slice is taken, which would be a copy.
-        is_whole = heads.resolve_axis(name).size == size
-        x = heads if is_whole else heads[name, :size]
-        if self.interleaved:
-            # Scores are the same in any order that queries and keys share.
-            x = hax.concatenate(name, [x[name, 0::2], x[name, 1::2]])
-        x = apply_rotary(x, tokens.rotary, self.Dim)
-        return x if is_whole else hax.concatenate(name, [x, heads[name, size:]])
-
-
-class CausalAttention(eqx.Module):
+class CausalAttention(Mixer):
     """Causal attention of queries, keys and values, which a subclass projects.
 
     Attributes:
@@ -96,12 +59,6 @@ class CausalAttention(eqx.Module):
     ) -> tuple[NamedArray, NamedArray, NamedArray, tuple[NamedArray, ...]]:
         """Queries, keys and values `[..., KVHeads, HeadDim]` after norm and rotation,
         and what the cache keeps of the tokens, `[..., own axes, width]`.
-        """
-
-    @abc.abstractmethod
-    def empty_cache(self, Batch: Axis, slots: int, dtype: DTypeLike) -> Kept:
-        """What a layer keeps of sequences of so many tokens, before it has read
-        some.
         """
 
     @abc.abstractmethod

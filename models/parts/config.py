@@ -11,7 +11,11 @@ from haliax import Axis
 from jaxtyping import PRNGKeyArray
 
 from models.parts.norms import rms_norm
-from models.parts.remat_presets import decoder_remat_presets, names_in_layer
+from models.parts.remat_presets import (
+    ATTENTION_NAMES,
+    decoder_remat_presets,
+    names_in_layer,
+)
 from models.parts.sections import (
     OF_RUN,
     SLIDING,
@@ -41,15 +45,20 @@ class LayerKind:
         window: how many positions a query sees, itself included; None for all up to
             itself.
         sparse: whether the layer has experts rather than one MLP.
+        linear: whether its mixer is not attention but one whose cost is linear in the
+            sequence, and which keeps a state of one size.
     """
 
     window: int | None = None
     sparse: bool = False
+    linear: bool = False
 
     @property
     def name(self) -> str:
-        """What layers of this kind are called: `sliding_sparse`."""
+        """What layers of this kind are called: `sliding_sparse`, `linear_dense`."""
         prefix = "" if self.window is None else "sliding_"
+        if self.linear:
+            prefix = "linear_"
         return prefix + ("sparse" if self.sparse else "dense")
 
 
@@ -145,9 +154,17 @@ class DecoderConfig(RecordsArguments, draccus.ChoiceRegistry):
         # A dict, for its order: that of the layers
         found: dict[str, None] = {}
         for kind in self.kinds.values():
-            names = names_in_layer(is_sparse=kind.sparse, has_halves=self.has_halves)
+            names = names_in_layer(
+                self.mixer_names(kind),
+                is_sparse=kind.sparse,
+                has_halves=self.has_halves,
+            )
             found |= dict.fromkeys(names)
         return tuple(found)
+
+    def mixer_names(self, kind: LayerKind) -> tuple[str, ...]:
+        """The names inside the mixer of a layer of this kind."""
+        return ATTENTION_NAMES
 
     def _check_heads(self) -> None:
         if self.num_heads % self.num_kv_heads:

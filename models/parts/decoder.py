@@ -16,13 +16,14 @@ from haliax.util import is_named_array
 from jax.sharding import AxisType
 from jaxtyping import Array, DTypeLike, PRNGKeyArray
 
-from models.parts.attention import CausalAttention, RotaryEmbedding
 from models.parts.cache import Caches, Kept, LayerCache
 from models.parts.config import DecoderConfig, LayerKind, SparseDecoderConfig
 from models.parts.experts import reading_in_stack
 from models.parts.linear import cast_floating, linear
+from models.parts.mixer import Mixer
 from models.parts.norms import Norm
 from models.parts.remat_presets import check_remat_names
+from models.parts.rotary import RotaryEmbedding
 from models.parts.router_statistics import (
     AuxiliaryLoss,
     RouterStatistics,
@@ -85,20 +86,26 @@ class Layer(eqx.Module):
 
 
 class DecoderLayer(Layer):
-    """A layer with attention; each architecture has its own, with its residual
-    wiring.
+    """A layer with one mixer among its fields; each architecture has its own, with its
+    residual wiring.
+
+    Of a hybrid decoder's layer the fields for other mixers are None.
     """
 
-    attention: eqx.AbstractVar[CausalAttention]
+    @property
+    def mixer(self) -> Mixer:
+        """The field that is a mixer."""
+        (mixer,) = [part for part in vars(self).values() if isinstance(part, Mixer)]
+        return mixer
 
     def empty_cache(self, Batch: Axis, slots: int, dtype: DTypeLike) -> Kept:
-        """That of its attention."""
-        return self.attention.empty_cache(Batch, slots, dtype)
+        """That of its mixer."""
+        return self.mixer.empty_cache(Batch, slots, dtype)
 
     @property
     def rotary(self) -> RotaryEmbedding | None:
-        """That of its attention."""
-        return self.attention.rotary
+        """That of its mixer."""
+        return self.mixer.rotary
 
 
 def residual(x: NamedArray) -> NamedArray:

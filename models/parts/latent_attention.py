@@ -9,11 +9,12 @@ import jax
 from haliax import Axis, NamedArray
 from jaxtyping import DTypeLike, PRNGKeyArray
 
-from models.parts.attention import CausalAttention, RotaryEmbedding, named_heads
+from models.parts.attention import CausalAttention, named_heads
 from models.parts.cache import SLOT_AXIS, Kept, num_slots
 from models.parts.config import DecoderConfig
 from models.parts.linear import linear
 from models.parts.norms import rms_norm
+from models.parts.rotary import RotaryEmbedding
 from models.parts.sections import LatentConfig, RotaryConfig
 from models.parts.tokens import Tokens
 from stacked_remat.lora import merge_lora

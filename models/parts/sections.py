@@ -17,6 +17,7 @@ OF_RUN = MappingProxyType({"of_run": True})
 the folder's value.
 """
 SLIDING, FULL = "sliding_attention", "full_attention"
+LINEAR = "linear_attention"
 
 
 @dataclass(frozen=True)
@@ -187,6 +188,36 @@ class LatentConfig(RecordsArguments):
             raise ValueError(
                 f"model.latent.value_dim = {self.value_dim} must be at most plain_dim +"
                 f" rotary_dim = {self.plain_dim + self.rotary_dim}."
+            )
+
+
+@dataclass(frozen=True)
+class LinearAttentionConfig(RecordsArguments):
+    """Sizes of layers with linear attention.
+
+    Attributes:
+        num_key_heads: heads of queries and keys.
+        num_value_heads: heads of values, each with a state; a multiple of
+            `num_key_heads`.
+        key_dim: width of a head of queries and keys.
+        value_dim: width of a head of values.
+        conv_size: how many tokens the convolution of each channel reads, the newest
+            included.
+    """
+
+    num_key_heads: int = 2
+    num_value_heads: int = 4
+    key_dim: int = 32
+    value_dim: int = 32
+    conv_size: int = 4
+
+    def __post_init__(self) -> None:
+        sizes = ("num_key_heads", "num_value_heads", "key_dim", "value_dim")
+        check_positive("model.linear", self, *sizes, "conv_size")
+        if self.num_value_heads % self.num_key_heads:
+            raise ValueError(
+                f"model.linear.num_value_heads = {self.num_value_heads} must be a"
+                f" multiple of model.linear.num_key_heads = {self.num_key_heads}."
             )
 
 

@@ -15,6 +15,7 @@ from models.run_config import LmRunConfig
 from models.run_state import batch_shapes, run_optimizer, state_shapes
 from stacked_remat import ScanCheckpointPolicy, ScanCheckpointSpec
 from stacked_remat.memory import (
+    CANDIDATES,
     MemoryReport,
     Plan,
     Target,
@@ -189,12 +190,15 @@ class Candidate:
 
             return step
 
+        model = self.config.model
+        presets = model.remat_presets.values() if model.remat_names else ()
         with self.partitioning.activations():
             return plan(
                 of_policy,
                 *self.having({}).shapes,
                 budget=budget,
                 host_budget=host_budget,
+                candidates=[*CANDIDATES, *presets],
                 target=self.target,
                 donate="state",
                 layers=self.config.model.num_layers,

@@ -30,7 +30,7 @@ LAYERS = {
         "compat",
     ),
     "schedule": ("_schedule", "base"),
-    "placement": ("_names _xla_hints", "compat base"),
+    "placement": ("_names _places _xla_hints", "compat base"),
     "remat": ("_remat", "compat base schedule"),
     "policy": ("_haliax_names _policy", "compat base schedule remat"),
     "sweep": ("_sweep", "compat base schedule placement remat"),
@@ -47,7 +47,10 @@ LAYERS = {
     "streaming": ("streaming", "base placement policy sweep scan stacks"),
     "nnx": ("nnx", "base public"),
     "ghost": ("ghost", CORE + " ops"),
-    "memory": ("memory", "compat base schedule placement policy public"),
+    "memory": (
+        "memory",
+        "compat base schedule placement remat policy sweep public",
+    ),
     "training": ("training", CORE + " fused ghost lora ops streaming memory public"),
 }
 
@@ -68,7 +71,8 @@ MODEL_IMPORTS = {
 
 # What takes long to import, and neither help nor an error in a config needs.
 SLOW_IMPORTS = {"orbax", "grain", "matplotlib", "pyarrow", "tokenizers", "jinja2"}
-THIRD_PARTY = {"jax", "equinox", "haliax", "jaxtyping", "numpy"}  # numpy comes with jax
+# NumPy and SciPy come with JAX.
+THIRD_PARTY = {"jax", "equinox", "haliax", "jaxtyping", "numpy", "scipy"}
 # Packages that import more than these when they are imported, and the extras that
 # install it.
 EXTRAS = {"training": ["train"], "nnx": ["nnx"]}

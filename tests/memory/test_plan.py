@@ -140,11 +140,11 @@ def test_nothing_is_traced_or_compiled_after_a_policy_that_recomputes_nothing(
     comparison,
 ):
     fn_of_policy = Counting()
-    found = planned(
-        fn_of_policy, budget=comparison.trials[0].report.total, layers=LAYERS
-    )
+    budget = comparison.trials[0].report.total
+    found = planned(fn_of_policy, budget=budget)
     assert found.policy is False and fn_of_policy.asked == [False]
     assert "fits " in str(found)
+    assert planned(budget=budget, layers=LAYERS).policy == resolve_policy(False)
 
 
 def test_the_least_arithmetic_of_what_fits_is_taken(comparison):
@@ -158,12 +158,6 @@ def test_the_least_arithmetic_of_what_fits_is_taken(comparison):
             assert found.report.flops.matmul == min(
                 report.flops.matmul for report in fitting
             )
-
-
-def total(found, policy):
-    """What a plan found that another policy needs."""
-    (report,) = (trial.report for trial in found.tried.trials if trial.policy == policy)
-    return report.total
 
 
 def without_internals(remat):
@@ -184,9 +178,11 @@ def test_the_rest_of_the_budget_is_spent_on_carries(comparison):
         and policy.max_carries >= int(0.6 * LAYERS)
         and found.report.total <= budget
     )
-    assert (
-        total(found, ScanCheckpointPolicy(max_carries=policy.max_carries + 1)) > budget
-    )
+    more = ScanCheckpointPolicy(max_carries=policy.max_carries + 1)
+    (with_more,) = compare(
+        without_internals, *blocks_and_input(), candidates=[more]
+    ).trials
+    assert with_more.report.total > budget
     with_internals = planned(budget=budget, candidates=["nested"], layers=LAYERS)
     assert with_internals.report.flops.matmul <= found.report.flops.matmul
     # Halving 16 layers, for first layers, carries and kept segments.
@@ -200,9 +196,15 @@ def test_cuts_that_the_program_does_not_take_are_left_out():
     assert resolve_policy(found.policy).first_layers == LAYERS - 1
 
 
-def test_first_layers_keep_their_internals_where_all_are_offloaded():
+def test_products_are_kept_where_all_carries_are_offloaded():
     found = planned(budget="1GiB", candidates=["offload"], layers=LAYERS)
     assert found.policy == ScanCheckpointPolicy(
+        save_carries="offload", save_block_internals=["hidden"]
+    )
+    without = planned(
+        without_internals, budget="1GiB", candidates=["offload"], layers=LAYERS
+    )
+    assert without.policy == ScanCheckpointPolicy(
         save_carries="offload", first_layers=LAYERS - 1
     )
 

@@ -3,12 +3,13 @@
 import functools
 from types import SimpleNamespace
 
+import jax
 import pytest
 
 from stacked_remat import ScanCheckpointPolicy
 from stacked_remat._policy import resolve_policy
 from stacked_remat._schedule import shrinking
-from stacked_remat.memory import CANDIDATES, Flops
+from stacked_remat.memory import CANDIDATES, Flops, LocalTarget
 from stacked_remat.memory._plan import Search
 
 LAYERS = 48
@@ -81,6 +82,9 @@ def cost(policy, internals):
     return 3 * first + 4 * rest + again, carries + (first + held) * internals
 
 
+NO_LAYERS = jax.make_jaxpr(lambda x: x)(0.0)
+
+
 class Chain:
     """A program whose memory and FLOPs are those of a chain."""
 
@@ -91,11 +95,17 @@ class Chain:
         flops, carries = cost(resolve_policy(policy), self.internals)
         report = SimpleNamespace(
             total=1000 * carries,
+            devices=1,
             arguments=0,
             host=SimpleNamespace(total=0),
             flops=Flops(flops),
         )
-        return SimpleNamespace(flops=Flops(flops), report=lambda cache: report)
+        return SimpleNamespace(
+            flops=Flops(flops),
+            report=lambda cache: report,
+            traced=SimpleNamespace(jaxpr=NO_LAYERS),
+            target=LocalTarget(),
+        )
 
 
 ON_DEVICE = [policy for policy in CANDIDATES if not resolve_policy(policy).offloads]

@@ -1,0 +1,335 @@
+"""Looks for the policy with the fewest FLOPs that fits, with few compilations.
+
+Without the number of layers, candidates are compiled in order, up to the first that
+fits: those that recompute nothing, after which no other is even traced, then the others
+by their FLOPs.
+
+With it, candidates are varied: how many layers come before a cut, how many carries are
+kept, into how many segments layers are cut, and which values inside layers are kept or
+moved to the host (`variations`). A model of the program (`_model.py`) tells the FLOPs
+of each, and its bytes beside those of one policy that is compiled. Of these stay the
+policies that take less memory than all with fewer FLOPs, the *ladder*. Where it crosses
+the budget is found by compiling the first step that should fit; what the model is wrong
+by there tells which step to compile next.
+
+Of everything that was compiled and fits, the cheapest is the answer. Memory is always
+the compiler's figure, never the model's. The ladder does not depend on the budget, so
+that with a larger one the answer has no more FLOPs, but for errors of the model.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
+from pathlib import Path
+
+import jax
+
+from .. import ScanCheckpointPolicy, ScanCheckpointSpec
+from .._policy import resolve_policy
+from ._call import DoesNotFit, TracedCall
+from ._model import Cost, Model, measured_model, traced_model
+from ._report import MemoryReport, Trial
+
+# The cost (see `Search._cost`) of a policy under which the program can't be traced.
+_NEVER = (math.inf, math.inf, math.inf)
+# Policies whose FLOPs differ by less than this factor are taken for one.
+_ALIKE = 1.0005
+
+
+@dataclasses.dataclass(frozen=True)
+class Search:
+    """Traces and compiles a program under policies, each policy once."""
+
+    # The program under a policy, traced.
+    program: Callable[[ScanCheckpointSpec], TracedCall]
+    # Limits in bytes for one device, and for what it uses of its host's memory.
+    budget: float = math.inf
+    host_budget: float = math.inf
+    # Folder for what compilations find; None for none.
+    cache: str | Path | None = None
+    # Called with each trial once it is compiled.
+    show: Callable[[Trial], None] = lambda _: None
+    # Whether the program's weights are on the host, for the names of trials.
+    streamed: bool = False
+    # Number of layers; None if not known, and then candidates are not varied.
+    layers: int | None = None
+    # What was traced and what was compiled so far, in order.
+    traced: dict[ScanCheckpointPolicy, TracedCall] = dataclasses.field(
+        default_factory=dict
+    )
+    compiled: dict[ScanCheckpointPolicy, Trial] = dataclasses.field(
+        default_factory=dict
+    )
+
+    def fits(self, trial: Trial) -> bool:
+        report = trial.report
+        return (
+            report is not None
+            and report.total <= self.budget
+            and report.host.total <= self.host_budget
+        )
+
+    def trial(self, policy: ScanCheckpointSpec) -> Trial:
+        """The policy, compiled. If the compiler refuses, its error is in the trial."""
+        key = resolve_policy(policy)
+        if key in self.compiled:
+            return self.compiled[key]
+        report = failure = None
+        try:
+            report = self._trace(policy).report(self.cache)
+        except (DoesNotFit, jax.errors.JaxRuntimeError) as error:
+            failure = error
+        trial = Trial(policy, report, failure, self.streamed)
+        self.compiled[key] = trial
+        if failure is not None:
+            failure.add_note(f"while compiling the policy {trial.name}")
+        self.show(trial)
+        return trial
+
+    def least(self, candidates: Sequence[ScanCheckpointSpec]) -> Trial | None:
+        """The policy with the fewest FLOPs that fits, of the candidates and, with
+        `layers`, of their variations; None if no candidate fits.
+        """
+        ladder = self.ladder(candidates)
+        self._climb(ladder)
+        # Others were compiled to measure them.
+        offered = {*map(resolve_policy, candidates), *(step.policy for step in ladder)}
+        # Also where no step of the ladder fits: the model may be wrong.
+        if not self._fitting(offered):
+            for policy in self._in_order(candidates):
+                trial = self.trial(policy)
+                if self.fits(trial):
+                    break
+                # Arguments take the same memory under every policy.
+                if trial.report is not None and trial.report.arguments > self.budget:
+                    return None
+        fitting = self._fitting(offered)
+        return min(fitting, key=lambda trial: self._cost(trial.policy), default=None)
+
+    def _in_order(
+        self, candidates: Sequence[ScanCheckpointSpec]
+    ) -> Iterator[ScanCheckpointSpec]:
+        """First what recomputes nothing, then the others by FLOPs.
+
+        A generator, since sorting traces the program once for each of the others.
+        """
+        others: list[ScanCheckpointSpec] = []
+        for policy in candidates:
+            if _recomputes_nothing(policy):
+                yield policy
+            else:
+                others.append(policy)
+        yield from sorted(others, key=self._cost)
+
+    def _fitting(self, offered: Collection[ScanCheckpointPolicy]) -> list[Trial]:
+        """What of these policies was compiled and fits."""
+        compiled = self.compiled.items()
+        return [trial for key, trial in compiled if key in offered and self.fits(trial)]
+
+    def ladder(self, candidates: Sequence[ScanCheckpointSpec]) -> "list[Step]":
+        """The variations of some policies that take less memory than all with fewer
+        FLOPs, from the fewest FLOPs to the most; [] where there is no model.
+        """
+        resolved = [*map(resolve_policy, candidates)]
+        if self.layers is None or not any(map(_is_varied, resolved)):
+            return []
+        model = self._model(self.layers)
+        measured = model and self.trial(model.reference).report
+        if model is None or measured is None:
+            return []
+        # Of several devices each is taken to hold as much.
+        devices = measured.devices
+        common = measured.total - model.reference_cost.device / devices
+        has_host = self._has_host
+        steps = []
+        for policy in resolved:
+            for varied in variations(policy, self.layers, model):
+                cost = model.cost(varied).of_device(devices)
+                again = _runs_again(varied, self.layers)
+                # A CPU has one memory.
+                kept = cost.device if has_host else cost.device + cost.host
+                if self._allows(varied, cost):
+                    steps.append(Step(varied, cost, again, common + kept))
+        steps.sort(key=lambda step: step.key)
+        ladder: list[Step] = []
+        first = steps[0]
+        for step in steps:
+            if ladder and step.total >= ladder[-1].total:
+                continue
+            if ladder and step.is_like(first):
+                ladder[-1] = step
+            else:
+                ladder.append(step)
+                first = step
+        return ladder
+
+    @property
+    def _has_host(self) -> bool:
+        """Whether the host's memory is another than the device's."""
+        return self._trace(_NESTED).target.devices()[0].platform != "cpu"
+
+    def _model(self, layers: int) -> Model | None:
+        def trace(policy: ScanCheckpointPolicy) -> TracedCall | None:
+            # A program may refuse a policy.
+            return None if self._cost(policy) == _NEVER else self._trace(policy)
+
+        def report(policy: ScanCheckpointPolicy) -> MemoryReport | None:
+            trial = self._taken(policy)
+            return None if trial is None else trial.report
+
+        return traced_model(trace) or measured_model(report, layers)
+
+    def _allows(self, policy: ScanCheckpointPolicy, cost: Cost) -> bool:
+        """Whether values that are moved to the host fit there, by a limit that the user
+        gave, and cross the link while others are computed, by the target's figures.
+        """
+        if cost.host > self.host_budget:
+            return False
+        if not policy.offload_block_internals:
+            return True
+        target = self._trace(_NESTED).target
+        if self.host_budget == math.inf or not target.flops or not target.link:
+            return False
+        return cost.host / target.link <= cost.flops / target.flops
+
+    def _climb(self, ladder: "Sequence[Step]") -> None:
+        """Compile steps of a ladder until one fits, and those above it do not, as far
+        as the model tells.
+        """
+        # Steps up to `low` do not fit, `high` and those after it do. The last step that
+        # was compiled took so much more than the model says.
+        low, high, error = -1, len(ladder), 0.0
+        while high - low > 1:
+            likely = [
+                number
+                for number in range(low + 1, high)
+                if ladder[number].total + error <= self.budget
+            ]
+            if not likely and high < len(ladder):
+                return
+            at = likely[0] if likely else high - 1
+            trial = self._taken(ladder[at].policy)
+            if trial is not None and trial.report is not None:
+                error = trial.report.total - ladder[at].total
+            if trial is not None and self.fits(trial):
+                high = at
+            else:
+                low = at
+
+    def _taken(self, policy: ScanCheckpointSpec) -> Trial | None:
+        """The policy, compiled; None if the program does not take it."""
+        return None if self._cost(policy) == _NEVER else self.trial(policy)
+
+    def _trace(self, policy: ScanCheckpointSpec) -> TracedCall:
+        key = resolve_policy(policy)
+        if key not in self.traced:
+            self.traced[key] = self.program(policy)
+        return self.traced[key]
+
+    def _cost(self, policy: ScanCheckpointSpec) -> tuple[float, float, float]:
+        """What policies are ordered by: FLOPs of matrix products; of equals, bytes
+        moved between device and host; of equals, and if `layers` is known, how many
+        layers run again.
+        """
+        try:
+            flops = self._trace(policy).flops
+            again = _runs_again(resolve_policy(policy), self.layers or 0)
+        except Exception:
+            # Another policy may do. `trial` raises this again if it is reached.
+            return _NEVER
+        return flops.matmul, flops.moved, again
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A policy on a ladder."""
+
+    policy: ScanCheckpointPolicy
+    cost: Cost
+    # How many layers run again.
+    again: int
+    # Bytes of device memory that the program takes, by the model.
+    total: float
+
+    def is_like(self, other: "Step") -> bool:
+        """Whether it has hardly more FLOPs than another, and no other drawback."""
+        if self.cost.flops > _ALIKE * other.cost.flops or not other.cost.flops:
+            return False
+        same_host = bool(self.cost.host) == bool(other.cost.host)
+        return same_host and bool(self.again) == bool(other.again)
+
+    @property
+    def key(self) -> tuple[float, float, float]:
+        """What steps are ordered by, as `Search._cost`."""
+        return self.cost.flops, self.cost.host, self.again
+
+
+_NESTED = ScanCheckpointPolicy(nested=True)
+
+
+def variations(
+    base: ScanCheckpointPolicy, layers: int, model: Model
+) -> Iterator[ScanCheckpointPolicy]:
+    """A policy, and others that keep more where it recomputes."""
+    yield base
+    if not _is_varied(base):
+        return
+    if base.max_carries is not None:
+        for count in range(2, layers + 1):
+            yield dataclasses.replace(base, max_carries=count)
+        return
+    for count in range(1, layers):
+        yield dataclasses.replace(base, first_layers=count)
+    if base == _NESTED:
+        yield from _cuts(layers, model)
+    if base.has_cut:
+        return
+    choices = [names for names in model.choices if names]
+    for names in choices:
+        yield dataclasses.replace(base, save_block_internals=names)
+    # What a choice keeps beside another is on the host.
+    for saved in ((), *choices):
+        for names in choices:
+            if {*saved} < {*names}:
+                yield dataclasses.replace(
+                    base,
+                    save_block_internals=saved,
+                    offload_block_internals=sorted({*names} - {*saved}),
+                )
+
+
+def _is_varied(policy: ScanCheckpointPolicy) -> bool:
+    """Whether it says no more than where carries are kept and how layers are cut."""
+    keeps = policy.save_block_internals or policy.offload_block_internals
+    return not (keeps or policy.first_layers or policy.save_carries is False)
+
+
+def _cuts(layers: int, model: Model) -> Iterator[ScanCheckpointPolicy]:
+    """Other cuts than `nested=True`: so many carries; and segments of one length whose
+    values are kept while they are reversed, some layers before them.
+    """
+    for count in range(2, layers):
+        yield ScanCheckpointPolicy(max_carries=count)
+    kept = [*filter(None, model.choices), True] if model.keeps_values else []
+    for first_layers in range(layers):
+        rest = layers - first_layers
+        counts = {math.ceil(rest / length) for length in range(1, rest + 1)}
+        for count in sorted(counts):
+            for names in kept:
+                yield ScanCheckpointPolicy(
+                    nested=count, save_block_internals=names, first_layers=first_layers
+                )
+
+
+def _runs_again(policy: ScanCheckpointPolicy, layers: int) -> int:
+    """How many layers run again, of so many."""
+    if _recomputes_nothing(policy):
+        return 0
+    remat = policy.for_layers(layers)
+    again = remat.length - remat.first_layers
+    return again + (remat.schedule.replays if remat.schedule else 0)
+
+
+def _recomputes_nothing(policy: ScanCheckpointSpec) -> bool:
+    resolved = resolve_policy(policy)
+    return resolved.saves_everything and not resolved.has_cut

@@ -1,0 +1,447 @@
+"""Values inside layers: what keeping each takes, and what not keeping it costs.
+
+The derivative of a layer reads some of the values that the layer computes, its
+*residuals*. In the backward pass they are kept, or computed again from kept values and
+from the layer's inputs. So a set of kept values has two figures: its bytes, and the
+FLOPs of all operations that lie between it and the residuals. `ProgramValues.choices`
+are the sets with the fewest bytes for numbers of FLOPs.
+
+That is an integer program. Each operation `e` of FLOPs f(e) is computed again or not,
+y(e), and each named value `v` of b(v) bytes is kept or not, k(v):
+
+    minimize    sum of b(v) k(v)
+    so that     sum of f(e) y(e) <= FLOPs
+                k(v) + y(e) >= 1        for a residual v that e computes
+                k(v) + y(e) >= y(g)     for an operation g that reads v from e
+
+SciPy's solver (HiGHS) takes milliseconds for a hundred names. For layers of several
+kinds there are the operations of each, times its layers, and a name is of values in any
+of them.
+
+A layer's operations are read off the trace of its pullback (`LayerPullback`) with a
+name for each (`_places.py`), for the leaves that the program differentiates. They are
+found in the traced program, in the sweeps over layers that it runs in reverse.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxprs_in_params
+from jax.extend.source_info_util import summarize
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import coo_array
+
+from .._activity import CALLS, bytes_of, program_of
+from .._hijax import primitive_of
+from .._names import named
+from .._places import evaluate_named, is_place, without_dead_code
+from .._sweep.gradient import LayerPullback, Perturbed
+from .._sweep.kinds import Kind
+from .._sweep.spec import SweepSpec
+from ._flops import count_flops
+
+# The number of FLOPs, between all and none of what is computed again, for which the
+# kept values are found.
+_LEVELS = 96
+
+
+@dataclass(frozen=True)
+class Operation:
+    """An operation of a layer's forward computation."""
+
+    flops: int
+    # The operations whose results it reads, by their numbers.
+    reads: frozenset[int]
+    # Whether its result depends on the carry, as those do that are kept, and whether it
+    # reads the carry itself.
+    is_data: bool
+    reads_carry: bool
+    # The name of its result and its bytes, if it gives one; "" if not.
+    name: str = ""
+    size: int = 0
+    # The line of source, and the type of the result, for tables.
+    source: str = ""
+    type: str = ""
+
+
+@dataclass(frozen=True)
+class LayerValues:
+    """The forward computation of a layer of one kind, as its derivative reads it."""
+
+    # How many layers there are of the kind.
+    count: int
+    # In the order in which they run; each reads from earlier ones.
+    operations: tuple[Operation, ...]
+    # The operations whose results are residuals, and whether the carry is one.
+    residuals: frozenset[int]
+    carry_is_residual: bool
+    # Bytes of all residuals that depend on the carry.
+    residual_bytes: int
+    # FLOPs of running the layer.
+    forward_flops: int
+
+    # What was found for sets of names.
+    known: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    def again(self, names: Collection[str]) -> tuple[set[int], set[int]]:
+        """The operations that are computed again where values of these names are kept,
+        and those whose results are kept and read.
+        """
+        again: set[int] = set()
+        read: set[int] = set()
+        waiting = [*self.residuals]
+        while waiting:
+            number = waiting.pop()
+            operation = self.operations[number]
+            if operation.is_data and operation.name in names:
+                read.add(number)
+            elif number not in again:
+                again.add(number)
+                waiting += operation.reads
+        return again, read
+
+    def kept(self, names: Collection[str]) -> "KeptValues":
+        """The values of these names as one layer keeps them."""
+        key = frozenset(names)
+        if key not in self.known:
+            again, read = self.again(key)
+            sizes: Counter[str] = Counter()
+            for number in read:
+                operation = self.operations[number]
+                sizes[operation.name] += operation.size
+            flops, reads_carry = 0, self.carry_is_residual
+            for number in again:
+                flops += self.operations[number].flops
+                reads_carry |= self.operations[number].reads_carry
+            self.known[key] = KeptValues(sizes, flops, reads_carry)
+        return self.known[key]
+
+    @property
+    def keepable(self) -> list[Operation]:
+        """The operations whose results can be kept in place of others."""
+        again, _ = self.again(())
+        operations = [self.operations[number] for number in sorted(again)]
+        return [one for one in operations if one.name and one.is_data]
+
+
+class KeptValues(NamedTuple):
+    """Values that one layer keeps."""
+
+    # Bytes of those that are read, by name.
+    sizes: Mapping[str, float]
+    # FLOPs of what is computed again beside them.
+    again_flops: float
+    # Whether that, or the derivative, reads the carry.
+    reads_carry: bool
+
+
+def layer_values(kind: Kind, perturbed: Perturbed, count: int) -> LayerValues:
+    """The values of a layer of a kind, with a place for each that has no name."""
+    types = [var.aval for var in kind.jaxpr.invars]
+    named_kind = replace(kind, jaxpr=_with_places(kind.jaxpr), residuals={})
+    pullback = LayerPullback(named_kind, perturbed)
+    closed, structure = pullback.traced(tuple(map(tuple, kind.split(types))))
+    inputs = len(closed.jaxpr.invars)
+    _, carry, _ = kind.split(range(inputs))
+    graph = _Graph()
+    sources = [_DATA if place in carry else _GIVEN for place in range(inputs)]
+    outputs = graph.add(closed.jaxpr, sources)
+    results = len(outputs) - structure.num_leaves
+    residuals = dict(
+        zip(outputs[results:], closed.jaxpr.outvars[results:], strict=True)
+    )
+    residual_bytes = 0
+    for number, var in residuals.items():
+        if number >= 0 and graph.operations[number].is_data:
+            residual_bytes += bytes_of(var.aval)
+    return LayerValues(
+        count,
+        tuple(graph.operations),
+        frozenset(number for number in residuals if number >= 0),
+        _DATA in residuals,
+        residual_bytes,
+        count_flops(ClosedJaxpr(kind.jaxpr, ())).matmul,
+    )
+
+
+def _with_places(jaxpr: Jaxpr) -> Jaxpr:
+    """The jaxpr of a layer, with the name of its place for each result that a policy
+    can keep.
+    """
+    types = [var.aval for var in jaxpr.invars]
+    jaxpr = without_dead_code(jaxpr)
+
+    def name(result: Any, place: str) -> Any:
+        is_array = isinstance(result, jax.Array) and not jnp.issubdtype(
+            result.dtype, jax.dtypes.extended
+        )
+        return named(result, place) if is_array else result
+
+    def run(*inputs: Any) -> list[Any]:
+        return evaluate_named(jaxpr, inputs, name)
+
+    closed = jax.make_jaxpr(run)(*types)
+    assert not closed.consts
+    return closed.jaxpr
+
+
+# Sources of values that no operation computes: the carry and the other inputs.
+_DATA, _GIVEN = -2, -1
+
+
+class _Graph:
+    """Operations of a jaxpr and of the functions that it calls, in one list."""
+
+    def __init__(self) -> None:
+        self.operations: list[Operation] = []
+
+    def add(self, jaxpr: Jaxpr, sources: Sequence[int]) -> list[int]:
+        """Append the operations of a jaxpr whose inputs come from these; returns where
+        its outputs come from.
+        """
+        known = dict(zip(jaxpr.invars, sources, strict=True))
+
+        def source(atom: Any) -> int:
+            return _GIVEN if isinstance(atom, Literal) else known.get(atom, _GIVEN)
+
+        for equation in jaxpr.eqns:
+            operands = [*map(source, equation.invars)]
+            called = program_of(equation) if equation.primitive.name in CALLS else None
+            called = getattr(called, "jaxpr", called)
+            if called is not None and len(called.invars) == len(operands):
+                results = self.add(called, operands)
+            else:
+                number = self._append(jaxpr, equation, operands)
+                results = [number] * len(equation.outvars)
+            known |= zip(equation.outvars, results, strict=True)
+        return [*map(source, jaxpr.outvars)]
+
+    def _append(self, jaxpr: Jaxpr, equation: Any, operands: Sequence[int]) -> int:
+        reads = frozenset(number for number in operands if number >= 0)
+        reads_carry = _DATA in operands
+        is_data = reads_carry or any(self.operations[i].is_data for i in reads)
+        flops = _flops_of(jaxpr, equation)
+        if equation.primitive.name == "name":
+            type_ = equation.outvars[0].aval
+            operation = Operation(
+                flops,
+                reads,
+                is_data,
+                reads_carry,
+                equation.params["name"],
+                bytes_of(type_),
+                summarize(equation.source_info).rpartition("/")[2],
+                type_.str_short(short_dtypes=True),
+            )
+        else:
+            operation = Operation(flops, reads, is_data, reads_carry)
+        self.operations.append(operation)
+        return len(self.operations) - 1
+
+
+def _flops_of(jaxpr: Jaxpr, equation: Any) -> int:
+    """The FLOPs of one equation of a jaxpr."""
+    if equation.primitive.name == "name":
+        return 0
+    operands = [var for var in equation.invars if not isinstance(var, Literal)]
+    alone = jaxpr.replace(
+        constvars=[],
+        invars=[*dict.fromkeys(operands)],
+        eqns=[equation],
+        outvars=equation.outvars,
+    )
+    return count_flops(ClosedJaxpr(alone, ())).matmul
+
+
+def reverse_sweeps(
+    jaxpr: Jaxpr, times: int = 1
+) -> Iterator[tuple[SweepSpec, Perturbed, int]]:
+    """The sweeps that a program runs in reverse for gradients, with what they
+    differentiate, and how often.
+    """
+    for equation in jaxpr.eqns:
+        fn: Any = getattr(primitive_of(equation), "fn", None)
+        if getattr(fn, "name", None) == "sweep_backward":
+            yield *fn.bound, times
+            continue
+        trips = equation.params.get("length", 1)
+        if equation.primitive.name != "scan" or not isinstance(trips, int):
+            trips = 1
+        for inner in jaxprs_in_params(equation.params):
+            yield from reverse_sweeps(getattr(inner, "jaxpr", inner), times * trips)
+
+
+@dataclass(frozen=True)
+class LayerStack:
+    """The layers of one sweep of a program."""
+
+    spec: SweepSpec
+    # Of each kind.
+    layers: tuple[LayerValues, ...]
+    # How often the program runs the sweep.
+    times: int
+
+    @property
+    def carry_bytes(self) -> int:
+        return sum(map(bytes_of, self.spec.of_held(self.spec.carry_types)))
+
+
+@dataclass(frozen=True)
+class ProgramValues:
+    """The values inside all layers that a program differentiates."""
+
+    stacks: tuple[LayerStack, ...]
+    # Bytes of all values that can be kept, by name.
+    sizes: dict[str, int]
+
+    @staticmethod
+    def of(closed: ClosedJaxpr) -> "ProgramValues | None":
+        """Those of a program that was traced with a policy that cuts its layers; None
+        if it has no sweep.
+        """
+        stacks, sizes = [], Counter()
+        for spec, perturbed, times in reverse_sweeps(closed.jaxpr):
+            layers = []
+            for kind in spec.kinds:
+                layer = layer_values(kind, perturbed, spec.rows(kind))
+                layers.append(layer)
+                for operation in layer.keepable:
+                    sizes[operation.name] += layer.count * operation.size
+            stacks.append(LayerStack(spec, tuple(layers), times))
+        return ProgramValues(tuple(stacks), sizes) if stacks else None
+
+    def again_flops(self, names: Collection[str]) -> float:
+        """FLOPs of what is computed again where values of these names are kept."""
+        total = 0
+        for stack in self.stacks:
+            for layer in stack.layers:
+                total += stack.times * layer.count * layer.kept(names).again_flops
+        return total
+
+    def choices(
+        self, required: Collection[str] = (), without: Collection[str] = ()
+    ) -> list[tuple[str, ...]]:
+        """Names to keep, from the `required` alone to those for the fewest FLOPs.
+
+        Of each number of FLOPs, in equal steps, those whose values take the fewest
+        bytes.
+        """
+        if not self.sizes:
+            return [()]
+        program = _IntegerProgram(self, required, without)
+        allowed = self.sizes.keys() - without
+        most, least = self.again_flops(required), self.again_flops(allowed)
+        found = {}
+        for level in range(_LEVELS + 1):
+            names = program.solve(most - (most - least) * level / _LEVELS)
+            found[names] = None
+        return [*found]
+
+
+class _IntegerProgram:
+    """The program at the top of this file. Its variables are names, and then
+    operations.
+    """
+
+    def __init__(
+        self,
+        values: ProgramValues,
+        required: Collection[str],
+        without: Collection[str],
+    ) -> None:
+        self.names = [*values.sizes]
+        self._place_of = {name: place for place, name in enumerate(self.names)}
+        # FLOPs of each variable.
+        self._flops = [0] * len(self.names)
+        # Names of results of operations with FLOPs.
+        self._products: set[str] = set()
+        # Constraints `sum of coefficients >= lower bound`.
+        self._rows: list[tuple[list[tuple[int, float]], float]] = []
+        for stack in values.stacks:
+            for layer in stack.layers:
+                self._add(layer, stack.times * layer.count)
+        variables = len(self._flops)
+        self._unit = max(1, math.gcd(*self._flops))
+        self._counts = np.array([count // self._unit for count in self._flops], float)
+        self._costs = 1e-5 * self._counts / max(1.0, self._counts.sum())
+        self._costs[: len(self.names)] = self._name_costs(values)
+        entries = []
+        for row, (terms, _) in enumerate(self._rows):
+            entries += [(row, column, factor) for column, factor in terms]
+        rows, columns, factors = zip(*entries, strict=True)
+        shape = len(self._rows), variables
+        matrix = coo_array((factors, (rows, columns)), shape=shape).tocsr()
+        lower: Any = np.array([bound for _, bound in self._rows])
+        self._constraint = LinearConstraint(matrix, lower)
+        # SciPy's types of these are those of numbers.
+        least: Any = np.zeros(variables)
+        most: Any = np.ones(variables)
+        for name in required:
+            least[self._place_of[name]] = 1
+        for name in self._place_of.keys() & without:
+            most[self._place_of[name]] = 0
+        self._bounds = Bounds(least, most)
+
+    def _name_costs(self, values: ProgramValues) -> Any:
+        """Shares of all bytes. Of equals the fewest names are best, and of these the
+        author's own, then products.
+        """
+        sizes = np.array([*values.sizes.values()], float)
+        costs = sizes / max(1.0, sizes.sum())
+        for place, name in enumerate(self.names):
+            if not is_place(name):
+                costs[place] += 1e-6
+            elif name in self._products:
+                costs[place] += 3e-6
+            else:
+                costs[place] += 4e-6
+        return costs
+
+    def _add(self, layer: LayerValues, times: int) -> None:
+        """Add a layer that runs so often."""
+        again, _ = layer.again(())
+        numbers = sorted(again)
+        variables = range(len(self._flops), len(self._flops) + len(numbers))
+        variable_of = dict(zip(numbers, variables, strict=True))
+        # What makes the result of each operation known, of which one must be 1.
+        ways: dict[int, list[tuple[int, float]]] = {}
+        for number in numbers:
+            operation = layer.operations[number]
+            self._flops.append(times * operation.flops)
+            ways[number] = [(variable_of[number], 1.0)]
+            if operation.name and operation.is_data:
+                ways[number].append((self._place_of[operation.name], 1.0))
+            if any(layer.operations[read].flops for read in operation.reads):
+                self._products.add(operation.name)
+        for number in numbers:
+            if number in layer.residuals:
+                self._rows.append((ways[number], 1.0))
+            reader = variable_of[number], -1.0
+            for read in sorted(layer.operations[number].reads):
+                self._rows.append(([*ways[read], reader], 0.0))
+
+    def solve(self, flops: float) -> tuple[str, ...]:
+        """The names whose values take the fewest bytes, with at most so many FLOPs of
+        what is computed again.
+        """
+        most = flops // self._unit + 0.5
+        found = milp(
+            self._costs,
+            constraints=[
+                self._constraint,
+                LinearConstraint(self._counts[None], ub=most),
+            ],
+            # Also of operations, with which the solver is as fast, and more exact.
+            integrality=np.ones(len(self._counts)),
+            bounds=self._bounds,
+            options={"mip_rel_gap": 0},
+        )
+        assert found.x is not None, found.message
+        kept = zip(self.names, found.x, strict=False)
+        return tuple(sorted(name for name, value in kept if value > 0.5))

@@ -1,0 +1,162 @@
+"""Which values inside layers the planner keeps, beside every other choice."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from stacked_remat import ScanCheckpointPolicy, lax_scan
+from stacked_remat._places import is_place
+from stacked_remat.memory import CANDIDATES, count_flops, plan
+from stacked_remat.memory._model import Model, traced_model
+from stacked_remat.memory._plan import Search, _tracer
+from stacked_remat.memory._values import ProgramValues
+
+from .small_blocks import BLOCKS, ROWS, WEIGHTS, WIDTH
+
+LAYERS = 6
+# Larger sets of names are not tried one by one.
+MOST_NAMES = 10
+BUDGETS = 10
+
+
+def program(name):
+    """The gradient of a stack of blocks by policy, and its arguments."""
+    weights = {
+        key: jax.ShapeDtypeStruct((LAYERS, *shape), jnp.float32)
+        for key, shape in WEIGHTS[name].items()
+    }
+
+    def step(x, w):
+        return BLOCKS[name](w, x), None
+
+    def of_policy(remat):
+        def loss(weights, x):
+            return jnp.sum(lax_scan(step, x, weights, remat=remat)[0] ** 2)
+
+        return jax.grad(loss, (0, 1))
+
+    return of_policy, (weights, jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32))
+
+
+@functools.cache
+def traced(name, policy):
+    of_policy, args = program(name)
+    return jax.make_jaxpr(of_policy(policy))(*args)
+
+
+@functools.cache
+def values_of(name):
+    return ProgramValues.of(traced(name, "nested"))
+
+
+def size_of(values, names):
+    (stack,) = values.stacks
+    return LAYERS * sum(stack.layers[0].kept(names).sizes.values())
+
+
+@functools.cache
+def all_choices(name):
+    """Every set of names that takes fewer bytes than all with fewer FLOPs."""
+    values = values_of(name)
+    # An operation without FLOPs whose operands are no larger, and can be kept, adds
+    # nothing; a few names are left.
+    names = [*values.sizes]
+    while len(names) > MOST_NAMES:
+        without = [[*names[:i], *names[i + 1 :]] for i in range(len(names))]
+        names = min(without, key=lambda some: least_flops(values, some))
+    sets = itertools.chain.from_iterable(
+        itertools.combinations(names, count) for count in range(len(names) + 1)
+    )
+    found = sorted(
+        (values.again_flops(chosen), size_of(values, chosen), chosen) for chosen in sets
+    )
+    choices = []
+    for _, size, chosen in found:
+        if not choices or size < size_of(values, choices[-1]):
+            choices.append(chosen)
+    return choices
+
+
+def least_flops(values, names):
+    return values.again_flops(names), size_of(values, names)
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_flops_are_those_of_the_traced_program(name):
+    values = values_of(name)
+    nothing = count_flops(traced(name, True)).matmul
+    for names in values.choices()[::3]:
+        kept = ScanCheckpointPolicy(save_block_internals=names)
+        expected = nothing - count_flops(traced(name, kept)).matmul
+        assert values.again_flops(()) - values.again_flops(names) == expected
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_no_other_values_are_better(name):
+    values = values_of(name)
+    total = count_flops(traced(name, True)).matmul
+    found = [(size_of(values, names), names) for names in values.choices()]
+    largest = max(size_of(values, names) for names in all_choices(name))
+    for budget in range(0, largest + 1, max(1, largest // (BUDGETS - 1))):
+        fewest = min(
+            values.again_flops(names)
+            for names in all_choices(name)
+            if size_of(values, names) <= budget
+        )
+        fitting = [names for size, names in found if size <= budget]
+        planned = min(map(values.again_flops, fitting))
+        rest = total - values.again_flops(())
+        assert rest + planned <= 1.03 * (rest + fewest)
+
+
+def planned_beside_all(name, budgets):
+    of_policy, args = program(name)
+    search = Search(_tracer(of_policy, args, {}, "local", ()), layers=LAYERS)
+    candidates = [policy for policy in CANDIDATES[1:]]
+    model = traced_model(search._trace)
+    (variant,) = model.variants
+    exhaustive = Model(
+        (type(variant)(variant.stacks, variant.flops, (*all_choices(name),)),),
+        model.reference,
+        model.reference_cost,
+    )
+    object.__setattr__(search, "_model", lambda layers: exhaustive)
+    steps = search.ladder(candidates)
+    least = search.trial(steps[-1].policy).report.total
+    most = search.trial(False).report.total
+    for number in range(budgets):
+        budget = least + (most - least) * number // max(1, budgets - 1)
+        found = plan(of_policy, *args, budget=budget, layers=LAYERS)
+        assert found.report.total <= budget
+        # Of policies that the model expects to fit, those with fewer FLOPs do not.
+        for step in steps:
+            if 1.03 * step.cost.flops >= found.report.flops.matmul:
+                break
+            if step.total <= budget:
+                assert search.trial(step.policy).report.total > budget
+
+
+@pytest.mark.parametrize("name", ["gated_mlp", "no_products"])
+def test_plans_beside_all_policies(name):
+    planned_beside_all(name, 3)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("name", BLOCKS)
+def test_plans_beside_all_policies_at_more_budgets(name):
+    planned_beside_all(name, BUDGETS)
+
+
+def test_values_have_the_names_that_the_block_gives():
+    choices = values_of("with_names").choices()
+    assert choices[-1] == ("hidden",)
+    assert all(map(is_place, values_of("mlp").sizes))
+    assert "product" in values_of("custom_rule").sizes
+
+
+def test_leaves_that_are_not_differentiated_cost_nothing():
+    # No gradient of the frozen weights reads what goes into their products.
+    assert values_of("adapter").choices()[-1] == ("add 1/2", "dot_general 2/4")

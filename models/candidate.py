@@ -16,11 +16,13 @@ from models.run_state import batch_shapes, run_optimizer, state_shapes
 from stacked_remat import ScanCheckpointPolicy, ScanCheckpointSpec
 from stacked_remat.memory import (
     CANDIDATES,
+    Frontier,
     MemoryReport,
     Plan,
     Target,
     Trial,
     find_target,
+    frontier,
     plan,
     report,
 )
@@ -176,36 +178,55 @@ class Candidate:
 
         Where none fits, with the layers' weights on the host, if they can be there.
         """
-
-        def of_policy(remat: ScanCheckpointSpec) -> Callable[..., Any]:
-            structure = jax.tree.structure(
-                state_shapes(self.config, self.partitioning, remat=remat)
-            )
-
-            def step(batch: TokenBatch, state: TrainState) -> Any:
-                # The same arrays under this policy.
-                return self.train_step(
-                    batch, jax.tree.unflatten(structure, jax.tree.leaves(state))
-                )
-
-            return step
-
-        model = self.config.model
-        presets = model.remat_presets.values() if model.remat_names else ()
         with self.partitioning.activations():
             return plan(
-                of_policy,
+                self._step_of_policy,
                 *self.having({}).shapes,
                 budget=budget,
                 host_budget=host_budget,
-                candidates=[*CANDIDATES, *presets],
-                target=self.target,
-                donate="state",
-                layers=self.config.model.num_layers,
                 streamed=self.having(STREAMED).shapes if self.can_stream else None,
-                cache=self.cache,
                 show=show,
+                **self._options,
             )
+
+    def frontier(
+        self, *, host_budget: str | None = None, show: _Show = lambda _: None
+    ) -> Frontier:
+        """The curve of memory against FLOPs, as `stacked_remat.memory.frontier`."""
+        with self.partitioning.activations():
+            return frontier(
+                self._step_of_policy,
+                *self.having({}).shapes,
+                host_budget=host_budget,
+                show=show,
+                **self._options,
+            )
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        """What `plan` and `frontier` are given."""
+        model = self.config.model
+        presets = model.remat_presets.values() if model.remat_names else ()
+        return {
+            "candidates": [*CANDIDATES, *presets],
+            "target": self.target,
+            "donate": "state",
+            "layers": model.num_layers,
+            "cache": self.cache,
+        }
+
+    def _step_of_policy(self, remat: ScanCheckpointSpec) -> Callable[..., Any]:
+        structure = jax.tree.structure(
+            state_shapes(self.config, self.partitioning, remat=remat)
+        )
+
+        def step(batch: TokenBatch, state: TrainState) -> Any:
+            # The same arrays under this policy.
+            return self.train_step(
+                batch, jax.tree.unflatten(structure, jax.tree.leaves(state))
+            )
+
+        return step
 
     def check(self, *, at_least: bool = False) -> None:
         """Raises ConfigError for a step whose state and batch, which every policy has,

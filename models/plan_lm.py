@@ -87,14 +87,15 @@ class PlanLmConfig(LmRunConfig):
             fits `budget`, or the longest `context` (`data.seq_len`) or the largest
             `batch` (`data.batch_size`) for which one does; or what `trainer.mesh` of
             that many devices can be, with the policy that fits, by FLOPs and by what
-            devices send.
+            devices send. Or the `frontier`: policies from the least memory to the
+            fewest FLOPs, whether they fit `budget` or not.
         json: whether to print JSON in place of the table, in bytes, FLOPs and seconds.
     """
 
     target: str = "local"
     devices: int | None = None
     only: str | bool | None = None
-    find: Literal["policy", "context", "batch", "mesh"] = "policy"
+    find: Literal["policy", "context", "batch", "mesh", "frontier"] = "policy"
     json: bool = False
 
     def __post_init__(self) -> None:
@@ -198,7 +199,9 @@ def _plan(arguments: Sequence[str], console: Console) -> int:
     quiet = (lambda _: None) if config.json else shown_on(console)
     with backends_taken() as taken:
         if config.policy is None and config.budget is not None:
-            _find(config, console, Budget(config.budget, config.host_budget, quiet))
+            budget = Budget(config.budget, config.host_budget, quiet)
+            find = _find_frontier if config.find == "frontier" else _find
+            find(config, console, budget)
         else:
             config.candidate.check(at_least=True)
             _compare(config, console)
@@ -251,6 +254,19 @@ def _find(config: PlanLmConfig, console: Console, budget: Budget) -> None:
         console.print(
             f"{_FOUND[config.find]}: {key}: {value}", soft_wrap=True, highlight=False
         )
+
+
+def _find_frontier(config: PlanLmConfig, console: Console, budget: Budget) -> None:
+    def show(trial: Trial) -> None:
+        budget.show_report(trial.name, trial.report)
+
+    step = config.candidate
+    step.check(at_least=True)
+    found = step.frontier(host_budget=budget.host, show=show)
+    if config.json:
+        _print_json(config, console, rows=found.rows(), budget=budget.device)
+    else:
+        shown_on(console)(str(found))
 
 
 def _on_mesh(plan: Plan, step: Candidate) -> Trial:

@@ -290,7 +290,7 @@ def _fitting(step: Candidate, progress: ConsoleProgress) -> Candidate:
     step.check(at_least=True)
     progress.message(f"looking for the remat policy that fits {config.budget}")
     found = step.plan(budget=config.budget, host_budget=config.host_budget)
-    progress.message(str(found))
+    progress.message(found.summary)
     fitting = step.having(STREAMED if found.streamed else {}, found.policy)
     if found.streamed:
         fitting.check()  # the memory of this host

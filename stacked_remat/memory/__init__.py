@@ -14,6 +14,7 @@ print(report)
 from ._call import DoesNotFit as DoesNotFit, report as report
 from ._compiled_text import Buffer as Buffer
 from ._flops import Flops as Flops, count_flops as count_flops
+from ._frontier import Frontier as Frontier, frontier as frontier
 from ._plan import (
     CANDIDATES as CANDIDATES,
     BudgetError as BudgetError,

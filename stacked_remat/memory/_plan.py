@@ -18,7 +18,7 @@ from .._static import PyTree
 from ._call import DoesNotFit, TracedCall, trace_call
 from ._report import Comparison, MemoryReport, Trial
 from ._search import Search
-from ._table import readable_bytes
+from ._table import readable_bytes, readable_count
 from ._targets import Target
 
 CANDIDATES: tuple[ScanCheckpointSpec, ...] = (
@@ -70,6 +70,21 @@ class Plan:
     budget: int
     streamed: bool = False
 
+    @property
+    def summary(self) -> str:
+        """The policy, what it takes, and how it was found, in three lines."""
+        name = Trial(self.policy, self.report, streamed=self.streamed).name
+        report = self.report
+        takes = f"{readable_bytes(report.total)} of {readable_bytes(self.budget)}"
+        host = readable_bytes(report.host.total)
+        flops = readable_count(report.flops.matmul)
+        return (
+            f"remat: {name}\n"
+            f"takes {takes} a device, and {host} on the host\n"
+            f"{flops} FLOP in matrix products; {len(self.tried.trials)} policies were"
+            " compiled"
+        )
+
     def __str__(self) -> str:
         name = Trial(self.policy, self.report, streamed=self.streamed).name
         note = f"{name} fits {readable_bytes(self.budget)} a device"
@@ -94,8 +109,8 @@ def compare(
 
     Cost: one compilation a candidate.
     """
-    _check_policies(candidates)
-    traced = _tracer(fn_of_policy, args, kwargs, target, donate)
+    check_policies(candidates)
+    traced = tracer(fn_of_policy, args, kwargs, target, donate)
     return _compared(map(Search(traced).trial, candidates))
 
 
@@ -145,12 +160,12 @@ def plan(
     """
     most = parse_bytes(budget)
     most_on_host = math.inf if host_budget is None else parse_bytes(host_budget)
-    _check_policies(candidates)
-    _check_options(layers, streamed, args)
+    check_policies(candidates)
+    check_options(layers, streamed, args)
     trials: list[Trial] = []
     # Streamed weights cost transfers, so they come second.
     for arguments in (args,) if streamed is None else (args, streamed):
-        traced = _tracer(fn_of_policy, arguments, kwargs, target, donate)
+        traced = tracer(fn_of_policy, arguments, kwargs, target, donate)
         is_streamed = arguments is streamed
         search = Search(traced, most, most_on_host, cache, show, is_streamed, layers)
         found = search.least(candidates)
@@ -161,7 +176,7 @@ def plan(
     raise BudgetError(_nothing_fits(_compared(trials), most, most_on_host))
 
 
-def _check_options(layers: Any, streamed: Any, args: Sequence[PyTree]) -> None:
+def check_options(layers: Any, streamed: Any, args: Sequence[PyTree]) -> None:
     if layers is not None:
         meaning = "the number of layers or steps"
         whole_number("layers", layers, meaning, "Leave it out if not known.")
@@ -175,7 +190,7 @@ def _check_options(layers: Any, streamed: Any, args: Sequence[PyTree]) -> None:
         )
 
 
-def _tracer(
+def tracer(
     fn_of_policy: Callable[[ScanCheckpointSpec], Callable[..., Any]],
     args: Sequence[PyTree],
     kwargs: dict[str, PyTree],
@@ -199,7 +214,7 @@ def _tracer(
     return traced
 
 
-def _check_policies(candidates: Any) -> None:
+def check_policies(candidates: Any) -> None:
     """Refuse none, and a policy in place of several."""
     # A policy's name, such as "nested", is a sequence too: of letters.
     if not isinstance(candidates, list | tuple):

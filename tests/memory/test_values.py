@@ -11,7 +11,7 @@ from stacked_remat import ScanCheckpointPolicy, lax_scan
 from stacked_remat._places import is_place
 from stacked_remat.memory import CANDIDATES, count_flops, plan
 from stacked_remat.memory._model import Model, traced_model
-from stacked_remat.memory._plan import Search, _tracer
+from stacked_remat.memory._plan import Search, tracer
 from stacked_remat.memory._values import ProgramValues
 
 from .small_blocks import BLOCKS, ROWS, WEIGHTS, WIDTH
@@ -114,7 +114,7 @@ def test_no_other_values_are_better(name):
 
 def planned_beside_all(name, budgets):
     of_policy, args = program(name)
-    search = Search(_tracer(of_policy, args, {}, "local", ()), layers=LAYERS)
+    search = Search(tracer(of_policy, args, {}, "local", ()), layers=LAYERS)
     candidates = [policy for policy in CANDIDATES[1:]]
     model = traced_model(search._trace)
     (variant,) = model.variants

@@ -1,0 +1,134 @@
+"""The curve of memory against FLOPs: policies of which none is better in both.
+
+`frontier` compiles some of the policies that a plan would choose between
+(`Search.ladder`), from the one that keeps the most to the one that keeps the least.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from .. import ScanCheckpointSpec
+from .._messages import parse_bytes
+from .._schedule import whole_number
+from .._static import PyTree
+from ._plan import CANDIDATES, check_options, check_policies, tracer
+from ._report import Comparison, MemoryReport, Trial
+from ._search import Search, Step
+from ._table import readable_bytes
+from ._targets import Target
+
+# Characters of the longest bar of a chart.
+_BAR = 40
+
+
+@dataclasses.dataclass(frozen=True)
+class Frontier:
+    """Policies by the memory that they take, the least first; each has fewer FLOPs than
+    those before it.
+
+    `print` shows a table, and a chart of the FLOPs.
+
+    Attributes:
+        trials: of policies that were compiled, those that no other one is better than.
+        tried: all that were compiled, in order.
+    """
+
+    trials: tuple[Trial, ...]
+    tried: Comparison
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Plain values for JSON: the policy as text, bytes of a device and of its host,
+        FLOPs, and bytes moved between them.
+        """
+        rows = []
+        for trial, report in self._reports():
+            rows.append(
+                {
+                    "policy": trial.name,
+                    "total": report.total,
+                    "host": report.host.total,
+                    "matmul_flops": report.flops.matmul,
+                    "moved": report.flops.moved,
+                }
+            )
+        return rows
+
+    def _reports(self) -> list[tuple[Trial, MemoryReport]]:
+        return [(one, one.report) for one in self.trials if one.report is not None]
+
+    def __str__(self) -> str:
+        reports = [report for _, report in self._reports()]
+        most = max((report.flops.matmul for report in reports), default=0)
+        bars = []
+        for report in reports:
+            share = report.flops.matmul / most if most else 0
+            size = readable_bytes(report.total)
+            bars.append(f"{size:>10} {'#' * round(_BAR * share)} {share:.2f}")
+        notes = ("FLOPs beside the most, by memory of a device:", *bars)
+        return str(Comparison(self.trials, "frontier", notes))
+
+
+def frontier(
+    fn_of_policy: Callable[[ScanCheckpointSpec], Callable[..., Any]],
+    *args: PyTree,
+    layers: int,
+    points: int = 8,
+    host_budget: int | str | None = None,
+    candidates: Sequence[ScanCheckpointSpec] = CANDIDATES,
+    target: str | Target = "local",
+    donate: str | Sequence[str] = (),
+    cache: str | Path | None = None,
+    show: Callable[[Trial], None] = lambda _: None,
+    **kwargs: PyTree,
+) -> Frontier:
+    """Find how many FLOPs a program takes in how much memory. Nothing is executed.
+
+    Args:
+        fn_of_policy: as of `plan`, as are all other arguments and errors but
+            `BudgetError`.
+        points: how many policies are compiled, at the most: in equal ratios of memory
+            from what keeps the least to what keeps the most. The candidates, where
+            there is no model of the program.
+
+    Cost: a compilation for each point, and one more.
+    """
+    check_policies(candidates)
+    whole_number("points", points, "a number of policies", least=2)
+    check_options(layers, None, args)
+    most_on_host = math.inf if host_budget is None else parse_bytes(host_budget)
+    traced = tracer(fn_of_policy, args, kwargs, target, donate)
+    search = Search(traced, math.inf, most_on_host, cache, show, layers=layers)
+    ladder = search.ladder(candidates)
+    policies = [step.policy for step in _spread(ladder, points)] or candidates
+    for policy in policies:
+        search.trial(policy)
+    compiled = [trial for trial in search.compiled.values() if trial.report is not None]
+
+    def order(trial: Trial) -> tuple[int, int]:
+        assert trial.report is not None
+        return trial.report.total, trial.report.flops.matmul
+
+    best: list[Trial] = []
+    for trial in sorted(compiled, key=order):
+        if not best or order(trial)[1] < order(best[-1])[1]:
+            best.append(trial)
+    return Frontier(tuple(best), Comparison(tuple(search.compiled.values())))
+
+
+def _spread(ladder: Sequence[Step], points: int) -> list[Step]:
+    """Steps of a ladder in about equal ratios of memory, the first and the last among
+    them.
+    """
+    if not ladder:
+        return []
+    most, least = ladder[0].total, ladder[-1].total
+    chosen: dict[Step, None] = {}
+    for number in range(points):
+        share = number / max(1, points - 1)
+        limit = most ** (1 - share) * least**share
+        fitting = [step for step in ladder if step.total <= limit]
+        chosen[fitting[0] if fitting else ladder[-1]] = None
+    return [*chosen]

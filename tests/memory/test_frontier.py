@@ -1,0 +1,57 @@
+"""The curve of memory against FLOPs."""
+
+import json
+
+import pytest
+
+from stacked_remat import ScanCheckpointPolicy
+from stacked_remat.memory import frontier, plan
+
+from .test_values import LAYERS, program
+
+
+@pytest.fixture(scope="module")
+def found():
+    of_policy, args = program("gated_mlp")
+    return frontier(of_policy, *args, layers=LAYERS, points=5)
+
+
+def test_more_memory_takes_fewer_flops(found):
+    totals = [trial.report.total for trial in found.trials]
+    flops = [trial.report.flops.matmul for trial in found.trials]
+    assert totals == sorted(totals) and len(totals) >= 4
+    assert flops == sorted({*flops}, reverse=True)
+    assert {trial.policy for trial in found.trials} <= {
+        trial.policy for trial in found.tried.trials
+    }
+    assert any(
+        isinstance(trial.policy, ScanCheckpointPolicy)
+        and trial.policy.save_block_internals
+        for trial in found.trials
+    )
+
+
+def test_a_plan_is_on_the_curve(found):
+    of_policy, args = program("gated_mlp")
+    for trial in found.trials:
+        budget = trial.report.total
+        planned = plan(of_policy, *args, budget=budget, layers=LAYERS)
+        assert planned.report.flops.matmul <= 1.03 * trial.report.flops.matmul
+
+
+def test_what_is_printed(found):
+    rows = json.loads(json.dumps(found.rows()))
+    assert [row["total"] for row in rows] == [
+        trial.report.total for trial in found.trials
+    ]
+    text = str(found)
+    assert text.startswith("frontier; sizes in ")
+    bars = [line for line in text.splitlines() if "# " in line]
+    assert len(bars) == len(rows)
+    assert bars[0].endswith("# 1.00")
+
+
+def test_the_number_of_points_is_checked():
+    of_policy, args = program("gated_mlp")
+    with pytest.raises(ValueError, match="points"):
+        frontier(of_policy, *args, layers=LAYERS, points=1)

@@ -1,5 +1,5 @@
-"""Operations of long-context models: attention, rotary embedding, cross entropy,
-grouped matrix products.
+"""Operations of long-context models: attention, linear and not, short convolutions,
+rotary embedding, cross entropy, grouped products.
 """
 
 from ._backends import (
@@ -20,6 +20,10 @@ from .grouped_experts import (
     expert_backend as expert_backend,
     grouped_experts as grouped_experts,
 )
+from .linear_attention import (
+    linear_attention as linear_attention,
+    linear_attention_step as linear_attention_step,
+)
 from .per_device import (
     mesh_axes as mesh_axes,
     per_device as per_device,
@@ -36,4 +40,8 @@ from .rotary import (
     rotary_from_hf as rotary_from_hf,
     rotary_table as rotary_table,
     rotary_to_hf as rotary_to_hf,
+)
+from .short_convolution import (
+    short_convolution as short_convolution,
+    short_convolution_step as short_convolution_step,
 )

@@ -1,6 +1,4 @@
-"""Operations of long-context models: attention, linear and not, short convolutions,
-rotary embedding, cross entropy, grouped products.
-"""
+"""Operations of long-context models: attention, rotary embedding, loss, experts."""
 
 from ._backends import (
     UnsupportedCallError as UnsupportedCallError,

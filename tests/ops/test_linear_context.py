@@ -1,5 +1,5 @@
-"""Linear attention and short convolutions of positions that are divided over devices
-are those of all positions on one.
+"""Linear attention and convolutions of positions divided over devices equal those on
+one.
 """
 
 import haliax as hax

@@ -350,3 +350,49 @@ def test_temporaries_of_a_long_layer_on_a_gpu(by_channel, most):
     run, arrays, _ = long_layer(65_536, by_channel=by_channel)
     report = memory.report(run, *arrays, target="h200")
     assert report.temporaries < most * 2**30
+
+
+@pytest.mark.torch
+def test_in_bfloat16_it_is_as_close_to_float64_as_transformers():
+    torch = pytest.importorskip("torch")
+    modeling = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
+    Pos, Key, Value = hax.make_axes(position=300, key=16, value=32)
+    of_keys = (Batch, Pos, Heads, Key)
+    unit = [
+        x / hax.sqrt(hax.sum(x * x, Key)) for x in (normal(i, *of_keys) for i in (0, 1))
+    ]
+    value, cotangent = (normal(i, Batch, Pos, Heads, Value) for i in (2, 3))
+    log_decay = -hax.nn.softplus(normal(4, Batch, Pos, Heads) - 2.0)
+    beta = hax.nn.sigmoid(normal(5, Batch, Pos, Heads))
+    rounded = [x.astype(jnp.bfloat16) for x in (*unit, value, cotangent)]
+
+    def ours(query, key, value, log_decay, beta, cotangent):
+        def attend(query, key, value, log_decay, beta):
+            # Theirs scales queries; by a power of two, which is exact
+            arrays = query * Key.size**-0.5, key, value, log_decay, beta
+            return linear_attention(*arrays, Pos, Key, Value)[0]
+
+        output, pullback = jax.vjp(attend, query, key, value, log_decay, beta)
+        return [x.array for x in (output, *pullback(cotangent))]
+
+    arrays = *rounded[:3], log_decay, beta, rounded[3]
+    found = quick_jit(ours)(*arrays)
+    with jax.enable_x64(True):
+        expected = quick_jit(ours)(*(x.astype(jnp.float64) for x in arrays))
+        expected = [np.asarray(x) for x in expected]
+
+    def tensor(x, dtype):
+        return torch.tensor(np.asarray(x.astype(jnp.float32).array), dtype=dtype)
+
+    *inputs, decays, betas, last = (
+        tensor(x, torch.bfloat16 if x.dtype == jnp.bfloat16 else torch.float32)
+        for x in arrays
+    )
+    inputs = [x.requires_grad_() for x in (*inputs, decays, betas)]
+    output, _ = modeling.torch_chunk_gated_delta_rule(*inputs)
+    output.backward(last)
+    theirs = [output, *(x.grad for x in inputs)]
+    for mine, other, exact in zip(found, theirs, expected, strict=True):
+        off = np.linalg.norm(np.asarray(mine, np.float64) - exact)
+        other = other.detach().to(torch.float64).numpy()
+        assert off <= 1.001 * np.linalg.norm(other - exact)

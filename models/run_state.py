@@ -3,6 +3,7 @@ that are found.
 """
 
 import dataclasses
+import fnmatch
 import functools
 from collections.abc import Callable
 from pathlib import Path
@@ -117,17 +118,27 @@ def with_adapters(
     """
     if lora is None:
         return model, eqx.is_inexact_array
+    _check_head_target(model, lora)
     try:
         # Another key than the model's, so that adapters are independent of its weights.
         adapted = apply_lora(model, lora, key=jax.random.fold_in(key, 1))
     except ValueError as error:
         raise ConfigError(f"Bad config: {error}") from error
-    if isinstance(adapted.head, LoraLinear):
-        raise ConfigError(
-            "The loss takes the weight of the head, which can't be adapted: leave it"
-            " out of lora.targets."
-        )
     return adapted, lora_filter(adapted)
+
+
+def _check_head_target(model: Decoder, lora: LoraConfig) -> None:
+    """Refuses a pattern for a head that is the embedding, which is no linear map."""
+    if model.head is not None:
+        return
+    paths = [*lora_linears(model)]
+    for pattern in lora.targets:
+        if fnmatch.fnmatchcase("head", pattern) and not fnmatch.filter(paths, pattern):
+            raise ConfigError(
+                f"lora.targets: {pattern!r} is of the head, which this model ties to"
+                " the embedding: they are one matrix, without a linear map to adapt."
+                " Leave it out."
+            )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -37,3 +37,4 @@ from .rotary import (
     rotary_table as rotary_table,
     rotary_to_hf as rotary_to_hf,
 )
+from .softcap import soft_capped as soft_capped

@@ -47,6 +47,7 @@ from stacked_remat.training import (
     cast_parameters,
     check_learning_rates,
     load_checkpoint,
+    parameter_paths,
     trainable_except,
 )
 from stacked_remat.training.checkpoint import check_unsaved
@@ -104,10 +105,34 @@ def trained_parts(
     try:
         trainable = trainable_except(model, config.freeze, trainable)
         trained = eqx.filter(model, trainable)
+        _check_left_to_train(config, model, trained)
         check_learning_rates(config.optimizer.learning_rates, trained)
     except ValueError as error:
         raise ConfigError(f"Bad config: {error}") from error
     return model, trainable
+
+
+def _check_left_to_train(config: LmRunConfig, model: Decoder, trained: Decoder) -> None:
+    """Raises ValueError for patterns that freeze what something else has to train."""
+    if not jax.tree.leaves(trained):
+        raise ValueError(
+            "freeze: the patterns match every parameter that would be trained. Leave"
+            " some of them to train."
+        )
+    if config.trainer.update.fused and not jax.tree.leaves(trained.layers):
+        raise ValueError(
+            "freeze: the patterns match every parameter of the layers, and"
+            " trainer.update.fused updates those. Leave out one of them."
+        )
+    if not config.model.balances_by_bias:
+        return
+    for path in sorted({*parameter_paths(model)} - {*parameter_paths(trained)}):
+        if path.endswith(".mlp.bias"):
+            raise ValueError(
+                f"freeze: the patterns match {path}, the biases of routers, which"
+                " model.bias: by_load trains. Leave them out, or write model.bias:"
+                " frozen."
+            )
 
 
 def with_adapters(

@@ -44,6 +44,7 @@ for the sum over `u`, and about `n^2 / 3` for T.
 from typing import NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
@@ -55,19 +56,28 @@ Keys = Float[Array, "chunk head 1 token key"]
 Values = Float[Array, "chunk head group token value"]
 LogDecays = Float[Array, "chunk head group token decay"]
 Strengths = Float[Array, "chunk head group token 1"]
+Rows = Float[Array, "rows chunk head 1 token key"]
 State = Float[Array, "head group key value"]
 Square = Float[Array, "*chunks token token"]
 
 
+_DIRECT = 16
+"""Up to so many tokens a triangle is inverted by products of whole squares."""
+
+
+_LEAST = -1e30
+"""A finite log decay of zero; so are sums of as many as a chunk has."""
+
+
 class Decays(NamedTuple):
-    """Sums of log decays of consecutive positions, and products that decay by them."""
+    """Sums of log decays, and products that decay by them."""
 
     # From before the first position to each
     after: Float[Array, "*chunks token decay"]
     # From each position to the last
     before: Float[Array, "*chunks token decay"]
-    # For each array of rows: `rows_i^T d(i, j) keys_j` for j <= i, else 0
-    products: tuple[Square, ...]
+    # For each array of rows: `rows_i^T d(i, j) key_j` for j <= i, else 0
+    products: Float[Array, "rows *chunks token token"]
 
 
 def delta_chunks(
@@ -83,11 +93,12 @@ def delta_chunks(
     Without `query` there are no outputs. In columns of the state that values lack
     nothing is written.
     """
-    rows = (key,) if query is None else (key, query)
-    decays = _products_by_head(rows, key, log_decay)
-    erased, *attended = decays.products
-    from_start = jnp.exp(decays.after)
-    kept_key = key * jnp.exp(decays.before)
+    rows = jnp.stack([key] if query is None else [key, query])
+    decays = _decays_by_head if log_decay.shape[-1] == 1 else _decays_by_channel
+    after, before, products = decays(rows, key, log_decay)
+    erased, *attended = products
+    from_start = jnp.exp(after)
+    kept_key = key * jnp.exp(before)
     whole = jnp.swapaxes(from_start[..., -1:, :], -1, -2)
     if beta is None:
         written, read = value, None
@@ -110,55 +121,48 @@ def delta_chunks(
     return state, (from_start * query) @ states + attended[0] @ updates
 
 
-def _products_by_head(
-    rows: tuple[Keys, ...], key: Keys, log_decay: LogDecays
+def _decays_by_head(
+    rows: Rows, key: Keys, log_decay: Float[Array, "chunk head group token 1"]
 ) -> Decays:
-    """`decayed_products`, whose factor one decay for all channels is."""
-    if log_decay.shape[-1] > 1:
-        return decayed_products(rows, key, log_decay)
-    ones = jnp.ones_like(log_decay)
-    after, before, (decay,) = decayed_products((ones,), ones, log_decay)
-    transposed = jnp.swapaxes(key, -1, -2)
-    products = []
-    for row in rows:
-        products.append((row @ transposed) * decay)
-    return Decays(after, before, tuple(products))
+    tokens = log_decay.shape[-2]
+    row, column, token = np.ogrid[:tokens, :tokens, :tokens]
+    # Sums by a product with zeros and ones: a difference of sums from the start would
+    # lose weak decays beside strong ones
+    is_between = jnp.asarray((column < token) & (token <= row), log_decay.dtype)
+    # Zero times -inf would be NaN
+    log_decay = jnp.maximum(log_decay, _LEAST)
+    sums = jnp.einsum(
+        "ijt,...t->...ij", is_between, log_decay[..., 0], precision="highest"
+    )
+    decay = jnp.where(np.tri(tokens, dtype=bool), jnp.exp(sums), 0.0)
+    products = (rows @ jnp.swapaxes(key, -1, -2)[None]) * decay[None]
+    after = sums[..., :, :1] + log_decay[..., :1, :]
+    return Decays(after, sums[..., -1, :, None], products)
 
 
-def decayed_products(rows: tuple[Array, ...], keys: Array, log_decay: Array) -> Decays:
-    """The products of each of some arrays of rows with keys, decayed, and the sums of
-    decays; `[..., token, channel]`, of a power of two of tokens.
-    """
+def _decays_by_channel(rows: Rows, key: Keys, log_decay: LogDecays) -> Decays:
+    """By halves: `[..., token, channel]` of a power of two of tokens."""
     tokens = log_decay.shape[-2]
     if tokens == 1:
+        own = jnp.sum(rows * key[None], -1, keepdims=True)
         # Value heads that share a key head have decays of their own
-        shape = (*log_decay.shape[:-1], 1)
-        own = []
-        for row in rows:
-            product = jnp.sum(row * keys, -1, keepdims=True)
-            own.append(jnp.broadcast_to(product, shape))
-        return Decays(log_decay, jnp.zeros_like(log_decay), tuple(own))
+        own = jnp.broadcast_to(own, (len(rows), *log_decay.shape[:-1], 1))
+        return Decays(log_decay, jnp.zeros_like(log_decay), own)
 
     def halves(x: Array) -> Array:
         return x.reshape(*x.shape[:-2], 2, tokens // 2, x.shape[-1])
 
-    rows = tuple(map(halves, rows))
-    keys = halves(keys)
-    within = decayed_products(rows, keys, halves(log_decay))
-    after, before = within.after, within.before
-    to_middle = jnp.exp(_first(before))
-    from_middle = jnp.exp(_second(after))
-    earlier = jnp.swapaxes(_first(keys) * to_middle, -1, -2)
-    products = []
-    for row, own in zip(rows, within.products, strict=True):
-        across = (_second(row) * from_middle) @ earlier
-        products.append(_lower_triangle(_first(own), across, _second(own)))
-    of_halves = after[..., -1:, :]
-    after = [_first(after), _second(after) + _first(of_halves)]
-    before = [_first(before) + _second(of_halves), _second(before)]
-    return Decays(
-        jnp.concatenate(after, -2), jnp.concatenate(before, -2), tuple(products)
-    )
+    rows = halves(rows)
+    key = halves(key)
+    after, before, own = _decays_by_channel(rows, key, halves(log_decay))
+    to_middle = _first(key) * jnp.exp(_first(before))
+    from_middle = _second(rows) * jnp.exp(_second(after))[None]
+    across = from_middle @ jnp.swapaxes(to_middle, -1, -2)[None]
+    products = _lower_triangle(_first(own), across, _second(own))
+    whole = after[..., -1:, :]
+    after = [_first(after), _second(after) + _first(whole)]
+    before = [_first(before) + _second(whole), _second(before)]
+    return Decays(jnp.concatenate(after, -2), jnp.concatenate(before, -2), products)
 
 
 def inverse_of_unit_lower(lower: Square) -> Square:
@@ -168,14 +172,31 @@ def inverse_of_unit_lower(lower: Square) -> Square:
     inverses `A'` and `D'`.
     """
     tokens = lower.shape[-1]
-    if tokens == 1:
-        return jnp.ones_like(lower)
+    if tokens <= _DIRECT:
+        return _inverse_of_blocks(lower)
     half = tokens // 2
     diagonal = [lower[..., :half, :half], lower[..., half:, half:]]
     inverses = inverse_of_unit_lower(jnp.stack(diagonal, -3))
     first, second = _first(inverses), _second(inverses)
     across = -(second @ lower[..., half:, :half] @ first)
     return _lower_triangle(first, across, second)
+
+
+def _inverse_of_blocks(lower: Square) -> Square:
+    """The same by products of whole squares, of which most factors are 0: for small
+    ones.
+    """
+    row, column = np.ogrid[: lower.shape[-1], : lower.shape[-1]]
+    # Of the blocks on the diagonal; at first of one token
+    inverse = jnp.broadcast_to(jnp.asarray(row == column, lower.dtype), lower.shape)
+    size = 1
+    while size < lower.shape[-1]:
+        # Whether an entry is below the diagonal blocks of two that become one
+        is_across = (row // size == column // size + 1) & (row // size % 2 == 1)
+        across = jnp.where(is_across, lower, 0.0)
+        inverse = inverse - inverse @ across @ inverse
+        size *= 2
+    return inverse
 
 
 def _lower_triangle(first: Array, across: Array, second: Array) -> Array:

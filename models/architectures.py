@@ -8,6 +8,7 @@ from models.glm4_moe import Glm4MoeConfig as Glm4MoeConfig
 from models.gpt_oss import GptOssConfig as GptOssConfig
 from models.granite import GraniteConfig as GraniteConfig
 from models.llama import LlamaConfig as LlamaConfig
+from models.llama4 import Llama4Config as Llama4Config
 from models.minimax_m2 import MiniMaxM2Config as MiniMaxM2Config
 from models.mistral import MistralConfig as MistralConfig
 from models.mixtral import MixtralConfig as MixtralConfig

@@ -74,6 +74,8 @@ class DecoderConfig(RecordsArguments, draccus.ChoiceRegistry):
         logit_factor: factor of the logits.
         logit_softcap: scaled logits become `softcap * tanh(logits / softcap)`; None for
             not.
+        layers_know_positions: whether layers use positions for more than a rotary
+            embedding.
         has_halves: whether MLPs or experts read what attention has added.
         hidden_dim: width of the residual stream.
         num_layers: decoder layers.
@@ -100,6 +102,7 @@ class DecoderConfig(RecordsArguments, draccus.ChoiceRegistry):
     embedding_scale: ClassVar[Any] = None
     logit_factor: ClassVar[Any] = 1.0
     logit_softcap: ClassVar[Any] = None
+    layers_know_positions: ClassVar[bool] = False
     has_halves: ClassVar[bool] = True  # of parallel blocks it is False
 
     hidden_dim: int = 128

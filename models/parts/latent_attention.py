@@ -47,6 +47,7 @@ class LatentAttention(CausalAttention):
     HeadDim: Axis = eqx.field(static=True)
     rotary: RotaryEmbedding = eqx.field(static=True)
     window: int | None = eqx.field(static=True)
+    chunk: None = eqx.field(static=True)
     scale: float | None = eqx.field(static=True)
     softcap: None = eqx.field(static=True)
     backend: str = eqx.field(static=True)
@@ -97,6 +98,7 @@ class LatentAttention(CausalAttention):
                 rotary, HeadDim.resize(latent.rotary_dim), latent.interleaved
             ),
             window=window,
+            chunk=None,
             scale=scale,
             softcap=None,
             backend=config.attention.backend,

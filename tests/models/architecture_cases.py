@@ -61,6 +61,15 @@ _GLM = _DENSE | dict(
     n_routed_experts=6,
     num_experts_per_tok=3,
 )
+_LLAMA4 = _DENSE | dict(
+    intermediate_size_mlp=14,
+    num_local_experts=4,
+    num_experts_per_tok=1,
+    no_rope_layers=[1, 0, 1],
+    attention_chunk_size=4,
+    floor_scale=2,
+    attn_scale=0.5,
+)
 _MINIMAX = _DENSE | dict(head_dim=8, num_local_experts=4, num_experts_per_tok=2)
 
 CASES: dict[str, tuple[str, dict]] = {
@@ -227,6 +236,14 @@ CASES: dict[str, tuple[str, dict]] = {
         | dict(use_qk_norm=True, attention_bias=True, n_group=3, topk_group=2)
         | dict(first_k_dense_replace=0, routed_scaling_factor=2.5)
         | dict(norm_topk_prob=False),
+    ),
+    "Llama 4": ("Llama4Text", _LLAMA4 | dict(moe_layers=[1, 2])),
+    "Llama 4, two experts in every layer, biases, tied, no norms or temperature": (
+        "Llama4Text",
+        _LLAMA4
+        | dict(num_experts_per_tok=2, attention_bias=True, tie_word_embeddings=True)
+        | dict(use_qk_norm=False, attn_temperature_tuning=False, head_dim=8)
+        | dict(no_rope_layers=None, no_rope_layer_interval=2),
     ),
     "MiniMax-M2": ("MiniMaxM2", _MINIMAX),
     "MiniMax-M2, half of a head, tied": (

@@ -348,6 +348,20 @@ PUBLISHED["GLM-4.5-Air"] = (
     GLM | {"tie_word_embeddings": False} | sizes(4096, 10_944, 46, 96, 8, 151_552),
     106_852_251_264,
 )
+LLAMA4 = {"model_type": "llama4_text", "hidden_act": "silu", "attention_bias": False}
+LLAMA4 |= {"attention_chunk_size": 8192, "attn_scale": 0.1, "floor_scale": 8192}
+LLAMA4 |= {"attn_temperature_tuning": 4, "cache_implementation": "hybrid"}
+LLAMA4 |= {"for_llm_compressor": False, "head_dim": 128, "no_rope_layers": []}
+LLAMA4 |= {"interleave_moe_layer_step": 1, "intermediate_size_mlp": 16_384}
+LLAMA4 |= {"max_position_embeddings": 10_485_760, "num_experts_per_tok": 1}
+LLAMA4 |= {"num_local_experts": 16, "output_router_logits": False, "rope_theta": 5e5}
+LLAMA4 |= {"router_aux_loss_coef": 0.001, "router_jitter_noise": 0.0}
+LLAMA4 |= {"use_qk_norm": True, "rms_norm_eps": 1e-5, "tie_word_embeddings": False}
+LLAMA4["rope_scaling"] = LLAMA3 | {"factor": 16.0, "high_freq_factor": 1.0}
+PUBLISHED["Llama 4 Scout"] = (
+    LLAMA4 | sizes(5120, 8192, 48, 40, 8, 202_048),
+    107_769_861_120,
+)
 MINIMAX = {"model_type": "minimax_m2", "hidden_act": "silu", "head_dim": 128}
 MINIMAX |= {"max_position_embeddings": 196_608, "rope_theta": 5_000_000}
 MINIMAX |= {"rotary_dim": 64, "rms_norm_eps": 1e-6, "scoring_func": "sigmoid"}

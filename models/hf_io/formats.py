@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 from models.hf_io.config_fields import ConfigFields, Fields, Found, layer_types
 from models.hf_io.safetensors_folder import WeightsError, read_json
-from models.hf_io.stacked_weights import ExpertsTensor
+from models.hf_io.stacked_weights import ExpertsTensor, HeadsTensor
 from models.parts.config import DecoderConfig
 from models.parts.hybrid import HybridDecoderConfig
 from models.parts.sections import FULL, SLIDING, AttentionConfig
@@ -20,7 +20,7 @@ from stacked_remat.training.config_file import decode_config, written_keys
 from stacked_remat.training.errors import ConfigError
 
 GENERATION_CONFIG = "generation_config.json"
-TensorTable: TypeAlias = Mapping[str, str | ExpertsTensor]
+TensorTable: TypeAlias = Mapping[str, str | ExpertsTensor | HeadsTensor]
 
 DECODER_TENSORS: TensorTable = {
     "embedding": "model.embed_tokens",
@@ -53,13 +53,16 @@ class HfFormat:
             attribute's name; empty for a part whose name is in none. And by the path of
             an expert's array (`mlp.experts.down_proj.weight`) the tensor that holds
             those of all. Linear maps with one name share its tensors, which have their
-            outputs in the order of the attributes.
+            outputs in the order of the attributes, or with a `HeadsTensor` head by
+            head.
         loaded: parts of names that transformers has otherwise in memory, as adapters
             have them.
         quant_methods: the `quant_method`s of `quantization_config` whose tensors are
             read.
         further_layers: whether files may have layers after the last, which predict
             further tokens, and are not read.
+        not_read: how the names of other tensors begin that files may have and this
+            decoder does not.
         probe: fields of the config whose checksum is recorded: those that have no
             effect by default, such as a factor of 1, and what gives layers of each
             kind.
@@ -76,6 +79,7 @@ class HfFormat:
     loaded: Mapping[str, str] = field(default_factory=dict)
     quant_methods: tuple[str, ...] = ()
     further_layers: bool = False
+    not_read: tuple[str, ...] = ()
     probe: Mapping[str, Any] = field(default_factory=dict)
     checksum: float | None = None
 
@@ -83,8 +87,17 @@ class HfFormat:
         """What a part is called in the names of tensors, without those around it."""
         own = path.rpartition(".")[-1]
         name = self.tensors.get(path, DECODER_TENSORS.get(path, own))
+        if isinstance(name, HeadsTensor):
+            return name.name
         assert isinstance(name, str)
         return name
+
+    def head_axes_of(self, path: str) -> int:
+        """How many output axes of a linear map are the heads by which it shares a
+        tensor; 0 if it does not.
+        """
+        name = self.tensors.get(path)
+        return name.head_axes if isinstance(name, HeadsTensor) else 0
 
     @property
     def fused(self) -> Mapping[str, ExpertsTensor]:
@@ -106,8 +119,13 @@ class HfFormat:
         """
         if self.fused:
             return self
-        tensors: dict[str, str | ExpertsTensor] = {
-            path: self.loaded_name(self.name_of(path)) for path in self.tensors
+        tensors: dict[str, str | ExpertsTensor | HeadsTensor] = {
+            path: (
+                name
+                if isinstance(name, HeadsTensor)
+                else self.loaded_name(self.name_of(path))
+            )
+            for path, name in self.tensors.items()
         }
         for part, name in (
             ("gate_proj", "gate_up_proj"),

@@ -75,6 +75,7 @@ class DecoderConfig(RecordsArguments, draccus.ChoiceRegistry):
         logit_softcap: scaled logits become `softcap * tanh(logits / softcap)`; None for
             not.
         has_halves: whether MLPs or experts read what attention has added.
+        attention_names: the names for remat policies in attention.
         hidden_dim: width of the residual stream.
         num_layers: decoder layers.
         num_heads: query heads.
@@ -101,6 +102,7 @@ class DecoderConfig(RecordsArguments, draccus.ChoiceRegistry):
     logit_factor: ClassVar[Any] = 1.0
     logit_softcap: ClassVar[Any] = None
     has_halves: ClassVar[bool] = True  # of parallel blocks it is False
+    attention_names: ClassVar[tuple[str, ...]] = ATTENTION_NAMES
 
     hidden_dim: int = 128
     num_layers: int = 4
@@ -164,7 +166,7 @@ class DecoderConfig(RecordsArguments, draccus.ChoiceRegistry):
 
     def mixer_names(self, kind: LayerKind) -> tuple[str, ...]:
         """The names inside the mixer of a layer of this kind."""
-        return ATTENTION_NAMES
+        return self.attention_names
 
     def _check_heads(self) -> None:
         if self.num_heads % self.num_kv_heads:

@@ -41,6 +41,7 @@ class LatentAttention(CausalAttention):
     kv_a_norm: hnn.RmsNorm
     kv_b_proj: hnn.Linear
     o_proj: hnn.Linear
+    gate_proj: None
     sinks: None
     latent: LatentConfig = eqx.field(static=True)
     KVHeads: Axis = eqx.field(static=True)
@@ -89,6 +90,7 @@ class LatentAttention(CausalAttention):
             kv_a_norm=rms_norm(Latent, _EPS),
             kv_b_proj=linear(config, Latent, (Heads, Both), key=keys[3]),
             o_proj=linear(config, (Heads, Value), Embed, bias=bias, key=keys[4]),
+            gate_proj=None,
             sinks=None,
             latent=latent,
             KVHeads=Heads,

@@ -61,6 +61,23 @@ _GLM = _DENSE | dict(
     n_routed_experts=6,
     num_experts_per_tok=3,
 )
+_LINEAR = dict(
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=6,
+    linear_value_head_dim=5,
+)
+_HYBRID = _DENSE | _LINEAR | dict(head_dim=8, num_hidden_layers=4)
+_QWEN3_NEXT = _HYBRID | dict(
+    moe_intermediate_size=10,
+    shared_expert_intermediate_size=12,
+    num_experts=4,
+    num_experts_per_tok=2,
+)
+_QWEN3_NEXT |= _BALANCE
+_QWEN3_5_MOE = {
+    name: value for name, value in _QWEN3_NEXT.items() if name != "intermediate_size"
+}
 _MINIMAX = _DENSE | dict(head_dim=8, num_local_experts=4, num_experts_per_tok=2)
 
 CASES: dict[str, tuple[str, dict]] = {
@@ -241,6 +258,26 @@ CASES: dict[str, tuple[str, dict]] = {
             }
         ),
     ),
+    "Qwen3-Next": ("Qwen3Next", _QWEN3_NEXT),
+    "Qwen3-Next, tied, biases, raw gates, dense first layer, yarn": (
+        "Qwen3Next",
+        _QWEN3_NEXT
+        | dict(tie_word_embeddings=True, attention_bias=True, mlp_only_layers=[0])
+        | dict(norm_topk_prob=False, linear_conv_kernel_dim=3)
+        | dict(layer_types=["full_attention"] + ["linear_attention"] * 2)
+        | dict(num_hidden_layers=3, partial_rotary_factor=0.5)
+        | dict(rope_parameters=YARN | dict(rope_theta=100.0)),
+    ),
+    "Qwen3.5": ("Qwen3_5Text", _HYBRID),
+    "Qwen3.5, tied, biases, linear attention alone at the end": (
+        "Qwen3_5Text",
+        _HYBRID
+        | dict(tie_word_embeddings=True, attention_bias=True, num_hidden_layers=3)
+        | dict(layer_types=["full_attention"] + ["linear_attention"] * 2)
+        | dict(linear_num_key_heads=3, linear_num_value_heads=3)
+        | dict(rope_parameters={"rope_theta": 100.0}),
+    ),
+    "Qwen3.5 MoE": ("Qwen3_5MoeText", _QWEN3_5_MOE),
 }
 
 

@@ -21,6 +21,7 @@ from models.parts.sections import (
     SLIDING,
     AttentionConfig,
     ExpertsConfig,
+    LatentConfig,
     RotaryConfig,
     Routing,
 )
@@ -413,6 +414,41 @@ class GroupedDecoderConfig(SparseDecoderConfig):
     def shared_dim(self) -> int:
         """Inner width of the shared experts together."""
         return self.shared_experts * self.experts.intermediate_dim
+
+
+@dataclass(frozen=True)
+class LatentDecoderConfig(GroupedDecoderConfig):
+    """A decoder with multi-head latent attention.
+
+    Attributes:
+        latent: widths of attention; they give `attention.head_dim`.
+    """
+
+    # Each head has keys and values of its own: they are made of one narrow vector.
+    num_heads: int = 4
+    num_kv_heads: int = 4
+    experts: ExpertsConfig = field(
+        # DeepseekV3TopkRouter of transformers multiplies in float32.
+        default_factory=lambda: ExpertsConfig(router_dtype="float32")
+    )
+    latent: LatentConfig = field(default_factory=LatentConfig)
+
+    def _check_heads(self) -> None:
+        if self.attention.head_dim not in (None, self.head_dim):
+            raise ValueError(
+                "Leave model.attention.head_dim out: model.latent gives the width of"
+                " heads."
+            )
+        if self.num_kv_heads != self.num_heads:
+            raise ValueError(
+                f"model.num_kv_heads must be model.num_heads = {self.num_heads}, got"
+                f" {self.num_kv_heads}."
+            )
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a head of queries and keys."""
+        return self.latent.plain_dim + self.latent.rotary_dim
 
 
 def check_layer_numbers(key: str, numbers: Sequence[int], num_layers: int) -> None:

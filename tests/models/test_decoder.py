@@ -12,12 +12,18 @@ import numpy as np
 import pytest
 from haliax import Axis
 
-from models.deepseek_v3 import DeepseekV3Config, LatentConfig
+from models.deepseek_v3 import DeepseekV3Config
 from models.gemma3 import Gemma3Config
 from models.gpt_oss import GptOssConfig
 from models.lm import next_token_loss
 from models.parts.decoder import Decoder
-from models.parts.sections import FULL, SLIDING, AttentionConfig, ExpertsConfig
+from models.parts.sections import (
+    FULL,
+    SLIDING,
+    AttentionConfig,
+    ExpertsConfig,
+    LatentConfig,
+)
 from models.parts.tokens import Tokens
 from models.qwen3 import Qwen3Config, Qwen3MoeConfig
 from models.run_config import LmRunConfig

@@ -88,13 +88,15 @@ class StatefulMixer(Mixer):
             output, kept = mixer.mix(x, Tokens(documents=documents), kept)
             return kept, output
 
-        own, continues = documents and cut(documents), None
-        if own is not None:
+        own = first = continues = None
+        if documents is not None:
+            own = cut(documents)
+            first = own[Tiles, 0]
             ends = hax.roll(own[POSITION_AXIS, -1], 1, Tiles)
             continues = own[POSITION_AXIS, 0] == ends
         tiles = cut(x)
         _, kept = eqx.filter_eval_shape(
-            self.mix, tiles[Tiles, 0], Tokens(documents=own and own[Tiles, 0]), None
+            self.mix, tiles[Tiles, 0], Tokens(documents=first), None
         )
         start = jax.tree.map(lambda one: jnp.zeros(one.shape, one.dtype), kept)
         _, outputs = scan(step, Tiles, remat=True)(start, tiles, own, continues)

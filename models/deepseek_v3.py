@@ -110,13 +110,19 @@ FIELDS = (
 
 def from_hf(given: hf.ConfigFields) -> hf.Found:
     """Reads a `config.json`; defaults are those of transformers."""
-    given.ignore("head_dim", "qk_head_dim")  # sums of others
     given.ignore("aux_loss_alpha", "seq_aux")  # of a loss in training
     given.ignore("num_nextn_predict_layers", "num_mtp_layers")  # of no tensor here
     given.only("scoring_func", "sigmoid")
     given.only("topk_method", "noaux_tc")
     given.only("moe_layer_freq", 1)
     found = hf.read_decoder(given, FIELDS)
+    rotated = found["latent.rotary_dim"]
+    whole = found["latent.plain_dim"] + rotated
+    # Transformers writes these, and overwrites what it reads: others get the warning of
+    # unknown fields.
+    for name, width in (("head_dim", rotated), ("qk_head_dim", whole)):
+        if given.document.get(name) == width:
+            given.ignore(name)
     found |= hf.read_dense_prefix(given, found["num_layers"], 3)
     found |= hf.read_rotary(given, longest=4_096)
     document = given.document

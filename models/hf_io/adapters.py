@@ -40,10 +40,15 @@ def save_adapters(
 
 def load_adapters(model: Decoder, folder: Path) -> Decoder:
     """The model with the adapters in `folder`, in either layout of experts."""
+    head = format_of(model.config).name_of("head")
     try:
-        is_separate = any(
-            re.search(r"\.experts\.\d+\.", name) for name in peft_tensor_names(folder)
-        )
+        names = peft_tensor_names(folder)
+        if model.head is None and any(f".{head}.lora_" in name for name in names):
+            raise ValueError(
+                f"they adapt {head}, which this model ties to the embedding. Train"
+                " adapters without it, or untie it: tie_word_embeddings: false."
+            )
+        is_separate = any(re.search(r"\.experts\.\d+\.", name) for name in names)
         return load_peft(
             model,
             folder,

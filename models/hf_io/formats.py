@@ -240,6 +240,9 @@ def config_from_hf(
             f"{name} is {shown(value)}: this can't be used ({error})."
         ) from error
     given.check_left(model_type, place)
+    # Files have the width of an MLP also where no layer has one.
+    if not found.get("experts.dense_layers", True):
+        found["mlp_dim"] = None
     tree: dict[str, Any] = {}
     for path, value in found.items():
         section, _, own = path.rpartition(".")

@@ -326,6 +326,12 @@ class SparseDecoderConfig(DecoderConfig):
             )
         dense = self.experts.dense_layers
         check_layer_numbers("model.experts.dense_layers", dense, self.num_layers)
+        if self.mlp_dim is not None and not dense:
+            raise ValueError(
+                "model.mlp_dim has no effect where all layers have experts, of the"
+                " width model.experts.intermediate_dim. Leave it out, or name the"
+                " layers with one MLP in model.experts.dense_layers."
+            )
 
     @property
     def sparse(self) -> ExpertsConfig | None:

@@ -37,8 +37,12 @@ from stacked_remat import (
     checkpoint_name,
     per_kind,
 )
-from stacked_remat.lora import LoraLinear
-from stacked_remat.ops import chunked_cross_entropy, per_device
+from stacked_remat.ops import (
+    apply_linear,
+    chunked_cross_entropy,
+    per_device,
+    soft_capped,
+)
 from stacked_remat.ops.per_device import align_varying_axes
 from stacked_remat.training import POSITION_AXIS
 
@@ -379,21 +383,13 @@ class Decoder(eqx.Module):
         return cast_floating(self.norm, x.dtype)(x)
 
     def logits(self, hidden: NamedArray) -> NamedArray:
-        """Maps hidden states `[..., Embed]` to float32 logits `[..., Vocab]`, with the
-        head's adapter.
-        """
-        # With an adapter there is no one weight to multiply by.
-        if isinstance(self.head, LoraLinear):
-            logits = cast_floating(self.head, hidden.dtype)(hidden)
-        else:
-            weight = self.unembedding().astype(hidden.dtype)
-            logits = hax.dot(hidden, weight, axis=self.config.Embed)
+        """Maps hidden states `[..., Embed]` to float32 logits `[..., Vocab]`."""
+        head = cast_floating(self.unembedding(), hidden.dtype)
         # As `token_losses` does, in float32
-        scale, softcap = self.config.logit_factor, self.config.logit_softcap
-        logits = logits.astype(jnp.float32)
-        if scale != 1.0:
-            logits = logits * scale
-        return logits if softcap is None else hax.tanh(logits / softcap) * softcap
+        logits = apply_linear(head, hidden).astype(jnp.float32)
+        if self.config.logit_factor != 1.0:
+            logits = logits * self.config.logit_factor
+        return soft_capped(logits, self.config.logit_softcap)
 
     def token_losses(
         self,
@@ -405,8 +401,6 @@ class Decoder(eqx.Module):
     ) -> NamedArray:
         """The cross entropy of `logits`, of which few exist at once; arguments are
         those of `stacked_remat.ops.chunked_cross_entropy`.
-
-        The head has no adapter.
         """
         return chunked_cross_entropy(
             hidden,
@@ -420,9 +414,11 @@ class Decoder(eqx.Module):
             softcap=self.config.logit_softcap,
         )
 
-    def unembedding(self) -> NamedArray:
-        """The head's weights, or the embedding's where they are tied."""
-        return self.embedding.weight if self.head is None else self.head.weight
+    def unembedding(self) -> hnn.Linear | NamedArray:
+        """What maps hidden states to logits: the head, or the embedding's weights where
+        they are tied.
+        """
+        return self.embedding.weight if self.head is None else self.head
 
 
 def _in_order(

@@ -47,6 +47,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from ._padding import pad_axis
+
 # Key heads `head`, and value heads `group` that share one; `decay` is one number for
 # all channels, or as many as `key`
 Keys = Float[Array, "chunk head 1 token key"]
@@ -70,15 +72,20 @@ class Decays(NamedTuple):
 
 def delta_chunks(
     state: State,
-    query: Keys,
+    query: Keys | None,
     key: Keys,
     value: Values,
     log_decay: LogDecays,
     beta: Strengths | None,
-) -> tuple[State, Values]:
-    """The state after some chunks, and their outputs; all in one dtype."""
-    decays = _decays_with_products(query, key, log_decay)
-    attended, erased = decays.products
+) -> tuple[State, Values | None]:
+    """The state after some chunks, and their outputs; all in one dtype.
+
+    Without `query` there are no outputs. In columns of the state that values lack
+    nothing is written.
+    """
+    rows = (key,) if query is None else (key, query)
+    decays = _products_by_head(rows, key, log_decay)
+    erased, *attended = decays.products
     from_start = jnp.exp(decays.after)
     kept_key = key * jnp.exp(decays.before)
     whole = jnp.swapaxes(from_start[..., -1:, :], -1, -2)
@@ -88,6 +95,7 @@ def delta_chunks(
         inverse = inverse_of_unit_lower(beta * jnp.tril(erased, -1))
         written = inverse @ (beta * value)
         read = inverse @ (beta * (from_start * key))
+    written = pad_axis(written, written.ndim - 1, state.shape[-1])
 
     def next_state(state: State, chunk: tuple) -> tuple[State, tuple]:
         whole, kept_key, written, read = chunk
@@ -97,19 +105,24 @@ def delta_chunks(
 
     chunks = whole, kept_key, written, read
     state, (states, updates) = lax.scan(next_state, state, chunks)
-    return state, (from_start * query) @ states + attended @ updates
+    if query is None:
+        return state, None
+    return state, (from_start * query) @ states + attended[0] @ updates
 
 
-def _decays_with_products(query: Keys, key: Keys, log_decay: LogDecays) -> Decays:
-    """Of the rows `query` and `key`, each with `key`."""
+def _products_by_head(
+    rows: tuple[Keys, ...], key: Keys, log_decay: LogDecays
+) -> Decays:
+    """`decayed_products`, whose factor one decay for all channels is."""
     if log_decay.shape[-1] > 1:
-        return decayed_products((query, key), key, log_decay)
-    # One decay for all channels is a factor of the products
+        return decayed_products(rows, key, log_decay)
     ones = jnp.ones_like(log_decay)
     after, before, (decay,) = decayed_products((ones,), ones, log_decay)
     transposed = jnp.swapaxes(key, -1, -2)
-    products = (query @ transposed) * decay, (key @ transposed) * decay
-    return Decays(after, before, products)
+    products = []
+    for row in rows:
+        products.append((row @ transposed) * decay)
+    return Decays(after, before, tuple(products))
 
 
 def decayed_products(rows: tuple[Array, ...], keys: Array, log_decay: Array) -> Decays:

@@ -115,16 +115,7 @@ def moe_from_hf(given: hf.ConfigFields) -> hf.Found:
     is_on = given("use_sliding_window", False)
     found |= hf.read_windows(given, found["num_layers"], 4_096, is_on=is_on)
     found |= hf.read_load_balance(given)
-    layers = range(found["num_layers"])
-    # Qwen3MoeDecoderLayer: every `step`-th layer has experts, unless it is named.
-    step, dense = given("decoder_sparse_step", 1) or 1, given("mlp_only_layers", [])
-    if strange := [layer for layer in dense if layer not in layers]:
-        raise ValueError(
-            f"mlp_only_layers names layer {shown(strange[0])}; there are 0 to"
-            f" {layers[-1]}."
-        )
-    is_dense = [layer for layer in layers if layer in dense or (layer + 1) % step]
-    return found | {"experts.dense_layers": is_dense}
+    return found | read_dense_layers(given, found["num_layers"])
 
 
 def moe_to_hf(config: Qwen3MoeConfig) -> dict[str, Any]:
@@ -132,9 +123,27 @@ def moe_to_hf(config: Qwen3MoeConfig) -> dict[str, Any]:
     written = hf.write_decoder(config, MOE_FIELDS) | hf.write_rotary(config.rotary)
     window = config.attention.window
     written |= {"sliding_window": window, "use_sliding_window": window is not None}
+    return written | write_dense_layers(config) | hf.write_load_balance(config)
+
+
+def read_dense_layers(given: hf.ConfigFields, num_layers: int) -> hf.Found:
+    """The layers without experts."""
+    # Qwen3MoeDecoderLayer: every `step`-th layer has experts, unless it is named.
+    step, dense = given("decoder_sparse_step", 1) or 1, given("mlp_only_layers", [])
+    layers = range(num_layers)
+    if strange := [layer for layer in dense if layer not in layers]:
+        raise ValueError(
+            f"mlp_only_layers names layer {shown(strange[0])}; there are 0 to"
+            f" {layers[-1]}."
+        )
+    is_dense = [layer for layer in layers if layer in dense or (layer + 1) % step]
+    return {"experts.dense_layers": is_dense}
+
+
+def write_dense_layers(config: SparseDecoderConfig) -> dict[str, Any]:
+    """The inverse of `read_dense_layers`."""
     dense = [*config.experts.dense_layers]
-    written |= {"decoder_sparse_step": 1, "mlp_only_layers": dense}
-    return written | hf.write_load_balance(config)
+    return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
 
 
 MOE_TENSORS = {"mlp.router": "gate"}

@@ -82,7 +82,8 @@ def peft_names(
     def name(path: str, index: tuple[int, ...]) -> str | PeftParameter:
         one, rows = maps[path], None
         if one.outputs is not None:
-            rows = one.outputs.indices(one.matrix_shape[-1 if one.transposed else 0])
+            size = one.matrix_shape[-1 if one.transposed else 0]
+            rows = one.outputs.indices(size // one.blocks)
         if one.layers is not None:
             index = (one.layers[index[0]], *index[1:])
         outer = one.name.count("{}")
@@ -106,11 +107,10 @@ def peft_names(
         beside = (
             config.sparse is not None and ".mlp." in path and ".experts." not in path
         )
-        return (
-            PeftParameter(module, "weight" if beside else "", rows=rows)
-            if beside or rows
-            else module
-        )
+        if not beside and rows is None:
+            return module
+        tensor = "weight" if beside else ""
+        return PeftParameter(module, tensor, rows=rows, row_blocks=one.blocks)
 
     return name
 

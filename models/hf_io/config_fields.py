@@ -235,6 +235,7 @@ def read_rotary(
     scaling: Mapping[str, Any] = MappingProxyType({}),
     longest: int = 32_768,
     partial: float | None = None,
+    without: Sequence[str] = (),
 ) -> Found:
     """The rotary embedding: `rope_theta`, and `rope_scaling` or `rope_parameters`.
 
@@ -245,11 +246,14 @@ def read_rotary(
         theta, scaling, longest: the defaults of transformers.
         partial: that of `partial_rotary_factor`, which is an attribute; None where it
             has to be 1.
+        without: fields of the section that change nothing here.
     """
     length = given("max_position_embeddings", longest)
     original = given("original_max_position_embeddings")
     changed, parameters = given("rope_scaling", {}), given("rope_parameters", {})
     section = dict(changed or parameters or scaling)
+    for name in without:
+        section.pop(name, None)
     found = Found()
     if partial is not None:
         beside = given("partial_rotary_factor", partial)

@@ -48,6 +48,20 @@ class ExpertsTensor:
 
 
 @dataclass(frozen=True)
+class HeadsTensor:
+    """A tensor that holds several linear maps head by head: of each head the outputs of
+    all of them.
+
+    Attributes:
+        name: of the tensor.
+        head_axes: how many of the first output axes of a map are its heads.
+    """
+
+    name: str
+    head_axes: int = 1
+
+
+@dataclass(frozen=True)
 class TensorMap:
     """One array of a model and the tensors of a checkpoint that it holds.
 
@@ -64,6 +78,8 @@ class TensorMap:
         outputs: which outputs of the tensor's matrix are of this array; None for all.
         transposed: whether that matrix is `[in, out]`, and that of the model `[out,
             in]`.
+        blocks: into how many blocks its rows are cut, as many as it has heads;
+            `outputs` are of each block.
     """
 
     path: str
@@ -74,6 +90,7 @@ class TensorMap:
     layers: tuple[int, ...] | None = None
     outputs: slice | None = None
     transposed: bool = False
+    blocks: int = 1
 
     def __post_init__(self) -> None:
         matrix = np.broadcast_to(np.int8(0), self.matrix_shape)
@@ -90,7 +107,8 @@ class TensorMap:
         """The view of a matrix that is of this array, as the model has it."""
         if self.transposed:
             return np.swapaxes(matrix[..., self.outputs or slice(None)], -1, -2)
-        return matrix[self.outputs or slice(None)]
+        rows = matrix.reshape(self.blocks, -1, *matrix.shape[1:])
+        return rows[:, self.outputs or slice(None)]
 
     def numbered(self) -> Iterator[tuple[tuple[int, ...], str, tuple[int, ...]]]:
         """For every entry: its index along the stacking axes, the name of its tensor,

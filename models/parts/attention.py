@@ -31,6 +31,7 @@ class CausalAttention(Mixer):
 
     Attributes:
         o_proj: the last projection.
+        gate_proj: whose sigmoid what attention gives is multiplied by; None for none.
         sinks: a score that attends to nothing, of each query head; see
             `stacked_remat.ops.causal_attention`.
         rotary: the rotary embedding; None for none.
@@ -46,6 +47,7 @@ class CausalAttention(Mixer):
 
     # Of the projections only the last is common to all kinds of attention.
     o_proj: eqx.AbstractVar[hnn.Linear]
+    gate_proj: eqx.AbstractVar[hnn.Linear | None]
     sinks: eqx.AbstractVar[NamedArray | None]
     KVHeads: eqx.AbstractVar[Axis]
     HeadDim: eqx.AbstractVar[Axis]
@@ -103,7 +105,14 @@ class CausalAttention(Mixer):
                 # chunk, and later ones of the chunk before.
                 last = last % self.chunk
             attended = self.attend_to_kept(query, cache.read(), last)
-        return self.o_proj(attended).rearrange(x.axes), cache
+        return self.output(attended, x), cache
+
+    def output(self, attended: NamedArray, x: NamedArray) -> NamedArray:
+        """The last projection of what attention gives of `x`, and of its gate."""
+        if self.gate_proj is not None:
+            gate = named_heads(self.gate_proj(x), "gate", x)
+            attended = attended * hnn.sigmoid(gate)
+        return self.o_proj(attended).rearrange(x.axes)
 
     @property
     def reach(self) -> int | None:
@@ -173,21 +182,22 @@ def _of_some_heads(
     some = map_linears(lambda linear: of_part(linear, KVHeads), attention)
     query, key, value, _ = some.heads(x, tokens)
     attended = some._attend(query, key, value, tokens, some.backend)
-    return some.o_proj(attended).rearrange(x.axes)
+    return some.output(attended, x)
 
 
 class Attention(CausalAttention):
     """Causal grouped-query attention (Ainslie et al. 2023).
 
     Names for remat policies: `query`, `key`, `value` (before norm and rotation),
-    `attention_output` (before the output projection) and `attention_lse`, the last two
-    by `stacked_remat.ops.causal_attention`.
+    `attention_output` (before the gate and the output projection) and `attention_lse`,
+    the last two by `stacked_remat.ops.causal_attention`, and `gate` where it has one.
     """
 
     q_proj: hnn.Linear
     k_proj: hnn.Linear
     v_proj: hnn.Linear
     o_proj: hnn.Linear
+    gate_proj: hnn.Linear | None
     q_norm: Norm | None
     k_norm: Norm | None
     sinks: NamedArray | None
@@ -217,6 +227,7 @@ class Attention(CausalAttention):
         q_norm: Norm | None = None,
         k_norm: Norm | None = None,
         output_bias: bool | None = None,
+        gate: bool = False,
         sinks: bool = False,
         key: PRNGKeyArray,
     ) -> "Attention":
@@ -231,6 +242,7 @@ class Attention(CausalAttention):
             q_norm, k_norm: of queries and keys: over each head, or over all heads.
             output_bias: whether the last projection has a bias; as the others, by
                 `config.attention.bias`, if not given.
+            gate: whether what attention gives is gated, coordinate by coordinate.
             sinks: whether query heads have sinks.
         """
         # In this order whatever the options: seeds give the same weights.
@@ -242,11 +254,16 @@ class Attention(CausalAttention):
         width = config.head_dim if rotary_dim is None else rotary_dim
         Rotated = config.HeadDim.resize(width)
         o_bias = bias if output_bias is None else output_bias
+        gate_proj = None
+        if gate:
+            gate_key = jax.random.fold_in(key, 4)
+            gate_proj = linear(config, Embed, QueryHeads, bias=bias, key=gate_key)
         return Attention(
             q_proj=linear(config, Embed, QueryHeads, bias=bias, key=q_key),
             k_proj=linear(config, Embed, KeyHeads, bias=bias, key=k_key),
             v_proj=linear(config, Embed, KeyHeads, bias=bias, key=v_key),
             o_proj=linear(config, QueryHeads, Embed, bias=o_bias, key=o_key),
+            gate_proj=gate_proj,
             q_norm=q_norm,
             k_norm=k_norm,
             sinks=hax.zeros(QueryHeads[:2]) if sinks else None,

@@ -21,6 +21,7 @@ from models.parts.sections import (
     SLIDING,
     AttentionConfig,
     ExpertsConfig,
+    LatentConfig,
     RotaryConfig,
     Routing,
 )
@@ -77,6 +78,7 @@ class DecoderConfig(RecordsArguments, draccus.ChoiceRegistry):
         layers_know_positions: whether layers use positions for more than a rotary
             embedding.
         has_halves: whether MLPs or experts read what attention has added.
+        attention_names: the names for remat policies in attention.
         hidden_dim: width of the residual stream.
         num_layers: decoder layers.
         num_heads: query heads.
@@ -104,6 +106,7 @@ class DecoderConfig(RecordsArguments, draccus.ChoiceRegistry):
     logit_softcap: ClassVar[Any] = None
     layers_know_positions: ClassVar[bool] = False
     has_halves: ClassVar[bool] = True  # of parallel blocks it is False
+    attention_names: ClassVar[tuple[str, ...]] = ATTENTION_NAMES
 
     hidden_dim: int = 128
     num_layers: int = 4
@@ -167,7 +170,7 @@ class DecoderConfig(RecordsArguments, draccus.ChoiceRegistry):
 
     def mixer_names(self, kind: LayerKind) -> tuple[str, ...]:
         """The names inside the mixer of a layer of this kind."""
-        return ATTENTION_NAMES
+        return self.attention_names
 
     def _check_heads(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -420,6 +423,41 @@ class GroupedDecoderConfig(SparseDecoderConfig):
     def shared_dim(self) -> int:
         """Inner width of the shared experts together."""
         return self.shared_experts * self.experts.intermediate_dim
+
+
+@dataclass(frozen=True)
+class LatentDecoderConfig(GroupedDecoderConfig):
+    """A decoder with multi-head latent attention.
+
+    Attributes:
+        latent: widths of attention; they give `attention.head_dim`.
+    """
+
+    # Each head has keys and values of its own: they are made of one narrow vector.
+    num_heads: int = 4
+    num_kv_heads: int = 4
+    experts: ExpertsConfig = field(
+        # DeepseekV3TopkRouter of transformers multiplies in float32.
+        default_factory=lambda: ExpertsConfig(router_dtype="float32")
+    )
+    latent: LatentConfig = field(default_factory=LatentConfig)
+
+    def _check_heads(self) -> None:
+        if self.attention.head_dim not in (None, self.head_dim):
+            raise ValueError(
+                "Leave model.attention.head_dim out: model.latent gives the width of"
+                " heads."
+            )
+        if self.num_kv_heads != self.num_heads:
+            raise ValueError(
+                f"model.num_kv_heads must be model.num_heads = {self.num_heads}, got"
+                f" {self.num_kv_heads}."
+            )
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a head of queries and keys."""
+        return self.latent.plain_dim + self.latent.rotary_dim
 
 
 def check_layer_numbers(key: str, numbers: Sequence[int], num_layers: int) -> None:

@@ -70,6 +70,8 @@ class SparseExperts(FeedForward):
     bias: NamedArray | None = None
     # An MLP that all tokens are routed to besides
     shared: GatedMlp | None = None
+    # Whose sigmoid the output of that MLP is multiplied by
+    shared_gate: hnn.Linear | None = None
     # This layer's experts in the stack of all layers, for `reads_in_stack`
     in_stack: LayerStack | None = None
 
@@ -81,6 +83,7 @@ class SparseExperts(FeedForward):
         gating: Gating = silu_gated,
         mlp_bias: bool = False,
         shared_dim: int = 0,
+        shared_gate: bool = False,
         key: PRNGKeyArray,
     ) -> "SparseExperts":
         """Makes the router and all experts from `key`.
@@ -90,15 +93,18 @@ class SparseExperts(FeedForward):
             mlp_bias: whether router and experts have biases.
             shared_dim: inner width of an MLP that all tokens are routed to besides; 0
                 for none.
+            shared_gate: whether a number of each token scales the output of that MLP.
         """
         router_key, experts_key = jax.random.split(key)
         options: Any = {"gating": gating, "bias": mlp_bias}
-        shared = None
+        shared = gate = None
         if shared_dim:
             Shared = Axis("shared_dim", shared_dim)
             shared = GatedMlp.init(
                 config, Shared, **options, key=jax.random.fold_in(key, 2)
             )
+        if shared_gate:
+            gate = linear(config, config.Embed, (), key=jax.random.fold_in(key, 3))
         # The policy of the stack of layers decides whether an expert's intermediates
         # are kept.
         make_experts = Stacked.init(
@@ -112,6 +118,7 @@ class SparseExperts(FeedForward):
             experts=make_experts(config, config.ExpertDim, key=keys),
             bias=hax.zeros(config.Experts) if routing.bias != "none" else None,
             shared=shared,
+            shared_gate=gate,
             settings=config.experts,
             routing=routing,
             Embed=config.Embed,
@@ -132,6 +139,7 @@ class SparseExperts(FeedForward):
             bias=cast_floating(self.bias, of_router),
             experts=cast_floating(self.experts, dtype),
             shared=cast_floating(self.shared, dtype),
+            shared_gate=cast_floating(self.shared_gate, dtype),
         )
 
     def route(
@@ -232,6 +240,8 @@ class SparseExperts(FeedForward):
         output = checkpoint_name(output, "expert_output")
         if self.shared is not None:
             shared = self.shared.down(self.shared.products(x))
+            if self.shared_gate is not None:
+                shared = shared * hnn.sigmoid(self.shared_gate(x))
             output = output + shared.rearrange(x.axes)
         return output, sums
 

@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 import draccus
+from haliax import Axis
 
 from stacked_remat.ops import RotaryScaling, rotary_from_hf, rotary_to_hf
 from stacked_remat.training.config_checks import check_choices, check_positive
@@ -238,6 +239,28 @@ class LinearAttentionConfig(RecordsArguments):
                 f"model.linear.num_value_heads = {self.num_value_heads} must be a"
                 f" multiple of model.linear.num_key_heads = {self.num_key_heads}."
             )
+
+    @property
+    def KeyHeads(self) -> Axis:
+        """Heads of queries and keys."""
+        return Axis("key_heads", self.num_key_heads)
+
+    @property
+    def ValuesPerKey(self) -> Axis:
+        """Heads of values that share a head of keys; (KeyHeads, ValuesPerKey) are all,
+        in order.
+        """
+        return Axis("values_per_key", self.num_value_heads // self.num_key_heads)
+
+    @property
+    def KeyDim(self) -> Axis:
+        """Coordinates of a head of queries and keys."""
+        return Axis("key_dim", self.key_dim)
+
+    @property
+    def ValueDim(self) -> Axis:
+        """Coordinates of a head of values."""
+        return Axis("value_dim", self.value_dim)
 
 
 @dataclass(frozen=True)

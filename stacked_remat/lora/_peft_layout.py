@@ -41,6 +41,8 @@ class PeftParameter:
             them: the first, the one after the last, and the step; None for all of them.
         swapped: whether PEFT takes the linear's inputs for outputs, so that A has the
             place of B.
+        row_blocks: into how many blocks of equal size the matrix's rows are cut;
+            `rows` are of each, one block after the other.
     """
 
     module: str
@@ -50,6 +52,7 @@ class PeftParameter:
     order: int = 0
     rows: Rows = None
     swapped: bool = False
+    row_blocks: int = 1
 
     @property
     def target(self) -> str:
@@ -76,8 +79,8 @@ class Target:
     linears.
 
     Attributes:
-        parameter: the position of one of them; all have the same target, size and
-            order.
+        parameter: the position of one of them; all have the same target, size, order
+            and blocks of rows.
         narrow, wide: the inputs of a matrix, and its outputs.
         members: the matrices of the model that are in it, by rows and index.
     """
@@ -112,11 +115,12 @@ class Target:
         first = 0  # of the columns of B, and rows of A, of a part
         for rows in parts:
             columns = slice(first, first + ranks[rows])
-            outputs = _outputs(b, rows)  # a view
+            outputs = self._outputs(b, rows)  # a view
             for index in range(size):
                 pair = own[rows, index]
                 a[index, columns] = pair.a
-                outputs[:, columns, index] = pair.b
+                own_outputs = outputs[..., columns, index]
+                own_outputs[...] = pair.b.reshape(own_outputs.shape)
             first = columns.stop
         if self.parameter.swapped:
             a, b = np.transpose(b), np.transpose(a)
@@ -169,22 +173,21 @@ class Target:
         columns_of = {}
         for rows in parts:
             # In any of its matrices, since all have one rank
-            has_values = _outputs(b, rows).any(axis=(0, 2))
+            has_values = self._outputs(b, rows).any(axis=(0, 1, 3))
             columns_of[rows] = has_values | has_all_columns
         pairs = {}
         for (rows, index), where in self.members.items():
             columns = columns_of[rows]
             if columns.any():
-                own_b = _outputs(b, rows)[:, columns, index]
+                own_b = self._outputs(b, rows)[..., columns, index]
+                own_b = own_b.reshape(-1, own_b.shape[-1])
                 pairs[where] = Pair(a[index, columns], own_b, pair.scale)
         return pairs
 
-
-def _outputs(matrix: np.ndarray, rows: Rows) -> np.ndarray:
-    """The rows of a matrix that are the outputs of a part."""
-    if rows is None:
-        return matrix
-    return matrix[slice(*rows)]
+    def _outputs(self, matrix: np.ndarray, rows: Rows) -> np.ndarray:
+        """The rows of a matrix that are the outputs of a part, `[block, row, ...]`."""
+        blocks = matrix.reshape(self.parameter.row_blocks, -1, *matrix.shape[1:])
+        return blocks if rows is None else blocks[:, slice(*rows)]
 
 
 def find_targets(
@@ -205,7 +208,7 @@ def find_targets(
             raise ValueError(f"Two linears are named {parameter}.")
         own[place] = where
         # A fused matrix ends with the last row of any part.
-        last = parameter.rows[1] if parameter.rows else wide
+        last = parameter.rows[1] * parameter.row_blocks if parameter.rows else wide
         before = found.get(parameter.target)
         if before is None:
             before = Target(parameter, narrow, 0, own)

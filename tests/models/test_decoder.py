@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from haliax import Axis
 
-from models.deepseek_v3 import DeepseekV3Config, LatentConfig
+from models.deepseek_v3 import DeepseekV3Config
 from models.gemma3 import Gemma3Config
 from models.gpt_oss import GptOssConfig
 from models.llama4 import Llama4Config
@@ -23,6 +23,7 @@ from models.parts.sections import (
     SLIDING,
     AttentionConfig,
     ExpertsConfig,
+    LatentConfig,
     TemperatureConfig,
 )
 from models.parts.tokens import Tokens

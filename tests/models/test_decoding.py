@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from haliax import Axis
 
-from models.deepseek_v3 import DeepseekV3Config, LatentConfig
+from models.deepseek_v3 import DeepseekV3Config
 from models.gemma3 import Gemma3Config
 from models.generation.decoding import continued_tokens, first_tokens, one_more_token
 from models.generation.sampling import Sampling
@@ -27,6 +27,7 @@ from models.parts.sections import (
     SLIDING,
     AttentionConfig,
     ExpertsConfig,
+    LatentConfig,
     RotaryConfig,
     TemperatureConfig,
 )

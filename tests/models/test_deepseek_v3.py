@@ -16,14 +16,14 @@ from haliax import Axis
 from ml_dtypes import float8_e4m3fn
 from safetensors.numpy import load_file, save_file
 
-from models.deepseek_v3 import DeepseekV3Config, LatentConfig
+from models.deepseek_v3 import DeepseekV3Config
 from models.hf_io.decoder_weights import write_decoder
 from models.hf_io.formats import config_from_hf
 from models.hf_io.safetensors_folder import SINGLE, SafetensorsFolder
 from models.lm import next_token_loss
 from models.loading import load_model
 from models.parts.decoder import Decoder
-from models.parts.sections import ExpertsConfig
+from models.parts.sections import ExpertsConfig, LatentConfig
 from models.run_config import LmRunConfig, find_model
 from models.run_state import initial_state, run_optimizer, state_shapes
 from stacked_remat.lora import LoraConfig

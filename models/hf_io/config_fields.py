@@ -13,7 +13,8 @@ from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from models.parts.config import DecoderConfig, SparseDecoderConfig
-from models.parts.sections import FULL, SLIDING, RotaryConfig
+from models.parts.hybrid import HybridDecoderConfig
+from models.parts.sections import FULL, LINEAR, SLIDING, RotaryConfig
 from stacked_remat._messages import printable, shortened, shown
 from stacked_remat.ops import DefaultRotary, RotaryScaling, rotary_from_hf, rotary_to_hf
 
@@ -234,6 +235,7 @@ def read_rotary(
     scaling: Mapping[str, Any] = MappingProxyType({}),
     longest: int = 32_768,
     partial: float | None = None,
+    without: Sequence[str] = (),
 ) -> Found:
     """The rotary embedding: `rope_theta`, and `rope_scaling` or `rope_parameters`.
 
@@ -244,11 +246,14 @@ def read_rotary(
         theta, scaling, longest: the defaults of transformers.
         partial: that of `partial_rotary_factor`, which is an attribute; None where it
             has to be 1.
+        without: fields of the section that change nothing here.
     """
     length = given("max_position_embeddings", longest)
     original = given("original_max_position_embeddings")
     changed, parameters = given("rope_scaling", {}), given("rope_parameters", {})
     section = dict(changed or parameters or scaling)
+    for name in without:
+        section.pop(name, None)
     found = Found()
     if partial is not None:
         beside = given("partial_rotary_factor", partial)
@@ -375,6 +380,55 @@ def write_windows(config: DecoderConfig) -> dict[str, Any]:
 def layer_types(config: DecoderConfig) -> list[str]:
     """What each layer sees."""
     return [FULL if kind.window is None else SLIDING for kind in config.layer_kinds]
+
+
+def read_hybrid_layers(
+    given: ConfigFields,
+    num_layers: int,
+    usual: Sequence[str],
+    linear: str = LINEAR,
+    full: str = FULL,
+) -> Found:
+    """The mixer of each layer of a hybrid decoder: `layer_types`, `usual` where it is
+    absent.
+
+    `linear` and `full` are what the file calls the two.
+    """
+    kinds = given("layer_types", list(usual))
+    if len(kinds) != num_layers:  # a shorter list would be repeated
+        raise ValueError(
+            f"layer_types has {len(kinds)} entries for {num_layers} layers."
+        )
+    known = {linear: LINEAR, full: FULL}
+    if strange := [kind for kind in kinds if kind not in known]:
+        raise ValueError(
+            f"layer_types has {shown(strange[0])}; only {linear} and {full} are"
+            " supported."
+        )
+    return {"layer_types": [known[kind] for kind in kinds]}
+
+
+def write_hybrid_layers(
+    config: HybridDecoderConfig, linear: str = LINEAR, full: str = FULL
+) -> dict[str, Any]:
+    """The inverse of `read_hybrid_layers`."""
+    names = {LINEAR: linear, FULL: full}
+    return {"layer_types": [names[kind] for kind in config.types_of_layers]}
+
+
+def read_rotated(given: ConfigFields, layers: Sequence[int]) -> list[int]:
+    """1 for each layer with a rotary embedding, and 0 for others, `no_rope_layers`
+    despite its name; by default every so many have none.
+    """
+    interval = given("no_rope_layer_interval", 4)
+    usual = [int((layer + 1) % interval != 0) for layer in layers]
+    rotates = given("no_rope_layers", []) or usual
+    if len(rotates) < len(layers):
+        raise ValueError(
+            f"no_rope_layers has {len(rotates)} entries for {len(layers)} layers. Give"
+            " one for each layer."
+        )
+    return rotates[: len(layers)]
 
 
 def read_dense_prefix(given: ConfigFields, num_layers: int, usual: int) -> Found:

@@ -39,6 +39,7 @@ from models.hf_io.stacked_weights import (
 )
 from models.hf_io.wiring import check_wiring
 from models.parts.config import DecoderConfig
+from models.parts.convolution import ShortConvolution
 from models.parts.decoder import Decoder
 from models.parts.norms import Norm
 from stacked_remat import StackedPattern
@@ -53,6 +54,7 @@ def read_decoder(root: Path, like: Decoder) -> Decoder:
     besides the decoder.
     """
     folder, known = SafetensorsFolder.open(root), format_of(like.config)
+    folder = folder.renamed(known.read_name)
     if any(name.endswith(".experts.gate_up_proj") for name in folder.shapes):
         known = known.in_memory
         folder = folder.renamed(known.loaded_name)
@@ -159,8 +161,17 @@ def tensor_maps(
             sizes = tuple(axis.size for axis in named.axes)
             stacked, layer_shape = sizes[: name.count("{}")], sizes[name.count("{}") :]
             shape = _tensor_shape(module, kind, layer_shape)
+            if (written := known.shapes.get(f"{own_path}{kind}")) is not None:
+                rest = math.prod(shape)
+                shape = tuple(rest if size == -1 else size for size in written)
             one = TensorMap(
-                f"{path}{kind}", f"{name}{kind}", stacked, shape, layer_shape, layers
+                f"{path}{kind}",
+                f"{name}{kind}",
+                stacked,
+                shape,
+                layer_shape,
+                layers,
+                blocks=math.prod(layer_shape[: known.head_axes_of(own_path)]),
             )
             outer, _, _ = one.name.rpartition(".{}.")
             fused = known.fused.get(f"{own_path}{kind}")
@@ -173,6 +184,7 @@ def tensor_maps(
                     tensor_shape=shape,
                     transposed=fused.transposed,
                 )
+            one = replace(one, name=known.tensor_name(one.name))
             by_tensor.setdefault((one.name, layers, fused), []).append(one)
     return {
         part.path: part
@@ -194,7 +206,7 @@ def _tensor_name(known: HfFormat, parts: Sequence[str]) -> tuple[str, str]:
         else:
             path.append(part)
             names.append(known.name_of(".".join(path)))
-    return ".".join(names), ".".join(path)
+    return ".".join(name for name in names if name), ".".join(path)
 
 
 def _parts(
@@ -202,12 +214,12 @@ def _parts(
 ) -> Iterator[TensorMap]:
     """The maps to the same tensors, each with its outputs of these."""
     axis = -1 if same[0].transposed else -len(same[0].matrix_shape)
-    widths = [one.tensor_shape[axis] for one in same]
+    widths = [one.tensor_shape[axis] // one.blocks for one in same]
     for number, (one, stop) in enumerate(
         zip(same, itertools.accumulate(widths), strict=True)
     ):
         shape = [*one.tensor_shape]
-        shape[axis] = sum(widths)
+        shape[axis] = sum(widths) * one.blocks
         outputs = slice(stop - widths[number], stop)
         if fused is not None and fused.interleaved:
             outputs = slice(number, None, len(same))
@@ -277,14 +289,17 @@ def _without_unused(
         is_tied = (
             config.tie_word_embeddings and name == f"{known.name_of('head')}.weight"
         )
-        return not (is_further or is_tied or name.endswith(".rotary_emb.inv_freq"))
+        is_of_other_part = name.startswith(known.not_read)
+        is_table = name.endswith(".rotary_emb.inv_freq")
+        return not (is_further or is_tied or is_of_other_part or is_table)
 
     shapes = {name: shape for name, shape in folder.shapes.items() if is_used(name)}
     return replace(folder, shapes=shapes)
 
 
 def _is_module(node: Any) -> bool:
-    return isinstance(node, hnn.Linear | hnn.Embedding | Norm) or is_named_array(node)
+    modules = hnn.Linear | hnn.Embedding | Norm | ShortConvolution
+    return isinstance(node, modules) or is_named_array(node)
 
 
 def _arrays(module: Any) -> dict[str, NamedArray]:
@@ -302,5 +317,9 @@ def _tensor_shape(
 ) -> tuple[int, ...]:
     if kind != ".weight" or isinstance(module, Norm):
         return (math.prod(layer_shape),)
+    if isinstance(module, ShortConvolution):
+        # Of PyTorch's convolutions, whose channels read one channel each
+        *channels, taps = layer_shape
+        return math.prod(channels), 1, taps
     rows = len(ensure_tuple(module.Out)) if isinstance(module, hnn.Linear) else 1
     return math.prod(layer_shape[:rows]), math.prod(layer_shape[rows:])

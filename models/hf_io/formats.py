@@ -11,15 +11,16 @@ from typing import Any, TypeAlias
 
 from models.hf_io.config_fields import ConfigFields, Fields, Found, layer_types
 from models.hf_io.safetensors_folder import WeightsError, read_json
-from models.hf_io.stacked_weights import ExpertsTensor
+from models.hf_io.stacked_weights import ExpertsTensor, HeadsTensor
 from models.parts.config import DecoderConfig
+from models.parts.hybrid import HybridDecoderConfig
 from models.parts.sections import FULL, SLIDING, AttentionConfig
 from stacked_remat._messages import shortened, shown
 from stacked_remat.training.config_file import decode_config, written_keys
 from stacked_remat.training.errors import ConfigError
 
 GENERATION_CONFIG = "generation_config.json"
-TensorTable: TypeAlias = Mapping[str, str | ExpertsTensor]
+TensorTable: TypeAlias = Mapping[str, str | ExpertsTensor | HeadsTensor]
 
 DECODER_TENSORS: TensorTable = {
     "embedding": "model.embed_tokens",
@@ -49,16 +50,23 @@ class HfFormat:
         tensors: names of the parts of a decoder in the names of tensors, by the part's
             path in the decoder or in a layer (`attention.q_proj`), where they differ
             from those of `DECODER_TENSORS`, or where that has none, from the
-            attribute's name. And by the path of an expert's array
-            (`mlp.experts.down_proj.weight`) the tensor that holds those of all. Linear
-            maps with one name share its tensors, which have their outputs in the order
-            of the attributes.
-        loaded: parts of names that transformers has otherwise in memory, as adapters
-            have them.
+            attribute's name; empty for a part whose name is in none. And by the path of
+            an expert's array (`mlp.experts.down_proj.weight`) the tensor that holds
+            those of all. Linear maps with one name share its tensors, which have their
+            outputs in the order of the attributes, or with a `HeadsTensor` head by
+            head.
+        loaded: parts of names, with dots in them or not, that transformers has
+            otherwise in memory, as adapters have them.
+        also_read: parts of names that some files have for others, which are written.
+        shapes: by the path of an array the shape of its tensor, where that has axes of
+            size 1; -1 for the other one.
+        is_loaded: whether names are those of transformers' model in memory.
         quant_methods: the `quant_method`s of `quantization_config` whose tensors are
             read.
         further_layers: whether files may have layers after the last, which predict
             further tokens, and are not read.
+        not_read: how the names of other tensors begin that files may have and this
+            decoder does not.
         probe: fields of the config whose checksum is recorded: those that have no
             effect by default, such as a factor of 1, and what gives layers of each
             kind.
@@ -73,8 +81,12 @@ class HfFormat:
     fields: Fields
     tensors: TensorTable = field(default_factory=dict)
     loaded: Mapping[str, str] = field(default_factory=dict)
+    also_read: Mapping[str, str] = field(default_factory=dict)
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    is_loaded: bool = False
     quant_methods: tuple[str, ...] = ()
     further_layers: bool = False
+    not_read: tuple[str, ...] = ()
     probe: Mapping[str, Any] = field(default_factory=dict)
     checksum: float | None = None
 
@@ -82,8 +94,17 @@ class HfFormat:
         """What a part is called in the names of tensors, without those around it."""
         own = path.rpartition(".")[-1]
         name = self.tensors.get(path, DECODER_TENSORS.get(path, own))
+        if isinstance(name, HeadsTensor):
+            return name.name
         assert isinstance(name, str)
         return name
+
+    def head_axes_of(self, path: str) -> int:
+        """How many output axes of a linear map are the heads by which it shares a
+        tensor; 0 if it does not.
+        """
+        name = self.tensors.get(path)
+        return name.head_axes if isinstance(name, HeadsTensor) else 0
 
     @property
     def fused(self) -> Mapping[str, ExpertsTensor]:
@@ -103,22 +124,35 @@ class HfFormat:
 
         Some training code writes its files so. In `gate_up_proj` gate is before up.
         """
-        if self.fused:
-            return self
-        tensors: dict[str, str | ExpertsTensor] = {
-            path: self.loaded_name(self.name_of(path)) for path in self.tensors
-        }
-        for part, name in (
-            ("gate_proj", "gate_up_proj"),
-            ("up_proj", "gate_up_proj"),
-            ("down_proj", "down_proj"),
-        ):
-            tensors[f"mlp.experts.{part}.weight"] = ExpertsTensor(name)
-        return dataclasses.replace(self, tensors=tensors)
+        tensors = {**self.tensors}
+        if not self.fused:
+            tensors |= {
+                "mlp.experts.gate_proj.weight": ExpertsTensor("gate_up_proj"),
+                "mlp.experts.up_proj.weight": ExpertsTensor("gate_up_proj"),
+                "mlp.experts.down_proj.weight": ExpertsTensor("down_proj"),
+            }
+        return dataclasses.replace(self, tensors=tensors, is_loaded=True)
+
+    def tensor_name(self, name: str) -> str:
+        """The name of a tensor that a file calls `name`."""
+        return self.loaded_name(name) if self.is_loaded else name
 
     def loaded_name(self, name: str) -> str:
-        """What transformers calls a tensor or module of a file in memory."""
-        return ".".join(self.loaded.get(part, part) for part in name.split("."))
+        """What transformers calls a tensor or module of a file in memory, and of a
+        model in memory too.
+        """
+        return _with_parts_renamed(name, self.loaded)
+
+    def read_name(self, name: str) -> str:
+        """What a tensor is called that a file has under this name."""
+        return _with_parts_renamed(name, self.also_read)
+
+
+def _with_parts_renamed(name: str, parts: Mapping[str, str]) -> str:
+    whole = f".{name}."
+    for before, after in parts.items():
+        whole = whole.replace(f".{before}.", f".{after}.")
+    return whole[1:-1]
 
 
 _FORMATS: dict[str, HfFormat] = {}
@@ -206,6 +240,9 @@ def config_from_hf(
             f"{name} is {shown(value)}: this can't be used ({error})."
         ) from error
     given.check_left(model_type, place)
+    # Files have the width of an MLP also where no layer has one.
+    if not found.get("experts.dense_layers", True):
+        found["mlp_dim"] = None
     tree: dict[str, Any] = {}
     for path, value in found.items():
         section, _, own = path.rpartition(".")
@@ -327,9 +364,10 @@ def written_out(config: DecoderConfig) -> DecoderConfig:
         layer_types=tuple(types) if SLIDING in types else None,
     )
     has_mlp = any(not kind.sparse for kind in config.kinds.values())
-    return dataclasses.replace(
-        config, attention=attention, mlp_dim=config.Mlp.size if has_mlp else None
-    )
+    changes: dict[str, Any] = {"mlp_dim": config.Mlp.size if has_mlp else None}
+    if isinstance(config, HybridDecoderConfig):
+        changes["layer_types"] = config.types_of_layers
+    return dataclasses.replace(config, attention=attention, **changes)
 
 
 def pretrained_config(config: DecoderConfig, found: DecoderConfig) -> DecoderConfig:

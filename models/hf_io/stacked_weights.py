@@ -35,6 +35,8 @@ class ExpertsTensor:
             have.
         transposed: whether its matrices are `[in, out]`, where those of the model are
             `[out, in]`.
+        swapped: whether PEFT takes their inputs for outputs, as it does of matrices
+            `[in, out]` unless transformers says that they are.
         interleaved: whether the outputs of linear maps that are in it alternate, rather
             than being one after the other.
     """
@@ -42,6 +44,21 @@ class ExpertsTensor:
     name: str
     transposed: bool = False
     interleaved: bool = False
+    swapped: bool = False
+
+
+@dataclass(frozen=True)
+class HeadsTensor:
+    """A tensor that holds several linear maps head by head: of each head the outputs of
+    all of them.
+
+    Attributes:
+        name: of the tensor.
+        head_axes: how many of the first output axes of a map are its heads.
+    """
+
+    name: str
+    head_axes: int = 1
 
 
 @dataclass(frozen=True)
@@ -61,6 +78,8 @@ class TensorMap:
         outputs: which outputs of the tensor's matrix are of this array; None for all.
         transposed: whether that matrix is `[in, out]`, and that of the model `[out,
             in]`.
+        blocks: into how many blocks its rows are cut, as many as it has heads;
+            `outputs` are of each block.
     """
 
     path: str
@@ -71,6 +90,7 @@ class TensorMap:
     layers: tuple[int, ...] | None = None
     outputs: slice | None = None
     transposed: bool = False
+    blocks: int = 1
 
     def __post_init__(self) -> None:
         matrix = np.broadcast_to(np.int8(0), self.matrix_shape)
@@ -87,7 +107,8 @@ class TensorMap:
         """The view of a matrix that is of this array, as the model has it."""
         if self.transposed:
             return np.swapaxes(matrix[..., self.outputs or slice(None)], -1, -2)
-        return matrix[self.outputs or slice(None)]
+        rows = matrix.reshape(self.blocks, -1, *matrix.shape[1:])
+        return rows[:, self.outputs or slice(None)]
 
     def numbered(self) -> Iterator[tuple[tuple[int, ...], str, tuple[int, ...]]]:
         """For every entry: its index along the stacking axes, the name of its tensor,

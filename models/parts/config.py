@@ -11,12 +11,17 @@ from haliax import Axis
 from jaxtyping import PRNGKeyArray
 
 from models.parts.norms import rms_norm
-from models.parts.remat_presets import decoder_remat_presets, names_in_layer
+from models.parts.remat_presets import (
+    ATTENTION_NAMES,
+    decoder_remat_presets,
+    names_in_layer,
+)
 from models.parts.sections import (
     OF_RUN,
     SLIDING,
     AttentionConfig,
     ExpertsConfig,
+    LatentConfig,
     RotaryConfig,
     Routing,
 )
@@ -41,15 +46,20 @@ class LayerKind:
         window: how many positions a query sees, itself included; None for all up to
             itself.
         sparse: whether the layer has experts rather than one MLP.
+        linear: whether its mixer is not attention but one whose cost is linear in the
+            sequence, and which keeps a state of one size.
     """
 
     window: int | None = None
     sparse: bool = False
+    linear: bool = False
 
     @property
     def name(self) -> str:
-        """What layers of this kind are called: `sliding_sparse`."""
+        """What layers of this kind are called: `sliding_sparse`, `linear_dense`."""
         prefix = "" if self.window is None else "sliding_"
+        if self.linear:
+            prefix = "linear_"
         return prefix + ("sparse" if self.sparse else "dense")
 
 
@@ -65,7 +75,10 @@ class DecoderConfig(RecordsArguments, draccus.ChoiceRegistry):
         logit_factor: factor of the logits.
         logit_softcap: scaled logits become `softcap * tanh(logits / softcap)`; None for
             not.
+        layers_know_positions: whether layers use positions for more than a rotary
+            embedding.
         has_halves: whether MLPs or experts read what attention has added.
+        attention_names: the names for remat policies in attention.
         hidden_dim: width of the residual stream.
         num_layers: decoder layers.
         num_heads: query heads.
@@ -91,7 +104,9 @@ class DecoderConfig(RecordsArguments, draccus.ChoiceRegistry):
     embedding_scale: ClassVar[Any] = None
     logit_factor: ClassVar[Any] = 1.0
     logit_softcap: ClassVar[Any] = None
+    layers_know_positions: ClassVar[bool] = False
     has_halves: ClassVar[bool] = True  # of parallel blocks it is False
+    attention_names: ClassVar[tuple[str, ...]] = ATTENTION_NAMES
 
     hidden_dim: int = 128
     num_layers: int = 4
@@ -145,9 +160,17 @@ class DecoderConfig(RecordsArguments, draccus.ChoiceRegistry):
         # A dict, for its order: that of the layers
         found: dict[str, None] = {}
         for kind in self.kinds.values():
-            names = names_in_layer(is_sparse=kind.sparse, has_halves=self.has_halves)
+            names = names_in_layer(
+                self.mixer_names(kind),
+                is_sparse=kind.sparse,
+                has_halves=self.has_halves,
+            )
             found |= dict.fromkeys(names)
         return tuple(found)
+
+    def mixer_names(self, kind: LayerKind) -> tuple[str, ...]:
+        """The names inside the mixer of a layer of this kind."""
+        return self.attention_names
 
     def _check_heads(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -306,6 +329,12 @@ class SparseDecoderConfig(DecoderConfig):
             )
         dense = self.experts.dense_layers
         check_layer_numbers("model.experts.dense_layers", dense, self.num_layers)
+        if self.mlp_dim is not None and not dense:
+            raise ValueError(
+                "model.mlp_dim has no effect where all layers have experts, of the"
+                " width model.experts.intermediate_dim. Leave it out, or name the"
+                " layers with one MLP in model.experts.dense_layers."
+            )
 
     @property
     def sparse(self) -> ExpertsConfig | None:
@@ -394,6 +423,41 @@ class GroupedDecoderConfig(SparseDecoderConfig):
     def shared_dim(self) -> int:
         """Inner width of the shared experts together."""
         return self.shared_experts * self.experts.intermediate_dim
+
+
+@dataclass(frozen=True)
+class LatentDecoderConfig(GroupedDecoderConfig):
+    """A decoder with multi-head latent attention.
+
+    Attributes:
+        latent: widths of attention; they give `attention.head_dim`.
+    """
+
+    # Each head has keys and values of its own: they are made of one narrow vector.
+    num_heads: int = 4
+    num_kv_heads: int = 4
+    experts: ExpertsConfig = field(
+        # DeepseekV3TopkRouter of transformers multiplies in float32.
+        default_factory=lambda: ExpertsConfig(router_dtype="float32")
+    )
+    latent: LatentConfig = field(default_factory=LatentConfig)
+
+    def _check_heads(self) -> None:
+        if self.attention.head_dim not in (None, self.head_dim):
+            raise ValueError(
+                "Leave model.attention.head_dim out: model.latent gives the width of"
+                " heads."
+            )
+        if self.num_kv_heads != self.num_heads:
+            raise ValueError(
+                f"model.num_kv_heads must be model.num_heads = {self.num_heads}, got"
+                f" {self.num_kv_heads}."
+            )
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a head of queries and keys."""
+        return self.latent.plain_dim + self.latent.rotary_dim
 
 
 def check_layer_numbers(key: str, numbers: Sequence[int], num_layers: int) -> None:

@@ -4,12 +4,13 @@ dtype.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import equinox as eqx
 import haliax as hax
 import haliax.nn as hnn
 import jax
+import jax.numpy as jnp
 from haliax import Axis, AxisSpec, NamedArray
 from haliax.axis import axis_spec_to_tuple
 from jaxtyping import DTypeLike, PRNGKeyArray
@@ -38,6 +39,20 @@ def linear(
         * config.initializer_range
     )
     return hnn.Linear(weight, hax.zeros(Out) if bias else None, In, Out)
+
+
+class Float32Part(eqx.Module):
+    """Parameters that are float32 in a layer that is cast, and get no weight decay.
+
+    Such are those of a state's decay: their rounding errors add up over a sequence, and
+    zero is no state to be pulled to.
+    """
+
+    weight_decay: ClassVar[bool] = False  # see `OptimizerConfig.weight_decay`
+
+    def cast_to(self, dtype: DTypeLike) -> Self:
+        """In float32, whatever the dtype."""
+        return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), self)
 
 
 def map_linears(fn: Callable[[Any], Any], tree: T) -> T:

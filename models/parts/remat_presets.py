@@ -8,18 +8,23 @@ from stacked_remat import ScanCheckpointPolicy
 from stacked_remat.training import ConfigError, RematPresets
 
 _ATTENTION = ("attention_output", "attention_lse")
-_PROJECTIONS = ("query", "key", "value", *_ATTENTION)
+_PROJECTIONS = ("query", "key", "value", *_ATTENTION, "gate")
+ATTENTION_NAMES = ("query", "key", "value", *_ATTENTION)
+"""The names in attention."""
 _ROUTER = ("router_logits", "router_probs", "router_choices", "router_gates")
 _EXPERTS = (*_ROUTER, "expert_internals", "expert_output")
 
 
-def names_in_layer(*, is_sparse: bool, has_halves: bool) -> tuple[str, ...]:
+def names_in_layer(
+    mixer: Sequence[str], *, is_sparse: bool, has_halves: bool
+) -> tuple[str, ...]:
     """The names that `checkpoint_name` gives to values inside a layer.
 
-    `has_halves` if its MLP or experts read what attention has added.
+    `mixer` has those in its mixer; `has_halves` if its MLP or experts read what that
+    has added.
     """
     between = ("residual",) if has_halves else ()
-    return *_PROJECTIONS, *between, *(_EXPERTS if is_sparse else ("mlp_internals",))
+    return *mixer, *between, *(_EXPERTS if is_sparse else ("mlp_internals",))
 
 
 def decoder_remat_presets(names: Sequence[str]) -> RematPresets:
@@ -52,10 +57,12 @@ def decoder_remat_presets(names: Sequence[str]) -> RematPresets:
     """
     # The probabilities come from the logits, and nothing reads the output.
     products = [name for name in names if name not in ("router_probs", "expert_output")]
+    # Some attention alone has a gate
+    projections = [name for name in _PROJECTIONS if name in names]
     return {
         "attention_saved": ScanCheckpointPolicy(save_block_internals=_ATTENTION),
         "attention_offloaded": ScanCheckpointPolicy(offload_block_internals=_ATTENTION),
-        "projections_saved": ScanCheckpointPolicy(save_block_internals=_PROJECTIONS),
+        "projections_saved": ScanCheckpointPolicy(save_block_internals=projections),
         "products_saved": ScanCheckpointPolicy(save_block_internals=products),
         "nested_attention_saved": ScanCheckpointPolicy(
             nested=True, save_block_internals=_ATTENTION

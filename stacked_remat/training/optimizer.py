@@ -148,14 +148,19 @@ def _direction(
 
 
 def _is_decayed(parameters: Any) -> Any:
-    """Whether each leaf is decayed: all except the weights of norms, and biases."""
+    """Whether each leaf is decayed: all except the weights of norms, biases, and what a
+    module leaves out.
+    """
+
+    def is_left_out(node: Any) -> bool:
+        return getattr(node, "weight_decay", True) is False or _is_norm(node)
 
     def decayed(path: tuple[Any, ...], node: Any) -> Any:
-        if _is_norm(node):
+        if is_left_out(node):
             return jax.tree.map(lambda _: False, node)
         return "bias" not in (getattr(entry, "name", None) for entry in path)
 
-    return jax.tree_util.tree_map_with_path(decayed, parameters, is_leaf=_is_norm)
+    return jax.tree_util.tree_map_with_path(decayed, parameters, is_leaf=is_left_out)
 
 
 def _is_norm(node: Any) -> bool:

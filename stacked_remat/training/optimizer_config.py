@@ -112,7 +112,8 @@ class OptimizerConfig(draccus.ChoiceRegistry, abc.ABC):
             below 1 a share of all steps, rounded to the nearest number that leaves a
             step.
         schedule: the learning rate after the warm-up.
-        weight_decay: decay of all weights except norms and biases.
+        weight_decay: decay of all weights except norms, biases, and the parameters of
+            modules whose class has `weight_decay = False`.
         max_grad_norm: gradients with a larger global norm are scaled down to it; null
             turns this off.
     """

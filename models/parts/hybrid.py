@@ -1,0 +1,70 @@
+"""Hybrid decoders: layers with attention among layers with a mixer that keeps a
+state.
+"""
+
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
+
+from models.parts.config import DecoderConfig, LayerKind
+from models.parts.sections import FULL, LINEAR
+
+
+@dataclass(frozen=True)
+class HybridDecoderConfig(DecoderConfig):
+    """A decoder whose layers have attention or a linear mixer.
+
+    Of an architecture with experts this is the first base, and `SparseDecoderConfig`
+    the second.
+
+    Attributes:
+        linear_names: the names for remat policies in a linear mixer.
+        layer_types: of each layer `linear_attention`, or `full_attention`; a shorter
+            list repeats.
+    """
+
+    linear_names: ClassVar[tuple[str, ...]] = (
+        "query",
+        "key",
+        "value",
+        "decay",
+        "gate",
+    )
+
+    layer_types: tuple[Literal["linear_attention", "full_attention"], ...] = (
+        LINEAR,
+        LINEAR,
+        LINEAR,
+        FULL,
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.layer_types:
+            raise ValueError(
+                "model.layer_types is empty: give linear_attention or full_attention"
+                " for each layer, or a shorter list, which repeats."
+            )
+        # The default repeats, and may be longer than a shallow decoder.
+        types, default = self.layer_types, HybridDecoderConfig.layer_types
+        if len(types) > self.num_layers and types != default:
+            raise ValueError(
+                f"model.layer_types has {len(types)} entries for model.num_layers ="
+                f" {self.num_layers}. Give at most one for each layer."
+            )
+
+    @property
+    def types_of_layers(self) -> tuple[str, ...]:
+        """`layer_types` with an entry for each layer."""
+        types = self.layer_types
+        return tuple(types[number % len(types)] for number in range(self.num_layers))
+
+    def kind_of(self, number: int) -> LayerKind:
+        """The kind of a layer."""
+        kind = super().kind_of(number)
+        if self.types_of_layers[number] == FULL:
+            return kind
+        return replace(kind, window=None, linear=True)
+
+    def mixer_names(self, kind: LayerKind) -> tuple[str, ...]:
+        """The names inside the mixer of a layer of this kind."""
+        return self.linear_names if kind.linear else super().mixer_names(kind)

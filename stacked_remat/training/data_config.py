@@ -22,16 +22,23 @@ class SourceConfig:
             Compressed files (`.gz`, `.bz2`, `.xz`) are decompressed.
         held_out: files to evaluate on, written like `paths`; without them,
             `data.held_out_fraction` of `paths` is held out.
-        format: `text` is one document per file, `jsonl` one object per line, `parquet`
-            one document per row; `auto` goes by the ending of each file's name:
-            `.jsonl`, `.ndjson`, `.json`, `.parquet`, `.pq`, and text otherwise.
+        format: `text` is one document per file, `jsonl` one object per line or an array
+            of them, `parquet` one document per row; `auto` goes by the ending of each
+            file's name: `.jsonl`, `.ndjson`, `.json`, `.parquet`, `.pq`, and text
+            otherwise.
         text_key: key, or column, of a document's text.
         messages_key: key, or column, of a chat: a list of messages with `role` and
             `content`, formatted with the tokenizer's chat template. Used for records
             without text. Beside it, `tools`, `documents` and `chat_template_kwargs` are
-            variables of the template, for that chat.
+            variables of the template, for that chat. Records with neither may have
+            `prompt` and `completion`, `conversations` (ShareGPT), or `instruction` and
+            `output` (Alpaca).
+        weight_key: key, or column, of a number from 0.01 to 100 that multiplies the
+            weight of a record's tokens in the loss; 0 leaves the record out, and one
+            without the key has 1. Null for records that all count the same.
         train_on: in chats, whether all tokens are targets (`all`) or only those of the
-            assistant's turns (`answers`); in other documents all tokens are.
+            assistant's turns (`answers`), and of a prompt with its completion those of
+            the completion; in other documents all tokens are.
         chat_template_kwargs: variables of the chat template, such as `{enable_thinking:
             false}`; a record's own `chat_template_kwargs` come first.
         weight: share of the training sequences that come from this source, relative to
@@ -43,6 +50,7 @@ class SourceConfig:
     format: Literal["auto", "text", "jsonl", "parquet"] = "auto"
     text_key: str = "text"
     messages_key: str = "messages"
+    weight_key: str | None = None
     train_on: Literal["all", "answers"] = "all"
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     weight: float = 1.0

@@ -37,7 +37,8 @@ class TokenizedDocuments:
         counted: which of them count as targets; None if all do.
         starts: index of each document's first token.
         lengths: number of tokens of each document.
-        fingerprint: a hash of all tokens and document boundaries.
+        fingerprint: a hash of all tokens, document boundaries and weights.
+        weight_factors: weight of each document in the loss; None if all have 1.
     """
 
     all_tokens: Integer[np.ndarray, " tokens"] | CheckedArray
@@ -45,6 +46,7 @@ class TokenizedDocuments:
     starts: Integer[np.ndarray, " documents"]
     lengths: Integer[np.ndarray, " documents"]
     fingerprint: str
+    weight_factors: Float32[np.ndarray, " documents"] | None = None
 
     @staticmethod
     def of(documents: Sequence[Integer[np.ndarray, " tokens"]]) -> "TokenizedDocuments":
@@ -95,9 +97,13 @@ class TokenizedDocuments:
         """The documents for which `chosen` is True, in the same order."""
         packed = np.packbits(chosen).tobytes()
         digest = hashlib.sha256(self.fingerprint.encode() + packed).hexdigest()
-        starts, lengths = self.starts[chosen], self.lengths[chosen]
+        factors = self.weight_factors
         return dataclasses.replace(
-            self, starts=starts, lengths=lengths, fingerprint=digest
+            self,
+            starts=self.starts[chosen],
+            lengths=self.lengths[chosen],
+            fingerprint=digest,
+            weight_factors=None if factors is None else factors[chosen],
         )
 
     def tokens(
@@ -110,15 +116,15 @@ class TokenizedDocuments:
     def weights(
         self, document: int, first: int, stop: int
     ) -> Float32[np.ndarray, " tokens"] | float:
-        """For each token from `first` to before `stop`, 1 if it counts as a target,
-        else 0.
+        """For each token from `first` to before `stop`, the document's weight if the
+        token counts as a target, else 0.
         """
         start = int(self.starts[document])
-        return (
-            1.0
-            if self.counted is None
-            else self.counted[start + first : start + stop].astype(np.float32)
-        )
+        factors = self.weight_factors
+        factor = np.float32(1.0) if factors is None else factors[document]
+        if self.counted is None:
+            return factor
+        return self.counted[start + first : start + stop] * factor
 
 
 class Piece(NamedTuple):

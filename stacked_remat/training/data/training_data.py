@@ -13,9 +13,10 @@ from ..data_config import DataConfig, SourceConfig
 from ..errors import DataError
 from ..progress import ConsoleProgress
 from .batch_stream import BatchStream, HeldOutBatches, ProcessShare
+from .encoding import Counts
 from .files import SourceFile, find_files, standard_library_files
 from .packing import PackedDocuments, TokenizedDocuments
-from .token_cache import CachedTokens, CacheRequest, CacheState, open_token_cache
+from .token_cache import CachedTokens, CacheRequest, open_token_cache
 from .tokenizers import Tokenizer
 
 
@@ -154,7 +155,7 @@ def _tokenized(
     return sources
 
 
-def _remarks(counts: CacheState) -> Iterator[str]:
+def _remarks(counts: Counts) -> Iterator[str]:
     """What a user has to know of the records of a cache."""
     if counts.num_malformed:
         problems = "; ".join(counts.problems)
@@ -162,6 +163,8 @@ def _remarks(counts: CacheState) -> Iterator[str]:
             f"{counts.num_malformed} records can't be read and were skipped, such as"
             f" {problems}"
         )
+    if counts.num_empty:
+        yield f"{counts.num_empty} records have no text, or the weight 0: left out"
     if counts.unread:
         yield f"keys of records that are not read: {', '.join(counts.unread)}"
     if counts.num_open:

@@ -12,7 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stacked_remat.training import ByteTokenizer, DataError, SourceConfig
+from stacked_remat.training import (
+    ByteTokenizer,
+    DataError,
+    PackedDocuments,
+    SourceConfig,
+)
 from stacked_remat.training.data import checked_array, token_cache
 from stacked_remat.training.data.checked_array import CheckedArray
 from stacked_remat.training.data.files import find_files
@@ -33,12 +38,13 @@ def build(
     save_tokens=2**24,
     tokenizer=None,
     train_on="all",
+    weight_key=None,
     **changes,
 ):
     tokenizer = ByteTokenizer() if tokenizer is None else tokenizer
     progress = Silent() if progress is None else progress
     files = find_files([str(folder)], "key")
-    source = SourceConfig(("-",), train_on=train_on)
+    source = SourceConfig(("-",), train_on=train_on, weight_key=weight_key)
     request = CacheRequest("te/xts", files, source, tokenizer, **changes)
     return open_token_cache(request, cache, progress, save_tokens=save_tokens)
 
@@ -144,7 +150,7 @@ def test_a_killed_build_resumes_with_the_same_result(folder, tmp_path, monkeypat
                 file.flush()
             raise KeyboardInterrupt
         whole_save(writer, **options)
-        saved.append(writer._state.num_tokens)
+        saved.append(writer._state.counts.num_tokens)
 
     options = {"save_tokens": 3000, "train_on": "answers"}
     whole = build(folder, tmp_path / "whole", **options)
@@ -236,6 +242,44 @@ def test_chats_go_through_the_template_and_only_answers_count_if_asked(tmp_path)
         DataError, match=r"a.jsonl:2 does not fit the chat template: system first"
     ):
         build(folder, tmp_path / "cache", tokenizer=tokenizer)
+
+
+def test_of_a_prompt_with_its_completion_the_completion_counts(tmp_path):
+    record = json.dumps({"prompt": "2+2=", "completion": "4"})
+    folder = lines_in(tmp_path / "sums", record)
+    whole = build(folder, tmp_path / "cache")
+    assert texts(whole) == ["2+2=4"] and whole.documents.counted is None
+    documents = build(folder, tmp_path / "cache", train_on="answers").documents
+    counted = np.asarray(documents.weights(0, 0, int(documents.lengths[0])), bool)
+    assert documents.tokens(0, 0, 7)[counted].tolist() == [ord("4"), 256]
+
+
+def test_records_have_weights_and_those_of_weight_zero_are_left_out(tmp_path):
+    lines = [
+        '{"text": "one", "weight": 0.5}',
+        '{"text": "two", "weight": 0}',
+        '{"text": "three"}',
+        json.dumps({"messages": CHAT, "weight": 2}),
+    ]
+    folder = lines_in(tmp_path / "texts", *lines)
+    plain = build(folder, tmp_path / "cache")
+    assert plain.documents.weight_factors is None
+    assert [*plain.counts.unread] == ["weight"]
+    for train_on in ("all", "answers"):
+        options = {"weight_key": "weight", "train_on": train_on}
+        cached = build(folder, tmp_path / "cache", **options)
+        documents = cached.documents
+        assert texts(cached)[:2] == ["one", "three"] and cached.counts.num_empty == 1
+        assert not cached.counts.unread
+        weights = [
+            np.max(documents.weights(at, 0, int(documents.lengths[at])))
+            for at in range(3)
+        ]
+        assert weights == [0.5, 1.0, 2.0]
+        chosen = documents.select(np.array([False, True, True]))
+        assert chosen.weight_factors.tolist() == [1.0, 2.0]
+        packed = PackedDocuments(chosen, 99, "split")
+        assert set(packed[0]["weights"].tolist()) == {0.0, 1.0, 2.0}
 
 
 def test_files_of_a_cache_that_are_cut_or_missing_are_named(folder, tmp_path):
@@ -335,14 +379,16 @@ def test_damage_before_the_cache_is_complete_is_found(
 @pytest.mark.parametrize(
     "changed",
     [
-        {"num_tokens": -1},
-        {"num_documents": -1},
-        {"num_tokens": 542.0},
+        {"counts": {"num_tokens": -1}},
+        {"counts": {"num_documents": -1}},
+        {"counts": {"num_tokens": 542.0}},
         {"next_record": True},
         {"fingerprint": None},
         {"complete": "no"},
-        {"unread": 3},
-        {"problems": [1]},
+        {"counts": {"unread": 3}},
+        {"counts": {"problems": [1]}},
+        {"counts": 3},
+        {"counts": {"other": 1}},
         {"file_checksums": {"tokens": "1"}},
         {"other": 1},
         "[" * 100_000,
@@ -354,7 +400,11 @@ def test_a_state_that_no_cache_is_saved_with_is_damaged(folder, tmp_path, change
     (root,) = (tmp_path / "cache").iterdir()
     text = changed
     if isinstance(changed, dict):
-        text = json.dumps(json.loads((root / "state.json").read_text()) | changed)
+        saved = json.loads((root / "state.json").read_text())
+        counts = changed.get("counts")
+        if isinstance(counts, dict):
+            changed = {"counts": saved["counts"] | counts}
+        text = json.dumps(saved | changed)
     (root / "state.json").write_text(text)
     with pytest.raises(DataError, match="state.json is damaged. Delete the token"):
         build(folder, tmp_path / "cache")

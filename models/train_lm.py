@@ -3,7 +3,9 @@
     python -m models.train_lm --config_path my-model.yaml [--trainer.num_steps 500 ...]
 
 Leaves the resolved config, metrics and checkpoints in the run folder. The same command
-resumes a run that was stopped or killed, if `trainer.run_dir` names its folder.
+resumes a run that was stopped or killed, if `trainer.run_dir` names its folder. With
+`--show_example` it prints the first example of each source and its targets, and trains
+nothing.
 """
 
 import contextlib
@@ -19,9 +21,10 @@ from typing import Any
 import equinox as eqx
 import jax
 from rich.console import Console
+from rich.text import Text
 
 from models.candidate import STREAMED, Candidate
-from models.command import run_command
+from models.command import encodable, escaped, run_command
 from models.lm import next_token_loss
 from models.run_config import LmRunConfig, tokenizer_remark
 from models.run_scoring import check_scoring, run_scoring, scored_against
@@ -46,6 +49,7 @@ from stacked_remat.training import (
     TrainState,
     build_trackers,
     check_trackers,
+    first_examples,
     held_out_evaluators,
     learning_rate_schedule,
     load_tokenizer,
@@ -66,6 +70,9 @@ from stacked_remat.training.processes import (
 )
 from stacked_remat.training.run_folder import check_same_in_all
 from stacked_remat.training.throughput import peak_memory_bytes
+
+_SHOW_EXAMPLE = "--show_example"
+_MOST_SHOWN = 2000  # characters of a run of targets, or of other tokens
 
 
 def train_lm(
@@ -148,7 +155,12 @@ def main(arguments: Sequence[str]) -> int:
 
     def run(arguments: Sequence[str], stop: StopSignals) -> int:
         nonlocal connected, ended_together
+        is_shown = _SHOW_EXAMPLE in arguments
+        arguments = [given for given in arguments if given != _SHOW_EXAMPLE]
         config = parse_config(LmRunConfig, arguments)
+        if is_shown:
+            _show_examples(config.resolved(), Console())
+            return 0
         start_processes(config.distributed)
         connected = jax.distributed.is_initialized()
         progress = ConsoleProgress(
@@ -181,6 +193,27 @@ def main(arguments: Sequence[str]) -> int:
         # At its own end JAX would wait for the others, and they for this process
         end_process(status)
     return status
+
+
+def _show_examples(config: LmRunConfig, console: Console) -> None:
+    """Prints the first example of each source, with its targets in green and between
+    marks.
+    """
+    tokenizer = load_tokenizer(
+        config.tokenizer_name, config.data.chat_date, rows=config.vocab_size
+    )
+    for example in first_examples(config.data, tokenizer):
+        text = Text()
+        for run, is_target in example.runs:
+            cut = run if len(run) <= _MOST_SHOWN else f"{run[:_MOST_SHOWN]}..."
+            marked = f"«{cut}»" if is_target else cut
+            text.append(
+                encodable(escaped(marked), console),
+                style="bold green" if is_target else "dim",
+            )
+        title = f"{example}\ntargets are green, between « and »:"
+        console.print(encodable(escaped(title), console), style="bold", markup=False)
+        console.print(text, soft_wrap=True)
 
 
 def _asked_to_stop(stop: StopSignals) -> Callable[[], str | None]:

@@ -95,9 +95,11 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def decode(self, tokens: Tokens) -> str:
         """The text of tokens, special ones left out."""
-        return self._tokenizer.decode(
-            [int(token) for token in tokens], skip_special_tokens=True
-        )
+        return self._tokenizer.decode(tokens.tolist(), skip_special_tokens=True)
+
+    def decode_shown(self, tokens: Tokens) -> str:
+        """The text of tokens with special ones."""
+        return self._tokenizer.decode(tokens.tolist(), skip_special_tokens=False)
 
     def encode_chats(
         self, chats: Sequence[RenderedChat]

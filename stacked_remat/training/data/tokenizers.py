@@ -44,6 +44,10 @@ class Tokenizer(abc.ABC):
     def decode(self, tokens: Tokens) -> str:
         """The text of tokens, without special ones; invalid UTF-8 becomes U+FFFD."""
 
+    def decode_shown(self, tokens: Tokens) -> str:
+        """The text of tokens with special ones, where the tokenizer can write them."""
+        return self.decode(tokens)
+
     def encode_documents(self, texts: Sequence[str]) -> list[Tokens]:
         """The tokens of whole documents, with the tokenizer's beginning token, if any,
         and end token.
@@ -138,6 +142,11 @@ class ByteTokenizer(Tokenizer):
         """The text of tokens, without separators; invalid UTF-8 becomes U+FFFD."""
         kept = np.asarray(tokens)[np.asarray(tokens) < 256]
         return kept.astype(np.uint8).tobytes().decode("utf-8", errors="replace")
+
+    def decode_shown(self, tokens: Tokens) -> str:
+        """The text of tokens, with `<|end|>` for separators."""
+        parts = np.split(tokens, np.flatnonzero(tokens == self.end))
+        return "<|end|>".join(map(self.decode, parts))
 
     def encode_chats(
         self, chats: Sequence[RenderedChat]

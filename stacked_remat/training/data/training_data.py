@@ -14,7 +14,8 @@ from ..errors import DataError
 from ..progress import ConsoleProgress
 from .batch_stream import BatchStream, HeldOutBatches, ProcessShare
 from .encoding import Counts
-from .files import SourceFile, find_files, standard_library_files
+from .files import find_files, standard_library_files
+from .first_example import FirstExample, first_example
 from .packing import PackedDocuments, TokenizedDocuments
 from .token_cache import CachedTokens, CacheRequest, open_token_cache
 from .tokenizers import Tokenizer
@@ -63,9 +64,13 @@ def open_training_data(
     Cost: each file is tokenized once, into `config.cache_dir`, and read from there;
     with `packing: whole` a table of all documents is in memory.
     """
+    requests = _requests(config, tokenizer)
+    for example in _first_examples(requests):
+        if not example.is_text:
+            progress.message(str(example))
     packed: dict[str, tuple[PackedDocuments, ...]] = {}
     for name, halves in _split(
-        _tokenized(config, tokenizer, progress), config.held_out_fraction
+        _tokenized(requests, config, progress), config.held_out_fraction
     ).items():
         options = (config.seq_len, config.packing)
         packed[name] = tuple(
@@ -130,28 +135,56 @@ does.
 """
 
 
-def _tokenized(
-    config: DataConfig, tokenizer: Tokenizer, progress: ConsoleProgress
-) -> dict[str, _Source]:
-    def cached(
-        source: SourceConfig, files: tuple[SourceFile, ...], name: str
-    ) -> CachedTokens:
-        request = CacheRequest(name, files, source, tokenizer, config.on_malformed)
-        tokens = open_token_cache(request, Path(config.cache_dir), progress)
-        for remark in _remarks(tokens.counts):
-            progress.message(f"{name}: {remark}")
-        return tokens
+_Requests: TypeAlias = dict[str, tuple[CacheRequest, CacheRequest | None]]
+"""What each source asks of the cache: its files, and those that it names to hold out,
+if it does.
+"""
 
+
+def _requests(config: DataConfig, tokenizer: Tokenizer) -> _Requests:
     if not config.sources:
         library = SourceConfig(("*.py",), format="text")
         name, files = "python-standard-library", standard_library_files()
-        return {name: (cached(library, files, name), None)}
-    sources = {}
+        request = CacheRequest(name, files, library, tokenizer, config.on_malformed)
+        return {name: (request, None)}
+    found: _Requests = {}
     for name, source in config.sources.items():
+        how = (source, tokenizer, config.on_malformed)
         files = find_files(source.paths, f"data.sources.{name}.paths")
         apart = find_files(source.held_out, f"data.sources.{name}.held_out")
-        held_out = cached(source, apart, f"{name}-held-out") if apart else None
-        sources[name] = cached(source, files, name), held_out
+        held_out = CacheRequest(f"{name}-held-out", apart, *how) if apart else None
+        found[name] = CacheRequest(name, files, *how), held_out
+    return found
+
+
+def first_examples(config: DataConfig, tokenizer: Tokenizer) -> Iterator[FirstExample]:
+    """The first example of each source, of which nothing else is read.
+
+    Raises:
+        DataError: as `open_training_data`.
+    """
+    return _first_examples(_requests(config, tokenizer))
+
+
+def _first_examples(requests: _Requests) -> Iterator[FirstExample]:
+    for request, _ in requests.values():
+        if (example := first_example(request)) is not None:
+            yield example
+
+
+def _tokenized(
+    requests: _Requests, config: DataConfig, progress: ConsoleProgress
+) -> dict[str, _Source]:
+    def cached(request: CacheRequest) -> CachedTokens:
+        tokens = open_token_cache(request, Path(config.cache_dir), progress)
+        for remark in _remarks(tokens.counts):
+            progress.message(f"{request.name}: {remark}")
+        return tokens
+
+    sources = {}
+    for name, (request, apart) in requests.items():
+        held_out = None if apart is None else cached(apart)
+        sources[name] = cached(request), held_out
     return sources
 
 

@@ -1,5 +1,6 @@
 """Tests of stacked_remat/training/data/training_data.py."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -10,6 +11,7 @@ from stacked_remat.training import (
     DataConfig,
     DataError,
     SourceConfig,
+    first_examples,
     load_tokenizer,
     open_training_data,
 )
@@ -241,8 +243,8 @@ def test_keys_that_nothing_reads_and_open_answers_are_said_once(tmp_path):
         " of messages, thoughts"
     )
     assert (
-        progress.messages[0].startswith(unread)
-        and "end token ends 40 chats" in progress.messages[1]
+        progress.messages[1].startswith(unread)
+        and "end token ends 40 chats" in progress.messages[2]
     )
     batch = data.training.next()
     last = int(np.asarray(batch.documents.array[0] == 1).sum()) - 1
@@ -250,6 +252,52 @@ def test_keys_that_nothing_reads_and_open_answers_are_said_once(tmp_path):
         batch.targets.array[0][last] == tokenizer.end
         and batch.weights.array[0][last] == 1
     )
+
+
+def test_the_targets_of_the_first_example_are_said_before_anything_is_tokenized(
+    tmp_path,
+):
+    (tmp_path / "b.txt").write_text("never odd")
+    named = {"held_out": (str(tmp_path / "b.txt"),)}
+    answers = chats(tmp_path / "a.jsonl", "assistant")["chats"]
+    answers = dataclasses.replace(answers, **named)
+    first = f"in the first example, {tmp_path}/a.jsonl:1, "
+    told = {
+        "answers": f"{first}15 of 71 tokens are targets: 'me 0<|im_end|>\\n'",
+        "all": f"{first}71 of 71 tokens are targets, those of prompts too",
+    }
+    for train_on, line in told.items():
+        progress = Silent()
+        source = dataclasses.replace(answers, train_on=train_on)
+        open_data(tmp_path, sources={"c": source}, progress=progress)
+        assert progress.messages[0] == f"c: {line}"
+    plain = SourceConfig((str(tmp_path / "b.txt"),))
+    config = DataConfig({"c": answers, "plain": plain})
+    one, other = first_examples(config, TOKENIZER)
+    prompt = "<|end|><|im_start|>user\nwho?<|im_end|>\n<|im_start|>assistant\n"
+    assert one.runs == (
+        (prompt, False),
+        ("me 0<|im_end|>\n", True),
+        ("<|end|>", False),
+    )
+    assert other.runs == (("<|end|>never odd<|end|>", True),) and other.is_text
+    (tmp_path / "empty.jsonl").write_text('{"text": ""}\n' * 100)
+    empty = DataConfig({"c": SourceConfig((str(tmp_path / "empty.jsonl"),))})
+    assert list(first_examples(empty, TOKENIZER)) == []
+
+
+def test_an_answer_whose_targets_do_not_end_it_is_said_at_the_start(tmp_path):
+    template = (
+        "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}"
+        "</turn>{% endfor %}"
+    )
+    tokenizer = load_tokenizer(str(save(tmp_path / "words", template=template)))
+    chat = {"messages": [{"role": "assistant", "content": "even"}]}
+    (tmp_path / "a.jsonl").write_text(json.dumps(chat))
+    source = SourceConfig((str(tmp_path / "a.jsonl"),), train_on="answers")
+    (example,) = first_examples(DataConfig({"a": source}), tokenizer)
+    assert str(example).endswith(" targets: 'even'; none of them ends an answer")
+    assert example.runs[-1] == ("</turn>", False)
 
 
 def test_answers_whose_ends_are_not_marked_are_said_once(tmp_path):
@@ -327,6 +375,6 @@ def test_a_source_most_of_whose_sequences_have_no_target_is_refused(tmp_path, pr
         True
     ] * 9
     left_out = {10: "2 of 22", 60: "20 of 40"}[prompt]
-    assert progress.messages == [
+    assert progress.messages[1:] == [
         f"chats: {left_out} sequences have no target and are left out"
     ]

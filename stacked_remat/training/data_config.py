@@ -92,8 +92,8 @@ class DataConfig:
             repeat. Null for other templates.
         cache_dir: local folder for the tokens, so that text is tokenized once.
         held_out_fraction: share of the documents, chosen by a hash of their text, that
-            is held out from each source without `held_out` files. A text held out by
-            one source is never trained on.
+            is held out from each source without `held_out` files; 0 for none. A text
+            held out by one source is never trained on.
         seq_len: tokens in a sequence.
         batch_size: sequences in a step, over all processes.
         packing: `split` joins the documents and cuts them into sequences without
@@ -118,11 +118,11 @@ class DataConfig:
     on_malformed: Literal["error", "skip"] = "error"
 
     def __post_init__(self) -> None:
-        if not 0 < self.held_out_fraction < 1:
+        if not 0 <= self.held_out_fraction < 1:
             raise ValueError(
-                "data.held_out_fraction must lie between 0 and 1, got"
+                "data.held_out_fraction must be at least 0 and below 1, got"
                 f" {self.held_out_fraction}; 0.05 holds out about one document in"
-                " twenty."
+                " twenty, and 0 none."
             )
         for name in self.sources:
             if not name.strip(" .") or not name.isprintable() or len(name) > 100:

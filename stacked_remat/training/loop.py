@@ -245,7 +245,9 @@ class _Report:
             self._not_finite(done, metrics, learning_rate)
 
     def evaluate(self, done: int, model: Any) -> None:
-        """Reports the losses on held-out text after step `done`."""
+        """Reports the losses on held-out text after step `done`, if there is any."""
+        if not self._evaluators:
+            return
         with self._clock.paused():
             self.after = {
                 name: evaluate(model) for name, evaluate in self._evaluators.items()

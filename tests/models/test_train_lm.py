@@ -99,6 +99,15 @@ def test_each_source_of_a_mixture_is_evaluated_under_its_own_name(workplace, cap
     assert "held-out/pets loss after 3 steps: " in capsys.readouterr().out
 
 
+def test_all_text_is_trained_on_where_none_is_held_out(workplace, capsys):
+    nothing = ("--data.held_out_fraction", "0", "--trainer.num_steps", "3")
+    assert train(workplace, *nothing, "--trainer.eval_every", "1") == 0
+    assert "checkpoints, config and metrics are in" in capsys.readouterr().out
+    assert [line["step"] for line in metrics_of(workplace / "run")] == [1, 2, 3]
+    result = json.loads((workplace / "run" / "result.json").read_text())
+    assert result == {"held_out_before": {}, "held_out_after": {}}
+
+
 @pytest.mark.deep
 def test_auto_is_resolved_before_the_first_step(workplace, capsys):
     auto = ("--remat", "auto", "--trainer.num_steps", "3")
@@ -236,7 +245,15 @@ def test_the_first_example_is_shown_and_nothing_is_trained(workplace, capsys):
             ("--data.sources.text.paths", "[nowhere/*.md]"),
             "data.sources.text.paths matches no file",
         ),
-        (("--trainer.eval_batches", "99"), "Lower trainer.eval_batches"),
+        (
+            (
+                "--data.held_out_fraction",
+                "0",
+                "--ghost",
+                "{method: grad_dot, token_mean: batch, every: 1}",
+            ),
+            "The set held_out has 0 batches, fewer than ghost.validation.batches",
+        ),
         (
             ("--trainer.update.microbatches", "3"),
             "data.batch_size = 4 can't be cut into",

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from jaxtyping import UInt64
+from jaxtyping import Bool, UInt64
 
 from ..._files import replaced_whole
 from ..data_config import SourceConfig
@@ -119,6 +119,11 @@ class CachedTokens:
     documents: TokenizedDocuments
     keys: UInt64[np.ndarray, " documents"]
     counts: Counts
+
+    def select(self, chosen: Bool[np.ndarray, " documents"]) -> "CachedTokens":
+        """The documents for which `chosen` is True, in the same order."""
+        documents = self.documents.select(chosen)
+        return CachedTokens(documents, self.keys[chosen], self.counts)
 
 
 def open_token_cache(

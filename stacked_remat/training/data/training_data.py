@@ -68,27 +68,20 @@ def open_training_data(
     for example in _first_examples(requests):
         if not example.is_text:
             progress.message(str(example))
-    packed: dict[str, tuple[PackedDocuments, ...]] = {}
-    for name, halves in _split(
-        _tokenized(requests, config, progress), config.held_out_fraction
-    ).items():
-        options = (config.seq_len, config.packing)
-        packed[name] = tuple(
-            PackedDocuments(half, *options, separate=config.separate_documents)
-            for half in halves
-        )
-        for half, what in zip(packed[name], ("train on", "hold out"), strict=True):
-            if not half.num_counted:
-                raise DataError(
-                    f"data.sources.{name} has text to {what}, but no token of it counts"
-                    " as a target: with train_on: answers only messages of the role"
-                    " `assistant` do. Check the roles of its chats, or set train_on:"
-                    " all."
-                )
-        _check_targets(name, packed[name][0], config, progress)
-    training, held_out = (
-        {name: halves[at] for name, halves in packed.items()} for at in (0, 1)
-    )
+    sources = _tokenized(requests, config, progress)
+    training: dict[str, PackedDocuments] = {}
+    held_out: dict[str, PackedDocuments] = {}
+    for name, (own, apart) in _split(sources, config.held_out_fraction).items():
+        training[name] = _packed(name, own, config, "train on")
+        _check_targets(name, training[name], config, progress)
+        if len(apart):
+            held_out[name] = _packed(name, apart, config, "hold out")
+        elif config.held_out_fraction:
+            progress.message(
+                f"{name}: none of its {len(own)} documents is held out by"
+                f" data.held_out_fraction = {config.held_out_fraction}; name some under"
+                f" data.sources.{name}.held_out to evaluate on"
+            )
 
     def batches(*texts: PackedDocuments) -> HeldOutBatches:
         return HeldOutBatches(texts, config.batch_size, process)
@@ -105,6 +98,22 @@ def open_training_data(
         held_out_by_source={name: batches(text) for name, text in held_out.items()},
         summary=_summary(list(training.values()), list(held_out.values())),
     )
+
+
+def _packed(
+    name: str, text: TokenizedDocuments, config: DataConfig, what: str
+) -> PackedDocuments:
+    """The sequences of a source's documents; a DataError if none has a target."""
+    packed = PackedDocuments(
+        text, config.seq_len, config.packing, separate=config.separate_documents
+    )
+    if not packed.num_counted:
+        raise DataError(
+            f"data.sources.{name} has text to {what}, but no token of it counts as a"
+            " target: with train_on: answers only messages of the role `assistant` do."
+            " Check the roles of its chats, or set train_on: all."
+        )
+    return packed
 
 
 _MOST_LEFT_OUT = 0.5  # share of a source's sequences
@@ -219,31 +228,28 @@ def _split(
 ) -> dict[str, tuple[TokenizedDocuments, TokenizedDocuments]]:
     """The documents of each source to train on, and those to hold out; no text is in
     both, of any sources.
+
+    Of a source whose documents are so few that the fraction has all of them, none is
+    held out.
     """
     lowest = np.uint64(fraction * 2**64)
-    held = np.concatenate(
-        [
-            own.keys[own.keys < lowest] if named is None else named.keys
-            for own, named in sources.values()
-        ]
-    )
-    found = {}
+    apart: dict[str, CachedTokens] = {}
     for name, (own, named) in sources.items():
+        is_low = own.keys < lowest
+        few = is_low.all()
+        apart[name] = own.select(is_low & ~few) if named is None else named
+    held = np.concatenate([text.keys for text in apart.values()])
+    found = {}
+    for name, (own, _) in sources.items():
         is_held = np.isin(own.keys, held)
-        apart = (
-            own.documents.select(own.keys < lowest)
-            if named is None
-            else named.documents
-        )
-        if is_held.all() or not len(apart):
+        if is_held.all():
             raise DataError(
-                f"data.sources.{name} has {len(own.keys)} documents: {(~is_held).sum()}"
-                f" to train on and {len(apart)} held out, by its own or another"
-                f" source's held_out or by data.held_out_fraction = {fraction}. Both"
-                " need at least one: change the fraction, or name files to hold out"
-                f" under data.sources.{name}.held_out."
+                f"data.sources.{name} has {len(own.keys)} documents, and none to train"
+                " on: all are held out, by its own or another source's held_out or by"
+                f" data.held_out_fraction = {fraction}. Give it more documents, or"
+                " change what is held out."
             )
-        found[name] = own.documents.select(~is_held), apart
+        found[name] = own.documents.select(~is_held), apart[name].documents
     return found
 
 

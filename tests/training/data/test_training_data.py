@@ -151,17 +151,49 @@ def test_skipped_records_are_reported_with_examples(tmp_path):
         open_data(tmp_path, sources=source, held_out_fraction=0.2)
 
 
-@pytest.mark.parametrize("number", [1, 0])
-def test_too_few_documents_to_split_are_refused(tmp_path, number):
-    (tmp_path / "only.txt").write_text("one file" * number)
+def test_documents_too_few_to_hold_any_out_are_all_trained_on(tmp_path):
+    (tmp_path / "only.txt").write_text("one file")
     source = {"one": SourceConfig((str(tmp_path / "only.txt"),))}
-    message = (
-        r"data.sources.one has 1 documents: . to train on and . held out"
-        if number
-        else "have no text"
+    # The share of the document's hash, 0.63, is above the first and below the second.
+    for fraction in (0.05, 0.99):
+        progress = Silent()
+        options = {"sources": source, "held_out_fraction": fraction, "batch_size": 1}
+        data = open_data(tmp_path, progress=progress, packing="whole", **options)
+        assert training_text(data, 1) == ["one file"] and len(data.held_out) == 0
+        assert data.held_out_by_source == {}
+        assert progress.messages == [
+            f"one: none of its 1 documents is held out by data.held_out_fraction ="
+            f" {fraction}; name some under data.sources.one.held_out to evaluate on"
+        ]
+
+
+def test_nothing_is_held_out_by_a_fraction_of_zero(folder, tmp_path):
+    progress = Silent()
+    data = open_data(
+        tmp_path,
+        sources={"all": SourceConfig((str(folder),))},
+        held_out_fraction=0,
+        packing="whole",
+        batch_size=1,
+        progress=progress,
     )
-    with pytest.raises(DataError, match=message):
-        open_data(tmp_path, sources=source)
+    assert training_text(data, 10) == sorted(f"text {n}" for n in range(40))
+    assert len(data.held_out) == 0 and not progress.messages
+    assert "0 in 0 held out" in data.summary
+
+
+def test_a_source_without_text_to_train_on_is_refused(folder, tmp_path):
+    (tmp_path / "none.txt").write_text("")
+    with pytest.raises(DataError, match="have no text"):
+        open_data(
+            tmp_path, sources={"one": SourceConfig((str(tmp_path / "none.txt"),))}
+        )
+    exam = {"held_out": (str(folder),)}
+    with pytest.raises(
+        DataError, match=r"data.sources.one has 14 documents, and none to train on: all"
+    ):
+        sources = {"one": SourceConfig((str(folder / "part0"),), **exam)}
+        open_data(tmp_path, sources=sources)
 
 
 def chats(path, role):

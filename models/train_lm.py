@@ -366,14 +366,17 @@ def _conclude(
             f"stopped by {result.stopped_by} after step {int(result.state.step)}; the"
             f" same command with --trainer.run_dir {folder.root} resumes it"
         )
+    done, asked = int(result.state.step), config.trainer.by_held_out_loss
+    outcome = {
+        "held_out_before": result.held_out_before,
+        "held_out_after": result.held_out_after,
+    }
+    if asked:
+        best = {"best_step": result.best_step, "best_held_out": result.best_loss}
+        outcome |= best
     if jax.process_index() == 0:
-        folder.finish(
-            {
-                "held_out_before": result.held_out_before,
-                "held_out_after": result.held_out_after,
-            }
-        )
-    steps = int(result.state.step) - first
+        folder.finish(outcome)
+    steps = done - first
     step_tokens = config.data.batch_size * config.data.seq_len
     minutes, rest = divmod(round(seconds), 60)
     peak = peak_memory_bytes()
@@ -386,6 +389,19 @@ def _conclude(
         # a run resumed with accept_changes may have other sources
         in result.held_out_before
     ]
+    if done < config.trainer.num_steps:
+        losses.append(
+            f"ended after step {done}, since {config.trainer.patience} evaluations"
+            " found no lower held-out loss"
+        )
+    which = ""
+    if asked and result.best_loss is not None:
+        losses.append(
+            f"lowest held-out loss {result.best_loss:.4f}, after step"
+            f" {result.best_step}"
+        )
+        if config.trainer.checkpoint.keep_best:
+            which = f" --step {result.best_step}"
     own = Path(sys.executable)
     python = own.relative_to(Path.cwd()) if own.is_relative_to(Path.cwd()) else "python"
     return "\n".join(
@@ -397,7 +413,10 @@ def _conclude(
             *used,
             *losses,
             f"checkpoints, config and metrics are in {folder.root}",
-            f"  {python} -m models.generate --run_dir {folder.root} --prompt TEXT",
+            (
+                f"  {python} -m models.generate --run_dir {folder.root}{which} --prompt"
+                " TEXT"
+            ),
         ]
     )
 

@@ -108,6 +108,23 @@ def test_all_text_is_trained_on_where_none_is_held_out(workplace, capsys):
     assert result == {"held_out_before": {}, "held_out_after": {}}
 
 
+def test_a_run_that_no_longer_lowers_its_loss_is_finished(workplace, capsys):
+    still = ("--optimizer", "{type: sgd, learning_rate: 1e-12, warmup: 2}")
+    ends = ("--trainer.eval_every", "1", "--trainer.patience", "2")
+    best = ("--trainer.checkpoint.keep_best", "--trainer.eval_batches", "1")
+    assert train(workplace, *still, *ends, *best) == 0
+    shown = capsys.readouterr().out
+    result = json.loads((workplace / "run" / "result.json").read_text())
+    step, loss = result["best_step"], result["best_held_out"]
+    assert f"lowest held-out loss {loss:.4f}, after step {step}\n" in shown
+    assert f"ended after step {step + 2}, since 2 evaluations found no lower" in shown
+    assert f"models.generate --run_dir {workplace}/run --step {step} --p" in shown
+    saved = {path.name for path in (workplace / "run" / "checkpoints").iterdir()}
+    assert {str(step), str(step + 2)} <= saved
+    assert train(workplace, *still, *ends, *best) == 1
+    assert "has a finished run of this config" in capsys.readouterr().out
+
+
 @pytest.mark.deep
 def test_auto_is_resolved_before_the_first_step(workplace, capsys):
     auto = ("--remat", "auto", "--trainer.num_steps", "3")

@@ -40,6 +40,7 @@ from stacked_remat.training import (
     JsonLinesTracker,
     Partitioning,
     Position,
+    ProcessShare,
     RunFolder,
     RunOutputs,
     StopSignals,
@@ -56,6 +57,7 @@ from stacked_remat.training import (
     lock_run_folder,
     open_training_data,
     parse_config,
+    tokenize_share,
     train,
 )
 from stacked_remat.training.processes import (
@@ -86,6 +88,9 @@ def train_lm(
     """
     step, tokenizer = _prepared_in_all(config, progress)
     config, partitioning = step.config, step.partitioning
+    if jax.process_count() > 1:
+        own = ProcessShare(jax.process_index(), jax.process_count())
+        agreed(lambda: tokenize_share(config.data, tokenizer, progress, own))
     data = in_turn(
         lambda: open_training_data(
             config.data,

@@ -43,6 +43,7 @@ from .data.training_data import (
     TrainingData as TrainingData,
     first_examples as first_examples,
     open_training_data as open_training_data,
+    tokenize_share as tokenize_share,
 )
 from .data_config import DataConfig as DataConfig, SourceConfig as SourceConfig
 from .errors import ConfigError as ConfigError, DataError as DataError

@@ -91,6 +91,8 @@ class DataConfig:
             2025-06-30, where it writes one (`strftime_now`, as gpt-oss' does); so runs
             repeat. Null for other templates.
         cache_dir: local folder for the tokens, so that text is tokenized once.
+        tokenizing_processes: processes that tokenize at the same time; null for one on
+            each core where that is worth it, for 32 MiB of text.
         held_out_fraction: share of the documents, chosen by a hash of their text, that
             is held out from each source without `held_out` files; 0 for none. A text
             held out by one source is never trained on.
@@ -110,6 +112,7 @@ class DataConfig:
     tokenizer: str | None = None
     chat_date: str | None = None
     cache_dir: str = "runs/token-cache"
+    tokenizing_processes: int | None = None
     held_out_fraction: float = 0.05
     seq_len: int = 256
     batch_size: int = 16
@@ -130,6 +133,7 @@ class DataConfig:
                     f"data.sources has the name {name!r}; write 1 to 100 printable"
                     " letters."
                 )
-        check_at_least(1, "data", self, "seq_len", "batch_size")
+        counts = ("seq_len", "batch_size", "tokenizing_processes")
+        check_at_least(1, "data", self, *counts)
         check_folder("data.cache_dir", self.cache_dir)
         check_date("data.chat_date", self.chat_date)

@@ -1,4 +1,5 @@
-"""A cache of tokenized text: a folder for each version of the files and the tokenizer.
+"""Caches of tokenized text: a folder for each version of the tokenizer and of a large
+file, or of a run of small ones.
 
 Its arrays are appended to files of raw numbers. `state.json` says how much of them is
 whole: what a killed process wrote beyond that is cut off, and its text tokenized again.
@@ -16,7 +17,7 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -28,8 +29,10 @@ from ..._files import replaced_whole
 from ..data_config import SourceConfig
 from ..errors import DataError
 from ..progress import ConsoleProgress
+from .batch_stream import ProcessShare
 from .checked_array import CheckedArray, blocks_of, num_blocks
 from .encoding import Counts, EncodedRecords, RecordEncoder
+from .encoding_processes import EncodingProcesses, Group
 from .files import SourceFile
 from .packing import TokenizedDocuments
 from .records import Record, read_records
@@ -37,7 +40,9 @@ from .tokenizers import Tokenizer
 
 _FORMAT = 8  # of the files of a cache
 _STATE, _LOCK, _CHECKSUMS = "state.json", ".lock", "checksums"
-_GROUP_RECORDS, _GROUP_BYTES = 256, 2**20  # tokenized at once
+_GROUP_RECORDS, _GROUP_BYTES = 256, 2**18  # tokenized at once
+_LARGE_FILE = 2**22  # bytes of a file that has a cache of its own
+_FILES_TOGETHER = 256  # about as many smaller ones have one together
 _READ_AS = ("format", "text_key", "messages_key", "weight_key", "chat_template_kwargs")
 
 
@@ -55,6 +60,36 @@ class CacheRequest:
     def encoder(self) -> RecordEncoder:
         """Makes documents of records."""
         return RecordEncoder(self.source, self.tokenizer, self.on_malformed)
+
+    @property
+    def size(self) -> int:
+        """Stored bytes of the files."""
+        return sum(file.size for file in self.files)
+
+    def parts(self) -> list["CacheRequest"]:
+        """Requests of the same documents, in their order, each with a cache of its own:
+        one for each large file, and for each run of small ones.
+
+        Where a run ends depends on the name of its last file alone, so that a file that
+        is added or removed changes the cache of one run.
+        """
+        runs: list[list[SourceFile]] = [[]]
+        for file in self.files:
+            is_large = file.size >= _LARGE_FILE
+            if is_large and runs[-1]:
+                runs.append([])
+            runs[-1].append(file)
+            hashed = hashlib.sha256(file.name.encode("utf-8", "replace")).digest()
+            if is_large or int.from_bytes(hashed) % _FILES_TOGETHER == 0:
+                runs.append([])
+        return [dataclasses.replace(self, files=tuple(run)) for run in runs if run]
+
+    def folder(self, cache_dir: Path) -> Path:
+        """The folder of the request's cache."""
+        identity = json.dumps(self.identity()).encode()
+        digest = hashlib.sha256(identity).hexdigest()[:16]
+        name = re.sub(r"[^\w-]", "_", self.name)
+        return cache_dir.expanduser() / f"{name}-{digest}"
 
     def identity(self) -> dict[str, Any]:
         """Everything that the tokens depend on; the name of the cache's folder has a
@@ -130,35 +165,87 @@ def open_token_cache(
     request: CacheRequest,
     cache_dir: Path,
     progress: ConsoleProgress,
+    processes: EncodingProcesses,
     *,
     save_tokens: int = 2**24,
 ) -> CachedTokens:
-    """The tokens of the request's files, from the cache or tokenized now.
+    """The tokens of the request's files, from their caches or tokenized now.
 
     After a kill the next call resumes where the state was last saved, which is after
-    every `save_tokens`, with the same result. One process at a time builds; others
-    wait.
+    every `save_tokens`, with the same result. One process at a time builds a cache;
+    others wait.
     """
-    digest = hashlib.sha256(json.dumps(request.identity()).encode()).hexdigest()[:16]
-    name = re.sub(r"[^\w-]", "_", request.name)
-    folder = cache_dir.expanduser() / f"{name}-{digest}"
+    parts = request.parts()
+    _build_all(request, parts, cache_dir, progress, processes, save_tokens)
+    found = []
+    for part in parts:
+        with _usable(folder := part.folder(cache_dir)):
+            found.append(_open(part, folder))
+    counts = sum((part.counts for part in found), start=Counts())
+    if counts.num_documents == 0:
+        raise DataError(
+            f"The {len(request.files)} files of {request.name} have no text:"
+            f" {counts.num_empty} documents are empty and {counts.num_malformed} can't"
+            " be read."
+            + "".join(f" First: {problem}." for problem in counts.problems[:1])
+        )
+    documents = TokenizedDocuments.joined([part.documents for part in found])
+    keys = np.concatenate([part.keys for part in found])
+    return CachedTokens(documents, keys, counts)
+
+
+def build_share(
+    request: CacheRequest,
+    cache_dir: Path,
+    progress: ConsoleProgress,
+    processes: EncodingProcesses,
+    share: ProcessShare,
+) -> None:
+    """Builds the caches that fall to one of several processes, each of which builds
+    others.
+    """
+    own = request.parts()[share.index :: share.count]
+    _build_all(request, own, cache_dir, progress, processes)
+
+
+def _build_all(
+    request: CacheRequest,
+    parts: Sequence[CacheRequest],
+    cache_dir: Path,
+    progress: ConsoleProgress,
+    processes: EncodingProcesses,
+    save_tokens: int = 2**24,
+) -> None:
+    """Builds those of the caches that are not complete."""
+    missing = []
+    for part in parts:
+        with _usable(folder := part.folder(cache_dir)):
+            if not _read_state(folder, part).complete:
+                missing.append(part)
+    build = _Build(request.name, missing, progress, processes, save_tokens)
     try:
-        if not _read_state(folder, request).complete:
-            folder.mkdir(parents=True, exist_ok=True)
-            with (folder / _LOCK).open(
-                "w"
-            ) as file:  # until this process ends, at the latest
-                fcntl.flock(file, fcntl.LOCK_EX)
-                _build(request, folder, progress, save_tokens)
-        return _open(request, folder)
-    except OSError as error:  # errors of reading are DataErrors already
+        for part in missing:
+            with _usable(folder := part.folder(cache_dir)):
+                folder.mkdir(parents=True, exist_ok=True)
+                with (folder / _LOCK).open("w") as file:
+                    # Until this process ends, at the latest
+                    fcntl.flock(file, fcntl.LOCK_EX)
+                    build.add(part, folder)
+    finally:
+        progress.stop()
+
+
+@contextlib.contextmanager
+def _usable(folder: Path) -> Iterator[None]:
+    """Turns errors of the system into one that names the folder of a cache."""
+    try:
+        yield
+    except OSError as error:  # errors of reading texts are DataErrors already
         raise DataError(
             f"Can't write or read the token cache {folder}: {error.strerror or error}."
             " Set data.cache_dir to a local folder that can be written and has free"
             " space."
         ) from error
-    finally:
-        progress.stop()
 
 
 def _read_state(folder: Path, request: CacheRequest) -> CacheState:
@@ -237,45 +324,76 @@ def _read_back(path: Path, checksum: int) -> tuple[bytes, list[int]]:
     return digest.digest(), block_checksums
 
 
-def _build(
-    request: CacheRequest, folder: Path, progress: ConsoleProgress, save_tokens: int
-) -> None:
-    state = _read_state(folder, request)
-    if state.complete:  # another process did
-        return
-    before = np.cumsum([0, *(file.size for file in request.files)])
-    what, total = f"tokenizing {request.name}", int(before[-1])
-    saved = state.counts.num_tokens
-    with contextlib.ExitStack() as files:
-        writer = _Writer(request, folder, state, files)
-        for at, records in _groups(request, state.next_file, state.next_record):
-            counts = writer.add(at, records[-1], request.encoder(records))
-            done = min(int(before[at]) + records[-1].offset, total)
-            progress.work(what, done, total + 1, f"{counts.num_tokens:,} tokens")
-            if counts.num_tokens >= saved + save_tokens:
-                saved = counts.num_tokens
-                writer.save()
-        counts = writer.save(complete=True)
-    progress.work(what, total + 1, total + 1, f"{counts.num_tokens:,} tokens")
+class _Build:
+    """Builds caches of a request one after the other, and shows its progress in all of
+    them.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        parts: Sequence[CacheRequest],
+        progress: ConsoleProgress,
+        processes: EncodingProcesses,
+        save_tokens: int,
+    ):
+        self._name, self._progress, self._processes = name, progress, processes
+        self._save_tokens = save_tokens
+        self._total = sum(part.size for part in parts)
+        self._done = self._tokens = 0  # in the parts before
+
+    def add(self, part: CacheRequest, folder: Path) -> None:
+        """Builds the cache of a part, unless another process did meanwhile."""
+        state = _read_state(folder, part)
+        if not state.complete:
+            self._build(part, folder, state)
+        self._done += part.size
+        # One more at the end, when the last cache is complete
+        is_last = self._done == self._total
+        if not state.complete:
+            self._show(self._done + is_last, self._tokens)
+
+    def _build(self, part: CacheRequest, folder: Path, state: CacheState) -> None:
+        before = np.cumsum([0, *(file.size for file in part.files)])
+        counts, saved = state.counts, state.counts.num_tokens
+        groups = _groups(part, state.next_file, state.next_record)
+        with contextlib.ExitStack() as files:
+            writer = _Writer(part, folder, state, files)
+            for group, encoded in self._processes.encode(
+                part.encoder, groups, self._total
+            ):
+                last = group.records[-1]
+                counts = writer.add(group.file, last, encoded)
+                done = min(int(before[group.file]) + last.offset, part.size)
+                self._show(self._done + done, self._tokens + counts.num_tokens)
+                if counts.num_tokens >= saved + self._save_tokens:
+                    saved = counts.num_tokens
+                    writer.save()
+            counts = writer.save(complete=True)
+        self._tokens += counts.num_tokens
+
+    def _show(self, done: int, num_tokens: int) -> None:
+        what, tokens = f"tokenizing {self._name}", f"{num_tokens:,} tokens"
+        self._progress.work(what, done, self._total + 1, tokens)
 
 
 def _groups(
     request: CacheRequest, first_file: int, first_record: int
-) -> Iterator[tuple[int, list[Record]]]:
-    """Groups of records, each with the index of the file of its last one."""
-    group: list[Record] = []
+) -> Iterator[Group]:
+    """The records that are not encoded yet, in groups."""
+    records: list[Record] = []
     size = last = 0
     for at in range(first_file, len(request.files)):
         start = first_record if at == first_file else 0
         for record in read_records(request.files[at], request.source, start):
             last = at
-            group.append(record)
+            records.append(record)
             size += record.size
-            if len(group) >= _GROUP_RECORDS or size >= _GROUP_BYTES:
-                yield at, group
-                group, size = [], 0
-    if group:
-        yield last, group
+            if len(records) >= _GROUP_RECORDS or size >= _GROUP_BYTES:
+                yield Group(at, records)
+                records, size = [], 0
+    if records:
+        yield Group(last, records)
 
 
 class _Writer:
@@ -359,14 +477,6 @@ class _Writer:
 
 def _open(request: CacheRequest, folder: Path) -> CachedTokens:
     state = _read_state(folder, request)
-    counts = state.counts
-    if counts.num_documents == 0:
-        raise DataError(
-            f"The {len(request.files)} files of {request.name} have no text:"
-            f" {counts.num_empty} documents are empty and {counts.num_malformed} can't"
-            " be read."
-            + "".join(f" First: {problem}." for problem in counts.problems[:1])
-        )
     checksums = np.fromfile(folder / _CHECKSUMS, np.uint32)
     blocks, arrays = state.num_blocks(request), {}
     for name, (count, dtype) in state.layout(request).items():
@@ -384,4 +494,4 @@ def _open(request: CacheRequest, folder: Path) -> CachedTokens:
         state.fingerprint,
         np.array(arrays["weights"]) if "weights" in arrays else None,
     )
-    return CachedTokens(documents, np.array(arrays["keys"]), counts)
+    return CachedTokens(documents, np.array(arrays["keys"]), state.counts)

@@ -30,6 +30,13 @@ DECODER_TENSORS: TensorTable = {
     "input_norm": "input_layernorm",
     "post_attention_norm": "post_attention_layernorm",
     "attention": "self_attn",
+    "linear_attention": "linear_attn",
+    "linear_attention.decay": "",
+    "linear_attention.decay.a_log": "A_log",
+    "linear_attention.q_conv": "conv1d",
+    "linear_attention.k_conv": "conv1d",
+    "linear_attention.v_conv": "conv1d",
+    "linear_attention.o_proj": "out_proj",
 }
 """The names that most architectures have."""
 
@@ -57,6 +64,8 @@ class HfFormat:
             head.
         loaded: parts of names that transformers has otherwise in memory, as adapters
             have them.
+        joined: parts of names of tensors that are one in memory, joined along their
+            first axis, by the name that this has.
         quant_methods: the `quant_method`s of `quantization_config` whose tensors are
             read.
         further_layers: whether files may have layers after the last, which predict
@@ -77,6 +86,7 @@ class HfFormat:
     fields: Fields
     tensors: TensorTable = field(default_factory=dict)
     loaded: Mapping[str, str] = field(default_factory=dict)
+    joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     quant_methods: tuple[str, ...] = ()
     further_layers: bool = False
     not_read: tuple[str, ...] = ()
@@ -119,14 +129,7 @@ class HfFormat:
         """
         if self.fused:
             return self
-        tensors: dict[str, str | ExpertsTensor | HeadsTensor] = {
-            path: (
-                name
-                if isinstance(name, HeadsTensor)
-                else self.loaded_name(self.name_of(path))
-            )
-            for path, name in self.tensors.items()
-        }
+        tensors = dict(self.as_loaded.tensors)
         for part, name in (
             ("gate_proj", "gate_up_proj"),
             ("up_proj", "gate_up_proj"),
@@ -135,9 +138,20 @@ class HfFormat:
             tensors[f"mlp.experts.{part}.weight"] = ExpertsTensor(name)
         return dataclasses.replace(self, tensors=tensors)
 
+    @property
+    def as_loaded(self) -> "HfFormat":
+        """The names that a model in memory has, but for experts."""
+        tensors = {
+            path: self.loaded_name(name) if isinstance(name, str) else name
+            for path, name in self.tensors.items()
+        }
+        return dataclasses.replace(self, tensors=tensors)
+
     def loaded_name(self, name: str) -> str:
         """What transformers calls a tensor or module of a file in memory."""
-        return ".".join(self.loaded.get(part, part) for part in name.split("."))
+        wholes = {part: whole for whole, parts in self.joined.items() for part in parts}
+        new_names = {**self.loaded, **wholes}
+        return ".".join(new_names.get(part, part) for part in name.split("."))
 
 
 _FORMATS: dict[str, HfFormat] = {}
@@ -198,6 +212,7 @@ def config_from_hf(
     A field that is not known gives a warning; one that is missing or has an unsupported
     value, a ValueError.
     """
+    document = _text_fields(document)
     given = ConfigFields(document)
     model_type = given("model_type", "")
     if model_type not in _FORMATS:
@@ -240,6 +255,17 @@ def config_from_hf(
         )
         raise ValueError(text) from error
     return config, vocab_size
+
+
+def _text_fields(document: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The fields of a text decoder, which may be a section of those of a model that
+    reads images too.
+    """
+    section = document.get("text_config")
+    if not isinstance(section, dict) or section.get("model_type") not in _FORMATS:
+        return document
+    around = ("tie_word_embeddings", "quantization_config")
+    return {name: document[name] for name in around if name in document} | section
 
 
 def config_to_hf(

@@ -88,14 +88,13 @@ class StatefulMixer(Mixer):
             output, kept = mixer.mix(x, Tokens(documents=documents), kept)
             return kept, output
 
-        own, continues = documents and cut(documents), None
-        if own is not None:
+        tiles, own, continues = cut(x), None, None
+        if documents is not None:
+            own = cut(documents)
             ends = hax.roll(own[POSITION_AXIS, -1], 1, Tiles)
             continues = own[POSITION_AXIS, 0] == ends
-        tiles = cut(x)
-        _, kept = eqx.filter_eval_shape(
-            self.mix, tiles[Tiles, 0], Tokens(documents=own and own[Tiles, 0]), None
-        )
+        first = Tokens(documents=None if own is None else own[Tiles, 0])
+        _, kept = eqx.filter_eval_shape(self.mix, tiles[Tiles, 0], first, None)
         start = jax.tree.map(lambda one: jnp.zeros(one.shape, one.dtype), kept)
         _, outputs = scan(step, Tiles, remat=True)(start, tiles, own, continues)
         whole = outputs.rearrange(tiles.axes).flatten_axes((Tiles, Tile), POSITION_AXIS)

@@ -20,7 +20,7 @@ from models.generation.decoding import continued_tokens
 from models.generation.sampling import Sampling
 from models.hf_io.adapters import load_adapters, save_adapters
 from models.hf_io.decoder_weights import write_decoder
-from models.hf_io.formats import config_from_hf
+from models.hf_io.formats import config_from_hf, format_of
 from models.hf_io.safetensors_folder import SafetensorsFolder, WeightsError
 from models.lm import next_token_loss
 from models.loading import load_model
@@ -184,12 +184,11 @@ def test_the_round_trip_is_exact(case, tmp_path):
         SafetensorsFolder.open(folder),
         SafetensorsFolder.open(tmp_path / "again"),
     )
-    assert (
-        first.shapes == second.shapes
-        and len({tensor.path for tensor in second.stored.values()}) > 1
-    )
-    for name in first.shapes:
-        np.testing.assert_array_equal(first.read(name), second.read(name))
+    assert len({tensor.path for tensor in second.stored.values()}) > 1
+    if not format_of(decoder.config).joined:
+        assert first.shapes == second.shapes
+        for name in first.shapes:
+            np.testing.assert_array_equal(first.read(name), second.read(name))
     again = loaded(reference, tmp_path / "again")
     tensors = again.state_dict()
     for name, tensor in reference.state_dict().items():

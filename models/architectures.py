@@ -7,7 +7,13 @@ from models.gemma3 import Gemma3Config as Gemma3Config
 from models.glm4_moe import Glm4MoeConfig as Glm4MoeConfig
 from models.gpt_oss import GptOssConfig as GptOssConfig
 from models.granite import GraniteConfig as GraniteConfig
+from models.granitemoehybrid import (
+    GraniteMoeHybridConfig as GraniteMoeHybridConfig,
+)
+from models.kimi_linear import KimiLinearConfig as KimiLinearConfig
+from models.lfm2 import Lfm2Config as Lfm2Config
 from models.llama import LlamaConfig as LlamaConfig
+from models.llama4 import Llama4Config as Llama4Config
 from models.minimax_m2 import MiniMaxM2Config as MiniMaxM2Config
 from models.mistral import MistralConfig as MistralConfig
 from models.mixtral import MixtralConfig as MixtralConfig

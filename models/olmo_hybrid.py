@@ -134,7 +134,6 @@ TENSORS = {
     "linear_attention.k_conv": "k_conv1d",
     "linear_attention.v_conv": "v_conv1d",
     "linear_attention.norm": "o_norm",
-    "linear_attention.o_proj": "o_proj",
     # Of layers with attention
     "attention_output_norm": "post_attention_layernorm",
     "mlp_output_norm": "post_feedforward_layernorm",
@@ -151,6 +150,9 @@ register_format(
         loaded={
             "attention_layer_norm": "input_layernorm",
             "feedforward_layer_norm": "post_attention_layernorm",
+            "q_conv1d": "conv1d",
+            "k_conv1d": "conv1d",
+            "v_conv1d": "conv1d",
         },
         joined={"conv1d": ("q_conv1d", "k_conv1d", "v_conv1d")},
         not_read=("mtp.",),

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, SupportsIndex, TypeA
 from haliax.nn import ScanCheckpointPolicy as HaliaxPolicy
 
 from . import _haliax_names
-from ._messages import shown
+from ._messages import did_you_mean, shown
 from ._remat import EVERYTHING, JaxPolicy, Kept, Remat, as_written
 from ._schedule import Schedule, bounded, equal, shrinking, whole_number
 
@@ -363,8 +363,10 @@ def resolve_policy(spec: ScanCheckpointSpec) -> ScanCheckpointPolicy:
             " segments nested=k."
         )
     if spec not in ALIASES:
+        names = [alias for alias in ALIASES if isinstance(alias, str)]
+        closest = did_you_mean(spec, names)
         raise ValueError(
-            f"Unknown remat policy {spec!r}. Use one of"
+            f"Unknown remat policy {spec!r}.{closest} Use one of"
             f" {', '.join(map(repr, ALIASES))}, a ScanCheckpointPolicy, or one of"
             " jax.checkpoint_policies."
         )

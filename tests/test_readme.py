@@ -74,6 +74,24 @@ def test_the_python_on_the_page_runs(page):
     exec(compile(_program(page), page, "exec"), {"__name__": page.stem})
 
 
+def test_the_first_table_is_what_the_first_program_prints(capsys):
+    page = ROOT / "README.md"
+    (table,) = re.findall(r"^```text\n(.*?)^```$", page.read_text(), BLOCK.flags)
+    exec(compile(_program(page), page, "exec"), {"__name__": page.stem})
+    printed = capsys.readouterr().out
+    # The last column has seconds; sizes differ a little between versions of XLA.
+    row = re.compile(r"^(\S+) +([\d.]+) +([\d.]+) +([\d.]+) +[\d.]+$", re.MULTILINE)
+    rows, found = row.findall(table), row.findall(printed)
+    assert [name for name, *_ in rows] == ["False", "True", "'nested'"]
+    assert re.sub(row, "", table) == re.sub(row, "", printed)
+    for (name, *figures), (printed_name, *printed_figures) in zip(
+        rows, found, strict=True
+    ):
+        assert name == printed_name
+        expected = [*map(float, figures)]
+        assert [*map(float, printed_figures)] == pytest.approx(expected, rel=0.02)
+
+
 def test_type_checkers_know_the_values_on_first_pages(tmp_path):
     """Pyright knows the types of variables, parameters and lambdas, but for what
     Equinox leaves open.

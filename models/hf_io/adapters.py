@@ -40,10 +40,15 @@ def save_adapters(
 
 def load_adapters(model: Decoder, folder: Path) -> Decoder:
     """The model with the adapters in `folder`, in either layout of experts."""
+    head = format_of(model.config).name_of("head")
     try:
-        is_separate = any(
-            re.search(r"\.experts\.\d+\.", name) for name in peft_tensor_names(folder)
-        )
+        names = peft_tensor_names(folder)
+        if model.head is None and any(f".{head}.lora_" in name for name in names):
+            raise ValueError(
+                f"they adapt {head}, which this model ties to the embedding. Train"
+                " adapters without it, or untie it: tie_word_embeddings: false."
+            )
+        is_separate = any(re.search(r"\.experts\.\d+\.", name) for name in names)
         return load_peft(
             model,
             folder,
@@ -71,6 +76,7 @@ def peft_names(
     shapes = eqx.filter_eval_shape(
         Decoder.init, config, Axis("vocab", 1), key=jax.random.key(0)
     )
+    swapped = {one.name for one in known.fused.values() if one.swapped}
     maps = {_dotted(path): one for path, one in tensor_maps(shapes, known).items()}
 
     def name(path: str, index: tuple[int, ...]) -> str | PeftParameter:
@@ -88,7 +94,13 @@ def peft_names(
             module, _, tensor = module.rpartition(".")
             order = int(tensor == "down_proj")
             return PeftParameter(
-                module, tensor, index[1], one.stacked[1], order=order, rows=rows
+                module,
+                tensor,
+                index[1],
+                one.stacked[1],
+                order=order,
+                rows=rows,
+                swapped=tensor in swapped,
             )
         # PEFT adapts a router as a parameter; beside experts, it takes a module of an
         # MLP for one of theirs.

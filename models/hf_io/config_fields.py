@@ -431,6 +431,21 @@ def write_hybrid_layers(
     return {"layer_types": [names[kind] for kind in config.types_of_layers]}
 
 
+def read_rotated(given: ConfigFields, layers: Sequence[int]) -> list[int]:
+    """1 for each layer with a rotary embedding, and 0 for others, `no_rope_layers`
+    despite its name; by default every so many have none.
+    """
+    interval = given("no_rope_layer_interval", 4)
+    usual = [int((layer + 1) % interval != 0) for layer in layers]
+    rotates = given("no_rope_layers", []) or usual
+    if len(rotates) < len(layers):
+        raise ValueError(
+            f"no_rope_layers has {len(rotates)} entries for {len(layers)} layers. Give"
+            " one for each layer."
+        )
+    return rotates[: len(layers)]
+
+
 def read_dense_prefix(given: ConfigFields, num_layers: int, usual: int) -> Found:
     """How many of the first layers have an MLP, `usual` where it is not said."""
     first = given("first_k_dense_replace", usual)

@@ -54,13 +54,14 @@ def read_decoder(root: Path, like: Decoder) -> Decoder:
     besides the decoder.
     """
     folder, known = _text_tensors(root), format_of(like.config)
+    folder = folder.renamed(known.read_name)
     if any(name.endswith(".experts.gate_up_proj") for name in folder.shapes):
         known = known.in_memory
         folder = folder.renamed(known.loaded_name)
     elif known.joined:
         # Where transformers cuts such a tensor does not say whose a part is.
         folder = folder.joined(known.joined).renamed(known.loaded_name)
-        known = known.as_loaded
+        known = replace(known, is_loaded=True)
     folder = _without_unused(
         _with_head_of(like.config, folder, known), like.config, known
     )
@@ -164,6 +165,9 @@ def tensor_maps(
             sizes = tuple(axis.size for axis in named.axes)
             stacked, layer_shape = sizes[: name.count("{}")], sizes[name.count("{}") :]
             shape = _tensor_shape(module, kind, layer_shape)
+            if (written := known.shapes.get(f"{own_path}{kind}")) is not None:
+                rest = math.prod(shape)
+                shape = tuple(rest if size == -1 else size for size in written)
             one = TensorMap(
                 f"{path}{kind}",
                 f"{name}{kind}",
@@ -184,6 +188,7 @@ def tensor_maps(
                     tensor_shape=shape,
                     transposed=fused.transposed,
                 )
+            one = replace(one, name=known.tensor_name(one.name))
             by_tensor.setdefault((one.name, layers, fused), []).append(one)
     return {
         part.path: part

@@ -36,7 +36,6 @@ DECODER_TENSORS: TensorTable = {
     "linear_attention.q_conv": "conv1d",
     "linear_attention.k_conv": "conv1d",
     "linear_attention.v_conv": "conv1d",
-    "linear_attention.o_proj": "out_proj",
 }
 """The names that most architectures have."""
 
@@ -62,10 +61,14 @@ class HfFormat:
             those of all. Linear maps with one name share its tensors, which have their
             outputs in the order of the attributes, or with a `HeadsTensor` head by
             head.
-        loaded: parts of names that transformers has otherwise in memory, as adapters
-            have them.
-        joined: parts of names of tensors that are one in memory, joined along their
-            first axis, by the name that this has.
+        loaded: parts of names, with dots in them or not, that transformers has
+            otherwise in memory, as adapters have them.
+        joined: by a part of a name in memory, those of the files' tensors that are one
+            there, joined along their first axis; `loaded` gives them this name.
+        also_read: parts of names that some files have for others, which are written.
+        shapes: by the path of an array the shape of its tensor, where that has axes of
+            size 1; -1 for the other one.
+        is_loaded: whether names are those of transformers' model in memory.
         quant_methods: the `quant_method`s of `quantization_config` whose tensors are
             read.
         further_layers: whether files may have layers after the last, which predict
@@ -87,6 +90,9 @@ class HfFormat:
     tensors: TensorTable = field(default_factory=dict)
     loaded: Mapping[str, str] = field(default_factory=dict)
     joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    also_read: Mapping[str, str] = field(default_factory=dict)
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    is_loaded: bool = False
     quant_methods: tuple[str, ...] = ()
     further_layers: bool = False
     not_read: tuple[str, ...] = ()
@@ -127,31 +133,35 @@ class HfFormat:
 
         Some training code writes its files so. In `gate_up_proj` gate is before up.
         """
-        if self.fused:
-            return self
-        tensors = dict(self.as_loaded.tensors)
-        for part, name in (
-            ("gate_proj", "gate_up_proj"),
-            ("up_proj", "gate_up_proj"),
-            ("down_proj", "down_proj"),
-        ):
-            tensors[f"mlp.experts.{part}.weight"] = ExpertsTensor(name)
-        return dataclasses.replace(self, tensors=tensors)
+        tensors = {**self.tensors}
+        if not self.fused:
+            tensors |= {
+                "mlp.experts.gate_proj.weight": ExpertsTensor("gate_up_proj"),
+                "mlp.experts.up_proj.weight": ExpertsTensor("gate_up_proj"),
+                "mlp.experts.down_proj.weight": ExpertsTensor("down_proj"),
+            }
+        return dataclasses.replace(self, tensors=tensors, is_loaded=True)
 
-    @property
-    def as_loaded(self) -> "HfFormat":
-        """The names that a model in memory has, but for experts."""
-        tensors = {
-            path: self.loaded_name(name) if isinstance(name, str) else name
-            for path, name in self.tensors.items()
-        }
-        return dataclasses.replace(self, tensors=tensors)
+    def tensor_name(self, name: str) -> str:
+        """The name of a tensor that a file calls `name`."""
+        return self.loaded_name(name) if self.is_loaded else name
 
     def loaded_name(self, name: str) -> str:
-        """What transformers calls a tensor or module of a file in memory."""
-        wholes = {part: whole for whole, parts in self.joined.items() for part in parts}
-        new_names = {**self.loaded, **wholes}
-        return ".".join(new_names.get(part, part) for part in name.split("."))
+        """What transformers calls a tensor or module of a file in memory, and of a
+        model in memory too.
+        """
+        return _with_parts_renamed(name, self.loaded)
+
+    def read_name(self, name: str) -> str:
+        """What a tensor is called that a file has under this name."""
+        return _with_parts_renamed(name, self.also_read)
+
+
+def _with_parts_renamed(name: str, parts: Mapping[str, str]) -> str:
+    whole = f".{name}."
+    for before, after in parts.items():
+        whole = whole.replace(f".{before}.", f".{after}.")
+    return whole[1:-1]
 
 
 _FORMATS: dict[str, HfFormat] = {}
@@ -240,6 +250,9 @@ def config_from_hf(
             f"{name} is {shown(value)}: this can't be used ({error})."
         ) from error
     given.check_left(model_type, place)
+    # Files have the width of an MLP also where no layer has one.
+    if not found.get("experts.dense_layers", True):
+        found["mlp_dim"] = None
     tree: dict[str, Any] = {}
     for path, value in found.items():
         section, _, own = path.rpartition(".")

@@ -21,6 +21,7 @@ from models.parts.sections import (
     SLIDING,
     AttentionConfig,
     ExpertsConfig,
+    LatentConfig,
     RotaryConfig,
     Routing,
 )
@@ -74,6 +75,8 @@ class DecoderConfig(RecordsArguments, draccus.ChoiceRegistry):
         logit_factor: factor of the logits.
         logit_softcap: scaled logits become `softcap * tanh(logits / softcap)`; None for
             not.
+        layers_know_positions: whether layers use positions for more than a rotary
+            embedding.
         has_halves: whether MLPs or experts read what attention has added.
         attention_names: the names for remat policies in attention.
         hidden_dim: width of the residual stream.
@@ -101,6 +104,7 @@ class DecoderConfig(RecordsArguments, draccus.ChoiceRegistry):
     embedding_scale: ClassVar[Any] = None
     logit_factor: ClassVar[Any] = 1.0
     logit_softcap: ClassVar[Any] = None
+    layers_know_positions: ClassVar[bool] = False
     has_halves: ClassVar[bool] = True  # of parallel blocks it is False
     attention_names: ClassVar[tuple[str, ...]] = ATTENTION_NAMES
 
@@ -325,6 +329,12 @@ class SparseDecoderConfig(DecoderConfig):
             )
         dense = self.experts.dense_layers
         check_layer_numbers("model.experts.dense_layers", dense, self.num_layers)
+        if self.mlp_dim is not None and not dense:
+            raise ValueError(
+                "model.mlp_dim has no effect where all layers have experts, of the"
+                " width model.experts.intermediate_dim. Leave it out, or name the"
+                " layers with one MLP in model.experts.dense_layers."
+            )
 
     @property
     def sparse(self) -> ExpertsConfig | None:
@@ -441,6 +451,41 @@ class GroupedDecoderConfig(SparseDecoderConfig):
     def shared_dim(self) -> int:
         """Inner width of the shared experts together."""
         return self.shared_experts * self.experts.intermediate_dim
+
+
+@dataclass(frozen=True)
+class LatentDecoderConfig(GroupedDecoderConfig):
+    """A decoder with multi-head latent attention.
+
+    Attributes:
+        latent: widths of attention; they give `attention.head_dim`.
+    """
+
+    # Each head has keys and values of its own: they are made of one narrow vector.
+    num_heads: int = 4
+    num_kv_heads: int = 4
+    experts: ExpertsConfig = field(
+        # DeepseekV3TopkRouter of transformers multiplies in float32.
+        default_factory=lambda: ExpertsConfig(router_dtype="float32")
+    )
+    latent: LatentConfig = field(default_factory=LatentConfig)
+
+    def _check_heads(self) -> None:
+        if self.attention.head_dim not in (None, self.head_dim):
+            raise ValueError(
+                "Leave model.attention.head_dim out: model.latent gives the width of"
+                " heads."
+            )
+        if self.num_kv_heads != self.num_heads:
+            raise ValueError(
+                f"model.num_kv_heads must be model.num_heads = {self.num_heads}, got"
+                f" {self.num_kv_heads}."
+            )
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a head of queries and keys."""
+        return self.latent.plain_dim + self.latent.rotary_dim
 
 
 def check_layer_numbers(key: str, numbers: Sequence[int], num_layers: int) -> None:

@@ -3,13 +3,14 @@ stood for.
 """
 
 import math
+from collections.abc import Callable
 
 import equinox as eqx
 import haliax as hax
 import haliax.nn as hnn
 import jax
 import jax.numpy as jnp
-from haliax import Axis, NamedArray
+from haliax import Axis, AxisSpec, NamedArray
 from jaxtyping import DTypeLike, PRNGKeyArray
 
 from models.parts.attention import named_heads
@@ -57,29 +58,57 @@ class Decay(Float32Part):
         return -hax.exp(self.a_log) * step
 
 
+class LowRank(eqx.Module):
+    """A linear map through a vector that is narrower than its inputs and outputs."""
+
+    down: hnn.Linear
+    up: hnn.Linear
+
+    @staticmethod
+    def init(
+        config: DecoderConfig, Out: AxisSpec, rank: int, *, key: PRNGKeyArray
+    ) -> "LowRank":
+        """Makes the two maps, from `Embed` to `rank` coordinates and on to `Out`."""
+        down_key, up_key = jax.random.split(key)
+        Rank = Axis("rank", rank)
+        return LowRank(
+            down=linear(config, config.Embed, Rank, key=down_key),
+            up=linear(config, Rank, Out, key=up_key),
+        )
+
+    def __call__(self, x: NamedArray) -> NamedArray:
+        """Maps `[..., Embed]` to `[..., Out]`."""
+        return self.up(self.down(x))
+
+
 class GatedDeltaNet(StatefulMixer):
     """The gated delta net (Yang et al. 2024, arXiv:2412.06464): of a head's state `S`,
 
         S <- decay * S;  S <- S + key (beta * (value - S^T key))^T;  output = S^T query
 
     Queries, keys and values pass a short convolution and a SiLU; queries and keys have
-    unit length. The output is normalised, and multiplied by the SiLU of a gate.
+    unit length. The output is normalised, and multiplied by the activation of a gate.
 
-    Names for remat policies: `query`, `key`, `value` (before the convolution) and
-    `gate`. The cache keeps the state, in float32, and the windows of the convolutions,
-    whatever the number of tokens.
+    With a rank it is Kimi Delta Attention (Kimi team 2025, arXiv:2510.26692): each
+    channel of the keys has a decay of its own, and decays and gates are projected by
+    maps of this rank.
+
+    Names for remat policies: `query`, `key`, `value` (before the convolution), `decay`
+    and `gate`. The cache keeps the state, in float32, and the windows of the
+    convolutions, whatever the number of tokens.
 
     Attributes:
         beta_scale: factor of beta, which is between 0 and 1; with 2 a state may have
             negative eigenvalues.
+        activation: of the gate.
     """
 
     q_proj: hnn.Linear
     k_proj: hnn.Linear
     v_proj: hnn.Linear
-    gate_proj: hnn.Linear
+    gate_proj: hnn.Linear | LowRank
     b_proj: hnn.Linear
-    a_proj: hnn.Linear
+    a_proj: hnn.Linear | LowRank
     q_conv: ShortConvolution
     k_conv: ShortConvolution
     v_conv: ShortConvolution
@@ -90,6 +119,7 @@ class GatedDeltaNet(StatefulMixer):
     ValueHeads: tuple[Axis, ...] = eqx.field(static=True)
     ValueDim: Axis = eqx.field(static=True)
     beta_scale: float = eqx.field(static=True)
+    activation: Callable[[NamedArray], NamedArray] = eqx.field(static=True)
     tiles: int = eqx.field(static=True)
     rotary: None = eqx.field(static=True, default=None)
 
@@ -100,6 +130,8 @@ class GatedDeltaNet(StatefulMixer):
         *,
         norm_eps: float,
         beta_scale: float = 1.0,
+        activation: Callable[[NamedArray], NamedArray] = hnn.silu,
+        rank: int | None = None,
         key: PRNGKeyArray,
     ) -> "GatedDeltaNet":
         """Makes the projections, convolutions and decays from `key`; arguments are as
@@ -109,23 +141,32 @@ class GatedDeltaNet(StatefulMixer):
         Embed = config.Embed
         KeyHeads, ValueHeads = sizes.KeyHeads, (sizes.KeyHeads, sizes.ValuesPerKey)
         Keys, Values = (KeyHeads, sizes.KeyDim), (*ValueHeads, sizes.ValueDim)
+        if rank is None:
+            channels = ()
+            gate_proj = linear(config, Embed, Values, key=keys[3])
+            a_proj = linear(config, Embed, ValueHeads, key=keys[5])
+        else:
+            channels = (sizes.KeyDim,)
+            gate_proj = LowRank.init(config, Values, rank, key=keys[3])
+            a_proj = LowRank.init(config, (*ValueHeads, *channels), rank, key=keys[5])
         return GatedDeltaNet(
             q_proj=linear(config, Embed, Keys, key=keys[0]),
             k_proj=linear(config, Embed, Keys, key=keys[1]),
             v_proj=linear(config, Embed, Values, key=keys[2]),
-            gate_proj=linear(config, Embed, Values, key=keys[3]),
+            gate_proj=gate_proj,
             b_proj=linear(config, Embed, ValueHeads, key=keys[4]),
-            a_proj=linear(config, Embed, ValueHeads, key=keys[5]),
+            a_proj=a_proj,
             q_conv=ShortConvolution.init(Keys, sizes.conv_size, key=keys[6]),
             k_conv=ShortConvolution.init(Keys, sizes.conv_size, key=keys[7]),
             v_conv=ShortConvolution.init(Values, sizes.conv_size, key=keys[8]),
-            decay=Decay.init(ValueHeads, key=keys[9]),
+            decay=Decay.init(ValueHeads, channels, key=keys[9]),
             norm=rms_norm(sizes.ValueDim, norm_eps),
             o_proj=linear(config, Values, Embed, key=keys[10]),
             KeyDim=sizes.KeyDim,
             ValueHeads=ValueHeads,
             ValueDim=sizes.ValueDim,
             beta_scale=beta_scale,
+            activation=activation,
             tiles=config.tiles,
         )
 
@@ -143,11 +184,12 @@ class GatedDeltaNet(StatefulMixer):
         query = unit_length(hnn.silu(query), self.KeyDim) * self.KeyDim.size**-0.5
         key = unit_length(hnn.silu(key), self.KeyDim)
         beta = hnn.sigmoid(self.b_proj(x).astype(jnp.float32)) * self.beta_scale
+        decay = named_heads(self.a_proj(x), "decay", x)
         output, state = attend_linearly(
             query,
             key,
             hnn.silu(value),
-            self.decay(self.a_proj(x)),
+            self.decay(decay),
             beta,
             self.KeyDim,
             self.ValueDim,
@@ -155,7 +197,7 @@ class GatedDeltaNet(StatefulMixer):
             state,
         )
         gate = named_heads(self.gate_proj(x), "gate", x)
-        gated = self.norm(output) * hnn.silu(gate.astype(jnp.float32))
+        gated = self.norm(output) * self.activation(gate.astype(jnp.float32))
         output = self.o_proj(gated.astype(x.dtype)).rearrange(x.axes)
         return output, (state, q_window, k_window, v_window)
 

@@ -22,7 +22,13 @@ class HybridDecoderConfig(DecoderConfig):
             list repeats.
     """
 
-    linear_names: ClassVar[tuple[str, ...]] = ("query", "key", "value", "gate")
+    linear_names: ClassVar[tuple[str, ...]] = (
+        "query",
+        "key",
+        "value",
+        "decay",
+        "gate",
+    )
 
     layer_types: tuple[Literal["linear_attention", "full_attention"], ...] = (
         LINEAR,

@@ -88,13 +88,16 @@ class StatefulMixer(Mixer):
             output, kept = mixer.mix(x, Tokens(documents=documents), kept)
             return kept, output
 
-        tiles, own, continues = cut(x), None, None
+        own = first = continues = None
         if documents is not None:
             own = cut(documents)
+            first = own[Tiles, 0]
             ends = hax.roll(own[POSITION_AXIS, -1], 1, Tiles)
             continues = own[POSITION_AXIS, 0] == ends
-        first = Tokens(documents=None if own is None else own[Tiles, 0])
-        _, kept = eqx.filter_eval_shape(self.mix, tiles[Tiles, 0], first, None)
+        tiles = cut(x)
+        _, kept = eqx.filter_eval_shape(
+            self.mix, tiles[Tiles, 0], Tokens(documents=first), None
+        )
         start = jax.tree.map(lambda one: jnp.zeros(one.shape, one.dtype), kept)
         _, outputs = scan(step, Tiles, remat=True)(start, tiles, own, continues)
         whole = outputs.rearrange(tiles.axes).flatten_axes((Tiles, Tile), POSITION_AXIS)

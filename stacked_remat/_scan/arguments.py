@@ -315,6 +315,12 @@ def _fix_of_size(name: str, leaf: Any, rule: Rule, axis: Axis, part: str) -> str
             f" Give {name} {axis.size} parts along its first dimension, one for each"
             f" {part}."
         )
+    if rule == "stored" and axis.size in leaf.shape[1:]:
+        # Made by `eqx.filter_vmap`, whose axis is in front of the layers'
+        return (
+            " If this is an ensemble of stacks, map over it:"
+            " eqx.filter_vmap(lambda stack: stack.fold(x))(stacks)."
+        )
     if rule != "default":
         return ""
     return (

@@ -333,6 +333,7 @@ class Rule(Differentiable):
         self.out_aval, closed = _results(fn, *args)
         self.effects, self.programs = closed.effects, (closed.jaxpr,)
         self.params = {"fn": fn, "reference": reference}
+        self.replays = _replays_of(fn)
         super().__init__()
 
     def expand(self, *args: PyTree) -> PyTree:
@@ -407,6 +408,17 @@ def _for_tangents(fn: Bound) -> Bound:
     if fn.fn in (forward, backward):
         return replace(fn, bound=(for_forward_mode(first), *rest))
     return fn
+
+
+def _replays_of(fn: Bound) -> int:
+    """How many layers a function runs only to make carries again: those of the reverse
+    sweeps that it calls.
+    """
+    if fn.fn is backward:
+        spec, _ = fn.bound
+        schedule = spec.remat.schedule
+        return schedule.replays if schedule else 0
+    return sum(_replays_of(inner) for inner in fn.bound if isinstance(inner, Bound))
 
 
 def _results(fn: Bound, *args: PyTree) -> tuple[PyTree, ClosedJaxpr]:

@@ -34,6 +34,7 @@ from jax.extend.core import Literal, jaxprs_in_params
 from jax.interpreters import partial_eval
 
 from .._activity import active_carry, active_variables, bytes_of, expansion, is_in
+from .._hijax import primitive_of
 from .._placement import platform
 from .._trips import branches_in, products_in, trips_in
 
@@ -49,6 +50,8 @@ class Flops:
             between the two, and policies that offload). Outside of `jax.shard_map`, an
             array counts once, however many devices have a copy of it.
         bytes_to_host: bytes moved from device memory to host memory.
+        replays: layers, or steps of a loop, that a backward pass runs again only for
+            the carries that were not kept, whatever they cost.
         too_low: reasons why the true figures may be higher (empty when there are none),
             sorted.
         too_high: reasons why they may be lower, as where a conditional counts its most
@@ -58,6 +61,7 @@ class Flops:
     matmul: int = 0
     bytes_from_host: int = 0
     bytes_to_host: int = 0
+    replays: int = 0
     too_low: tuple[str, ...] = ()
     too_high: tuple[str, ...] = ()
 
@@ -109,7 +113,7 @@ def count_flops(jaxpr: Any, *, trained: Sequence[bool] = ()) -> Flops:
 # why these are not exact, as `("too_low", text)`, whose count says nothing. The sum of
 # two adds figures, and their union (`|`) has the larger of each; both have all reasons.
 _Cost: TypeAlias = Counter[Any]
-_FIGURES = ("matmul", "bytes_from_host", "bytes_to_host")
+_FIGURES = ("matmul", "bytes_from_host", "bytes_to_host", "replays")
 
 
 def _times(cost: _Cost, factor: Any) -> _Cost:
@@ -165,6 +169,8 @@ class _Count:
                 # The dead code of the caller could not be removed within it.
                 results = tuple(out in read for out in eqn.outvars)
                 cost += run(expanded, operands, is_used=results)
+                # A primitive of the user's own has no such figure.
+                cost["replays"] += getattr(primitive_of(eqn), "replays", 0)
             elif name in _RULES:
                 cost += _RULES[name](run, eqn, operands)
             elif called := _called(eqn):

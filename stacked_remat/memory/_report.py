@@ -7,6 +7,7 @@ program; `_plan.py` puts one for each policy into a `Trial`, and these into a
 """
 
 import dataclasses
+import math
 
 from .. import ScanCheckpointPolicy, ScanCheckpointSpec
 from ._compiled_text import Buffer
@@ -225,7 +226,7 @@ class Comparison:
             rows.append([trial.name, *cells])
         # A column that no row has a figure for is left out.
         names, *columns = zip(*rows, strict=True)
-        columns = [column for column in columns if any(column[1:])]
+        columns = [column for column in columns if {*column[1:]} - {"", "0"}]
         headings = [column[0] for column in columns]
         return as_table(
             f"{self.title}; sizes in {unit}",
@@ -263,6 +264,7 @@ _COLUMNS = {
     "sent": "sent: to other devices, by each",
     "link": "link: seconds that it takes, or hidden behind compute",
     "FLOPs": "",
+    "replays": "replays: layers or steps that run again for carries that were not kept",
     "compiled": "compiled: in so many seconds",
 }
 
@@ -276,7 +278,7 @@ def _cells(report: MemoryReport | None, unit: int, fewest: int) -> list[str]:
         return ["refused"] + [""] * (len(_COLUMNS) - 1)
 
     def size(count: int) -> str:
-        return f"{count / unit:.2f}" if count else ""
+        return _three_digits(count / unit) if count else ""
 
     link = flops = ""
     least = report.least_time
@@ -285,6 +287,8 @@ def _cells(report: MemoryReport | None, unit: int, fewest: int) -> list[str]:
     if fewest:
         mark = "" if report.flops.exact else " ?"
         flops = f"{report.flops.matmul / fewest:.2f}{mark}"
+    # Without products nothing else says what a policy costs.
+    replays = "" if fewest else f"{report.flops.replays:,}"
     return [
         size(report.total),
         # A zero of these is shown: policies change them.
@@ -294,5 +298,12 @@ def _cells(report: MemoryReport | None, unit: int, fewest: int) -> list[str]:
         size(report.sent),
         link,
         flops,
+        replays,
         f"{report.compile_seconds:.1f}",
     ]
+
+
+def _three_digits(size: float) -> str:
+    """A positive number with two decimals, or with as many as show three digits."""
+    leading_zeros = max(0, -math.floor(math.log10(size)))
+    return f"{size:.{2 + leading_zeros}f}"

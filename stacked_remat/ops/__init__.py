@@ -43,3 +43,4 @@ from .short_convolution import (
     short_convolution as short_convolution,
     short_convolution_step as short_convolution_step,
 )
+from .softcap import soft_capped as soft_capped

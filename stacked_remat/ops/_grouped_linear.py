@@ -74,6 +74,14 @@ def apply_linear(linear: Any, x: Any) -> Any:
     return x @ linear if is_array(linear) else linear(x)
 
 
+def is_plain(linear: Any) -> bool:
+    """Whether a module is a linear map that multiplies by its weight, without
+    quantization.
+    """
+    is_default = isinstance(getattr(linear, "dot_general", None), DefaultDotGeneralOp)
+    return type(linear) is hnn.Linear and is_default
+
+
 class Groups(NamedTuple):
     """The rows of some tokens, sorted by expert. Padding and choices out of range are
     not real.
@@ -225,9 +233,7 @@ class GroupedLinear:
         """Rows `[row, ...]` to `[row, ...]`; see `apply_linear`."""
         if isinstance(linear, ComposedLinear):
             return linear.apply_maps(self, x)
-        if type(linear) is hnn.Linear and isinstance(
-            linear.dot_general, DefaultDotGeneralOp
-        ):
+        if is_plain(linear):
             mapped = self(linear.weight, x) * linear.reparam.active_scale
             return (
                 mapped

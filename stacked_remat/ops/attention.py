@@ -36,6 +36,7 @@ from ._attention_rule import (
 from ._backends import choose_backend, devices_left_to_the_compiler
 from ._named import FLOATS, INTEGERS, check_named
 from .per_device import mesh_axes, per_device
+from .softcap import check_softcap
 
 _BLOCKS = (512, 256)
 """Positions in a block of the loop, and on a CPU, so that scores stay in its caches."""
@@ -340,10 +341,4 @@ def _check_options(window: Any, scale: Any, softcap: Any) -> None:
             "scale must be a number; multiply query by one that is learnt. Got"
             f" {scale!r}."
         )
-    if softcap is not None and not (
-        isinstance(softcap, int | float | np.number) and 0 < softcap < math.inf
-    ):
-        raise ValueError(
-            "softcap must be a positive number, or None for no cap of the scores; got"
-            f" {softcap!r}."
-        )
+    check_softcap(softcap, "scores")

@@ -9,12 +9,13 @@ root of the number of groups, and what a group computes exists for one group at 
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import haliax as hax
 import jax.numpy as jnp
 from haliax import Axis, AxisSelector, NamedArray
+from jax import lax
 from jaxtyping import Array
 
 from .. import scan
@@ -22,15 +23,16 @@ from .._messages import axes_text
 from ._delta_chunks import delta_chunks
 from ._named import FLOATS, INTEGERS, check_named
 from ._padding import pad_axis
-from .per_device import per_device
+from ._positions import document_begins
+from .per_device import align_varying_axes, mesh_axes, per_device
 
 _CHUNK = 64
 """Positions in a chunk, a power of two. With more of them, products within a chunk are
 larger, and fewer steps follow each other.
 """
 
-_GROUP = 16
-"""Chunks in a group, whose intermediates exist at once."""
+_GROUP = 512
+"""Chunks in a group, those of each head counted: their intermediates exist at once."""
 
 
 class _Axes(NamedTuple):
@@ -134,9 +136,9 @@ def linear_attention(
         return hax.zeros_like(value), state
     names = axes.Key.name, axes.Value.name, axes.along[0].name
     return per_device(
-        functools.partial(_attend, names=names),
+        functools.partial(_attend, names=names, context=mesh_axes(axes.along[0])),
         *(query, key, value, log_decay, beta, documents, lengths, state),
-        over=axes.heads,
+        over=(*axes.heads, *axes.along),
         out=(value.axes, axes.state),
     )
 
@@ -239,33 +241,67 @@ def _attend(
     state: NamedArray,
     *,
     names: tuple[str, str, str],
+    context: tuple[str, ...],
 ) -> tuple[NamedArray, NamedArray]:
-    """The output of one device's part, and the last state."""
+    """The output of one device's positions, and the state after all positions.
+
+    The axes `context` of the mesh divide positions, if there are any.
+    """
+    arguments = query, key, value, log_decay, beta, documents, lengths, state
+    query, key, value, log_decay, beta, documents, lengths, state = align_varying_axes(
+        "linear_attention", arguments
+    )
     axes = _axes_of(key, value, *names)
     (Pos,) = axes.along
-    begins = None if documents is None else _first_of_documents(documents, Pos)
-    is_padding = None if lengths is None else _is_padding(lengths, Pos)
-    division = _Division.of(Pos)
+    begins = is_padding = None
+    if documents is not None:
+        begins = document_begins(documents, Pos, 1, context)
+    if lengths is not None:
+        first = lax.axis_index(context) * Pos.size if context else 0
+        position = hax.arange(Pos, start=first).broadcast_axis(lengths.axes)
+        is_padding = position >= lengths.astype(position.dtype)
+    division = _Division.of(Pos, heads=math.prod(axis.size for axis in axes.heads))
     parts = []
     for x in (query, key, value, log_decay, beta, begins, is_padding):
         parts.append(None if x is None else division.cut(x))
     group = functools.partial(_attend_group, axes=axes, division=division)
     loop = scan(group, division.Groups, remat="nested")
-    state, outputs = loop(state, *parts)
-    return division.joined(outputs, value.axes), state
+    last = None
+    if context:
+        state, last = _states_by_device(loop, state, parts, axes, context)
+    after, outputs = loop(state, *parts)
+    return division.joined(outputs, value.axes), after if last is None else last
 
 
-def _first_of_documents(documents: NamedArray, Pos: Axis) -> NamedArray:
-    """Whether a position has another document than the one before it."""
-    documents = documents.rearrange((..., Pos))
-    changes = documents.array[..., 1:] != documents.array[..., :-1]
-    begins = jnp.pad(changes, [(0, 0)] * (changes.ndim - 1) + [(1, 0)])
-    return NamedArray(begins, documents.axes)
+def _states_by_device(
+    loop: Callable,
+    state: NamedArray,
+    parts: Sequence[NamedArray | None],
+    axes: _Axes,
+    context: tuple[str, ...],
+) -> tuple[NamedArray, NamedArray]:
+    """The state before this device's positions, and that after those of all devices.
 
+    A device's positions map a state S to `A S + B`. With the identity beside a state of
+    zeros, and values in the columns of the latter alone, the loop over them gives B and
+    A. All devices gather those of all, which are small, and pass the state through.
+    """
+    Columns = axes.Value.resize(axes.Value.size + axes.Key.size)
+    extended = jnp.eye(axes.Key.size, Columns.size, axes.Value.size, state.dtype)
+    start = NamedArray(extended, (axes.Key, Columns)).broadcast_axis(axes.heads)
+    _, *without_query = parts
+    maps, _ = loop(
+        start.rearrange((*axes.heads, axes.Key, Columns)), None, *without_query
+    )
+    gathered = lax.all_gather(maps.array, context)
 
-def _is_padding(lengths: NamedArray, Pos: Axis) -> NamedArray:
-    position = hax.arange(Pos).broadcast_axis(lengths.axes)
-    return position >= lengths.astype(position.dtype)
+    def through(state: Array, device_maps: Array) -> tuple[Array, Array]:
+        added, factor = jnp.split(device_maps, [axes.Value.size], -1)
+        return factor @ state + added, state
+
+    last, states = lax.scan(through, state.array, gathered)
+    own = lax.dynamic_index_in_dim(states, lax.axis_index(context), keepdims=False)
+    return NamedArray(own, axes.state), NamedArray(last, axes.state)
 
 
 class _Division(NamedTuple):
@@ -279,10 +315,10 @@ class _Division(NamedTuple):
     chunk: int
 
     @staticmethod
-    def of(Pos: Axis) -> "_Division":
+    def of(Pos: Axis, heads: int) -> "_Division":
         chunk = min(_CHUNK, 1 << (Pos.size - 1).bit_length())
         chunks = -(-Pos.size // chunk)
-        groups = -(-chunks // _GROUP)
+        groups = -(-chunks // max(1, _GROUP // heads))
         own = -(-chunks // groups) * chunk
         # No axis of a caller has such a name
         Groups = Axis("groups of chunks", groups)
@@ -311,7 +347,7 @@ class _Division(NamedTuple):
 
 def _attend_group(
     state: NamedArray,
-    query: NamedArray,
+    query: NamedArray | None,
     key: NamedArray,
     value: NamedArray,
     log_decay: NamedArray,
@@ -321,39 +357,51 @@ def _attend_group(
     *,
     axes: _Axes,
     division: _Division,
-) -> tuple[NamedArray, NamedArray]:
-    """The state after a group of chunks, and the outputs of its positions."""
+) -> tuple[NamedArray, NamedArray | None]:
+    """The state after a group of chunks, and the outputs of its positions, where there
+    are queries.
+    """
     wide = state.dtype
-    heads = math.prod(axis.size for axis in axes.batch)
+    _, Key, Value, batch, group = axes
 
-    def chunks(
-        x: NamedArray, group: tuple[Axis, ...], channels: tuple[Axis, ...] = ()
-    ) -> Array:
-        """`[chunk, head, group, token, channel]`."""
-        order = (division.Own, *axes.batch, *group, *channels)
+    def chunks(x: NamedArray, *last: Axis, of_values: bool = False) -> Array:
+        """`[chunk, head, group, token, last]`; the axes are 1 where the array has
+        none.
+        """
+        of_group = group if of_values else ()
+        order = (division.Own, *batch, *of_group, *last)
         array = x.broadcast_to(order).rearrange(order).array
-        groups = math.prod(axis.size for axis in group)
-        last = math.prod(axis.size for axis in channels)
-        array = array.reshape(-1, division.chunk, heads, groups, last)
+        sizes = [
+            math.prod(axis.size for axis in some) for some in (batch, of_group, last)
+        ]
+        array = array.reshape(-1, division.chunk, *sizes)
         return jnp.moveaxis(array, 1, 3)
 
-    query_chunks = chunks(query, (), (axes.Key,)).astype(wide)
-    key_chunks = chunks(key, (), (axes.Key,)).astype(wide)
-    value_chunks = chunks(value, axes.group, (axes.Value,)).astype(wide)
-    by_channel = tuple(axis for axis in log_decay.axes if axis == axes.Key)
-    decay_chunks = chunks(log_decay, axes.group, by_channel).astype(wide)
-    beta_chunks = None if beta is None else chunks(beta, axes.group).astype(wide)
+    query_chunks = beta_chunks = None
+    if query is not None:
+        query_chunks = chunks(query, Key).astype(wide)
+    key_chunks = chunks(key, Key).astype(wide)
+    value_chunks = chunks(value, Value, of_values=True).astype(wide)
+    channels = [axis for axis in log_decay.axes if axis == Key]
+    decay_chunks = chunks(log_decay, *channels, of_values=True).astype(wide)
+    if beta is not None:
+        beta_chunks = chunks(beta, of_values=True).astype(wide)
     if begins is not None:
         # A decay of zero forgets all that was before, exactly
-        decay_chunks = jnp.where(chunks(begins, ()), -jnp.inf, decay_chunks)
+        decay_chunks = jnp.where(chunks(begins), -jnp.inf, decay_chunks)
     if is_padding is not None:
-        decay_chunks = jnp.where(chunks(is_padding, ()), 0.0, decay_chunks)
-        key_chunks = jnp.where(chunks(is_padding, ()), 0.0, key_chunks)
+        decay_chunks = jnp.where(chunks(is_padding), 0.0, decay_chunks)
+        key_chunks = jnp.where(chunks(is_padding), 0.0, key_chunks)
+
+    by_head = key_chunks.shape[1], value_chunks.shape[2], Key.size, -1
     after, outputs = delta_chunks(
-        state.array.reshape(heads, -1, axes.Key.size, axes.Value.size),
+        state.array.reshape(by_head),
         *(query_chunks, key_chunks, value_chunks, decay_chunks, beta_chunks),
     )
-    order = (division.Own, *axes.heads, axes.Value)
+    state = NamedArray(after.reshape(state.array.shape), state.axes)
+    if outputs is None:
+        return state, None
+    order = (division.Own, *axes.heads, Value)
     outputs = jnp.moveaxis(outputs, 3, 1).reshape([axis.size for axis in order])
-    outputs = NamedArray(outputs.astype(value.dtype), order).rearrange(value.axes)
-    return NamedArray(after.reshape(state.array.shape), axes.state), outputs
+    outputs = NamedArray(outputs.astype(value.dtype), order)
+    return state, outputs.rearrange(value.axes)

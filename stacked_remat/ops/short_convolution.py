@@ -9,8 +9,10 @@ import jax.numpy as jnp
 from haliax import Axis, AxisSelector, NamedArray
 from jax import lax
 
+from ._backends import UnsupportedCallError
 from ._named import FLOATS, INTEGERS, check_named
-from .per_device import per_device
+from ._positions import document_begins, with_positions_before
+from .per_device import align_varying_axes, mesh_axes, per_device
 
 
 def short_convolution(
@@ -63,15 +65,19 @@ def short_convolution(
         check_named("documents", documents, INTEGERS, (Pos,), batch)
     if lengths is not None:
         check_named("lengths", lengths, INTEGERS, (), batch)
+        if documents is not None:
+            documents = documents.broadcast_axis(lengths.axes)
     kept = _with_window(x.axes, Pos, Tap)
     if window is None:
         window = hax.zeros(kept, x.dtype)
     check_named("window", window, FLOATS, kept, ())
     window = window.astype(x.dtype).rearrange(kept)
     return per_device(
-        functools.partial(_convolve, names=(Pos.name, Tap.name)),
+        functools.partial(
+            _convolve, names=(Pos.name, Tap.name), context=mesh_axes(Pos)
+        ),
         *(x, weight, documents, lengths, window),
-        over=(*batch, *channels),
+        over=(*batch, *channels, Pos),
         out=(x.axes, kept),
     )
 
@@ -122,78 +128,103 @@ def _convolve(
     window: NamedArray,
     *,
     names: tuple[str, str],
+    context: tuple[str, ...],
 ) -> tuple[NamedArray, NamedArray]:
-    """The output of one device's part, and the window after it."""
+    """The output of one device's positions, and the window after all positions.
+
+    The axes `context` of the mesh divide positions, if there are any.
+    """
+    arguments = x, weight, documents, lengths, window
+    x, weight, documents, lengths, window = align_varying_axes(
+        "short_convolution", arguments
+    )
     Pos = x.resolve_axis(names[0])
     Tap = weight.resolve_axis(names[1])
     before = Tap.size - 1
-    Longer = Pos.resize(before + Pos.size)
-    inputs = hax.concatenate(Longer, [window.rename({Tap.name: Pos.name}), x])
-    reach = None if documents is None else _reach(documents, Pos, before)
+    if context and Pos.size < before:
+        raise UnsupportedCallError(
+            f"Each device has {Pos.size} positions of `{Pos.name}`, and {Tap.size} taps"
+            f" reach back {before}. Divide positions over fewer devices."
+        )
+    inputs = with_positions_before(x, window.rename({Tap.name: Pos.name}), Pos, context)
+    reach = None
+    if documents is not None and before:
+        reach = _reach(documents, Pos, before, context)
     wide = _wide_dtype(x, weight)
-    y = hax.zeros((), wide)
+    terms = []
     for tap in range(Tap.size):
-        back = before - tap
-        shifted = inputs[Pos.name, tap : tap + Pos.size].astype(wide)
+        term = inputs[Pos.name, tap : tap + Pos.size].astype(wide)
         if reach is not None:
-            shifted = hax.where(reach >= back, shifted, 0.0)
-        y = y + weight[Tap.name, tap].astype(wide) * shifted
+            term = hax.where(reach >= before - tap, term, 0.0)
+        terms.append(term * weight[Tap.name, tap].astype(wide))
+    y = sum(terms[1:], terms[0])
     kept = _with_window(x.axes, Pos, Tap)
-    after = _last_inputs(inputs, reach, lengths, Pos, Tap)
+    after = _window_after(inputs, reach, lengths, Pos, Tap, context)
     return y.rearrange(x.axes).astype(x.dtype), after.rearrange(kept)
 
 
-def _reach(documents: NamedArray, Pos: Axis, before: int) -> NamedArray:
-    """How many positions before each are of its document, or `before` if that is less.
+def _reach(
+    documents: NamedArray, Pos: Axis, before: int, context: tuple[str, ...]
+) -> NamedArray:
+    """How many positions before each are of its document, at most `before`."""
+    begins = document_begins(documents, Pos, before, context)
+    reach = hax.zeros(documents.axes, jnp.int32)
+    is_within = hax.ones(documents.axes, bool)
+    for back in range(before):
+        start = before - 1 - back
+        is_within = is_within & ~begins[Pos.name, start : start + Pos.size]
+        reach = reach + is_within.astype(jnp.int32)
+    return reach
 
-    To the first document belong those before the first position.
-    """
-    documents = documents.rearrange((..., Pos))
-    changes = documents.array[..., 1:] != documents.array[..., :-1]
-    begins = jnp.pad(changes, [(0, 0)] * (changes.ndim - 1) + [(1, 0)])
-    position = jnp.arange(Pos.size, dtype=jnp.int32)
-    position = position.reshape([1] * (changes.ndim - 1) + [-1])
-    starts = lax.cummax(jnp.where(begins, position, -before), begins.ndim - 1)
-    return NamedArray(jnp.minimum(position - starts, before), documents.axes)
 
-
-def _last_inputs(
+def _window_after(
     inputs: NamedArray,
     reach: NamedArray | None,
     lengths: NamedArray | None,
     Pos: Axis,
     Tap: Axis,
+    context: tuple[str, ...],
 ) -> NamedArray:
-    """The inputs before the end of each sequence that are of its last document."""
-    Kept = Tap.resize(Tap.size - 1)
-    if lengths is None:
-        last = inputs[Pos.name, Pos.size :].rename({Pos.name: Tap.name})
-        last_reach = None if reach is None else reach[Pos.name, Pos.size - 1]
-    else:
-        lengths = lengths.astype(jnp.int32)
-        # The input of position i is entry `Kept.size + i`
-        rows = hax.arange(Kept, dtype=jnp.int32).broadcast_axis(lengths.axes) + lengths
-        last = _rows(inputs, inputs.resolve_axis(Pos.name), rows, Kept)
-        last_reach = None
-        if reach is not None:
-            last_row = hax.maximum(lengths - 1, 0).broadcast_axis(Kept)
-            last_reach = _rows(reach, Pos, last_row, Kept)
-            # A sequence of padding alone keeps the window that it was given
-            last_reach = hax.where(lengths > 0, last_reach, Kept.size)
-    if last_reach is None:
-        return last
-    back = Kept.size - 1 - hax.arange(Kept, dtype=jnp.int32)
-    is_own = last_reach.broadcast_axis(Kept) >= back
-    return hax.where(is_own, last, 0.0)
+    """The inputs before the end of each sequence that are of its last document.
 
-
-def _rows(x: NamedArray, axis: Axis, rows: NamedArray, Rows: Axis) -> NamedArray:
-    """The entries `rows` along an axis, which are others along other axes that both
-    have.
+    `inputs` begin before the positions, by the size of the window.
     """
-    order = [Rows if own == axis else own for own in x.axes]
-    own = [one for one in order if one in rows.axes]
-    shape = [one.size if one in own else 1 for one in order]
-    index = rows.rearrange(own).array.reshape(shape)
-    taken = jnp.take_along_axis(x.array, index, x.axes.index(axis))
-    return NamedArray(taken, tuple(order))
+    Kept = Tap.resize(Tap.size - 1)
+    devices = lax.axis_size(context) if context else 1
+    ends = hax.named(jnp.int32(devices * Pos.size), ())
+    if lengths is not None:
+        ends = lengths.astype(jnp.int32)
+    is_own = None
+    if context:
+        device = lax.axis_index(context)
+        ends = ends - device * Pos.size
+        # A sequence of padding alone ends on the first device
+        is_own = ((ends > 0) | (device == 0)) & (ends <= Pos.size)
+        ends = hax.clip(ends, 0, Pos.size)
+    back = hax.arange(Kept, start=Kept.size - 1, step=-1, dtype=jnp.int32)
+    back = back.broadcast_axis(ends.axes)
+    window = _entries(inputs, Pos, Kept.size - 1 - back + ends)
+    if reach is not None:
+        last_reach = _entries(
+            reach, Pos, hax.zeros_like(back) + hax.maximum(ends - 1, 0)
+        )
+        # What is before the first position was masked when it was given
+        is_kept = (last_reach >= back.broadcast_axis(last_reach.axes)) | (ends == 0)
+        window = hax.where(is_kept, window, 0.0)
+    if is_own is not None:
+        window = hax.where(is_own, window, 0.0)
+        window = NamedArray(lax.psum(window.array, context), window.axes)
+    return window
+
+
+def _entries(x: NamedArray, Pos: Axis, positions: NamedArray) -> NamedArray:
+    """The entries at these positions, which have the axes of a window; others along
+    axes that both have.
+    """
+    (Rows,) = (axis for axis in positions.axes if axis not in x.axes)
+    order = [Rows if axis.name == Pos.name else axis for axis in x.axes]
+    shared = [axis for axis in order if axis in positions.axes]
+    index = positions.rearrange(shared).array
+    index = index.reshape([axis.size if axis in shared else 1 for axis in order])
+    place = order.index(Rows)
+    return NamedArray(jnp.take_along_axis(x.array, index, place), tuple(order))

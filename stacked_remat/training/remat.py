@@ -39,7 +39,7 @@ def remat_policy(
             return presets[value] if value in presets else resolve_policy(value)  # pyright: ignore[reportArgumentType]
         except (TypeError, ValueError) as error:
             more = f" Presets of this model: {', '.join(presets)}." if presets else ""
-            meant = did_you_mean(str(value), [*_ALIASES, *presets])
+            meant = did_you_mean(str(value), presets)
             raise ValueError(f"{error}{more}{meant}") from error
     valid = ScanCheckpointPolicy.__dataclass_fields__
     for name in value:

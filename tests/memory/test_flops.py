@@ -14,10 +14,10 @@ import pytest
 from jax.experimental import hijax
 from jax.sharding import Mesh, PartitionSpec
 
-from stacked_remat import ScanCheckpointPolicy, StackedPattern
+from stacked_remat import ScanCheckpointPolicy, StackedPattern, lax_scan
 from stacked_remat._policy import resolve_policy
 from stacked_remat._trips import known_branches, known_trips
-from stacked_remat.memory import count_flops
+from stacked_remat.memory import compare, count_flops
 from stacked_remat.ops._attention_rule import Blocks, Sight, attend_by
 from stacked_remat.ops._attention_splash import splash_kernel
 
@@ -405,3 +405,28 @@ def test_a_loop_that_ends_at_an_equality_is_counted_once():
 
     found = count(fn, SQUARE)
     assert found.matmul == PRODUCT and not found.exact
+
+
+def test_replays_are_the_steps_that_run_again_whatever_they_cost():
+    def loss(x, policy):
+        def step(carry, _):
+            return jnp.sin(carry), None
+
+        last, _ = lax_scan(step, x, None, length=5000, remat=policy)
+        return last.sum()
+
+    def compared(transform):
+        def gradient(policy):
+            return transform(lambda x: jax.grad(loss)(x, policy))
+
+        policies = [True, "nested", ScanCheckpointPolicy(max_carries=2)]
+        return compare(gradient, jnp.ones((3, 2)), candidates=policies)
+
+    # 5,000 layers in two slots: 1 + 2 + ... + 4,998, as layer n is replayed from the
+    # first before each of the visits after it.
+    most = 4_998 * 4_999 // 2
+    for transform in (lambda f: f, jax.vmap):
+        trials = compared(transform).trials
+        replays = [trial.report.flops.replays for trial in trials]
+        assert replays == [0, 4_905, most]
+        assert f" {most:,} " in str(compared(transform))

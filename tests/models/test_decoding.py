@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 from haliax import Axis
 
-from models.deepseek_v3 import DeepseekV3Config, LatentConfig
+from models.deepseek_v3 import DeepseekV3Config
 from models.gemma3 import Gemma3Config
 from models.generation.decoding import continued_tokens, first_tokens, one_more_token
 from models.generation.sampling import Sampling
 from models.gpt_oss import GptOssConfig
 from models.hf_io.formats import config_from_hf
+from models.llama4 import Llama4Config
 from models.parts.attention import Attention
 from models.parts.decoder import Decoder, Layer
 from models.parts.sections import (
@@ -26,8 +27,10 @@ from models.parts.sections import (
     SLIDING,
     AttentionConfig,
     ExpertsConfig,
+    LatentConfig,
     LinearAttentionConfig,
     RotaryConfig,
+    TemperatureConfig,
 )
 from models.parts.tokens import has_positions
 from models.qwen3 import Qwen3Config, Qwen3Layer, Qwen3MoeConfig
@@ -102,6 +105,12 @@ MODELS = {
         rotary=RotaryConfig(100.0, YarnRotary(4.0, 8, mscale=1.0, mscale_all_dim=1.0)),
         experts=ExpertsConfig(4, 2, 6, dense_layers=(0,)),
         num_groups=2,
+    ),
+    "chunks, temperature, weighed inputs": Llama4Config(
+        **SIZES,
+        attention=AttentionConfig(window=3, layer_types=(SLIDING, FULL)),
+        temperature=TemperatureConfig(2, 0.5),
+        experts=ExpertsConfig(4, 2, 6, norm_topk_prob=False, dense_layers=(0,)),
     ),
 }
 GREEDY = Sampling(temperature=0.0)

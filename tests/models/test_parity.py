@@ -48,7 +48,9 @@ TOKENS = np.random.default_rng(0).integers(0, Vocab.size, (Batch.size, Pos.size)
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 ATTENTION = ["q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj"]
 ATTENTION += ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"]
-MLP = ["gate_proj", "up_proj", "gate_up_proj", "down_proj"]
+ATTENTION += ["out_proj", "in_proj"]
+ATTENTION += ["f_a_proj", "f_b_proj", "b_proj", "g_a_proj", "g_b_proj"]
+MLP = ["gate_proj", "up_proj", "gate_up_proj", "down_proj", "w1", "w2", "w3"]
 
 
 def new_model(family: str, fields: dict):
@@ -180,12 +182,12 @@ def test_logits(case):
 def test_the_round_trip_is_exact(case, tmp_path):
     reference, decoder, folder = case
     write_decoder(tmp_path / "again", decoder, max_file_bytes=4_000)
-    first, second = (
-        SafetensorsFolder.open(folder),
-        SafetensorsFolder.open(tmp_path / "again"),
-    )
+    known = format_of(decoder.config)
+    first = SafetensorsFolder.open(folder).renamed(known.read_name)
+    second = SafetensorsFolder.open(tmp_path / "again")
     assert len({tensor.path for tensor in second.stored.values()}) > 1
-    if not format_of(decoder.config).joined:
+    # Transformers cuts what it has joined into equal parts.
+    if not known.joined:
         assert first.shapes == second.shapes
         for name in first.shapes:
             np.testing.assert_array_equal(first.read(name), second.read(name))
@@ -291,7 +293,7 @@ of_experts = pytest.mark.parametrize(
     [
         pytest.param(given, id=name)
         for name, given in CASES.items()
-        if "num_experts_per_tok" in given[1]
+        if "num_experts_per_tok" in given[1] and given[1].get("num_local_experts") != 0
     ],
     indirect=True,
     scope="module",
@@ -330,6 +332,8 @@ def test_files_of_the_model_in_memory_are_read(case, tmp_path):
 @one_of_each_family
 def test_a_head_of_its_own_is_kept_where_the_config_ties_it(case, tmp_path):
     reference, decoder, folder = case
+    if type(reference).__name__ == "KimiLinearForCausalLM":
+        pytest.skip("it is never tied")
     tensors = {
         name: tensor
         for name, tensor in reference.state_dict().items()

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from haliax import Axis
 
+from stacked_remat import fold, memory
 from stacked_remat.ops import linear_attention, linear_attention_step
 
-from ..blocks import assert_close_to_scale, quick_jit
+from ..blocks import POLICIES, assert_close_to_scale, is_by_name, quick_jit
 from ..random_arrays import normal
 
 module = importlib.import_module("stacked_remat.ops.linear_attention")
@@ -190,3 +191,162 @@ def test_positions_one_by_one_or_in_parts_are_those_of_the_whole(
     found, state = in_parts(arrays)
     assert state.axes == last.axes
     assert_close_to_scale((found, state), (expected, last), 1e-5)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("seed", range(40))
+def test_random_shapes_and_options(seed, small_chunks):
+    """Five draws of documents, lengths, states and decays for each of 40 shapes."""
+    rng = np.random.default_rng(seed)
+    Pos = Axis("position", int(rng.integers(1, 60)))
+    by_channel, has_beta, has_lengths, has_documents = rng.random(4) < 0.5
+    ours, by_position = (
+        with_gradients(attend, Pos) for attend in (linear_attention, recurrence)
+    )
+    for draw in range(5):
+        with jax.enable_x64(True):
+            scale = 10.0 ** rng.uniform(-2, 3)
+            arrays = arguments(
+                Pos, by_channel=by_channel, dtype=jnp.float64, scale=scale
+            )
+            arrays = arrays if has_beta else (*arrays[:-1], None)
+            seeds = 5 + 10 * draw
+            state = normal(seeds, Batch, Heads, Group, Key, Value, dtype=jnp.float64)
+            options = {"state": state}
+            if has_documents:
+                changes = rng.random((Batch.size, Pos.size)) < rng.random()
+                documents = jnp.asarray(np.cumsum(changes, 1))
+                options["documents"] = hax.named(documents, (Batch, Pos))
+            if has_lengths:
+                lengths = jnp.asarray(rng.integers(0, Pos.size + 1, Batch.size))
+                options["lengths"] = hax.named(lengths, Batch)
+            found, expected = ours(arrays, options), by_position(arrays, options)
+            assert_close_to_scale(found, expected, 1e-10)
+
+
+def hidden_by(arrays, **options):
+    """A layer's update of the hidden states `[Batch, Pos, Heads, Value]`."""
+    query, key, value, log_decay, beta = arrays
+    (Pos,) = (axis for axis in query.axes if axis.name == "position")
+
+    def layer(x, scale):
+        values = value * scale + x.broadcast_axis(Group)
+        output, _ = linear_attention(
+            query, key, values, log_decay, beta, Pos, Key, Value, **options
+        )
+        return x + hax.mean(output, Group).rearrange(x.axes)
+
+    return layer
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        pytest.param(policy, id=name, marks=[pytest.mark.deep] * (name != "nested"))
+        for name, policy in POLICIES.items()
+        if not is_by_name(policy)
+    ],
+)
+def test_within_layers_of_any_policy(policy, small_chunks):
+    Pos, Layers = Axis("position", 20), Axis("layers", 3)
+    layer = hidden_by(arguments(Pos))
+    x, scales = normal(8, Batch, Pos, Heads, Value), normal(9, Layers)
+
+    def loss(run):
+        return quick_jit(
+            jax.value_and_grad(lambda *args: hax.sum(hax.sin(run(*args))).scalar())
+        )
+
+    def loop(x, scales):
+        for i in range(Layers.size):
+            x = layer(x, scales[Layers, i])
+        return x
+
+    found = loss(fold(layer, Layers, remat=policy))(x, scales)
+    assert_close_to_scale(found, loss(loop)(x, scales), 1e-5)
+
+
+@pytest.mark.parametrize("by_channel", [False, True])
+def test_under_vmap_and_in_forward_mode(by_channel, small_chunks):
+    Pos = Axis("position", 20)
+    arrays = arguments(Pos, by_channel=by_channel)
+
+    def attend(arrays):
+        return linear_attention(*arrays, Pos, Key, Value)
+
+    @quick_jit
+    def both(arrays):
+        each = hax.vmap(attend, Batch)(arrays)
+        tangents = jax.tree.map(jnp.cos, arrays)
+        results, forward = jax.jvp(attend, (arrays,), (tangents,))
+        _, pullback = jax.vjp(attend, arrays)
+        (backward,) = pullback(jax.tree.map(jnp.ones_like, results))
+        pairs = zip(*map(jax.tree.leaves, (tangents, backward)), strict=True)
+        along = sum(jnp.vdot(one, other) for one, other in pairs)
+        total = sum(jnp.sum(tangent) for tangent in jax.tree.leaves(forward))
+        return each, results, total, along
+
+    each, results, total, along = both(arrays)
+    each = jax.tree.map(
+        lambda x, y: x.rearrange(y.axes), each, results, is_leaf=is_named
+    )
+    assert_close_to_scale(each, results)
+    np.testing.assert_allclose(total, along, rtol=1e-4)
+
+
+def is_named(x):
+    return isinstance(x, hax.NamedArray)
+
+
+LONG_HEADS, LONG_KEY, LONG_VALUE = hax.make_axes(heads=32, key=128, value=128)
+
+
+def long_layer(tokens, *, by_channel):
+    """The output and the gradients of a layer, and its arguments; then its FLOPs
+    forward.
+    """
+    Pos = Axis("position", tokens)
+    of_keys, of_values = (Pos, LONG_HEADS, LONG_KEY), (Pos, LONG_HEADS, LONG_VALUE)
+
+    def shape(dtype, *axes):
+        return jax.eval_shape(lambda: hax.zeros(axes, dtype))
+
+    query, value = shape(jnp.bfloat16, *of_keys), shape(jnp.bfloat16, *of_values)
+    decays = of_keys if by_channel else of_keys[:-1]
+    log_decay = shape(jnp.float32, *decays)
+    beta = shape(jnp.float32, Pos, LONG_HEADS)
+
+    def run(cotangent, *arrays):
+        def attend(*arrays):
+            return linear_attention(*arrays, Pos, LONG_KEY, LONG_VALUE)[0]
+
+        output, pullback = jax.vjp(attend, *arrays)
+        return output, pullback(cotangent)
+
+    n, d, e = 64, LONG_KEY.size, LONG_VALUE.size
+    squares = 4 * n * d // (2 if by_channel else 1)  # keys and queries with keys
+    within = squares + 2 * n * (d + e) + 2 * n * e
+    forward = tokens * LONG_HEADS.size * (within + 6 * d * e)
+    return run, (value, query, query, value, log_decay, beta), forward
+
+
+@pytest.mark.parametrize("by_channel", [False, True])
+def test_flops_are_those_of_the_products_and_grow_with_the_length(by_channel):
+    """A forward pass, the same again, and a backward pass of twice as many."""
+    counts = []
+    for tokens in (65_536, 262_144):
+        run, arrays, forward = long_layer(tokens, by_channel=by_channel)
+        flops = memory.count_flops(jax.make_jaxpr(run)(*arrays))
+        assert flops.exact
+        counts.append(flops.matmul)
+        assert 4 * forward < flops.matmul < 1.2 * 4 * forward
+    assert counts[1] < 4.1 * counts[0]
+
+
+@pytest.mark.target("cuda")
+@pytest.mark.parametrize(("by_channel", "most"), [(False, 0.5), (True, 0.75)])
+def test_temporaries_of_a_long_layer_on_a_gpu(by_channel, most):
+    """Beside arguments of 2 or 3 GiB, and as many of results."""
+    run, arrays, _ = long_layer(65_536, by_channel=by_channel)
+    report = memory.report(run, *arrays, target="h200")
+    assert report.temporaries < most * 2**30

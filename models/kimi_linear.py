@@ -60,6 +60,8 @@ class KimiLinearConfig(LatentDecoderConfig, HybridDecoderConfig):
         linear: sizes of layers with Kimi Delta Attention.
     """
 
+    linear_names = ("query", "key", "value", "decay", "gate")
+
     linear: LinearAttentionConfig = field(
         default_factory=lambda: LinearAttentionConfig(num_key_heads=4)
     )
@@ -136,7 +138,7 @@ FIELDS |= {
 
 def from_hf(given: hf.ConfigFields) -> hf.Found:
     """Reads a `config.json`; defaults are those of transformers."""
-    given.ignore("head_dim", "qk_head_dim")  # follow from others
+    given.ignore("head_dim", "qk_head_dim")  # of nothing, and a sum
     given.ignore("rope_theta", "rope_scaling", "rope_parameters")  # of no rotation
     given.ignore("num_nextn_predict_layers")  # of no tensor
     given.only("mla_use_nope", True)

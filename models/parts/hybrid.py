@@ -22,13 +22,7 @@ class HybridDecoderConfig(DecoderConfig):
             list repeats.
     """
 
-    linear_names: ClassVar[tuple[str, ...]] = (
-        "query",
-        "key",
-        "value",
-        "decay",
-        "gate",
-    )
+    linear_names: ClassVar[tuple[str, ...]] = ("query", "key", "value", "gate")
 
     layer_types: tuple[Literal["linear_attention", "full_attention"], ...] = (
         LINEAR,

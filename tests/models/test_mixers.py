@@ -1,6 +1,4 @@
-"""The mixers of hybrid decoders besides the gated delta net: in tiles, in packed
-sequences, in decoding, and in the dtypes of their parts.
-"""
+"""Mixers of hybrid decoders in tiles, packed rows and decoding, and their dtypes."""
 
 import dataclasses
 import functools

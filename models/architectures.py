@@ -13,10 +13,12 @@ from models.granitemoehybrid import (
 from models.kimi_linear import KimiLinearConfig as KimiLinearConfig
 from models.lfm2 import Lfm2Config as Lfm2Config
 from models.llama import LlamaConfig as LlamaConfig
+from models.llama4 import Llama4Config as Llama4Config
 from models.minimax_m2 import MiniMaxM2Config as MiniMaxM2Config
 from models.mistral import MistralConfig as MistralConfig
 from models.mixtral import MixtralConfig as MixtralConfig
 from models.olmo3 import Olmo3Config as Olmo3Config
+from models.olmo_hybrid import OlmoHybridConfig as OlmoHybridConfig
 from models.phi3 import Phi3Config as Phi3Config
 from models.qwen2 import Qwen2Config as Qwen2Config
 from models.qwen3 import Qwen3Config as Qwen3Config, Qwen3MoeConfig as Qwen3MoeConfig

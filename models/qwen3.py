@@ -15,8 +15,8 @@ from models.parts.attention import Attention
 from models.parts.cache import LayerCache
 from models.parts.config import DecoderConfig, LayerKind, SparseDecoderConfig
 from models.parts.decoder import DecoderLayer, LayerOutput, residual
-from models.parts.experts import SparseExperts
-from models.parts.mlp import GatedMlp
+from models.parts.experts import init_feed_forward
+from models.parts.mlp import FeedForward
 from models.parts.norms import Norm, rms_norm
 from models.parts.sections import ExpertsConfig
 from models.parts.tokens import Tokens
@@ -30,7 +30,7 @@ class Qwen3Layer(DecoderLayer):
     input_norm: Norm
     attention: Attention
     post_attention_norm: Norm
-    mlp: GatedMlp | SparseExperts
+    mlp: FeedForward
 
     @staticmethod
     def init(
@@ -38,10 +38,6 @@ class Qwen3Layer(DecoderLayer):
     ) -> "Qwen3Layer":
         """Makes a layer from `key`."""
         attention_key, mlp_key = jax.random.split(key)
-        if kind.sparse and isinstance(config, SparseDecoderConfig):
-            mlp = SparseExperts.init(config, key=mlp_key)
-        else:
-            mlp = GatedMlp.init(config, config.Mlp, key=mlp_key)
         return Qwen3Layer(
             input_norm=config.init_norm(),
             attention=Attention.init(
@@ -54,7 +50,7 @@ class Qwen3Layer(DecoderLayer):
                 key=attention_key,
             ),
             post_attention_norm=config.init_norm(),
-            mlp=mlp,
+            mlp=init_feed_forward(config, kind, key=mlp_key),
         )
 
     def forward(

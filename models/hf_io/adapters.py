@@ -76,6 +76,7 @@ def peft_names(
     shapes = eqx.filter_eval_shape(
         Decoder.init, config, Axis("vocab", 1), key=jax.random.key(0)
     )
+    swapped = {one.name for one in known.fused.values() if one.swapped}
     maps = {_dotted(path): one for path, one in tensor_maps(shapes, known).items()}
 
     def name(path: str, index: tuple[int, ...]) -> str | PeftParameter:
@@ -93,7 +94,13 @@ def peft_names(
             module, _, tensor = module.rpartition(".")
             order = int(tensor == "down_proj")
             return PeftParameter(
-                module, tensor, index[1], one.stacked[1], order=order, rows=rows
+                module,
+                tensor,
+                index[1],
+                one.stacked[1],
+                order=order,
+                rows=rows,
+                swapped=tensor in swapped,
             )
         # PEFT adapts a router as a parameter; beside experts, it takes a module of an
         # MLP for one of theirs.

@@ -35,6 +35,8 @@ class ExpertsTensor:
             have.
         transposed: whether its matrices are `[in, out]`, where those of the model are
             `[out, in]`.
+        swapped: whether PEFT takes their inputs for outputs, as it does of matrices
+            `[in, out]` unless transformers says that they are.
         interleaved: whether the outputs of linear maps that are in it alternate, rather
             than being one after the other.
     """
@@ -42,6 +44,7 @@ class ExpertsTensor:
     name: str
     transposed: bool = False
     interleaved: bool = False
+    swapped: bool = False
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import equinox as eqx
 import haliax as hax
 import haliax.nn as hnn
 import jax
+import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from jaxtyping import DTypeLike, PRNGKeyArray
 
@@ -18,7 +19,7 @@ from models.parts.linear import linear, map_linears, of_part, without_bias
 from models.parts.mixer import Mixer
 from models.parts.norms import Norm
 from models.parts.rotary import RotaryEmbedding
-from models.parts.sections import RotaryConfig
+from models.parts.sections import RotaryConfig, TemperatureConfig
 from models.parts.tokens import Tokens, has_positions
 from stacked_remat import checkpoint_name, tiled
 from stacked_remat.ops import causal_attention, decode_attention
@@ -36,6 +37,8 @@ class CausalAttention(Mixer):
         rotary: the rotary embedding; None for none.
         window: how many positions a query sees, itself included; None for all up to
             itself.
+        chunk: documents are cut into chunks of so many positions, which do not see
+            each other; None for not. Not with a window.
         scale: factor of the scores; None for `HeadDim.size ** -0.5`.
         softcap: scaled scores become `softcap * tanh(scores / softcap)`; None for not.
         backend: the kernel.
@@ -50,6 +53,7 @@ class CausalAttention(Mixer):
     HeadDim: eqx.AbstractVar[Axis]
     rotary: eqx.AbstractVar[RotaryEmbedding | None]
     window: eqx.AbstractVar[int | None]
+    chunk: eqx.AbstractVar[int | None]
     scale: eqx.AbstractVar[float | None]
     softcap: eqx.AbstractVar[float | None]
     backend: eqx.AbstractVar[str]
@@ -87,15 +91,20 @@ class CausalAttention(Mixer):
         query, key, value, kept = self.heads(x, tokens)
         # Before attention: a single token sees itself in the cache.
         if cache is not None:
-            cache = keep_tokens(cache, kept, tokens, self.window)
+            cache = keep_tokens(cache, kept, tokens, self.reach)
         if cache is None:
             attended = self._attend(query, key, value, tokens, self.backend)
         elif has_positions(x):
             # The device's default kernel, whichever the model was trained with
             attended = self._attend(query, key, value, tokens, "auto")
         else:
-            assert tokens.positions is not None
-            attended = self.attend_to_kept(query, cache.read(), tokens.positions)
+            last = tokens.positions
+            assert last is not None
+            if self.chunk is not None:
+                # Position p is in slot p modulo `chunk`: the slots up to it are of its
+                # chunk, and later ones of the chunk before.
+                last = last % self.chunk
+            attended = self.attend_to_kept(query, cache.read(), last)
         return self.output(attended, x), cache
 
     def output(self, attended: NamedArray, x: NamedArray) -> NamedArray:
@@ -104,6 +113,11 @@ class CausalAttention(Mixer):
             gate = named_heads(self.gate_proj(x), "gate", x)
             attended = attended * hnn.sigmoid(gate)
         return self.o_proj(attended).rearrange(x.axes)
+
+    @property
+    def reach(self) -> int | None:
+        """How many positions a query sees at most; None for all."""
+        return self.window if self.chunk is None else self.chunk
 
     def _attend_by_heads(self, x: NamedArray, tokens: Tokens) -> NamedArray:
         """Attention of a few key-value heads at a time, with their queries."""
@@ -123,6 +137,10 @@ class CausalAttention(Mixer):
         tokens: Tokens,
         backend: str,
     ) -> NamedArray:
+        documents = tokens.documents
+        if self.chunk is not None:
+            Pos = key.resolve_axis(POSITION_AXIS)
+            documents = _numbered_chunks(tokens, self.chunk, Pos)
         return causal_attention(
             query,
             key,
@@ -130,13 +148,27 @@ class CausalAttention(Mixer):
             POSITION_AXIS,
             self.KVHeads.name,
             self.HeadDim,
-            documents=tokens.documents,
+            documents=documents,
             window=self.window,
             sinks=self.sinks,
             scale=self.scale,
             softcap=self.softcap,
             backend=backend,
         )
+
+
+def _numbered_chunks(tokens: Tokens, chunk: int, Pos: Axis) -> NamedArray | None:
+    """A number for each chunk of each document, as `causal_attention` takes
+    documents.
+    """
+    # No position is that far into its document.
+    if chunk >= Pos.size:
+        return tokens.documents
+    assert tokens.positions is not None
+    begins = tokens.positions % chunk == 0
+    if tokens.documents is not None:
+        begins = begins | (tokens.documents != hax.roll(tokens.documents, 1, Pos))
+    return hax.cumsum(begins.astype(jnp.int32), Pos)
 
 
 def _of_some_heads(
@@ -173,7 +205,9 @@ class Attention(CausalAttention):
     HeadDim: Axis = eqx.field(static=True)
     rotary: RotaryEmbedding | None = eqx.field(static=True)
     window: int | None = eqx.field(static=True)
+    chunk: int | None = eqx.field(static=True)
     scale: float | None = eqx.field(static=True)
+    temperature: TemperatureConfig | None = eqx.field(static=True)
     softcap: float | None = eqx.field(static=True)
     backend: str = eqx.field(static=True)
     tiles: int = eqx.field(static=True)
@@ -186,7 +220,9 @@ class Attention(CausalAttention):
         rotary_dim: int | None = None,
         interleaved: bool = False,
         window: int | None = None,
+        chunk: int | None = None,
         scale: float | None = None,
+        temperature: TemperatureConfig | None = None,
         softcap: float | None = None,
         q_norm: Norm | None = None,
         k_norm: Norm | None = None,
@@ -201,7 +237,8 @@ class Attention(CausalAttention):
             rotary: base and scaling of the rotary embedding; None for none.
             rotary_dim: how many coordinates of a head it rotates; all if not given.
             interleaved: as in `RotaryEmbedding`.
-            window, scale, softcap: as in `CausalAttention`.
+            window, chunk, scale, softcap: as in `CausalAttention`.
+            temperature: of queries, by their positions.
             q_norm, k_norm: of queries and keys: over each head, or over all heads.
             output_bias: whether the last projection has a bias; as the others, by
                 `config.attention.bias`, if not given.
@@ -234,7 +271,9 @@ class Attention(CausalAttention):
             HeadDim=config.HeadDim,
             rotary=rotary and RotaryEmbedding(rotary, Rotated, interleaved),
             window=window,
+            chunk=chunk,
             scale=scale,
+            temperature=temperature,
             softcap=softcap,
             backend=config.attention.backend,
             tiles=1 if is_over_heads else min(config.tiles, config.num_kv_heads),
@@ -251,6 +290,8 @@ class Attention(CausalAttention):
         value = named_heads(self.v_proj(x), "value", x)
         query = self._rotated(self.q_norm, query, tokens)
         key = self._rotated(self.k_norm, key, tokens)
+        if self.temperature is not None:
+            query = _tempered(query, tokens, self.temperature)
         return query, key, value, (key, value)
 
     def _rotated(
@@ -263,7 +304,7 @@ class Attention(CausalAttention):
 
     def empty_cache(self, Batch: Axis, slots: int, dtype: DTypeLike) -> Kept:
         """Keys, after norm and rotation, and values."""
-        Slot = Axis(SLOT_AXIS, num_slots(slots, self.window))
+        Slot = Axis(SLOT_AXIS, num_slots(slots, self.reach))
         # In this order the slots of a head are contiguous, and attention needs no
         # transposed copy.
         empty = hax.zeros((Batch, self.KVHeads, Slot, self.HeadDim), dtype)
@@ -289,6 +330,17 @@ class Attention(CausalAttention):
             scale=self.scale,
             softcap=self.softcap,
         )
+
+
+def _tempered(
+    query: NamedArray, tokens: Tokens, temperature: TemperatureConfig
+) -> NamedArray:
+    """Queries times their factors, which are 1 at the first positions."""
+    assert tokens.positions is not None
+    steps = (tokens.positions + 1) // temperature.floor
+    factors = hax.log1p(steps.astype(jnp.float32)) * temperature.scale + 1.0
+    wide = query.astype(jnp.float32) * factors
+    return wide.rearrange(query.axes).astype(query.dtype)
 
 
 def named_heads(heads: NamedArray, name: str, x: NamedArray) -> NamedArray:

@@ -29,7 +29,7 @@ from models.parts.router_statistics import (
     RouterStatistics,
     router_losses,
 )
-from models.parts.tokens import Tokens
+from models.parts.tokens import Tokens, has_positions
 from stacked_remat import (
     ScanCheckpointSpec,
     Stacked,
@@ -197,7 +197,7 @@ class Decoder(eqx.Module):
         """
         if positions is None:
             positions = hax.arange(tokens.resolve_axis(POSITION_AXIS))
-        known = Tokens(self._rotary(positions), documents)
+        known = self._known(positions, documents=documents)
         x, statistics = self.layers.scan(self._embedded(tokens), known)
         if isinstance(statistics, dict):  # of several kinds of layers
             statistics = _in_order(statistics, self.config)
@@ -283,7 +283,7 @@ class Decoder(eqx.Module):
         if lengths is None:
             # Always known to layers: a window's slots, or a state, leave padding out.
             lengths = hax.full(Batch, Pos.size, dtype=jnp.int32)
-        known = Tokens(self._rotary(hax.arange(Pos)), lengths=lengths)
+        known = self._known(hax.arange(Pos), lengths=lengths)
         return self._read(tokens, known, self.empty_caches(Batch, slots))
 
     def decode(
@@ -313,7 +313,7 @@ class Decoder(eqx.Module):
             (x, caches), (kind, row) = state, row_of_kind
             layer = cast_floating(layer, x.dtype)
             # A prompt chooses most experts, and reads its layer's whole.
-            if known.positions is not None:
+            if not has_positions(x):
                 stack = self.stacks[kind]
                 layer = reading_in_stack(layer, stack.stacked, row, stack.Layers)
             # The statistics of routers are of training alone.
@@ -351,6 +351,13 @@ class Decoder(eqx.Module):
         Batch = Axis("batch", rows)
         caches = eqx.filter_eval_shape(self.empty_caches, Batch, slots)
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(caches))
+
+    def _known(self, positions: NamedArray, **known: NamedArray | None) -> Tokens:
+        """What layers know of whole sequences; of positions only if they ask for them,
+        since tiles would keep what none reads.
+        """
+        own = positions if self.config.layers_know_positions else None
+        return Tokens(self._rotary(positions), positions=own, **known)
 
     def _rotary(self, positions: NamedArray) -> Any:
         """The rotary table of all layers, or that of each kind."""

@@ -18,7 +18,7 @@ from haliax import Axis, NamedArray
 from haliax.util import is_named_array
 from jaxtyping import Array, DTypeLike, Float, PRNGKeyArray
 
-from models.parts.config import SparseDecoderConfig
+from models.parts.config import DecoderConfig, LayerKind, SparseDecoderConfig
 from models.parts.linear import cast_floating, linear
 from models.parts.mlp import FeedForward, GatedMlp, Gating, silu_gated
 from models.parts.router_statistics import RouterStatistics
@@ -309,7 +309,9 @@ class SparseExperts(FeedForward):
                 )
             )
             mixed = grouped_experts(
-                functools.partial(_apply_expert, self.ExpertDim),
+                functools.partial(
+                    _apply_expert, self.ExpertDim, self.routing.weighs_input
+                ),
                 weights,
                 Experts,
                 rows,
@@ -353,6 +355,7 @@ def _preferred(
 
 def _apply_expert(
     Inner: Axis,
+    weighs_input: bool,
     expert: GatedMlp,
     rows: Float[Array, "row embed"],
     gates: Float[Array, " row"],
@@ -366,7 +369,11 @@ def _apply_expert(
     expert = cast_floating(expert, rows.dtype)
     if named is None:
         named = expert.products(hax.named(rows, (Row, "embed")), linear)
-    mixed = expert.down(named, hax.named(gates, Row), linear)
+    weight: Any = hax.named(gates, Row)
+    if weighs_input:
+        # Without biases the products of weighed rows are the weighed products.
+        named, weight = tuple(product * weight for product in named), None
+    mixed = expert.down(named, weight, linear)
     return mixed.rearrange((Row, "embed")).array
 
 
@@ -381,6 +388,17 @@ def _products(
         hax.named(rows, (Row, "embed")), linear
     )
     return gated.rearrange((Row, ...)).array, up.rearrange((Row, ...)).array
+
+
+def init_feed_forward(
+    config: DecoderConfig, kind: LayerKind, *, key: PRNGKeyArray, **options: Any
+) -> FeedForward:
+    """Makes the MLP of a layer, or experts with options of `SparseExperts.init` where
+    its kind has some.
+    """
+    if kind.sparse and isinstance(config, SparseDecoderConfig):
+        return SparseExperts.init(config, **options, key=key)
+    return GatedMlp.init(config, config.Mlp, key=key)
 
 
 def reading_in_stack(layer: T, stack: T, layer_index: NamedArray, Layers: Axis) -> T:

@@ -48,6 +48,7 @@ class LatentAttention(CausalAttention):
     HeadDim: Axis = eqx.field(static=True)
     rotary: RotaryEmbedding | None = eqx.field(static=True)
     window: int | None = eqx.field(static=True)
+    chunk: None = eqx.field(static=True)
     scale: float | None = eqx.field(static=True)
     softcap: None = eqx.field(static=True)
     backend: str = eqx.field(static=True)
@@ -100,6 +101,7 @@ class LatentAttention(CausalAttention):
             HeadDim=HeadDim,
             rotary=rotary and RotaryEmbedding(rotary, Rotated, latent.interleaved),
             window=window,
+            chunk=None,
             scale=scale,
             softcap=None,
             backend=config.attention.backend,

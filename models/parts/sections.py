@@ -83,6 +83,25 @@ class RotaryConfig(RecordsArguments):
 
 
 @dataclass(frozen=True)
+class TemperatureConfig(RecordsArguments):
+    """Factors of queries that grow with their positions, so that the softmax of long
+    contexts does not flatten (Nakanishi 2025, arXiv:2501.19399).
+
+    That of position p is `1 + scale * log(1 + (p + 1) // floor)`.
+
+    Attributes:
+        floor: how many positions have the same factor.
+        scale: how much it grows; 0 for not.
+    """
+
+    floor: int = 8_192
+    scale: float = 0.1
+
+    def __post_init__(self) -> None:
+        check_positive("model.temperature", self, "floor")
+
+
+@dataclass(frozen=True)
 class ExpertsConfig(RecordsArguments):
     """A router that sends every token to a few experts.
 
@@ -257,6 +276,8 @@ class Routing:
         groups_per_token: the groups with the best two experts in sum, from which a
             token chooses.
         gate_scale: factor of the gates.
+        weighs_input: whether gates are factors of what experts are given, and not of
+            what they give. Experts have no biases then.
     """
 
     scoring: Literal["softmax", "sigmoid"] = "softmax"
@@ -264,6 +285,7 @@ class Routing:
     num_groups: int = 1
     groups_per_token: int = 1
     gate_scale: float = 1.0
+    weighs_input: bool = False
 
 
 def _decode_scaling(raw: Any, path: Sequence[str]) -> RotaryScaling:

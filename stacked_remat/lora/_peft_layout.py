@@ -39,6 +39,8 @@ class PeftParameter:
             on which the names of tensors depend.
         rows: the rows of that matrix that are the linear's outputs, as `slice` takes
             them: the first, the one after the last, and the step; None for all of them.
+        swapped: whether PEFT takes the linear's inputs for outputs, so that A has the
+            place of B.
         row_blocks: into how many blocks of equal size the matrix's rows are cut;
             `rows` are of each, one block after the other.
     """
@@ -49,6 +51,7 @@ class PeftParameter:
     size: int = 1
     order: int = 0
     rows: Rows = None
+    swapped: bool = False
     row_blocks: int = 1
 
     @property
@@ -119,10 +122,19 @@ class Target:
                 own_outputs = outputs[..., columns, index]
                 own_outputs[...] = pair.b.reshape(own_outputs.shape)
             first = columns.stop
-        rows_of_all = a.reshape(-1, self.narrow)
+        if self.parameter.swapped:
+            a, b = np.transpose(b), np.transpose(a)
+        rows_of_all = a.reshape(-1, self.shape[1])
         # The matrices are the fastest dimension: PEFT interleaves the columns.
-        columns_of_all = b.reshape(self.wide, -1)
+        columns_of_all = b.reshape(self.shape[0], -1)
         return Pair(rows_of_all, columns_of_all, scale)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Outputs and inputs of a matrix, as PEFT takes them."""
+        if self.parameter.swapped:
+            return self.narrow, self.wide
+        return self.wide, self.narrow
 
     def _common_scale(
         self, own: Mapping[tuple[Rows, int], Pair], parts: Iterable[Rows]
@@ -151,8 +163,10 @@ class Target:
         """
         size = self.parameter.size
         parts = {rows for rows, _ in self.members}
-        a = pair.a.reshape(size, -1, self.narrow)
-        b = pair.b.reshape(self.wide, -1, size)
+        a = pair.a.reshape(size, -1, self.shape[1])
+        b = pair.b.reshape(self.shape[0], -1, size)
+        if self.parameter.swapped:
+            a, b = np.transpose(b), np.transpose(a)
         # As PEFT initialises adapters, B is zero: nothing says then which columns are
         # of which part.
         has_all_columns = len(parts) == 1 or not b.any()

@@ -104,7 +104,8 @@ class Llama3Rotary(RotaryScaling):
     Herd of Models", 2024).
 
     Wavelengths longer than the original context divided by `low_freq_factor` are
-    stretched, those shorter than that divided by `high_freq_factor` are unchanged.
+    stretched, those shorter than that divided by `high_freq_factor` are unchanged;
+    there is no ramp where the two are equal.
     """
 
     rope_type: ClassVar[str] = "llama3"
@@ -116,18 +117,18 @@ class Llama3Rotary(RotaryScaling):
     def __post_init__(self) -> None:
         super().__post_init__()
         low, high = self.low_freq_factor, self.high_freq_factor
-        if not 0 < low < high:
+        if not 0 < low <= high:
             raise ValueError(
-                f"llama3: low_freq_factor = {low} must be positive and below"
+                f"llama3: low_freq_factor = {low} must be positive and at most"
                 f" high_freq_factor = {high}."
             )
 
     def rescale(self, frequencies: Frequencies, theta: float) -> Frequencies:
         """See `RotaryScaling`."""
         rotations = self.original_max_position_embeddings * frequencies / (2 * math.pi)
-        kept = (rotations - self.low_freq_factor) / (
-            self.high_freq_factor - self.low_freq_factor
-        )
+        low, high = self.low_freq_factor, self.high_freq_factor
+        # Llama 4 has no ramp.
+        kept = (rotations - low) / (high - low) if low < high else rotations > low
         return _blend(frequencies, self.factor, np.clip(kept, 0, 1))
 
 

@@ -3,7 +3,8 @@ compare with it.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -60,6 +61,15 @@ _GLM = _DENSE | dict(
     moe_intermediate_size=10,
     n_routed_experts=6,
     num_experts_per_tok=3,
+)
+_LLAMA4 = _DENSE | dict(
+    intermediate_size_mlp=14,
+    num_local_experts=4,
+    num_experts_per_tok=1,
+    no_rope_layers=[1, 0, 1],
+    attention_chunk_size=4,
+    floor_scale=2,
+    attn_scale=0.5,
 )
 _LINEAR = dict(
     linear_num_key_heads=2,
@@ -275,6 +285,14 @@ CASES: dict[str, tuple[str, dict]] = {
         | dict(first_k_dense_replace=0, routed_scaling_factor=2.5)
         | dict(norm_topk_prob=False),
     ),
+    "Llama 4": ("Llama4Text", _LLAMA4 | dict(moe_layers=[1, 2])),
+    "Llama 4, two experts in every layer, biases, tied, no norms or temperature": (
+        "Llama4Text",
+        _LLAMA4
+        | dict(num_experts_per_tok=2, attention_bias=True, tie_word_embeddings=True)
+        | dict(use_qk_norm=False, attn_temperature_tuning=False, head_dim=8)
+        | dict(no_rope_layers=None, no_rope_layer_interval=2),
+    ),
     "MiniMax-M2": ("MiniMaxM2", _MINIMAX),
     "MiniMax-M2, half of a head, tied": (
         "MiniMaxM2",
@@ -306,6 +324,16 @@ CASES: dict[str, tuple[str, dict]] = {
         | dict(layer_types=["full_attention"] + ["linear_attention"] * 2)
         | dict(linear_num_key_heads=3, linear_num_value_heads=3)
         | dict(rope_parameters={"rope_theta": 100.0}),
+    ),
+    "OLMo Hybrid": ("OlmoHybrid", _SHALLOW | _LINEAR | dict(num_hidden_layers=5)),
+    "OLMo Hybrid, tied, biases, not rotated, betas up to 1": (
+        "OlmoHybrid",
+        _SHALLOW
+        | _LINEAR
+        | dict(tie_word_embeddings=True, attention_bias=True)
+        | dict(layer_types=["full_attention"] + ["linear_attention"] * 2)
+        | dict(linear_allow_neg_eigval=False, linear_conv_kernel_dim=3)
+        | dict(rope_parameters={"rope_type": "default", "rope_theta": None}),
     ),
     "Qwen3.5 MoE": ("Qwen3_5MoeText", _QWEN3_5_MOE),
     "LFM2": ("Lfm2", _LFM),
@@ -364,6 +392,22 @@ def _latents_and_groups(rng: np.random.Generator, heads: int, layers: int) -> di
     )
 
 
+def _linear_layers(one_of: Callable[..., Any], layers: int) -> dict:
+    """Fields of layers with linear attention, and which layers have it."""
+    # Of both kinds one: without it OLMo Hybrid is refused.
+    types = [one_of("linear_attention", "full_attention") for _ in range(layers - 2)]
+    types += ["full_attention", "linear_attention"]
+    key_heads = one_of(1, 2, 3)
+    return dict(
+        layer_types=types,
+        linear_num_key_heads=key_heads,
+        linear_num_value_heads=key_heads * one_of(1, 2, 3),
+        linear_key_head_dim=one_of(4, 7),
+        linear_value_head_dim=one_of(3, 8),
+        linear_conv_kernel_dim=one_of(2, 4),
+    )
+
+
 _NOT_IN_KIMI = (
     "n_routed_experts first_k_dense_replace num_nextn_predict_layers head_dim"
 )
@@ -416,6 +460,19 @@ def _with_own_fields(family: str, fields: dict, rng: np.random.Generator) -> dic
         fields |= dict(n_routed_experts=experts, use_qk_norm=one_of(False, True))
         fields |= chosen | dict(first_k_dense_replace=int(rng.integers(layers)))
         fields |= dict(norm_topk_prob=one_of(False, True))
+    elif family in ("Qwen3Next", "Qwen3_5Text", "Qwen3_5MoeText", "OlmoHybrid"):
+        fields |= _linear_layers(one_of, layers)
+        if family != "OlmoHybrid":
+            fields |= dict(head_dim=one_of(8, 16))
+        if family == "Qwen3_5MoeText":
+            fields.pop("intermediate_size")
+        if family in ("Qwen3Next", "Qwen3_5MoeText"):
+            fields |= chosen | dict(num_experts=experts) | _BALANCE
+            fields |= dict(moe_intermediate_size=one_of(6, 10))
+            fields |= dict(shared_expert_intermediate_size=one_of(5, 8))
+        if family == "Qwen3Next":
+            fields |= dict(norm_topk_prob=one_of(False, True))
+            fields |= dict(mlp_only_layers=one_of([], [0]))
     elif family == "DeepseekV3":
         fields = _DEEPSEEK | fields | _latents_and_groups(rng, heads, layers)
     elif family == "KimiLinear":
@@ -471,7 +528,7 @@ def drawn(seed: int, layer_counts: Sequence[int] = (2, 3)) -> tuple[str, dict]:
         tie_word_embeddings=one_of(False, True),
         rms_norm_eps=one_of(1e-6, 1e-3),
     )
-    if family not in ("Qwen2", "Olmo3", "DeepseekV3"):
+    if family not in ("Qwen2", "Olmo3", "OlmoHybrid", "DeepseekV3"):
         fields["head_dim"] = one_of(4, 6, 10)
     if family not in ("Qwen2", "Mistral", "Mixtral", "Phi3", "MiniMaxM2", "Lfm2"):
         fields["attention_bias"] = one_of(False, True)
@@ -496,7 +553,7 @@ def drawn(seed: int, layer_counts: Sequence[int] = (2, 3)) -> tuple[str, dict]:
         fields |= dict(sliding_window=one_of(2, 5), layer_types=kinds)
     elif family in ("Mistral", "Mixtral", "Phi3"):
         fields |= dict(sliding_window=one_of(None, 2, 5))
-    elif family.startswith("Qwen") and one_of(False, True):
+    elif family in ("Qwen2", "Qwen3", "Qwen3Moe") and one_of(False, True):
         fields |= dict(use_sliding_window=True, sliding_window=one_of(2, 5))
         if family != "Qwen3Moe":
             fields |= one_of(

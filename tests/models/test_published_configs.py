@@ -348,6 +348,20 @@ PUBLISHED["GLM-4.5-Air"] = (
     GLM | {"tie_word_embeddings": False} | sizes(4096, 10_944, 46, 96, 8, 151_552),
     106_852_251_264,
 )
+LLAMA4 = {"model_type": "llama4_text", "hidden_act": "silu", "attention_bias": False}
+LLAMA4 |= {"attention_chunk_size": 8192, "attn_scale": 0.1, "floor_scale": 8192}
+LLAMA4 |= {"attn_temperature_tuning": 4, "cache_implementation": "hybrid"}
+LLAMA4 |= {"for_llm_compressor": False, "head_dim": 128, "no_rope_layers": []}
+LLAMA4 |= {"interleave_moe_layer_step": 1, "intermediate_size_mlp": 16_384}
+LLAMA4 |= {"max_position_embeddings": 10_485_760, "num_experts_per_tok": 1}
+LLAMA4 |= {"num_local_experts": 16, "output_router_logits": False, "rope_theta": 5e5}
+LLAMA4 |= {"router_aux_loss_coef": 0.001, "router_jitter_noise": 0.0}
+LLAMA4 |= {"use_qk_norm": True, "rms_norm_eps": 1e-5, "tie_word_embeddings": False}
+LLAMA4["rope_scaling"] = LLAMA3 | {"factor": 16.0, "high_freq_factor": 1.0}
+PUBLISHED["Llama 4 Scout"] = (
+    LLAMA4 | sizes(5120, 8192, 48, 40, 8, 202_048),
+    107_769_861_120,
+)
 MINIMAX = {"model_type": "minimax_m2", "hidden_act": "silu", "head_dim": 128}
 MINIMAX |= {"max_position_embeddings": 196_608, "rope_theta": 5_000_000}
 MINIMAX |= {"rotary_dim": 64, "rms_norm_eps": 1e-6, "scoring_func": "sigmoid"}
@@ -359,6 +373,63 @@ MINIMAX["quantization_config"] = {"quant_method": "fp8"}
 PUBLISHED["MiniMax-M2"] = (
     MINIMAX | {"tie_word_embeddings": False} | sizes(3072, 1536, 62, 48, 8, 200_064),
     228_689_764_864,
+)
+NEXT = {"model_type": "qwen3_next", "hidden_act": "silu", "attention_bias": False}
+NEXT |= {"decoder_sparse_step": 1, "full_attention_interval": 4, "head_dim": 256}
+NEXT |= {"linear_conv_kernel_dim": 4, "linear_key_head_dim": 128}
+NEXT |= {"linear_num_key_heads": 16, "linear_num_value_heads": 32}
+NEXT |= {"linear_value_head_dim": 128, "max_position_embeddings": 262_144}
+NEXT |= {"mlp_only_layers": [], "moe_intermediate_size": 512, "norm_topk_prob": True}
+NEXT |= {"num_experts": 512, "num_experts_per_tok": 10, "partial_rotary_factor": 0.25}
+NEXT |= {"output_router_logits": False, "router_aux_loss_coef": 0.001}
+NEXT |= {"rms_norm_eps": 1e-6, "rope_scaling": None, "rope_theta": 10_000_000}
+NEXT |= {"shared_expert_intermediate_size": 512, "use_sliding_window": False}
+PUBLISHED["Qwen3-Next 80B-A3B"] = (
+    NEXT | {"tie_word_embeddings": False} | sizes(2048, 5120, 48, 16, 2, 151_936),
+    79_674_391_296,
+)
+# The text decoder of a model that reads images too
+QWEN3_5 = {"model_type": "qwen3_5_text", "hidden_act": "silu", "attention_bias": False}
+QWEN3_5 |= {"attn_output_gate": True, "full_attention_interval": 4, "head_dim": 256}
+QWEN3_5 |= {"layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 16}
+QWEN3_5 |= {"linear_conv_kernel_dim": 4, "linear_key_head_dim": 128}
+QWEN3_5 |= {"linear_num_key_heads": 16, "linear_num_value_heads": 48}
+QWEN3_5 |= {"linear_value_head_dim": 128, "mamba_ssm_dtype": "float32"}
+QWEN3_5 |= {"max_position_embeddings": 262_144, "mtp_num_hidden_layers": 1}
+QWEN3_5 |= {"mtp_use_dedicated_embeddings": False, "rms_norm_eps": 1e-6}
+QWEN3_5["rope_parameters"] = {
+    "mrope_interleaved": True,
+    "mrope_section": [11, 11, 10],
+    "partial_rotary_factor": 0.25,
+    "rope_theta": 10_000_000,
+    "rope_type": "default",
+}
+AROUND = {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5"}
+AROUND |= {"image_token_id": 248_056, "vision_config": {"depth": 27}}
+PUBLISHED["Qwen3.5 27B"] = (
+    AROUND | {"text_config": QWEN3_5 | sizes(5120, 17_408, 64, 24, 4, 248_320)},
+    26_895_998_464,
+)
+MOE = {name: QWEN3_5[name] for name in QWEN3_5 if name != "layer_types"}
+MOE |= {"model_type": "qwen3_5_moe_text", "linear_num_value_heads": 32}
+MOE |= {"num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512}
+MOE |= {"shared_expert_intermediate_size": 512, "router_aux_loss_coef": 0.001}
+MOE |= {name: size for name, size in sizes(2048, 0, 40, 16, 2, 248_320).items() if size}
+PUBLISHED["Qwen3.5 35B-A3B"] = (
+    AROUND | {"model_type": "qwen3_5_moe", "text_config": MOE},
+    34_660_610_688,
+)
+OLMO_HYBRID = {"model_type": "olmo_hybrid", "hidden_act": "silu"}
+OLMO_HYBRID |= {"attention_bias": False, "rms_norm_eps": 1e-6}
+OLMO_HYBRID |= {"layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 8}
+OLMO_HYBRID |= {"linear_allow_neg_eigval": True, "linear_conv_kernel_dim": 4}
+OLMO_HYBRID |= {"linear_key_head_dim": 96, "linear_value_head_dim": 192}
+OLMO_HYBRID |= {"linear_num_key_heads": 30, "linear_num_value_heads": 30}
+OLMO_HYBRID |= {"max_position_embeddings": 65_536, "tie_word_embeddings": False}
+OLMO_HYBRID |= {"rope_parameters": {"rope_theta": None, "rope_type": "default"}}
+PUBLISHED["OLMo Hybrid 7B"] = (
+    OLMO_HYBRID | sizes(3840, 11_008, 32, 30, 30, 100_352),
+    7_430_870_688,
 )
 
 # Sizes are under other names: those of the base, and those of the blocks.

@@ -111,6 +111,7 @@ def train_lm(
     with contextlib.ExitStack() as closing:
         closing.callback(data.training.close)
         folder = _run_folder(config, closing)
+        # From here on arrays are divided as the run's mappings say.
         closing.enter_context(partitioning.active())
         options: Any = {"run_config": config.entries, "saved": saved_arrays}
         checkpoints = Checkpoints(
@@ -132,6 +133,7 @@ def train_lm(
             folder.begin(config.entries)
         progress.message(_summary(config, data.summary, state, folder))
         closing.enter_context(ending_with_others())
+        # A resumed run reports its own steps alone.
         began, first = time.monotonic(), int(state.step)
         result = train(
             state,
@@ -241,9 +243,11 @@ def _first_state(
     config: LmRunConfig, partitioning: Partitioning, checkpoints: Checkpoints
 ) -> tuple[TrainState, Position | None]:
     """The state and position of the latest checkpoint, or a new state."""
+    # Processes must agree, or some would wait for the others in a collective.
     if of_all(checkpoints.latest() is None)[0]:
         return initial_state(config, partitioning), None
     # Frozen weights are in no checkpoint.
+    # Adapters are on weights that are made or read again, as at the beginning.
     make = state_shapes if config.lora is None else initial_state
     state, saved = checkpoints.restore(make(config, partitioning))
     position = Position(**saved)
@@ -259,6 +263,7 @@ def _first_state(
 def _run_folder(config: LmRunConfig, closing: contextlib.ExitStack) -> RunFolder:
     """The folder of the run, for this process alone until `closing` ends."""
     given = config.trainer.run_dir
+    # Of the first process, so that all have one folder
     now = time.strftime("%Y%m%d-%H%M%S", time.localtime(of_all(time.time())[0]))
     root = Path(f"runs/{now}" if given is None else given).expanduser()
 
@@ -303,6 +308,7 @@ def _prepared(
     """The step with its final model, policy and streaming, if it can fit and run
     here.
     """
+    # What costs nothing to check comes first.
     check_trackers(config.trainer.trackers)
     check_scoring(config)
     Candidate(config).check_batch()
@@ -326,6 +332,7 @@ def _fitting(step: Candidate, progress: ConsoleProgress) -> Candidate:
         step.check()
         return step
     step.check(at_least=True)
+    # Compiles several steps: say so before.
     progress.message(f"looking for the remat policy that fits {config.budget}")
     found = step.plan(budget=config.budget, host_budget=config.host_budget)
     progress.message(str(found))
@@ -347,6 +354,7 @@ def _trackers(
     more = build_trackers(
         config.trainer.trackers, folder.root, config.entries, resumed_after=done
     )
+    # Rows after the checkpoint are of steps that are done again.
     trackers = [
         JsonLinesTracker(folder.metrics, resumed_after=-1 if done is None else done),
         *more,

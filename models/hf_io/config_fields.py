@@ -84,6 +84,7 @@ class ConfigFields:
         """The field, which has the type `kind` or that of its default; the default, or
         `null`.
         """
+        # Removed, so that what no architecture reads is left over.
         is_absent, value = name not in self._left, self._left.pop(name, None)
         if value is None:
             return default if is_absent or null is ... else null
@@ -260,6 +261,7 @@ def read_rotary(
     length = given("max_position_embeddings", longest)
     original = given("original_max_position_embeddings")
     changed, parameters = given("rope_scaling", {}), given("rope_parameters", {})
+    # Whole: in transformers the two are not merged field by field.
     section = dict(changed or parameters or scaling)
     for name in without:
         section.pop(name, None)
@@ -366,6 +368,7 @@ def read_windows(
     usual = [SLIDING if is_windowed else FULL for is_windowed in windowed]
     if has_window is None:
         given.only("layer_types", usual)
+    # Absent in files of older versions, which had other fields for it
     kinds = given("layer_types", usual)
     if len(kinds) != num_layers:  # a shorter list would be repeated
         raise ValueError(
@@ -486,6 +489,7 @@ def _scaling(
         for name, value in section.items()
         if name not in ("rope_theta", "finetuned")
     }
+    # Phi-3 has it beside the section; these two kinds do not use it.
     if original is not None and kind not in ("default", "linear"):
         fields["original_max_position_embeddings"] = original
     try:

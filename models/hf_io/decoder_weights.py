@@ -55,6 +55,7 @@ def read_decoder(root: Path, like: Decoder) -> Decoder:
     """
     folder, known = _text_tensors(root), format_of(like.config)
     folder = folder.renamed(known.read_name)
+    # As some training code saves what transformers has in memory
     if any(name.endswith(".experts.gate_up_proj") for name in folder.shapes):
         known = known.in_memory
         folder = folder.renamed(known.loaded_name)
@@ -66,6 +67,7 @@ def read_decoder(root: Path, like: Decoder) -> Decoder:
         _with_head_of(like.config, folder, known), like.config, known
     )
     maps = tensor_maps(like, known)
+    # Before any is read: what is missing is said in a second.
     check_tensors([*maps.values()], folder)
     default = SingleDeviceSharding(jax.devices()[0])
 
@@ -124,6 +126,7 @@ def write_decoder(
     assert not any(
         isinstance(one, LoraLinear) for one in lora_linears(decoder).values()
     ), "merge adapters"
+    # Layers that were changed are not what the `model_type` says.
     check_wiring(format_of(decoder.config))
     maps = tensor_maps(decoder)
     leaves = jax.tree_util.tree_leaves_with_path(decoder, is_leaf=is_named_array)
@@ -151,6 +154,7 @@ def tensor_maps(
     """
     known = known or format_of(decoder.config)
     is_mixed = isinstance(decoder.layers, StackedPattern)
+    # Several linear maps may share one tensor.
     by_tensor: dict[Any, list[TensorMap]] = {}
     for keys, module in jax.tree_util.tree_leaves_with_path(
         decoder, is_leaf=_is_module
@@ -163,6 +167,7 @@ def tensor_maps(
         name, own_path = _tensor_name(known, parts)
         for kind, named in _arrays(module).items():
             sizes = tuple(axis.size for axis in named.axes)
+            # A name has a number for each stacking axis: layers, experts.
             stacked, layer_shape = sizes[: name.count("{}")], sizes[name.count("{}") :]
             shape = _tensor_shape(module, kind, layer_shape)
             if (written := known.shapes.get(f"{own_path}{kind}")) is not None:

@@ -253,6 +253,7 @@ def config_from_hf(
     # Files have the width of an MLP also where no layer has one.
     if not found.get("experts.dense_layers", True):
         found["mlp_dim"] = None
+    # From `attention.window` to a section `attention` with `window`
     tree: dict[str, Any] = {}
     for path, value in found.items():
         section, _, own = path.rpartition(".")
@@ -261,6 +262,7 @@ def config_from_hf(
         config = decode_config(known.config_class, tree, "in config.json")
     except ConfigError as error:
         names = {field.path: name for name, field in known.fields.items()} | _NAMES
+        # Users know the fields of the file, not the attributes that they are read into.
         text = re.sub(
             r"(?:model\.)?([a-z]\w*(?:\.[a-z]\w*)*)",
             lambda at: names.get(at[1], at[0]),
@@ -296,6 +298,7 @@ def config_to_hf(
         "vocab_size": vocab_size,
         "torch_dtype": dtype,
     }
+    # Read again below: what comes back differs in what `to_hf` can't say.
     document |= known.to_hf(config)
     again, _ = config_from_hf(document)
     if differing := differing_fields("model", written_out(config), written_out(again)):
@@ -338,6 +341,7 @@ def says_nothing(config: DecoderConfig) -> bool:
     A config says what is written in it, by a file or as an argument in Python, also
     where it is the default.
     """
+    # Of a longer context the rotary section is said, and not the architecture.
     lengthens = config.rotary.scaling is not None
     said = [
         key for key in written_keys(config) - {"type"} if _is_of_folder(config, key)
@@ -369,6 +373,7 @@ def _is_of_folder(config: Any, key: str) -> bool:
         for one in dataclasses.fields(config)
     )
     value = getattr(config, name)
+    # A section is the folder's as far as a key in it is.
     has_keys = below and dataclasses.is_dataclass(value)
     return not is_of_run and (not has_keys or _is_of_folder(value, below))
 

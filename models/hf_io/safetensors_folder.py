@@ -80,6 +80,7 @@ class SafetensorsFolder:
         }
         shapes = {name: tensor.shape for name, tensor in stored.items()}
         dtypes = {name: tensor.dtype for name, tensor in stored.items()}
+        # From here on names are those of the model's tensors.
         quantized.join_pairs(shapes, dtypes)
         return SafetensorsFolder(
             root, stored, shapes, dtypes, {one.mapped for one in stored.values()}
@@ -120,6 +121,7 @@ class SafetensorsFolder:
         if self.shapes[first] != self.shapes[second]:
             return False
         one, other = self.read(first), self.read(second)
+        # Some rows at a time: a head has gigabytes.
         starts = range(0, len(one), _ROWS_COMPARED)
         return all(
             np.array_equal(
@@ -162,6 +164,7 @@ class StoredTensor:
     def view(self) -> Shaped[np.ndarray, "..."]:
         """The tensor, of which only what is used is read."""
         with _errors_of(self.path):
+            # Reading beyond the end of a mapped file kills the process.
             if self.mapped.size() < len(self.mapped):
                 raise ValueError("it was truncated")
             return np.ndarray(self.shape, _DTYPES[self.dtype], self.mapped, self.offset)
@@ -231,6 +234,7 @@ def _tensors(path: Path) -> dict[str, StoredTensor]:
         with path.open("rb") as file:
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         start = end = 8 + int.from_bytes(mapped[:8], "little")
+        # Before it is parsed: a damaged length could ask for any amount of memory.
         if start > min(len(mapped), _LONGEST_HEADER):
             raise ValueError("its header is too long")
         header = json.loads(mapped[8:start])
@@ -248,6 +252,7 @@ def _tensors(path: Path) -> dict[str, StoredTensor]:
                 if dtype in _DTYPES
                 else last - first
             )
+            # The format has neither gaps nor overlaps: each begins where one ends.
             if (start + first, last) != (end, first + size) or size < 0:
                 raise ValueError(
                     f"{shown(name)} is not where another tensor ends, or of another"
@@ -280,6 +285,7 @@ def write_safetensors(
     """
     root = Path(os.path.realpath(root))
     check_new_folder(root)
+    # The names and sizes of files are those that other libraries write.
     split = split_state_dict_into_shards_factory(
         dict(tensors),
         get_storage_size=lambda tensor: tensor.num_bytes,
@@ -297,6 +303,7 @@ def write_safetensors(
     with written_safetensors(root), replaced_whole(root, shared=True) as unfinished:
         unfinished.mkdir()
         for file, names in split.filename_to_tensors.items():
+            # One file's tensors at a time are in host memory.
             made = {name: np.ascontiguousarray(tensors[name].make()) for name in names}
             save_file(made, unfinished / file, metadata={"format": "pt"})
         for file, text in {**texts, **written}.items():

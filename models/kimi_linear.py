@@ -1,7 +1,5 @@
-"""Kimi Linear (Kimi team 2025): Kimi Delta Attention, latent attention, and experts.
-
-Three layers of Kimi Delta Attention to one of latent attention without positions, and
-experts as DeepSeek V3's.
+"""Kimi Linear (Kimi team 2025): Kimi Delta Attention among latent attention, with
+experts.
 """
 
 from dataclasses import dataclass, field, replace
@@ -198,8 +196,6 @@ TENSORS = LATENT_TENSORS | {
     "linear_attention.gate_proj": "",
     "linear_attention.gate_proj.down": "g_a_proj",
     "linear_attention.gate_proj.up": "g_b_proj",
-    "linear_attention.decay": "",
-    "linear_attention.decay.a_log": "A_log",
     "linear_attention.norm": "o_norm",
     "mlp": "",
     "mlp.gate_proj": "mlp.gate_proj",

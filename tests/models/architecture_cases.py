@@ -392,20 +392,28 @@ def _latents_and_groups(rng: np.random.Generator, heads: int, layers: int) -> di
     )
 
 
-def _linear_layers(one_of: Callable[..., Any], layers: int) -> dict:
-    """Fields of layers with linear attention, and which layers have it."""
-    # Of both kinds one: without it OLMo Hybrid is refused.
-    types = [one_of("linear_attention", "full_attention") for _ in range(layers - 2)]
-    types += ["full_attention", "linear_attention"]
+def _delta_net_fields(
+    family: str, mixers: list[str], of_experts: dict, one_of: Callable[..., Any]
+) -> dict:
+    """Fields of decoders with gated delta nets."""
     key_heads = one_of(1, 2, 3)
-    return dict(
-        layer_types=types,
+    fields = dict(
+        layer_types=mixers,
         linear_num_key_heads=key_heads,
         linear_num_value_heads=key_heads * one_of(1, 2, 3),
         linear_key_head_dim=one_of(4, 7),
         linear_value_head_dim=one_of(3, 8),
         linear_conv_kernel_dim=one_of(2, 4),
     )
+    if family != "OlmoHybrid":
+        fields |= dict(head_dim=one_of(8, 16))
+    if family in ("Qwen3Next", "Qwen3_5MoeText"):
+        fields |= of_experts | dict(moe_intermediate_size=one_of(6, 10))
+        fields |= dict(shared_expert_intermediate_size=one_of(5, 8))
+    if family == "Qwen3Next":
+        fields |= dict(norm_topk_prob=one_of(False, True))
+        fields |= dict(mlp_only_layers=one_of([], [0]))
+    return fields
 
 
 _NOT_IN_KIMI = (
@@ -430,17 +438,10 @@ def _with_own_fields(family: str, fields: dict, rng: np.random.Generator) -> dic
     if family in ("Mixtral", "GptOss"):
         fields |= chosen | dict(num_local_experts=experts) | _BALANCE
     elif family == "Qwen3Moe":
-        fields |= (
-            chosen
-            | dict(num_experts=experts, moe_intermediate_size=one_of(6, 10))
-            | _BALANCE
-        )
-        dense = sorted(
-            {
-                int(number)
-                for number in rng.integers(layers, size=one_of(0, 1, layers // 2))
-            }
-        )
+        fields |= chosen | dict(num_experts=experts) | _BALANCE
+        fields |= dict(moe_intermediate_size=one_of(6, 10))
+        numbers = rng.integers(layers, size=one_of(0, 1, layers // 2))
+        dense = sorted({*numbers.tolist()})
         fields |= dict(norm_topk_prob=one_of(False, True), mlp_only_layers=dense)
         fields |= dict(decoder_sparse_step=one_of(1, 1, 2))
     elif family == "SmolLM3":
@@ -460,40 +461,11 @@ def _with_own_fields(family: str, fields: dict, rng: np.random.Generator) -> dic
         fields |= dict(n_routed_experts=experts, use_qk_norm=one_of(False, True))
         fields |= chosen | dict(first_k_dense_replace=int(rng.integers(layers)))
         fields |= dict(norm_topk_prob=one_of(False, True))
-    elif family == "DeepseekV3":
-        fields = _DEEPSEEK | fields | _latents_and_groups(rng, heads, layers)
-    else:
-        experts_fields = chosen | dict(num_experts=experts)
-        fields = _with_hybrid_fields(family, fields, experts_fields, mixers, rng)
-    return fields
-
-
-def _with_hybrid_fields(
-    family: str,
-    fields: dict,
-    chosen: dict,
-    mixers: Sequence[str],
-    rng: np.random.Generator,
-) -> dict:
-    """As `_with_own_fields`, of architectures whose layers mostly keep a state."""
-
-    def one_of(*values):
-        return values[rng.integers(len(values))]
-
-    layers, heads = fields["num_hidden_layers"], fields["num_attention_heads"]
-    if family in ("Qwen3Next", "Qwen3_5Text", "Qwen3_5MoeText", "OlmoHybrid"):
-        fields |= _linear_layers(one_of, layers)
-        if family != "OlmoHybrid":
-            fields |= dict(head_dim=one_of(8, 16))
+    elif family in ("Qwen3Next", "Qwen3_5Text", "Qwen3_5MoeText", "OlmoHybrid"):
+        chosen |= dict(num_experts=experts) | _BALANCE
+        fields |= _delta_net_fields(family, mixers, chosen, one_of)
         if family == "Qwen3_5MoeText":
             fields.pop("intermediate_size")
-        if family in ("Qwen3Next", "Qwen3_5MoeText"):
-            fields |= chosen | _BALANCE
-            fields |= dict(moe_intermediate_size=one_of(6, 10))
-            fields |= dict(shared_expert_intermediate_size=one_of(5, 8))
-        if family == "Qwen3Next":
-            fields |= dict(norm_topk_prob=one_of(False, True))
-            fields |= dict(mlp_only_layers=one_of([], [0]))
     elif family == "KimiLinear":
         drawn = _DEEPSEEK | fields | _latents_and_groups(rng, heads, layers)
         fields = {
@@ -513,8 +485,7 @@ def _with_hybrid_fields(
         fields |= dict(layer_types=[kinds[mixer] for mixer in mixers])
     elif family == "GraniteMoeHybrid":
         fields |= {name: one_of(0.5, 2.0) for name in _MULTIPLIERS}
-        fields |= dict(num_local_experts=chosen["num_experts"]) | _BALANCE
-        fields |= dict(num_experts_per_tok=chosen["num_experts_per_tok"])
+        fields |= chosen | dict(num_local_experts=experts) | _BALANCE
         fields |= dict(shared_intermediate_size=one_of(6, 10), mamba_expand=2)
         groups = one_of(1, 2)
         fields |= dict(mamba_n_groups=groups, mamba_n_heads=2 * groups)

@@ -1,7 +1,8 @@
-"""Mixers of hybrid decoders in tiles, packed rows and decoding, and their dtypes."""
+"""Short convolutions, decays of channels and Mamba-2: in tiles and in decoding."""
 
 import dataclasses
 import functools
+from typing import Any
 
 import equinox as eqx
 import haliax as hax
@@ -117,6 +118,7 @@ def test_what_decays_is_in_float32_and_gets_no_weight_decay():
     optimizer = build_optimizer(SgdConfig(weight_decay=0.5, warmup=0), num_steps=10)
     trained = eqx.filter(mamba, eqx.is_inexact_array)
     nothing = jax.tree.map(jnp.zeros_like, trained)
+    updates: Any
     updates, _ = optimizer.update(nothing, optimizer.init(trained), trained)
     for kept in (updates.step.a_log, updates.step.d, updates.norm.weight):
         assert not jnp.any(kept.array)

@@ -460,21 +460,40 @@ def _with_own_fields(family: str, fields: dict, rng: np.random.Generator) -> dic
         fields |= dict(n_routed_experts=experts, use_qk_norm=one_of(False, True))
         fields |= chosen | dict(first_k_dense_replace=int(rng.integers(layers)))
         fields |= dict(norm_topk_prob=one_of(False, True))
-    elif family in ("Qwen3Next", "Qwen3_5Text", "Qwen3_5MoeText", "OlmoHybrid"):
+    elif family == "DeepseekV3":
+        fields = _DEEPSEEK | fields | _latents_and_groups(rng, heads, layers)
+    else:
+        experts_fields = chosen | dict(num_experts=experts)
+        fields = _with_hybrid_fields(family, fields, experts_fields, mixers, rng)
+    return fields
+
+
+def _with_hybrid_fields(
+    family: str,
+    fields: dict,
+    chosen: dict,
+    mixers: Sequence[str],
+    rng: np.random.Generator,
+) -> dict:
+    """As `_with_own_fields`, of architectures whose layers mostly keep a state."""
+
+    def one_of(*values):
+        return values[rng.integers(len(values))]
+
+    layers, heads = fields["num_hidden_layers"], fields["num_attention_heads"]
+    if family in ("Qwen3Next", "Qwen3_5Text", "Qwen3_5MoeText", "OlmoHybrid"):
         fields |= _linear_layers(one_of, layers)
         if family != "OlmoHybrid":
             fields |= dict(head_dim=one_of(8, 16))
         if family == "Qwen3_5MoeText":
             fields.pop("intermediate_size")
         if family in ("Qwen3Next", "Qwen3_5MoeText"):
-            fields |= chosen | dict(num_experts=experts) | _BALANCE
+            fields |= chosen | _BALANCE
             fields |= dict(moe_intermediate_size=one_of(6, 10))
             fields |= dict(shared_expert_intermediate_size=one_of(5, 8))
         if family == "Qwen3Next":
             fields |= dict(norm_topk_prob=one_of(False, True))
             fields |= dict(mlp_only_layers=one_of([], [0]))
-    elif family == "DeepseekV3":
-        fields = _DEEPSEEK | fields | _latents_and_groups(rng, heads, layers)
     elif family == "KimiLinear":
         drawn = _DEEPSEEK | fields | _latents_and_groups(rng, heads, layers)
         fields = {
@@ -494,7 +513,8 @@ def _with_own_fields(family: str, fields: dict, rng: np.random.Generator) -> dic
         fields |= dict(layer_types=[kinds[mixer] for mixer in mixers])
     elif family == "GraniteMoeHybrid":
         fields |= {name: one_of(0.5, 2.0) for name in _MULTIPLIERS}
-        fields |= chosen | dict(num_local_experts=experts) | _BALANCE
+        fields |= dict(num_local_experts=chosen["num_experts"]) | _BALANCE
+        fields |= dict(num_experts_per_tok=chosen["num_experts_per_tok"])
         fields |= dict(shared_intermediate_size=one_of(6, 10), mamba_expand=2)
         groups = one_of(1, 2)
         fields |= dict(mamba_n_groups=groups, mamba_n_heads=2 * groups)

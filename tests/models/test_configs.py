@@ -18,7 +18,7 @@ from models.run_state import state_shapes
 from stacked_remat.training import ConfigError, DataConfig, parse_config
 
 from ..training.data import word_tokenizer
-from .test_published_configs import PUBLISHED
+from .published_configs import PUBLISHED
 
 FOLDER = Path(__file__).resolve().parents[2] / "models" / "configs"
 CONFIGS = sorted(FOLDER.glob("**/*.yaml"))

@@ -40,8 +40,8 @@ from stacked_remat.lora import LoraConfig, apply_lora, lora_filter
 from stacked_remat.ops import YarnRotary
 
 from ..blocks import assert_close
+from .published_configs import PUBLISHED, sizes
 from .random_weights import random_weights
-from .test_published_configs import PUBLISHED, sizes
 
 Vocab, Batch, Pos = Axis("vocab", 19), Axis("batch", 2), Axis("position", 9)
 SIZES = dict(hidden_dim=16, num_layers=3, num_heads=4, num_kv_heads=2)

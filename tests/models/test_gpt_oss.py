@@ -23,7 +23,7 @@ from stacked_remat.ops import YarnRotary
 
 from ..blocks import assert_equal
 from ..lora.stacks import filled
-from .test_published_configs import PUBLISHED as PUBLISHED_CONFIGS
+from .published_configs import PUBLISHED as PUBLISHED_CONFIGS
 
 PUBLISHED, _ = PUBLISHED_CONFIGS["gpt-oss 20b"]
 

@@ -1,4 +1,8 @@
-"""Granite 4 (Granite team 2025): Mamba-2 among attention, and experts beside an MLP."""
+"""Granite 4 (Granite team 2025): Mamba-2 and attention, an MLP beside experts.
+
+Nine layers of Mamba-2 to one of attention; a shared MLP in all and experts besides, and
+Granite's factors.
+"""
 
 import math
 from dataclasses import dataclass, field

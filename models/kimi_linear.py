@@ -1,5 +1,7 @@
-"""Kimi Linear (Kimi team 2025): Kimi Delta Attention among latent attention, with
-experts.
+"""Kimi Linear (Kimi team 2025): Kimi Delta Attention, latent attention, and experts.
+
+Three layers of Kimi Delta Attention to one of latent attention without positions, and
+experts as DeepSeek V3's.
 """
 
 from dataclasses import dataclass, field, replace

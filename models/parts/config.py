@@ -465,7 +465,7 @@ class LatentDecoderConfig(GroupedDecoderConfig):
     num_heads: int = 4
     num_kv_heads: int = 4
     experts: ExpertsConfig = field(
-        # The published models' routers multiply in float32.
+        # The routers of these models multiply in float32.
         default_factory=lambda: ExpertsConfig(router_dtype="float32")
     )
     latent: LatentConfig = field(default_factory=LatentConfig)

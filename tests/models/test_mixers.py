@@ -1,4 +1,4 @@
-"""Short convolutions, decays of channels and Mamba-2: in tiles and in decoding."""
+"""Mixers of hybrid decoders in tiles, packed rows and decoding, and their dtypes."""
 
 import dataclasses
 import functools

@@ -25,7 +25,6 @@ from models.run_config import LmRunConfig
 from models.run_state import with_adapters
 from stacked_remat import ghost, memory
 from stacked_remat.lora import LoraConfig, apply_lora, lora_filter
-from stacked_remat.ops import chunked_cross_entropy
 from stacked_remat.training import (
     POSITION_AXIS,
     TokenBatch,
@@ -45,11 +44,7 @@ def token_means(model: Decoder, batch: TokenBatch) -> NamedArray:
     hidden, _ = model.hidden_states(
         batch.tokens, documents=batch.documents, positions=batch.positions
     )
-    head = model.unembedding()
-    (Embed,) = (axis for axis in head.axes if axis != model.Vocab)
-    losses = chunked_cross_entropy(
-        hidden, head, batch.targets, Embed, model.Vocab, weights=batch.weights
-    )
+    losses = model.token_losses(hidden, batch.targets, weights=batch.weights)
     return hax.mean(losses, POSITION_AXIS)
 
 

@@ -3,7 +3,7 @@ chosen in groups.
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -13,13 +13,13 @@ from jaxtyping import PRNGKeyArray
 from models.hf_io import config_fields as hf
 from models.hf_io.formats import HfFormat, register_format
 from models.parts.cache import LayerCache
-from models.parts.config import GroupedDecoderConfig, LayerKind
+from models.parts.config import LatentDecoderConfig, LayerKind
 from models.parts.decoder import DecoderLayer, LayerOutput, residual
 from models.parts.experts import SparseExperts
 from models.parts.latent_attention import LatentAttention
 from models.parts.mlp import GatedMlp
 from models.parts.norms import Norm
-from models.parts.sections import ExpertsConfig, LatentConfig
+from models.parts.sections import ExpertsConfig
 from models.parts.tokens import Tokens
 from stacked_remat.ops import YarnRotary
 
@@ -44,39 +44,10 @@ class DeepseekV3Layer(DecoderLayer):
 
 
 @dataclass(frozen=True)
-class DeepseekV3Config(GroupedDecoderConfig):
-    """A DeepSeek V3 decoder.
+class DeepseekV3Config(LatentDecoderConfig):
+    """A DeepSeek V3 decoder."""
 
-    Attributes:
-        latent: widths of attention; they give `attention.head_dim`.
-    """
-
-    # Each head has keys and values of its own: they are made of one narrow vector.
-    num_heads: int = 4
-    num_kv_heads: int = 4
-    experts: ExpertsConfig = field(
-        # DeepseekV3TopkRouter multiplies in float32.
-        default_factory=lambda: ExpertsConfig(router_dtype="float32")
-    )
-    latent: LatentConfig = field(default_factory=LatentConfig)
     gate_scale: float = 2.5
-
-    def _check_heads(self) -> None:
-        if self.attention.head_dim not in (None, self.head_dim):
-            raise ValueError(
-                "Leave model.attention.head_dim out: model.latent gives the width of"
-                " heads."
-            )
-        if self.num_kv_heads != self.num_heads:
-            raise ValueError(
-                f"model.num_kv_heads must be model.num_heads = {self.num_heads}, got"
-                f" {self.num_kv_heads}."
-            )
-
-    @property
-    def head_dim(self) -> int:
-        """Width of a head of queries and keys."""
-        return self.latent.plain_dim + self.latent.rotary_dim
 
     def init_layer(self, kind: LayerKind, *, key: PRNGKeyArray) -> DeepseekV3Layer:
         """Makes a layer from `key`."""
@@ -111,33 +82,47 @@ class DeepseekV3Config(GroupedDecoderConfig):
         return self.head_dim**-0.5 * temperature**2
 
 
-FIELDS = hf.without(hf.DENSE_SIZES, "head_dim") | {
+LATENT_FIELDS = {
     "q_lora_rank": hf.Field("latent.query_rank", None),
     "kv_lora_rank": hf.Field("latent.key_value_rank", 512),
     "qk_nope_head_dim": hf.Field("latent.plain_dim", 128),
     "qk_rope_head_dim": hf.Field("latent.rotary_dim", 64),
     "v_head_dim": hf.Field("latent.value_dim", 128),
-    "rope_interleave": hf.Field("latent.interleaved", True),
-    "n_routed_experts": hf.Field("experts.num_experts", 256, ("num_local_experts",)),
-    "num_experts_per_tok": hf.Field("experts.experts_per_token", 8),
-    "moe_intermediate_size": hf.Field("experts.intermediate_dim", 2_048),
-    "norm_topk_prob": hf.Field("experts.norm_topk_prob", True),
-    "n_group": hf.Field("num_groups", 8),
-    "topk_group": hf.Field("groups_per_token", 4),
-    "routed_scaling_factor": hf.Field("gate_scale", 2.5),
-    "n_shared_experts": hf.Field("shared_experts", 1),
 }
+FIELDS = (
+    hf.without(hf.DENSE_SIZES, "head_dim")
+    | LATENT_FIELDS
+    | {
+        "rope_interleave": hf.Field("latent.interleaved", True),
+        "n_routed_experts": hf.Field(
+            "experts.num_experts", 256, ("num_local_experts",)
+        ),
+        "num_experts_per_tok": hf.Field("experts.experts_per_token", 8),
+        "moe_intermediate_size": hf.Field("experts.intermediate_dim", 2_048),
+        "norm_topk_prob": hf.Field("experts.norm_topk_prob", True),
+        "n_group": hf.Field("num_groups", 8),
+        "topk_group": hf.Field("groups_per_token", 4),
+        "routed_scaling_factor": hf.Field("gate_scale", 2.5),
+        "n_shared_experts": hf.Field("shared_experts", 1),
+    }
+)
 
 
 def from_hf(given: hf.ConfigFields) -> hf.Found:
     """Reads a `config.json`; defaults are those of transformers."""
-    given.ignore("head_dim", "qk_head_dim")  # sums of others
     given.ignore("aux_loss_alpha", "seq_aux")  # of a loss in training
     given.ignore("num_nextn_predict_layers", "num_mtp_layers")  # of no tensor here
     given.only("scoring_func", "sigmoid")
     given.only("topk_method", "noaux_tc")
     given.only("moe_layer_freq", 1)
     found = hf.read_decoder(given, FIELDS)
+    rotated = found["latent.rotary_dim"]
+    whole = found["latent.plain_dim"] + rotated
+    # Transformers writes these, and overwrites what it reads: others get the warning of
+    # unknown fields.
+    for name, width in (("head_dim", rotated), ("qk_head_dim", whole)):
+        if given.document.get(name) == width:
+            given.ignore(name)
     found |= hf.read_dense_prefix(given, found["num_layers"], 3)
     found |= hf.read_rotary(given, longest=4_096)
     document = given.document
@@ -158,13 +143,15 @@ def to_hf(config: DeepseekV3Config) -> dict[str, Any]:
 
 
 # `with_mqa`: the narrow vector and, besides, one rotated key for all heads
-TENSORS = {
-    "mlp.router": "gate",
-    "mlp.bias": "gate.e_score_correction_bias",
-    "mlp.shared": "shared_experts",
+LATENT_TENSORS = {
     "attention.q_a_norm": "q_a_layernorm",
     "attention.kv_a_proj": "kv_a_proj_with_mqa",
     "attention.kv_a_norm": "kv_a_layernorm",
+}
+TENSORS = LATENT_TENSORS | {
+    "mlp.router": "gate",
+    "mlp.bias": "gate.e_score_correction_bias",
+    "mlp.shared": "shared_experts",
 }
 
 register_format(

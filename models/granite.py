@@ -44,8 +44,8 @@ class GraniteLayer(DecoderLayer):
 
 
 @dataclass(frozen=True)
-class GraniteConfig(DecoderConfig):
-    """A Granite decoder.
+class MultipliedConfig(DecoderConfig):
+    """What decoders of Granite share.
 
     Attributes:
         embedding_multiplier: factor of the embedded tokens.
@@ -74,6 +74,11 @@ class GraniteConfig(DecoderConfig):
         # GraniteForCausalLM divides; a cross entropy takes a factor.
         return 1 / self.logits_scaling
 
+
+@dataclass(frozen=True)
+class GraniteConfig(MultipliedConfig):
+    """A Granite decoder."""
+
     def init_layer(self, kind: LayerKind, *, key: PRNGKeyArray) -> GraniteLayer:
         """Makes a layer from `key`."""
         attention_key, mlp_key = jax.random.split(key)
@@ -93,7 +98,7 @@ class GraniteConfig(DecoderConfig):
         )
 
 
-FIELDS = hf.DENSE_SIZES | {
+MULTIPLIERS = {
     name: hf.Field(name, 1.0)
     for name in (
         "embedding_multiplier",
@@ -102,6 +107,7 @@ FIELDS = hf.DENSE_SIZES | {
         "logits_scaling",
     )
 }
+FIELDS = hf.DENSE_SIZES | MULTIPLIERS
 
 
 def from_hf(given: hf.ConfigFields) -> hf.Found:

@@ -15,8 +15,8 @@ from models.parts.attention import Attention
 from models.parts.cache import LayerCache
 from models.parts.config import DecoderConfig, LayerKind, SparseDecoderConfig
 from models.parts.decoder import DecoderLayer, LayerOutput, residual
-from models.parts.experts import SparseExperts
-from models.parts.mlp import GatedMlp
+from models.parts.experts import init_feed_forward
+from models.parts.mlp import FeedForward
 from models.parts.norms import Norm, rms_norm
 from models.parts.sections import ExpertsConfig
 from models.parts.tokens import Tokens
@@ -30,7 +30,7 @@ class Qwen3Layer(DecoderLayer):
     input_norm: Norm
     attention: Attention
     post_attention_norm: Norm
-    mlp: GatedMlp | SparseExperts
+    mlp: FeedForward
 
     @staticmethod
     def init(
@@ -38,10 +38,6 @@ class Qwen3Layer(DecoderLayer):
     ) -> "Qwen3Layer":
         """Makes a layer from `key`."""
         attention_key, mlp_key = jax.random.split(key)
-        if kind.sparse and isinstance(config, SparseDecoderConfig):
-            mlp = SparseExperts.init(config, key=mlp_key)
-        else:
-            mlp = GatedMlp.init(config, config.Mlp, key=mlp_key)
         return Qwen3Layer(
             input_norm=config.init_norm(),
             attention=Attention.init(
@@ -54,7 +50,7 @@ class Qwen3Layer(DecoderLayer):
                 key=attention_key,
             ),
             post_attention_norm=config.init_norm(),
-            mlp=mlp,
+            mlp=init_feed_forward(config, kind, key=mlp_key),
         )
 
     def forward(
@@ -119,16 +115,7 @@ def moe_from_hf(given: hf.ConfigFields) -> hf.Found:
     is_on = given("use_sliding_window", False)
     found |= hf.read_windows(given, found["num_layers"], 4_096, is_on=is_on)
     found |= hf.read_load_balance(given)
-    layers = range(found["num_layers"])
-    # Qwen3MoeDecoderLayer: every `step`-th layer has experts, unless it is named.
-    step, dense = given("decoder_sparse_step", 1) or 1, given("mlp_only_layers", [])
-    if strange := [layer for layer in dense if layer not in layers]:
-        raise ValueError(
-            f"mlp_only_layers names layer {shown(strange[0])}; there are 0 to"
-            f" {layers[-1]}."
-        )
-    is_dense = [layer for layer in layers if layer in dense or (layer + 1) % step]
-    return found | {"experts.dense_layers": is_dense}
+    return found | read_dense_layers(given, found["num_layers"])
 
 
 def moe_to_hf(config: Qwen3MoeConfig) -> dict[str, Any]:
@@ -136,9 +123,27 @@ def moe_to_hf(config: Qwen3MoeConfig) -> dict[str, Any]:
     written = hf.write_decoder(config, MOE_FIELDS) | hf.write_rotary(config.rotary)
     window = config.attention.window
     written |= {"sliding_window": window, "use_sliding_window": window is not None}
+    return written | write_dense_layers(config) | hf.write_load_balance(config)
+
+
+def read_dense_layers(given: hf.ConfigFields, num_layers: int) -> hf.Found:
+    """The layers without experts."""
+    # Qwen3MoeDecoderLayer: every `step`-th layer has experts, unless it is named.
+    step, dense = given("decoder_sparse_step", 1) or 1, given("mlp_only_layers", [])
+    layers = range(num_layers)
+    if strange := [layer for layer in dense if layer not in layers]:
+        raise ValueError(
+            f"mlp_only_layers names layer {shown(strange[0])}; there are 0 to"
+            f" {layers[-1]}."
+        )
+    is_dense = [layer for layer in layers if layer in dense or (layer + 1) % step]
+    return {"experts.dense_layers": is_dense}
+
+
+def write_dense_layers(config: SparseDecoderConfig) -> dict[str, Any]:
+    """The inverse of `read_dense_layers`."""
     dense = [*config.experts.dense_layers]
-    written |= {"decoder_sparse_step": 1, "mlp_only_layers": dense}
-    return written | hf.write_load_balance(config)
+    return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
 
 
 MOE_TENSORS = {"mlp.router": "gate"}

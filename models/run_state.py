@@ -3,6 +3,7 @@ that are found.
 """
 
 import dataclasses
+import fnmatch
 import functools
 from collections.abc import Callable
 from pathlib import Path
@@ -46,6 +47,7 @@ from stacked_remat.training import (
     cast_parameters,
     check_learning_rates,
     load_checkpoint,
+    parameter_paths,
     trainable_except,
 )
 from stacked_remat.training.checkpoint import check_unsaved
@@ -63,6 +65,7 @@ def run_optimizer(
         "state_dtype": config.trainer.precision.optimizer_state,
         "eps_root": eps_root,
     }
+    # Fused updates bound the norm themselves, of all layers together.
     unclipped = build_optimizer(
         dataclasses.replace(config.optimizer, max_grad_norm=None), steps, **options
     )
@@ -103,10 +106,34 @@ def trained_parts(
     try:
         trainable = trainable_except(model, config.freeze, trainable)
         trained = eqx.filter(model, trainable)
+        _check_left_to_train(config, model, trained)
         check_learning_rates(config.optimizer.learning_rates, trained)
     except ValueError as error:
         raise ConfigError(f"Bad config: {error}") from error
     return model, trainable
+
+
+def _check_left_to_train(config: LmRunConfig, model: Decoder, trained: Decoder) -> None:
+    """Raises ValueError for patterns that freeze what something else has to train."""
+    if not jax.tree.leaves(trained):
+        raise ValueError(
+            "freeze: the patterns match every parameter that would be trained. Leave"
+            " some of them to train."
+        )
+    if config.trainer.update.fused and not jax.tree.leaves(trained.layers):
+        raise ValueError(
+            "freeze: the patterns match every parameter of the layers, and"
+            " trainer.update.fused updates those. Leave out one of them."
+        )
+    if not config.model.balances_by_bias:
+        return
+    for path in sorted({*parameter_paths(model)} - {*parameter_paths(trained)}):
+        if path.endswith(".mlp.bias"):
+            raise ValueError(
+                f"freeze: the patterns match {path}, the biases of routers, which"
+                " model.bias: by_load trains. Leave them out, or write model.bias:"
+                " frozen."
+            )
 
 
 def with_adapters(
@@ -117,17 +144,27 @@ def with_adapters(
     """
     if lora is None:
         return model, eqx.is_inexact_array
+    _check_head_target(model, lora)
     try:
         # Another key than the model's, so that adapters are independent of its weights.
         adapted = apply_lora(model, lora, key=jax.random.fold_in(key, 1))
     except ValueError as error:
         raise ConfigError(f"Bad config: {error}") from error
-    if isinstance(adapted.head, LoraLinear):
-        raise ConfigError(
-            "The loss takes the weight of the head, which can't be adapted: leave it"
-            " out of lora.targets."
-        )
     return adapted, lora_filter(adapted)
+
+
+def _check_head_target(model: Decoder, lora: LoraConfig) -> None:
+    """Refuses a pattern for a head that is the embedding, which is no linear map."""
+    if model.head is not None:
+        return
+    paths = [*lora_linears(model)]
+    for pattern in lora.targets:
+        if fnmatch.fnmatchcase("head", pattern) and not fnmatch.filter(paths, pattern):
+            raise ConfigError(
+                f"lora.targets: {pattern!r} is of the head, which this model ties to"
+                " the embedding: they are one matrix, without a linear map to adapt."
+                " Leave it out."
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,6 +256,7 @@ class Placement:
             weights = self.partitioning.init_sharded(
                 self.random, found.config, found.Vocab, dtype, key
             )
+        # A checkpoint has adapters alone; frozen weights are compared by a checksum.
         adapted, trainable = trained_parts(run, weights, key=key)
         trained, frozen = eqx.partition(
             self.partitioning.shard_weights(adapted), trainable

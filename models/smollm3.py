@@ -59,15 +59,7 @@ def from_hf(given: hf.ConfigFields) -> hf.Found:
     found = hf.read_decoder(given, FIELDS, kv_heads=4)
     found |= hf.read_rotary(given, theta=2_000_000.0)
     layers = range(found["num_layers"])
-    interval = given("no_rope_layer_interval", 4)
-    usual = [int((layer + 1) % interval != 0) for layer in layers]
-    # Despite its name 1 is for layers with a rotary embedding.
-    rotates = given("no_rope_layers", usual)
-    if len(rotates) < len(layers):
-        raise ValueError(
-            f"no_rope_layers has {len(rotates)} entries for {len(layers)} layers. Give"
-            " one for each layer."
-        )
+    rotates = hf.read_rotated(given, layers)
     unrotated = [layer for layer in layers if not rotates[layer]]
     # Published models use none; where they do, only unrotated layers have one.
     is_on = given("use_sliding_window", False)

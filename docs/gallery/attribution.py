@@ -1,9 +1,8 @@
 # %% [markdown]
 # # Attribution: which examples harm
 #
-# For whoever suspects labels. A third of the training labels is wrong; the dot product
-# of each example's gradient with that of a small clean set finds them, in the backward
-# pass.
+# A third of the training labels is wrong; the dot product of each example's gradient
+# with that of a small clean set finds them, in the backward pass.
 
 # %%
 import equinox as eqx

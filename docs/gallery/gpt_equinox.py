@@ -1,9 +1,9 @@
 # %% [markdown]
 # # A GPT in plain Equinox
 #
-# For whoever writes models in Equinox: attention, an MLP, and twelve layers of them in
-# one `Stacked`. The arrays have no names; the layers are the first dimension. It learns
-# two lines of verse, byte by byte.
+# A GPT written in Equinox: attention, an MLP, and twelve layers of them in one
+# `Stacked`. The arrays have no names; the layers are the first dimension. It learns two
+# lines of verse, byte by byte.
 
 # %%
 import equinox as eqx

@@ -1,10 +1,9 @@
 # %% [markdown]
 # # The sharpest direction of a deep network
 #
-# For whoever studies curvature. The largest eigenvalue of the loss's Hessian bounds the
-# learning rate: near a minimum gradient descent diverges above 2 divided by it.
-# Lanczos' method needs products of the Hessian with vectors alone, and `jax.jvp` of
-# `jax.grad` gives them under every policy.
+# The largest eigenvalue of the loss's Hessian bounds the learning rate: near a minimum
+# gradient descent diverges above 2 divided by it. Lanczos' method needs products of the
+# Hessian with vectors alone, and `jax.jvp` of `jax.grad` gives them under every policy.
 
 # %%
 import equinox as eqx

@@ -1,10 +1,10 @@
 # %% [markdown]
 # # A neuron, fitted to a recording
 #
-# For whoever fits a simulation. In the nerve cell of Hodgkin and Huxley (1952) channels
-# for ions open and close with the voltage. Which conductances explain a recorded
-# voltage? Gradient descent finds them through every time step, in the memory of a few
-# states. See [long loops](../long-loops.md).
+# In the nerve cell of Hodgkin and Huxley (1952) channels for ions open and close with
+# the voltage. Which conductances explain a recorded voltage? Gradient descent finds
+# them through every time step, in the memory of a few states. See [long
+# loops](../long-loops.md).
 
 # %%
 import haliax as hax

@@ -1,9 +1,9 @@
 # %% [markdown]
 # # A planner session
 #
-# For whoever asks which policy fits. `memory.plan` compiles a training step, for the
-# device at hand or for a GPU that is not there (`target="h200"`), and takes the policy
-# with the fewest FLOPs among those that fit.
+# Which policy fits? `memory.plan` compiles a training step, for the device at hand or
+# for a GPU that is not there (`target="h200"`), and takes the policy with the fewest
+# FLOPs among those that fit.
 
 # %%
 import textwrap

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # A policy with saved names, and what it costs
 #
-# For whoever has memory to spare, and not enough to keep everything: name values in the
-# block, and let a policy keep some of them.
+# If memory is left over, but not enough to keep everything, name values in the block,
+# and let a policy keep some of them.
 
 # %%
 import equinox as eqx

@@ -1,10 +1,10 @@
 # %% [markdown]
 # # A visitor: the signal and the noise of each layer's gradient
 #
-# For whoever wants statistics of gradients. The backward pass reverses every layer
-# once, with its input and the cotangent of its output, and calls a visitor there. This
-# one finds how noisy each layer's gradient is over the examples of a batch, and stores
-# no gradient of the stack.
+# Statistics of gradients, found in the backward pass. The backward pass reverses every
+# layer once, with its input and the cotangent of its output, and calls a visitor there.
+# This one finds how noisy each layer's gradient is over the examples of a batch, and
+# stores no gradient of the stack.
 
 # %%
 import equinox as eqx

@@ -40,10 +40,15 @@ def save_adapters(
 
 def load_adapters(model: Decoder, folder: Path) -> Decoder:
     """The model with the adapters in `folder`, in either layout of experts."""
+    head = format_of(model.config).name_of("head")
     try:
-        is_separate = any(
-            re.search(r"\.experts\.\d+\.", name) for name in peft_tensor_names(folder)
-        )
+        names = peft_tensor_names(folder)
+        if model.head is None and any(f".{head}.lora_" in name for name in names):
+            raise ValueError(
+                f"they adapt {head}, which this model ties to the embedding. Train"
+                " adapters without it, or untie it: tie_word_embeddings: false."
+            )
+        is_separate = any(re.search(r"\.experts\.\d+\.", name) for name in names)
         return load_peft(
             model,
             folder,
@@ -71,12 +76,15 @@ def peft_names(
     shapes = eqx.filter_eval_shape(
         Decoder.init, config, Axis("vocab", 1), key=jax.random.key(0)
     )
+    swapped = {one.name for one in known.fused.values() if one.swapped}
     maps = {_dotted(path): one for path, one in tensor_maps(shapes, known).items()}
 
     def name(path: str, index: tuple[int, ...]) -> str | PeftParameter:
         one, rows = maps[path], None
         if one.outputs is not None:
-            rows = one.outputs.indices(one.matrix_shape[-1 if one.transposed else 0])
+            size = one.matrix_shape[-1 if one.transposed else 0]
+            rows = one.outputs.indices(size // one.blocks)
+        # A stack has layers of one kind; names have the numbers of all.
         if one.layers is not None:
             index = (one.layers[index[0]], *index[1:])
         outer = one.name.count("{}")
@@ -85,20 +93,26 @@ def peft_names(
         )
         if outer < len(index):
             module, _, tensor = module.rpartition(".")
+            # The order in which transformers' module defines its parameters
             order = int(tensor == "down_proj")
             return PeftParameter(
-                module, tensor, index[1], one.stacked[1], order=order, rows=rows
+                module,
+                tensor,
+                index[1],
+                one.stacked[1],
+                order=order,
+                rows=rows,
+                swapped=tensor in swapped,
             )
         # PEFT adapts a router as a parameter; beside experts, it takes a module of an
         # MLP for one of theirs.
         beside = (
             config.sparse is not None and ".mlp." in path and ".experts." not in path
         )
-        return (
-            PeftParameter(module, "weight" if beside else "", rows=rows)
-            if beside or rows
-            else module
-        )
+        if not beside and rows is None:
+            return module
+        tensor = "weight" if beside else ""
+        return PeftParameter(module, tensor, rows=rows, row_blocks=one.blocks)
 
     return name
 

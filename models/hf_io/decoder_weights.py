@@ -39,6 +39,7 @@ from models.hf_io.stacked_weights import (
 )
 from models.hf_io.wiring import check_wiring
 from models.parts.config import DecoderConfig
+from models.parts.convolution import ShortConvolution
 from models.parts.decoder import Decoder
 from models.parts.norms import Norm
 from stacked_remat import StackedPattern
@@ -52,14 +53,21 @@ def read_decoder(root: Path, like: Decoder) -> Decoder:
     Cost: one tensor in host memory, or where experts are fused those of one expert,
     besides the decoder.
     """
-    folder, known = SafetensorsFolder.open(root), format_of(like.config)
+    folder, known = _text_tensors(root), format_of(like.config)
+    folder = folder.renamed(known.read_name)
+    # As some training code saves what transformers has in memory
     if any(name.endswith(".experts.gate_up_proj") for name in folder.shapes):
         known = known.in_memory
         folder = folder.renamed(known.loaded_name)
+    elif known.joined:
+        # Where transformers cuts such a tensor does not say whose a part is.
+        folder = folder.joined(known.joined).renamed(known.loaded_name)
+        known = replace(known, is_loaded=True)
     folder = _without_unused(
         _with_head_of(like.config, folder, known), like.config, known
     )
     maps = tensor_maps(like, known)
+    # Before any is read: what is missing is said in a second.
     check_tensors([*maps.values()], folder)
     default = SingleDeviceSharding(jax.devices()[0])
 
@@ -86,7 +94,7 @@ def with_own_head(config: DecoderConfig, root: Path) -> DecoderConfig:
         (root / file).is_file() for file in weight_files(root)
     ):
         return config
-    if not _has_own_head(SafetensorsFolder.open(root), format_of(config)):
+    if not _has_own_head(_text_tensors(root), format_of(config)):
         return config
     warnings.warn(
         f"{root}: config.json ties the head to the embedding, and the files have a head"
@@ -118,6 +126,7 @@ def write_decoder(
     assert not any(
         isinstance(one, LoraLinear) for one in lora_linears(decoder).values()
     ), "merge adapters"
+    # Layers that were changed are not what the `model_type` says.
     check_wiring(format_of(decoder.config))
     maps = tensor_maps(decoder)
     leaves = jax.tree_util.tree_leaves_with_path(decoder, is_leaf=is_named_array)
@@ -145,6 +154,7 @@ def tensor_maps(
     """
     known = known or format_of(decoder.config)
     is_mixed = isinstance(decoder.layers, StackedPattern)
+    # Several linear maps may share one tensor.
     by_tensor: dict[Any, list[TensorMap]] = {}
     for keys, module in jax.tree_util.tree_leaves_with_path(
         decoder, is_leaf=_is_module
@@ -157,10 +167,20 @@ def tensor_maps(
         name, own_path = _tensor_name(known, parts)
         for kind, named in _arrays(module).items():
             sizes = tuple(axis.size for axis in named.axes)
+            # A name has a number for each stacking axis: layers, experts.
             stacked, layer_shape = sizes[: name.count("{}")], sizes[name.count("{}") :]
             shape = _tensor_shape(module, kind, layer_shape)
+            if (written := known.shapes.get(f"{own_path}{kind}")) is not None:
+                rest = math.prod(shape)
+                shape = tuple(rest if size == -1 else size for size in written)
             one = TensorMap(
-                f"{path}{kind}", f"{name}{kind}", stacked, shape, layer_shape, layers
+                f"{path}{kind}",
+                f"{name}{kind}",
+                stacked,
+                shape,
+                layer_shape,
+                layers,
+                blocks=math.prod(layer_shape[: known.head_axes_of(own_path)]),
             )
             outer, _, _ = one.name.rpartition(".{}.")
             fused = known.fused.get(f"{own_path}{kind}")
@@ -173,6 +193,7 @@ def tensor_maps(
                     tensor_shape=shape,
                     transposed=fused.transposed,
                 )
+            one = replace(one, name=known.tensor_name(one.name))
             by_tensor.setdefault((one.name, layers, fused), []).append(one)
     return {
         part.path: part
@@ -202,12 +223,12 @@ def _parts(
 ) -> Iterator[TensorMap]:
     """The maps to the same tensors, each with its outputs of these."""
     axis = -1 if same[0].transposed else -len(same[0].matrix_shape)
-    widths = [one.tensor_shape[axis] for one in same]
+    widths = [one.tensor_shape[axis] // one.blocks for one in same]
     for number, (one, stop) in enumerate(
         zip(same, itertools.accumulate(widths), strict=True)
     ):
         shape = [*one.tensor_shape]
-        shape[axis] = sum(widths)
+        shape[axis] = sum(widths) * one.blocks
         outputs = slice(stop - widths[number], stop)
         if fused is not None and fused.interleaved:
             outputs = slice(number, None, len(same))
@@ -216,6 +237,16 @@ def _parts(
             if len(same) == 1
             else replace(one, tensor_shape=tuple(shape), outputs=outputs)
         )
+
+
+def _text_tensors(root: Path) -> SafetensorsFolder:
+    """The tensors of a folder, those of a text decoder in a larger model under the
+    names that they have without it.
+    """
+    folder = SafetensorsFolder.open(root)
+    return folder.renamed(
+        lambda name: re.sub(r"^model\.language_model\.", "model.", name)
+    )
 
 
 def _has_own_head(folder: SafetensorsFolder, known: HfFormat) -> bool:
@@ -277,14 +308,17 @@ def _without_unused(
         is_tied = (
             config.tie_word_embeddings and name == f"{known.name_of('head')}.weight"
         )
-        return not (is_further or is_tied or name.endswith(".rotary_emb.inv_freq"))
+        is_of_other_part = name.startswith(known.not_read)
+        is_table = name.endswith(".rotary_emb.inv_freq")
+        return not (is_further or is_tied or is_of_other_part or is_table)
 
     shapes = {name: shape for name, shape in folder.shapes.items() if is_used(name)}
     return replace(folder, shapes=shapes)
 
 
 def _is_module(node: Any) -> bool:
-    return isinstance(node, hnn.Linear | hnn.Embedding | Norm) or is_named_array(node)
+    modules = hnn.Linear | hnn.Embedding | Norm | ShortConvolution
+    return isinstance(node, modules) or is_named_array(node)
 
 
 def _arrays(module: Any) -> dict[str, NamedArray]:
@@ -302,5 +336,9 @@ def _tensor_shape(
 ) -> tuple[int, ...]:
     if kind != ".weight" or isinstance(module, Norm):
         return (math.prod(layer_shape),)
+    if isinstance(module, ShortConvolution):
+        # Of PyTorch's convolutions, whose channels read one channel each
+        *channels, taps = layer_shape
+        return math.prod(channels), 1, taps
     rows = len(ensure_tuple(module.Out)) if isinstance(module, hnn.Linear) else 1
     return math.prod(layer_shape[:rows]), math.prod(layer_shape[rows:])

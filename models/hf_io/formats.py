@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 from models.hf_io.config_fields import ConfigFields, Fields, Found, layer_types
 from models.hf_io.safetensors_folder import WeightsError, read_json
-from models.hf_io.stacked_weights import ExpertsTensor
+from models.hf_io.stacked_weights import ExpertsTensor, HeadsTensor
 from models.parts.config import DecoderConfig
 from models.parts.hybrid import HybridDecoderConfig
 from models.parts.sections import FULL, SLIDING, AttentionConfig
@@ -20,7 +20,7 @@ from stacked_remat.training.config_file import decode_config, written_keys
 from stacked_remat.training.errors import ConfigError
 
 GENERATION_CONFIG = "generation_config.json"
-TensorTable: TypeAlias = Mapping[str, str | ExpertsTensor]
+TensorTable: TypeAlias = Mapping[str, str | ExpertsTensor | HeadsTensor]
 
 DECODER_TENSORS: TensorTable = {
     "embedding": "model.embed_tokens",
@@ -30,6 +30,12 @@ DECODER_TENSORS: TensorTable = {
     "input_norm": "input_layernorm",
     "post_attention_norm": "post_attention_layernorm",
     "attention": "self_attn",
+    "linear_attention": "linear_attn",
+    "linear_attention.decay": "",
+    "linear_attention.decay.a_log": "A_log",
+    "linear_attention.q_conv": "conv1d",
+    "linear_attention.k_conv": "conv1d",
+    "linear_attention.v_conv": "conv1d",
 }
 """The names that most architectures have."""
 
@@ -53,13 +59,22 @@ class HfFormat:
             attribute's name; empty for a part whose name is in none. And by the path of
             an expert's array (`mlp.experts.down_proj.weight`) the tensor that holds
             those of all. Linear maps with one name share its tensors, which have their
-            outputs in the order of the attributes.
-        loaded: parts of names that transformers has otherwise in memory, as adapters
-            have them.
+            outputs in the order of the attributes, or with a `HeadsTensor` head by
+            head.
+        loaded: parts of names, with dots in them or not, that transformers has
+            otherwise in memory, as adapters have them.
+        joined: by a part of a name in memory, those of the files' tensors that are one
+            there, joined along their first axis; `loaded` gives them this name.
+        also_read: parts of names that some files have for others, which are written.
+        shapes: by the path of an array the shape of its tensor, where that has axes of
+            size 1; -1 for the other one.
+        is_loaded: whether names are those of transformers' model in memory.
         quant_methods: the `quant_method`s of `quantization_config` whose tensors are
             read.
         further_layers: whether files may have layers after the last, which predict
             further tokens, and are not read.
+        not_read: how the names of other tensors begin that files may have and this
+            decoder does not.
         probe: fields of the config whose checksum is recorded: those that have no
             effect by default, such as a factor of 1, and what gives layers of each
             kind.
@@ -74,8 +89,13 @@ class HfFormat:
     fields: Fields
     tensors: TensorTable = field(default_factory=dict)
     loaded: Mapping[str, str] = field(default_factory=dict)
+    joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    also_read: Mapping[str, str] = field(default_factory=dict)
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    is_loaded: bool = False
     quant_methods: tuple[str, ...] = ()
     further_layers: bool = False
+    not_read: tuple[str, ...] = ()
     probe: Mapping[str, Any] = field(default_factory=dict)
     checksum: float | None = None
 
@@ -83,8 +103,17 @@ class HfFormat:
         """What a part is called in the names of tensors, without those around it."""
         own = path.rpartition(".")[-1]
         name = self.tensors.get(path, DECODER_TENSORS.get(path, own))
+        if isinstance(name, HeadsTensor):
+            return name.name
         assert isinstance(name, str)
         return name
+
+    def head_axes_of(self, path: str) -> int:
+        """How many output axes of a linear map are the heads by which it shares a
+        tensor; 0 if it does not.
+        """
+        name = self.tensors.get(path)
+        return name.head_axes if isinstance(name, HeadsTensor) else 0
 
     @property
     def fused(self) -> Mapping[str, ExpertsTensor]:
@@ -104,22 +133,35 @@ class HfFormat:
 
         Some training code writes its files so. In `gate_up_proj` gate is before up.
         """
-        if self.fused:
-            return self
-        tensors: dict[str, str | ExpertsTensor] = {
-            path: self.loaded_name(self.name_of(path)) for path in self.tensors
-        }
-        for part, name in (
-            ("gate_proj", "gate_up_proj"),
-            ("up_proj", "gate_up_proj"),
-            ("down_proj", "down_proj"),
-        ):
-            tensors[f"mlp.experts.{part}.weight"] = ExpertsTensor(name)
-        return dataclasses.replace(self, tensors=tensors)
+        tensors = {**self.tensors}
+        if not self.fused:
+            tensors |= {
+                "mlp.experts.gate_proj.weight": ExpertsTensor("gate_up_proj"),
+                "mlp.experts.up_proj.weight": ExpertsTensor("gate_up_proj"),
+                "mlp.experts.down_proj.weight": ExpertsTensor("down_proj"),
+            }
+        return dataclasses.replace(self, tensors=tensors, is_loaded=True)
+
+    def tensor_name(self, name: str) -> str:
+        """The name of a tensor that a file calls `name`."""
+        return self.loaded_name(name) if self.is_loaded else name
 
     def loaded_name(self, name: str) -> str:
-        """What transformers calls a tensor or module of a file in memory."""
-        return ".".join(self.loaded.get(part, part) for part in name.split("."))
+        """What transformers calls a tensor or module of a file in memory, and of a
+        model in memory too.
+        """
+        return _with_parts_renamed(name, self.loaded)
+
+    def read_name(self, name: str) -> str:
+        """What a tensor is called that a file has under this name."""
+        return _with_parts_renamed(name, self.also_read)
+
+
+def _with_parts_renamed(name: str, parts: Mapping[str, str]) -> str:
+    whole = f".{name}."
+    for before, after in parts.items():
+        whole = whole.replace(f".{before}.", f".{after}.")
+    return whole[1:-1]
 
 
 _FORMATS: dict[str, HfFormat] = {}
@@ -180,6 +222,7 @@ def config_from_hf(
     A field that is not known gives a warning; one that is missing or has an unsupported
     value, a ValueError.
     """
+    document = _text_fields(document)
     given = ConfigFields(document)
     model_type = given("model_type", "")
     if model_type not in _FORMATS:
@@ -207,6 +250,10 @@ def config_from_hf(
             f"{name} is {shown(value)}: this can't be used ({error})."
         ) from error
     given.check_left(model_type, place)
+    # Files have the width of an MLP also where no layer has one.
+    if not found.get("experts.dense_layers", True):
+        found["mlp_dim"] = None
+    # From `attention.window` to a section `attention` with `window`
     tree: dict[str, Any] = {}
     for path, value in found.items():
         section, _, own = path.rpartition(".")
@@ -215,6 +262,7 @@ def config_from_hf(
         config = decode_config(known.config_class, tree, "in config.json")
     except ConfigError as error:
         names = {field.path: name for name, field in known.fields.items()} | _NAMES
+        # Users know the fields of the file, not the attributes that they are read into.
         text = re.sub(
             r"(?:model\.)?([a-z]\w*(?:\.[a-z]\w*)*)",
             lambda at: names.get(at[1], at[0]),
@@ -222,6 +270,17 @@ def config_from_hf(
         )
         raise ValueError(text) from error
     return config, vocab_size
+
+
+def _text_fields(document: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The fields of a text decoder, which may be a section of those of a model that
+    reads images too.
+    """
+    section = document.get("text_config")
+    if not isinstance(section, dict) or section.get("model_type") not in _FORMATS:
+        return document
+    around = ("tie_word_embeddings", "quantization_config")
+    return {name: document[name] for name in around if name in document} | section
 
 
 def config_to_hf(
@@ -239,6 +298,7 @@ def config_to_hf(
         "vocab_size": vocab_size,
         "torch_dtype": dtype,
     }
+    # Read again below: what comes back differs in what `to_hf` can't say.
     document |= known.to_hf(config)
     again, _ = config_from_hf(document)
     if differing := differing_fields("model", written_out(config), written_out(again)):
@@ -281,6 +341,7 @@ def says_nothing(config: DecoderConfig) -> bool:
     A config says what is written in it, by a file or as an argument in Python, also
     where it is the default.
     """
+    # Of a longer context the rotary section is said, and not the architecture.
     lengthens = config.rotary.scaling is not None
     said = [
         key for key in written_keys(config) - {"type"} if _is_of_folder(config, key)
@@ -312,6 +373,7 @@ def _is_of_folder(config: Any, key: str) -> bool:
         for one in dataclasses.fields(config)
     )
     value = getattr(config, name)
+    # A section is the folder's as far as a key in it is.
     has_keys = below and dataclasses.is_dataclass(value)
     return not is_of_run and (not has_keys or _is_of_folder(value, below))
 

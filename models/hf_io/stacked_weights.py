@@ -35,6 +35,8 @@ class ExpertsTensor:
             have.
         transposed: whether its matrices are `[in, out]`, where those of the model are
             `[out, in]`.
+        swapped: whether PEFT takes their inputs for outputs, as it does of matrices
+            `[in, out]` unless transformers says that they are.
         interleaved: whether the outputs of linear maps that are in it alternate, rather
             than being one after the other.
     """
@@ -42,6 +44,21 @@ class ExpertsTensor:
     name: str
     transposed: bool = False
     interleaved: bool = False
+    swapped: bool = False
+
+
+@dataclass(frozen=True)
+class HeadsTensor:
+    """A tensor that holds several linear maps head by head: of each head the outputs of
+    all of them.
+
+    Attributes:
+        name: of the tensor.
+        head_axes: how many of the first output axes of a map are its heads.
+    """
+
+    name: str
+    head_axes: int = 1
 
 
 @dataclass(frozen=True)
@@ -61,6 +78,8 @@ class TensorMap:
         outputs: which outputs of the tensor's matrix are of this array; None for all.
         transposed: whether that matrix is `[in, out]`, and that of the model `[out,
             in]`.
+        blocks: into how many blocks its rows are cut, as many as it has heads;
+            `outputs` are of each block.
     """
 
     path: str
@@ -71,6 +90,7 @@ class TensorMap:
     layers: tuple[int, ...] | None = None
     outputs: slice | None = None
     transposed: bool = False
+    blocks: int = 1
 
     def __post_init__(self) -> None:
         matrix = np.broadcast_to(np.int8(0), self.matrix_shape)
@@ -87,7 +107,8 @@ class TensorMap:
         """The view of a matrix that is of this array, as the model has it."""
         if self.transposed:
             return np.swapaxes(matrix[..., self.outputs or slice(None)], -1, -2)
-        return matrix[self.outputs or slice(None)]
+        rows = matrix.reshape(self.blocks, -1, *matrix.shape[1:])
+        return rows[:, self.outputs or slice(None)]
 
     def numbered(self) -> Iterator[tuple[tuple[int, ...], str, tuple[int, ...]]]:
         """For every entry: its index along the stacking axes, the name of its tensor,
@@ -119,6 +140,7 @@ def check_tensors(maps: Sequence[TensorMap], folder: SafetensorsFolder) -> None:
     problems = entry_problems(
         expected, {name: list(shape) for name, shape in folder.shapes.items()}
     )
+    # Integers would be cast without a word.
     problems += float_problems(
         {name: folder.dtypes[name] for name in expected if name in folder.shapes}
     )
@@ -162,6 +184,7 @@ def read_array(
         None
     ):  # each shard is an array of one device, also where the caller uses a mesh
         for position, name, inside in one.numbered():
+            # Other processes read for their own devices.
             holders = [shard for shard in shards if shard.holds(position)]
             if holders:
                 tensor = one.part(read(name, inside)).reshape(one.layer_shape)
@@ -181,6 +204,7 @@ def pending_tensors(
     """The tensors of the arrays of a model by name, each made only when it is
     written.
     """
+    # By tensor: several arrays may have parts of one.
     entries: dict[
         str, list[tuple[TensorMap, Array, tuple[int, ...], tuple[int, ...]]]
     ] = {}
@@ -228,6 +252,7 @@ class _Shard:
 @jax.jit(donate_argnums=0)
 def _put(array: Array, part: Array, one: Array) -> Array:
     new = part.astype(array.dtype).reshape((1,) * one.size + part.shape)
+    # An array on the host is written there.
     new = jax.device_put(new, jax.typeof(array).memory_space)
     zero = jnp.zeros((), one.dtype)
     return lax.dynamic_update_slice(array, new, [*one, *[zero] * part.ndim])
@@ -241,6 +266,7 @@ def _take(array: Array, one: Array) -> Array:
 
 
 def _one(array: Array, position: tuple[int, ...]) -> Tensor:
+    # One layer or expert at a time comes to the host.
     return np.asarray(
         _take(array, jnp.asarray(position, jnp.int32)) if position else array
     )

@@ -9,6 +9,7 @@ import equinox as eqx
 import haliax as hax
 import haliax.nn as hnn
 import jax
+import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from jaxtyping import DTypeLike, PRNGKeyArray
 
@@ -18,7 +19,7 @@ from models.parts.linear import linear, map_linears, of_part, without_bias
 from models.parts.mixer import Mixer
 from models.parts.norms import Norm
 from models.parts.rotary import RotaryEmbedding
-from models.parts.sections import RotaryConfig
+from models.parts.sections import RotaryConfig, TemperatureConfig
 from models.parts.tokens import Tokens, has_positions
 from stacked_remat import checkpoint_name, tiled
 from stacked_remat.ops import causal_attention, decode_attention
@@ -30,11 +31,14 @@ class CausalAttention(Mixer):
 
     Attributes:
         o_proj: the last projection.
+        gate_proj: whose sigmoid what attention gives is multiplied by; None for none.
         sinks: a score that attends to nothing, of each query head; see
             `stacked_remat.ops.causal_attention`.
         rotary: the rotary embedding; None for none.
         window: how many positions a query sees, itself included; None for all up to
             itself.
+        chunk: documents are cut into chunks of so many positions, which do not see
+            each other; None for not. Not with a window.
         scale: factor of the scores; None for `HeadDim.size ** -0.5`.
         softcap: scaled scores become `softcap * tanh(scores / softcap)`; None for not.
         backend: the kernel.
@@ -43,11 +47,13 @@ class CausalAttention(Mixer):
 
     # Of the projections only the last is common to all kinds of attention.
     o_proj: eqx.AbstractVar[hnn.Linear]
+    gate_proj: eqx.AbstractVar[hnn.Linear | None]
     sinks: eqx.AbstractVar[NamedArray | None]
     KVHeads: eqx.AbstractVar[Axis]
     HeadDim: eqx.AbstractVar[Axis]
     rotary: eqx.AbstractVar[RotaryEmbedding | None]
     window: eqx.AbstractVar[int | None]
+    chunk: eqx.AbstractVar[int | None]
     scale: eqx.AbstractVar[float | None]
     softcap: eqx.AbstractVar[float | None]
     backend: eqx.AbstractVar[str]
@@ -85,16 +91,33 @@ class CausalAttention(Mixer):
         query, key, value, kept = self.heads(x, tokens)
         # Before attention: a single token sees itself in the cache.
         if cache is not None:
-            cache = keep_tokens(cache, kept, tokens, self.window)
+            cache = keep_tokens(cache, kept, tokens, self.reach)
         if cache is None:
             attended = self._attend(query, key, value, tokens, self.backend)
         elif has_positions(x):
             # The device's default kernel, whichever the model was trained with
             attended = self._attend(query, key, value, tokens, "auto")
         else:
-            assert tokens.positions is not None
-            attended = self.attend_to_kept(query, cache.read(), tokens.positions)
-        return self.o_proj(attended).rearrange(x.axes), cache
+            last = tokens.positions
+            assert last is not None
+            if self.chunk is not None:
+                # Position p is in slot p modulo `chunk`: the slots up to it are of its
+                # chunk, and later ones of the chunk before.
+                last = last % self.chunk
+            attended = self.attend_to_kept(query, cache.read(), last)
+        return self.output(attended, x), cache
+
+    def output(self, attended: NamedArray, x: NamedArray) -> NamedArray:
+        """The last projection of what attention gives of `x`, and of its gate."""
+        if self.gate_proj is not None:
+            gate = named_heads(self.gate_proj(x), "gate", x)
+            attended = attended * hnn.sigmoid(gate)
+        return self.o_proj(attended).rearrange(x.axes)
+
+    @property
+    def reach(self) -> int | None:
+        """How many positions a query sees at most; None for all."""
+        return self.window if self.chunk is None else self.chunk
 
     def _attend_by_heads(self, x: NamedArray, tokens: Tokens) -> NamedArray:
         """Attention of a few key-value heads at a time, with their queries."""
@@ -114,6 +137,10 @@ class CausalAttention(Mixer):
         tokens: Tokens,
         backend: str,
     ) -> NamedArray:
+        documents = tokens.documents
+        if self.chunk is not None:
+            Pos = key.resolve_axis(POSITION_AXIS)
+            documents = _numbered_chunks(tokens, self.chunk, Pos)
         return causal_attention(
             query,
             key,
@@ -121,13 +148,27 @@ class CausalAttention(Mixer):
             POSITION_AXIS,
             self.KVHeads.name,
             self.HeadDim,
-            documents=tokens.documents,
+            documents=documents,
             window=self.window,
             sinks=self.sinks,
             scale=self.scale,
             softcap=self.softcap,
             backend=backend,
         )
+
+
+def _numbered_chunks(tokens: Tokens, chunk: int, Pos: Axis) -> NamedArray | None:
+    """A number for each chunk of each document, as `causal_attention` takes
+    documents.
+    """
+    # No position is that far into its document.
+    if chunk >= Pos.size:
+        return tokens.documents
+    assert tokens.positions is not None
+    begins = tokens.positions % chunk == 0
+    if tokens.documents is not None:
+        begins = begins | (tokens.documents != hax.roll(tokens.documents, 1, Pos))
+    return hax.cumsum(begins.astype(jnp.int32), Pos)
 
 
 def _of_some_heads(
@@ -141,21 +182,22 @@ def _of_some_heads(
     some = map_linears(lambda linear: of_part(linear, KVHeads), attention)
     query, key, value, _ = some.heads(x, tokens)
     attended = some._attend(query, key, value, tokens, some.backend)
-    return some.o_proj(attended).rearrange(x.axes)
+    return some.output(attended, x)
 
 
 class Attention(CausalAttention):
     """Causal grouped-query attention (Ainslie et al. 2023).
 
     Names for remat policies: `query`, `key`, `value` (before norm and rotation),
-    `attention_output` (before the output projection) and `attention_lse`, the last two
-    by `stacked_remat.ops.causal_attention`.
+    `attention_output` (before the gate and the output projection) and `attention_lse`,
+    the last two by `stacked_remat.ops.causal_attention`, and `gate` where it has one.
     """
 
     q_proj: hnn.Linear
     k_proj: hnn.Linear
     v_proj: hnn.Linear
     o_proj: hnn.Linear
+    gate_proj: hnn.Linear | None
     q_norm: Norm | None
     k_norm: Norm | None
     sinks: NamedArray | None
@@ -163,7 +205,9 @@ class Attention(CausalAttention):
     HeadDim: Axis = eqx.field(static=True)
     rotary: RotaryEmbedding | None = eqx.field(static=True)
     window: int | None = eqx.field(static=True)
+    chunk: int | None = eqx.field(static=True)
     scale: float | None = eqx.field(static=True)
+    temperature: TemperatureConfig | None = eqx.field(static=True)
     softcap: float | None = eqx.field(static=True)
     backend: str = eqx.field(static=True)
     tiles: int = eqx.field(static=True)
@@ -176,11 +220,14 @@ class Attention(CausalAttention):
         rotary_dim: int | None = None,
         interleaved: bool = False,
         window: int | None = None,
+        chunk: int | None = None,
         scale: float | None = None,
+        temperature: TemperatureConfig | None = None,
         softcap: float | None = None,
         q_norm: Norm | None = None,
         k_norm: Norm | None = None,
         output_bias: bool | None = None,
+        gate: bool = False,
         sinks: bool = False,
         key: PRNGKeyArray,
     ) -> "Attention":
@@ -190,10 +237,12 @@ class Attention(CausalAttention):
             rotary: base and scaling of the rotary embedding; None for none.
             rotary_dim: how many coordinates of a head it rotates; all if not given.
             interleaved: as in `RotaryEmbedding`.
-            window, scale, softcap: as in `CausalAttention`.
+            window, chunk, scale, softcap: as in `CausalAttention`.
+            temperature: of queries, by their positions.
             q_norm, k_norm: of queries and keys: over each head, or over all heads.
             output_bias: whether the last projection has a bias; as the others, by
                 `config.attention.bias`, if not given.
+            gate: whether what attention gives is gated, coordinate by coordinate.
             sinks: whether query heads have sinks.
         """
         # In this order whatever the options: seeds give the same weights.
@@ -205,11 +254,16 @@ class Attention(CausalAttention):
         width = config.head_dim if rotary_dim is None else rotary_dim
         Rotated = config.HeadDim.resize(width)
         o_bias = bias if output_bias is None else output_bias
+        gate_proj = None
+        if gate:
+            gate_key = jax.random.fold_in(key, 4)
+            gate_proj = linear(config, Embed, QueryHeads, bias=bias, key=gate_key)
         return Attention(
             q_proj=linear(config, Embed, QueryHeads, bias=bias, key=q_key),
             k_proj=linear(config, Embed, KeyHeads, bias=bias, key=k_key),
             v_proj=linear(config, Embed, KeyHeads, bias=bias, key=v_key),
             o_proj=linear(config, QueryHeads, Embed, bias=o_bias, key=o_key),
+            gate_proj=gate_proj,
             q_norm=q_norm,
             k_norm=k_norm,
             sinks=hax.zeros(QueryHeads[:2]) if sinks else None,
@@ -217,7 +271,9 @@ class Attention(CausalAttention):
             HeadDim=config.HeadDim,
             rotary=rotary and RotaryEmbedding(rotary, Rotated, interleaved),
             window=window,
+            chunk=chunk,
             scale=scale,
+            temperature=temperature,
             softcap=softcap,
             backend=config.attention.backend,
             tiles=1 if is_over_heads else min(config.tiles, config.num_kv_heads),
@@ -234,6 +290,8 @@ class Attention(CausalAttention):
         value = named_heads(self.v_proj(x), "value", x)
         query = self._rotated(self.q_norm, query, tokens)
         key = self._rotated(self.k_norm, key, tokens)
+        if self.temperature is not None:
+            query = _tempered(query, tokens, self.temperature)
         return query, key, value, (key, value)
 
     def _rotated(
@@ -246,7 +304,7 @@ class Attention(CausalAttention):
 
     def empty_cache(self, Batch: Axis, slots: int, dtype: DTypeLike) -> Kept:
         """Keys, after norm and rotation, and values."""
-        Slot = Axis(SLOT_AXIS, num_slots(slots, self.window))
+        Slot = Axis(SLOT_AXIS, num_slots(slots, self.reach))
         # In this order the slots of a head are contiguous, and attention needs no
         # transposed copy.
         empty = hax.zeros((Batch, self.KVHeads, Slot, self.HeadDim), dtype)
@@ -272,6 +330,17 @@ class Attention(CausalAttention):
             scale=self.scale,
             softcap=self.softcap,
         )
+
+
+def _tempered(
+    query: NamedArray, tokens: Tokens, temperature: TemperatureConfig
+) -> NamedArray:
+    """Queries times their factors, which are 1 at the first positions."""
+    assert tokens.positions is not None
+    steps = (tokens.positions + 1) // temperature.floor
+    factors = hax.log1p(steps.astype(jnp.float32)) * temperature.scale + 1.0
+    wide = query.astype(jnp.float32) * factors
+    return wide.rearrange(query.axes).astype(query.dtype)
 
 
 def named_heads(heads: NamedArray, name: str, x: NamedArray) -> NamedArray:

@@ -21,6 +21,7 @@ from models.parts.sections import (
     SLIDING,
     AttentionConfig,
     ExpertsConfig,
+    LatentConfig,
     RotaryConfig,
     Routing,
 )
@@ -74,7 +75,10 @@ class DecoderConfig(RecordsArguments, draccus.ChoiceRegistry):
         logit_factor: factor of the logits.
         logit_softcap: scaled logits become `softcap * tanh(logits / softcap)`; None for
             not.
+        layers_know_positions: whether layers use positions for more than a rotary
+            embedding.
         has_halves: whether MLPs or experts read what attention has added.
+        attention_names: the names for remat policies in attention.
         hidden_dim: width of the residual stream.
         num_layers: decoder layers.
         num_heads: query heads.
@@ -100,7 +104,9 @@ class DecoderConfig(RecordsArguments, draccus.ChoiceRegistry):
     embedding_scale: ClassVar[Any] = None
     logit_factor: ClassVar[Any] = 1.0
     logit_softcap: ClassVar[Any] = None
+    layers_know_positions: ClassVar[bool] = False
     has_halves: ClassVar[bool] = True  # of parallel blocks it is False
+    attention_names: ClassVar[tuple[str, ...]] = ATTENTION_NAMES
 
     hidden_dim: int = 128
     num_layers: int = 4
@@ -164,7 +170,7 @@ class DecoderConfig(RecordsArguments, draccus.ChoiceRegistry):
 
     def mixer_names(self, kind: LayerKind) -> tuple[str, ...]:
         """The names inside the mixer of a layer of this kind."""
-        return ATTENTION_NAMES
+        return self.attention_names
 
     def _check_heads(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -323,6 +329,12 @@ class SparseDecoderConfig(DecoderConfig):
             )
         dense = self.experts.dense_layers
         check_layer_numbers("model.experts.dense_layers", dense, self.num_layers)
+        if self.mlp_dim is not None and not dense:
+            raise ValueError(
+                "model.mlp_dim has no effect where all layers have experts, of the"
+                " width model.experts.intermediate_dim. Leave it out, or name the"
+                " layers with one MLP in model.experts.dense_layers."
+            )
 
     @property
     def sparse(self) -> ExpertsConfig | None:
@@ -338,6 +350,34 @@ class SparseDecoderConfig(DecoderConfig):
     ExpertDim = _axis(
         "expert_dim", "experts.intermediate_dim", "Inner width of one expert."
     )
+
+
+@dataclass(frozen=True)
+class PartialRotaryConfig(DecoderConfig):
+    """A decoder that rotates a part of each head.
+
+    Attributes:
+        partial_rotary_factor: the part of a head that is rotated, its first
+            coordinates.
+    """
+
+    partial_rotary_factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        width, head_dim = self.rotated_dim, self.head_dim
+        # Coordinates are rotated in pairs.
+        if not 0 < width <= head_dim or width % 2:
+            raise ValueError(
+                f"model.partial_rotary_factor = {self.partial_rotary_factor} of the"
+                f" head width {head_dim} is {width} coordinates. An even number from 2"
+                f" to {head_dim} can be rotated."
+            )
+
+    @property
+    def rotated_dim(self) -> int:
+        """How many coordinates of a head are rotated."""
+        return int(self.head_dim * self.partial_rotary_factor)
 
 
 @dataclass(frozen=True)
@@ -413,6 +453,41 @@ class GroupedDecoderConfig(SparseDecoderConfig):
         return self.shared_experts * self.experts.intermediate_dim
 
 
+@dataclass(frozen=True)
+class LatentDecoderConfig(GroupedDecoderConfig):
+    """A decoder with multi-head latent attention.
+
+    Attributes:
+        latent: widths of attention; they give `attention.head_dim`.
+    """
+
+    # Each head has keys and values of its own: they are made of one narrow vector.
+    num_heads: int = 4
+    num_kv_heads: int = 4
+    experts: ExpertsConfig = field(
+        # The routers of these models multiply in float32.
+        default_factory=lambda: ExpertsConfig(router_dtype="float32")
+    )
+    latent: LatentConfig = field(default_factory=LatentConfig)
+
+    def _check_heads(self) -> None:
+        if self.attention.head_dim not in (None, self.head_dim):
+            raise ValueError(
+                "Leave model.attention.head_dim out: model.latent gives the width of"
+                " heads."
+            )
+        if self.num_kv_heads != self.num_heads:
+            raise ValueError(
+                f"model.num_kv_heads must be model.num_heads = {self.num_heads}, got"
+                f" {self.num_kv_heads}."
+            )
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a head of queries and keys."""
+        return self.latent.plain_dim + self.latent.rotary_dim
+
+
 def check_layer_numbers(key: str, numbers: Sequence[int], num_layers: int) -> None:
     """Refuses numbers that no layer has, and numbers that are not in order."""
     if list(numbers) != sorted({*numbers} & {*range(num_layers)}):
@@ -420,17 +495,3 @@ def check_layer_numbers(key: str, numbers: Sequence[int], num_layers: int) -> No
             f"{key} = {list(numbers)} must be from 0 to {num_layers - 1}, in increasing"
             " order."
         )
-
-
-def rotated_width(head_dim: int, factor: float) -> int:
-    """How many coordinates of a head are rotated, from the first on, where the config
-    has a `partial_rotary_factor`.
-    """
-    width = int(head_dim * factor)
-    # Coordinates are rotated in pairs.
-    if not 0 < width <= head_dim or width % 2:
-        raise ValueError(
-            f"model.partial_rotary_factor = {factor} of the head width {head_dim} is"
-            f" {width} coordinates. An even number from 2 to {head_dim} can be rotated."
-        )
-    return width

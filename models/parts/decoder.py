@@ -29,7 +29,7 @@ from models.parts.router_statistics import (
     RouterStatistics,
     router_losses,
 )
-from models.parts.tokens import Tokens
+from models.parts.tokens import Tokens, has_positions
 from stacked_remat import (
     ScanCheckpointSpec,
     Stacked,
@@ -37,8 +37,12 @@ from stacked_remat import (
     checkpoint_name,
     per_kind,
 )
-from stacked_remat.lora import LoraLinear
-from stacked_remat.ops import chunked_cross_entropy, per_device
+from stacked_remat.ops import (
+    apply_linear,
+    chunked_cross_entropy,
+    per_device,
+    soft_capped,
+)
 from stacked_remat.ops.per_device import align_varying_axes
 from stacked_remat.training import POSITION_AXIS
 
@@ -193,7 +197,7 @@ class Decoder(eqx.Module):
         """
         if positions is None:
             positions = hax.arange(tokens.resolve_axis(POSITION_AXIS))
-        known = Tokens(self._rotary(positions), documents)
+        known = self._known(positions, documents=documents)
         x, statistics = self.layers.scan(self._embedded(tokens), known)
         if isinstance(statistics, dict):  # of several kinds of layers
             statistics = _in_order(statistics, self.config)
@@ -279,7 +283,7 @@ class Decoder(eqx.Module):
         if lengths is None:
             # Always known to layers: a window's slots, or a state, leave padding out.
             lengths = hax.full(Batch, Pos.size, dtype=jnp.int32)
-        known = Tokens(self._rotary(hax.arange(Pos)), lengths=lengths)
+        known = self._known(hax.arange(Pos), lengths=lengths)
         return self._read(tokens, known, self.empty_caches(Batch, slots))
 
     def decode(
@@ -309,7 +313,7 @@ class Decoder(eqx.Module):
             (x, caches), (kind, row) = state, row_of_kind
             layer = cast_floating(layer, x.dtype)
             # A prompt chooses most experts, and reads its layer's whole.
-            if known.positions is not None:
+            if not has_positions(x):
                 stack = self.stacks[kind]
                 layer = reading_in_stack(layer, stack.stacked, row, stack.Layers)
             # The statistics of routers are of training alone.
@@ -348,6 +352,13 @@ class Decoder(eqx.Module):
         caches = eqx.filter_eval_shape(self.empty_caches, Batch, slots)
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(caches))
 
+    def _known(self, positions: NamedArray, **known: NamedArray | None) -> Tokens:
+        """What layers know of whole sequences; of positions only if they ask for them,
+        since tiles would keep what none reads.
+        """
+        own = positions if self.config.layers_know_positions else None
+        return Tokens(self._rotary(positions), positions=own, **known)
+
     def _rotary(self, positions: NamedArray) -> Any:
         """The rotary table of all layers, or that of each kind."""
         tables = {
@@ -379,21 +390,13 @@ class Decoder(eqx.Module):
         return cast_floating(self.norm, x.dtype)(x)
 
     def logits(self, hidden: NamedArray) -> NamedArray:
-        """Maps hidden states `[..., Embed]` to float32 logits `[..., Vocab]`, with the
-        head's adapter.
-        """
-        # With an adapter there is no one weight to multiply by.
-        if isinstance(self.head, LoraLinear):
-            logits = cast_floating(self.head, hidden.dtype)(hidden)
-        else:
-            weight = self.unembedding().astype(hidden.dtype)
-            logits = hax.dot(hidden, weight, axis=self.config.Embed)
+        """Maps hidden states `[..., Embed]` to float32 logits `[..., Vocab]`."""
+        head = cast_floating(self.unembedding(), hidden.dtype)
         # As `token_losses` does, in float32
-        scale, softcap = self.config.logit_factor, self.config.logit_softcap
-        logits = logits.astype(jnp.float32)
-        if scale != 1.0:
-            logits = logits * scale
-        return logits if softcap is None else hax.tanh(logits / softcap) * softcap
+        logits = apply_linear(head, hidden).astype(jnp.float32)
+        if self.config.logit_factor != 1.0:
+            logits = logits * self.config.logit_factor
+        return soft_capped(logits, self.config.logit_softcap)
 
     def token_losses(
         self,
@@ -405,8 +408,6 @@ class Decoder(eqx.Module):
     ) -> NamedArray:
         """The cross entropy of `logits`, of which few exist at once; arguments are
         those of `stacked_remat.ops.chunked_cross_entropy`.
-
-        The head has no adapter.
         """
         return chunked_cross_entropy(
             hidden,
@@ -420,9 +421,11 @@ class Decoder(eqx.Module):
             softcap=self.config.logit_softcap,
         )
 
-    def unembedding(self) -> NamedArray:
-        """The head's weights, or the embedding's where they are tied."""
-        return self.embedding.weight if self.head is None else self.head.weight
+    def unembedding(self) -> hnn.Linear | NamedArray:
+        """What maps hidden states to logits: the head, or the embedding's weights where
+        they are tied.
+        """
+        return self.embedding.weight if self.head is None else self.head
 
 
 def _in_order(

@@ -18,7 +18,7 @@ from haliax import Axis, NamedArray
 from haliax.util import is_named_array
 from jaxtyping import Array, DTypeLike, Float, PRNGKeyArray
 
-from models.parts.config import SparseDecoderConfig
+from models.parts.config import DecoderConfig, LayerKind, SparseDecoderConfig
 from models.parts.linear import cast_floating, linear
 from models.parts.mlp import FeedForward, GatedMlp, Gating, silu_gated
 from models.parts.router_statistics import RouterStatistics
@@ -70,6 +70,8 @@ class SparseExperts(FeedForward):
     bias: NamedArray | None = None
     # An MLP that all tokens are routed to besides
     shared: GatedMlp | None = None
+    # Whose sigmoid the output of that MLP is multiplied by
+    shared_gate: hnn.Linear | None = None
     # This layer's experts in the stack of all layers, for `reads_in_stack`
     in_stack: LayerStack | None = None
 
@@ -81,6 +83,7 @@ class SparseExperts(FeedForward):
         gating: Gating = silu_gated,
         mlp_bias: bool = False,
         shared_dim: int = 0,
+        shared_gate: bool = False,
         key: PRNGKeyArray,
     ) -> "SparseExperts":
         """Makes the router and all experts from `key`.
@@ -90,15 +93,18 @@ class SparseExperts(FeedForward):
             mlp_bias: whether router and experts have biases.
             shared_dim: inner width of an MLP that all tokens are routed to besides; 0
                 for none.
+            shared_gate: whether a number of each token scales the output of that MLP.
         """
         router_key, experts_key = jax.random.split(key)
         options: Any = {"gating": gating, "bias": mlp_bias}
-        shared = None
+        shared = gate = None
         if shared_dim:
             Shared = Axis("shared_dim", shared_dim)
             shared = GatedMlp.init(
                 config, Shared, **options, key=jax.random.fold_in(key, 2)
             )
+        if shared_gate:
+            gate = linear(config, config.Embed, (), key=jax.random.fold_in(key, 3))
         # The policy of the stack of layers decides whether an expert's intermediates
         # are kept.
         make_experts = Stacked.init(
@@ -112,6 +118,7 @@ class SparseExperts(FeedForward):
             experts=make_experts(config, config.ExpertDim, key=keys),
             bias=hax.zeros(config.Experts) if routing.bias != "none" else None,
             shared=shared,
+            shared_gate=gate,
             settings=config.experts,
             routing=routing,
             Embed=config.Embed,
@@ -132,6 +139,7 @@ class SparseExperts(FeedForward):
             bias=cast_floating(self.bias, of_router),
             experts=cast_floating(self.experts, dtype),
             shared=cast_floating(self.shared, dtype),
+            shared_gate=cast_floating(self.shared_gate, dtype),
         )
 
     def route(
@@ -232,6 +240,8 @@ class SparseExperts(FeedForward):
         output = checkpoint_name(output, "expert_output")
         if self.shared is not None:
             shared = self.shared.down(self.shared.products(x))
+            if self.shared_gate is not None:
+                shared = shared * hnn.sigmoid(self.shared_gate(x))
             output = output + shared.rearrange(x.axes)
         return output, sums
 
@@ -299,7 +309,9 @@ class SparseExperts(FeedForward):
                 )
             )
             mixed = grouped_experts(
-                functools.partial(_apply_expert, self.ExpertDim),
+                functools.partial(
+                    _apply_expert, self.ExpertDim, self.routing.weighs_input
+                ),
                 weights,
                 Experts,
                 rows,
@@ -343,6 +355,7 @@ def _preferred(
 
 def _apply_expert(
     Inner: Axis,
+    weighs_input: bool,
     expert: GatedMlp,
     rows: Float[Array, "row embed"],
     gates: Float[Array, " row"],
@@ -356,7 +369,11 @@ def _apply_expert(
     expert = cast_floating(expert, rows.dtype)
     if named is None:
         named = expert.products(hax.named(rows, (Row, "embed")), linear)
-    mixed = expert.down(named, hax.named(gates, Row), linear)
+    weight: Any = hax.named(gates, Row)
+    if weighs_input:
+        # Without biases the products of weighed rows are the weighed products.
+        named, weight = tuple(product * weight for product in named), None
+    mixed = expert.down(named, weight, linear)
     return mixed.rearrange((Row, "embed")).array
 
 
@@ -371,6 +388,17 @@ def _products(
         hax.named(rows, (Row, "embed")), linear
     )
     return gated.rearrange((Row, ...)).array, up.rearrange((Row, ...)).array
+
+
+def init_feed_forward(
+    config: DecoderConfig, kind: LayerKind, *, key: PRNGKeyArray, **options: Any
+) -> FeedForward:
+    """Makes the MLP of a layer, or experts with options of `SparseExperts.init` where
+    its kind has some.
+    """
+    if kind.sparse and isinstance(config, SparseDecoderConfig):
+        return SparseExperts.init(config, **options, key=key)
+    return GatedMlp.init(config, config.Mlp, key=key)
 
 
 def reading_in_stack(layer: T, stack: T, layer_index: NamedArray, Layers: Axis) -> T:

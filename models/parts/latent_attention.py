@@ -27,10 +27,10 @@ _EPS = 1e-6
 class LatentAttention(CausalAttention):
     """Multi-head latent attention (Liu et al. 2024, arXiv:2405.04434, section 2.1).
 
-    The last coordinates of a head are rotated, and those of keys are shared by all
-    heads. Names for remat policies are those of `Attention`. The cache keeps the
-    latents: `key_value_rank + rotary_dim` numbers a token, whatever the number of
-    heads.
+    The last coordinates of a head are rotated, unless there is no rotary embedding, and
+    those of keys are shared by all heads. Names for remat policies are those of
+    `Attention`. The cache keeps the latents: `key_value_rank + rotary_dim` numbers a
+    token, whatever the number of heads.
     """
 
     q_proj: hnn.Linear | None
@@ -41,12 +41,14 @@ class LatentAttention(CausalAttention):
     kv_a_norm: hnn.RmsNorm
     kv_b_proj: hnn.Linear
     o_proj: hnn.Linear
+    gate_proj: None
     sinks: None
     latent: LatentConfig = eqx.field(static=True)
     KVHeads: Axis = eqx.field(static=True)
     HeadDim: Axis = eqx.field(static=True)
-    rotary: RotaryEmbedding = eqx.field(static=True)
+    rotary: RotaryEmbedding | None = eqx.field(static=True)
     window: int | None = eqx.field(static=True)
+    chunk: None = eqx.field(static=True)
     scale: float | None = eqx.field(static=True)
     softcap: None = eqx.field(static=True)
     backend: str = eqx.field(static=True)
@@ -57,7 +59,7 @@ class LatentAttention(CausalAttention):
         config: DecoderConfig,
         latent: LatentConfig,
         *,
-        rotary: RotaryConfig,
+        rotary: RotaryConfig | None,
         window: int | None = None,
         scale: float | None = None,
         key: PRNGKeyArray,
@@ -69,7 +71,10 @@ class LatentAttention(CausalAttention):
         Latent = Axis("latent", latent.key_value_rank)
         # The key that all heads share is projected with the narrow vector, by one map.
         Joint = Latent.resize(latent.key_value_rank + latent.rotary_dim)
-        Value = HeadDim.resize(latent.value_dim)
+        Value, Rotated = (
+            HeadDim.resize(latent.value_dim),
+            HeadDim.resize(latent.rotary_dim),
+        )
         Both = HeadDim.resize(latent.plain_dim + latent.value_dim)
         q_proj = q_a_proj = q_a_norm = q_b_proj = None
         if latent.query_rank is None:
@@ -89,14 +94,14 @@ class LatentAttention(CausalAttention):
             kv_a_norm=rms_norm(Latent, _EPS),
             kv_b_proj=linear(config, Latent, (Heads, Both), key=keys[3]),
             o_proj=linear(config, (Heads, Value), Embed, bias=bias, key=keys[4]),
+            gate_proj=None,
             sinks=None,
             latent=latent,
             KVHeads=Heads,
             HeadDim=HeadDim,
-            rotary=RotaryEmbedding(
-                rotary, HeadDim.resize(latent.rotary_dim), latent.interleaved
-            ),
+            rotary=rotary and RotaryEmbedding(rotary, Rotated, latent.interleaved),
             window=window,
+            chunk=None,
             scale=scale,
             softcap=None,
             backend=config.attention.backend,
@@ -127,8 +132,9 @@ class LatentAttention(CausalAttention):
         # Kernels take whole keys of each head; decoding does not use them.
         of_heads = shared.broadcast_axis(both.resolve_axis(self.KVHeads.name))
         key = hax.concatenate(HeadDim.name, [both[HeadDim.name, :plain], of_heads])
-        rotated = self.rotary(query[HeadDim, plain:], tokens)
-        query = hax.concatenate(HeadDim.name, [query[HeadDim, :plain], rotated])
+        if self.rotary is not None:
+            rotated = self.rotary(query[HeadDim, plain:], tokens)
+            query = hax.concatenate(HeadDim.name, [query[HeadDim, :plain], rotated])
         value = both[HeadDim.name, plain:]
         # In one buffer, which decoding reads once
         joint = [narrow, shared.rename({HeadDim.name: "latent"})]
@@ -143,8 +149,10 @@ class LatentAttention(CausalAttention):
         rank = self.latent.key_value_rank
         joint = self.kv_a_proj(x)
         shared = joint["latent", rank:].rename({"latent": self.HeadDim.name})
+        if self.rotary is not None:
+            shared = self.rotary(shared, tokens)
         # The shared coordinates are not normalised: they never pass `kv_b_proj`.
-        return self.kv_a_norm(joint["latent", :rank]), self.rotary(shared, tokens)
+        return self.kv_a_norm(joint["latent", :rank]), shared
 
     def empty_cache(self, Batch: Axis, slots: int, dtype: DTypeLike) -> Kept:
         """The vector from which keys and values are projected, and the rotated

@@ -61,6 +61,11 @@ def rms_norm(Over: AxisSpec, eps: float) -> hnn.RmsNorm:
     return hnn.RmsNorm.init(Over, eps=eps, use_bias=False, dtype=jnp.float32)
 
 
+def unweighted_rms_norm(Over: AxisSpec, eps: float) -> hnn.RmsNorm:
+    """An RMS norm without factors."""
+    return hnn.RmsNorm(Over, None, None, eps, jnp.float32)
+
+
 def layer_norm(Over: AxisSpec, eps: float) -> LayerNorm:
     """A layer norm with factors of 1."""
     return LayerNorm(hax.ones(Over), Over, eps)

@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 import draccus
+from haliax import Axis
 
 from stacked_remat.ops import RotaryScaling, rotary_from_hf, rotary_to_hf
 from stacked_remat.training.config_checks import check_choices, check_positive
@@ -79,6 +80,25 @@ class RotaryConfig(RecordsArguments):
         check_positive("model.rotary", self, "max_position_embeddings")
         if self.theta <= 1:
             raise ValueError(f"model.rotary.theta must be above 1, got {self.theta}.")
+
+
+@dataclass(frozen=True)
+class TemperatureConfig(RecordsArguments):
+    """Factors of queries that grow with their positions, so that the softmax of long
+    contexts does not flatten (Nakanishi 2025, arXiv:2501.19399).
+
+    That of position p is `1 + scale * log(1 + (p + 1) // floor)`.
+
+    Attributes:
+        floor: how many positions have the same factor.
+        scale: how much it grows; 0 for not.
+    """
+
+    floor: int = 8_192
+    scale: float = 0.1
+
+    def __post_init__(self) -> None:
+        check_positive("model.temperature", self, "floor")
 
 
 @dataclass(frozen=True)
@@ -220,6 +240,28 @@ class LinearAttentionConfig(RecordsArguments):
                 f" multiple of model.linear.num_key_heads = {self.num_key_heads}."
             )
 
+    @property
+    def KeyHeads(self) -> Axis:
+        """Heads of queries and keys."""
+        return Axis("key_heads", self.num_key_heads)
+
+    @property
+    def ValuesPerKey(self) -> Axis:
+        """Heads of values that share a head of keys; (KeyHeads, ValuesPerKey) are all,
+        in order.
+        """
+        return Axis("values_per_key", self.num_value_heads // self.num_key_heads)
+
+    @property
+    def KeyDim(self) -> Axis:
+        """Coordinates of a head of queries and keys."""
+        return Axis("key_dim", self.key_dim)
+
+    @property
+    def ValueDim(self) -> Axis:
+        """Coordinates of a head of values."""
+        return Axis("value_dim", self.value_dim)
+
 
 @dataclass(frozen=True)
 class Routing:
@@ -234,6 +276,8 @@ class Routing:
         groups_per_token: the groups with the best two experts in sum, from which a
             token chooses.
         gate_scale: factor of the gates.
+        weighs_input: whether gates are factors of what experts are given, and not of
+            what they give. Experts have no biases then.
     """
 
     scoring: Literal["softmax", "sigmoid"] = "softmax"
@@ -241,6 +285,7 @@ class Routing:
     num_groups: int = 1
     groups_per_token: int = 1
     gate_scale: float = 1.0
+    weighs_input: bool = False
 
 
 def _decode_scaling(raw: Any, path: Sequence[str]) -> RotaryScaling:

@@ -21,7 +21,8 @@ class Tokens(eqx.Module):
             own. 0 is padding. None for one document and no padding.
         lengths: in prefill, how many tokens each sequence has, `[Batch]`; the rest is
             padding at its end.
-        positions: in decoding, the position of each token in its sequence, `[Batch]`.
+        positions: the position of each token in its document, in decoding `[Batch]`;
+            of whole sequences only for layers that ask for them.
     """
 
     # A table for each kind of layers, which the fold hands out, or one for all

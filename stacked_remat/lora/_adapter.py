@@ -141,8 +141,7 @@ class LoraLinear(eqx.Module):
         raise AttributeError(
             "A LoraLinear has no single weight. Call it, use `wrapped.weight`, which"
             " lacks the adapter, or merge with `merge_lora`. A linear whose weight is"
-            " used directly, such as a head in a chunked loss, can't be adapted: leave"
-            " it out of LoraConfig.targets.",
+            " used directly can't be adapted: leave it out of LoraConfig.targets.",
             name="weight",
             obj=self,
         )

@@ -306,8 +306,9 @@ def _problems(
         target = targets[name]
         # Of all matrices of a parameter, one after the other
         rows = settings.rank(target.parameter) * target.parameter.size
-        expected[key_a] = (rows, target.narrow)
-        expected[key_b] = (target.wide, rows)
+        wide, narrow = target.shape
+        expected[key_a] = (rows, narrow)
+        expected[key_b] = (wide, rows)
     problems = entry_problems(expected, shapes)
     first_target: dict[str, str] = {}  # of a path
     found = set()

@@ -39,6 +39,10 @@ class PeftParameter:
             on which the names of tensors depend.
         rows: the rows of that matrix that are the linear's outputs, as `slice` takes
             them: the first, the one after the last, and the step; None for all of them.
+        swapped: whether PEFT takes the linear's inputs for outputs, so that A has the
+            place of B.
+        row_blocks: into how many blocks of equal size the matrix's rows are cut;
+            `rows` are of each, one block after the other.
     """
 
     module: str
@@ -47,6 +51,8 @@ class PeftParameter:
     size: int = 1
     order: int = 0
     rows: Rows = None
+    swapped: bool = False
+    row_blocks: int = 1
 
     @property
     def target(self) -> str:
@@ -73,8 +79,8 @@ class Target:
     linears.
 
     Attributes:
-        parameter: the position of one of them; all have the same target, size and
-            order.
+        parameter: the position of one of them; all have the same target, size, order
+            and blocks of rows.
         narrow, wide: the inputs of a matrix, and its outputs.
         members: the matrices of the model that are in it, by rows and index.
     """
@@ -109,16 +115,26 @@ class Target:
         first = 0  # of the columns of B, and rows of A, of a part
         for rows in parts:
             columns = slice(first, first + ranks[rows])
-            outputs = _outputs(b, rows)  # a view
+            outputs = self._outputs(b, rows)  # a view
             for index in range(size):
                 pair = own[rows, index]
                 a[index, columns] = pair.a
-                outputs[:, columns, index] = pair.b
+                own_outputs = outputs[..., columns, index]
+                own_outputs[...] = pair.b.reshape(own_outputs.shape)
             first = columns.stop
-        rows_of_all = a.reshape(-1, self.narrow)
+        if self.parameter.swapped:
+            a, b = np.transpose(b), np.transpose(a)
+        rows_of_all = a.reshape(-1, self.shape[1])
         # The matrices are the fastest dimension: PEFT interleaves the columns.
-        columns_of_all = b.reshape(self.wide, -1)
+        columns_of_all = b.reshape(self.shape[0], -1)
         return Pair(rows_of_all, columns_of_all, scale)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Outputs and inputs of a matrix, as PEFT takes them."""
+        if self.parameter.swapped:
+            return self.narrow, self.wide
+        return self.wide, self.narrow
 
     def _common_scale(
         self, own: Mapping[tuple[Rows, int], Pair], parts: Iterable[Rows]
@@ -147,30 +163,31 @@ class Target:
         """
         size = self.parameter.size
         parts = {rows for rows, _ in self.members}
-        a = pair.a.reshape(size, -1, self.narrow)
-        b = pair.b.reshape(self.wide, -1, size)
+        a = pair.a.reshape(size, -1, self.shape[1])
+        b = pair.b.reshape(self.shape[0], -1, size)
+        if self.parameter.swapped:
+            a, b = np.transpose(b), np.transpose(a)
         # As PEFT initialises adapters, B is zero: nothing says then which columns are
         # of which part.
         has_all_columns = len(parts) == 1 or not b.any()
         columns_of = {}
         for rows in parts:
             # In any of its matrices, since all have one rank
-            has_values = _outputs(b, rows).any(axis=(0, 2))
+            has_values = self._outputs(b, rows).any(axis=(0, 1, 3))
             columns_of[rows] = has_values | has_all_columns
         pairs = {}
         for (rows, index), where in self.members.items():
             columns = columns_of[rows]
             if columns.any():
-                own_b = _outputs(b, rows)[:, columns, index]
+                own_b = self._outputs(b, rows)[..., columns, index]
+                own_b = own_b.reshape(-1, own_b.shape[-1])
                 pairs[where] = Pair(a[index, columns], own_b, pair.scale)
         return pairs
 
-
-def _outputs(matrix: np.ndarray, rows: Rows) -> np.ndarray:
-    """The rows of a matrix that are the outputs of a part."""
-    if rows is None:
-        return matrix
-    return matrix[slice(*rows)]
+    def _outputs(self, matrix: np.ndarray, rows: Rows) -> np.ndarray:
+        """The rows of a matrix that are the outputs of a part, `[block, row, ...]`."""
+        blocks = matrix.reshape(self.parameter.row_blocks, -1, *matrix.shape[1:])
+        return blocks if rows is None else blocks[:, slice(*rows)]
 
 
 def find_targets(
@@ -191,7 +208,7 @@ def find_targets(
             raise ValueError(f"Two linears are named {parameter}.")
         own[place] = where
         # A fused matrix ends with the last row of any part.
-        last = parameter.rows[1] if parameter.rows else wide
+        last = parameter.rows[1] * parameter.row_blocks if parameter.rows else wide
         before = found.get(parameter.target)
         if before is None:
             before = Target(parameter, narrow, 0, own)

@@ -34,6 +34,8 @@ from ._report import MemoryReport, Trial
 _NEVER = (math.inf, math.inf, math.inf)
 # Policies whose FLOPs differ by less than this factor are taken for one.
 _ALIKE = 1.0005
+# A step that takes up to so much more than the budget, by the model, may fit.
+_SLACK = 1.02
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,10 +202,12 @@ class Search:
         # was compiled took so much more than the model says.
         low, high, error = -1, len(ladder), 0.0
         while high - low > 1:
+            # The model may be wrong by a little for a step above one that fits.
+            limit = self.budget * (_SLACK if high < len(ladder) else 1)
             likely = [
                 number
                 for number in range(low + 1, high)
-                if ladder[number].total + error <= self.budget
+                if ladder[number].total + error <= limit
             ]
             if not likely and high < len(ladder):
                 return

@@ -1,6 +1,4 @@
-"""Operations of long-context models: attention, rotary embedding, cross entropy,
-grouped matrix products.
-"""
+"""Operations of long-context models: attention, rotary embedding, loss, experts."""
 
 from ._backends import (
     UnsupportedCallError as UnsupportedCallError,
@@ -20,6 +18,10 @@ from .grouped_experts import (
     expert_backend as expert_backend,
     grouped_experts as grouped_experts,
 )
+from .linear_attention import (
+    linear_attention as linear_attention,
+    linear_attention_step as linear_attention_step,
+)
 from .per_device import (
     mesh_axes as mesh_axes,
     per_device as per_device,
@@ -37,3 +39,8 @@ from .rotary import (
     rotary_table as rotary_table,
     rotary_to_hf as rotary_to_hf,
 )
+from .short_convolution import (
+    short_convolution as short_convolution,
+    short_convolution_step as short_convolution_step,
+)
+from .softcap import soft_capped as soft_capped

@@ -23,7 +23,6 @@ from ._attention_rule import (
     Sinks,
     Value,
     flatten_heads,
-    soft_capped,
     strips_among,
 )
 from ._attention_splash import splash_block_size, splash_kernel
@@ -31,6 +30,7 @@ from ._backends import HALVES, Backend, Call
 from ._cudnn import cudnn_attention, cudnn_attention_gradients, cudnn_is_installed
 from ._padding import pad_axis
 from ._tokamax import ATTENTION, why_not_tokamax
+from .softcap import soft_capped
 
 
 @dataclass(frozen=True, kw_only=True)

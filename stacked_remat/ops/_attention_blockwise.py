@@ -31,9 +31,9 @@ from ._attention_rule import (
     Sight,
     Value,
     of_normalisation,
-    soft_capped,
 )
 from ._padding import multiple_above, pad_axis
+from .softcap import soft_capped
 
 # The score of a key that is not seen: finite, so that differences of two are not NaN
 _NEVER = -1e30

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import haliax as hax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -130,14 +129,6 @@ class Blocks:
     strips: int = 1
     # Scores are within plus and minus this, by `soft_capped`; None for any
     softcap: float | None = None
-
-
-def soft_capped(scores: Any, softcap: float | None) -> Any:
-    """`softcap * tanh(scores / softcap)`, of plain or named arrays ("Gemma 2", 2024).
-
-    Its derivative is `1 - (result / softcap) ** 2`.
-    """
-    return scores if softcap is None else hax.tanh(scores / softcap) * softcap
 
 
 class Attended(NamedTuple):

@@ -19,7 +19,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from .._static import is_array
 from .._trips import known_products
+from ._named import named_as
 from ._perturbed_vjp import perturbed_vjp
+from ._unrounded import is_half
 
 # The kernels mix dtypes, also where `jax_numpy_dtype_promotion` is `strict`.
 _MIXED_DTYPES = functools.partial(jax.numpy_dtype_promotion, "standard")
@@ -72,6 +74,14 @@ def apply_linear(linear: Any, x: Any) -> Any:
             else linear.broadcast_axis(x.axes) * x
         )
     return x @ linear if is_array(linear) else linear(x)
+
+
+def is_plain(linear: Any) -> bool:
+    """Whether a module is a linear map that multiplies by its weight, without
+    quantization.
+    """
+    is_default = isinstance(getattr(linear, "dot_general", None), DefaultDotGeneralOp)
+    return type(linear) is hnn.Linear and is_default
 
 
 class Groups(NamedTuple):
@@ -202,8 +212,7 @@ def _rows_of_experts(
     """The expert of each row, zero for those that are not real; its derivative is
     summed in float32.
     """
-    is_narrow = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
-    wide = x.astype(jnp.float32) if is_narrow else x
+    wide = x.astype(jnp.float32) if is_half(x.dtype) else x
     return jnp.take(wide, groups.expert, axis=0, mode="fill", fill_value=0).astype(
         x.dtype
     )
@@ -225,9 +234,7 @@ class GroupedLinear:
         """Rows `[row, ...]` to `[row, ...]`; see `apply_linear`."""
         if isinstance(linear, ComposedLinear):
             return linear.apply_maps(self, x)
-        if type(linear) is hnn.Linear and isinstance(
-            linear.dot_general, DefaultDotGeneralOp
-        ):
+        if is_plain(linear):
             mapped = self(linear.weight, x) * linear.reparam.active_scale
             return (
                 mapped
@@ -271,8 +278,7 @@ class GroupedLinear:
             matrices = w.array.reshape(Experts.size, inner, -1)
         flat = x.array.reshape(Row.size, inner)
         rows = self._dot(flat, matrices, transposed=transposed)
-        shape = [axis.size for axis in (Row, *Out)]
-        return hax.named(rows.reshape(shape), (Row, *Out))
+        return named_as(rows, (Row, *Out))
 
     def _own(self, x: NamedArray, Row: hax.Axis) -> NamedArray:
         """What each row has of an array of the experts, such as a bias."""

@@ -11,22 +11,30 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import haliax as hax
 import jax
 import jax.numpy as jnp
+from equinox import tree_pformat
 from haliax import Axis, NamedArray
+from haliax.axis import axis_spec_to_tuple
 from jax import lax
 from jaxtyping import Array, Float
 
-from .._noted import noted
+from .._messages import axes_text
+from .._noted import DERIVATIVE_OF_RESULT, noted
 from .._sweep.store import zeros_after
-from ._named import FLOATS, INTEGERS, check_named
+from ._grouped_linear import ComposedLinear, apply_linear, is_plain
+from ._named import FLOATS, INTEGERS, check_named, named_as
 from ._padding import multiple_above, pad_axis
 from ._perturbed_vjp import perturbed_vjp
 from ._row_calls import call_on_rows
 from .per_device import align_varying_axes, per_device
+from .softcap import check_softcap, soft_capped
 
-Hidden = Float[Array, "token embed"]
-Head = Float[Array, "embed vocab"] | Float[Array, "vocab embed"]
+# The logits are the sum of the products of these, one of each for one matrix: a head
+# with a low-rank adapter has two.
+Rows = tuple[Float[Array, "token in"], ...]
+Matrices = tuple[Float[Array, "in vocab"] | Float[Array, "vocab in"], ...]
 
 # Of a position without a target, as in PyTorch and Hugging Face's transformers
 IGNORED_TARGET = -100
@@ -38,14 +46,15 @@ class CrossEntropyCall:
     it.
     """
 
-    # The arrays of hidden, head, targets and perhaps weights, and a direction of the
-    # head, to the losses and their derivative along it, which costs one product more.
+    # The arrays of hidden, head (of one array), targets and perhaps weights, and a
+    # direction of the head, to the losses and their derivative along it, which costs
+    # one product more.
     along: Callable[[Sequence[Any], Any], tuple[Any, Any]]
 
 
 def chunked_cross_entropy(
     hidden: NamedArray,
-    head: NamedArray,
+    head: Any,
     targets: NamedArray,
     Embed: Axis,
     Vocab: Axis,
@@ -61,7 +70,7 @@ def chunked_cross_entropy(
     Equals, in float32,
 
     ```python
-    logits = scale * hax.dot(hidden, head, axis=Embed)
+    logits = scale * apply_linear(head, hidden)
     logits = softcap * hax.tanh(logits / softcap)  # if there is one
     lse = hax.nn.logsumexp(logits, Vocab)
     weights * (lse - hax.take(logits, Vocab, targets) + z_loss * lse**2)
@@ -69,7 +78,9 @@ def chunked_cross_entropy(
 
     Args:
         hidden: `[..., Embed]`.
-        head: `[Embed, Vocab]` in any order, cast to the dtype of `hidden`.
+        head: `[Embed, Vocab]` in any order, or a linear map from `Embed` to `Vocab`: an
+            `hnn.Linear`, or a `ComposedLinear` that adds up what its maps to `Vocab`
+            give, such as a `LoraLinear`. Cast to the dtype of `hidden`.
         targets: integers `[...]`. The loss of -100 is zero and has no gradient, for any
             weight. That of any other integer outside `Vocab` is NaN.
         weights: float `[...]`; a token of weight 0 may have any target. The gradient of
@@ -91,13 +102,13 @@ def chunked_cross_entropy(
     with all of `head`.
 
     Cost: `8 * tokens * embed * vocab` FLOPs with the gradient (6 if the logits were
-    kept), and 2 less if `head` is frozen. Memory in float32: a few times `chunk_size *
-    vocab`, and the gradient of `head`.
+    kept), and 2 less if `head` is frozen; the same for the rank of an adapter. Memory
+    in float32: a few times `chunk_size * vocab`, and the gradient of `head`.
     """
     tokens = targets.axes
     check_named("targets", targets, INTEGERS, ())
     check_named("hidden", hidden, FLOATS, (*tokens, Embed), ())
-    check_named("head", head, FLOATS, (Embed, Vocab), ())
+    _check_head(head, Embed, Vocab)
     if weights is not None:
         check_named("weights", weights, FLOATS, tokens, ())
     if chunk_size < 1:
@@ -105,26 +116,88 @@ def chunked_cross_entropy(
             f"chunk_size must be a number of tokens, at least 1; got {chunk_size}."
         )
 
-    names = "ev" if head.axes[0] == Embed else "ve"
+    check_softcap(softcap, "logits")
     cap = None if softcap is None else float(softcap)
-    options = _Options(float(z_loss), chunk_size, names, float(scale), cap)
+    options = _Options(float(z_loss), chunk_size, (), float(scale), cap)
     losses = functools.partial(_of_tokens, Embed, Vocab, options)
 
     def of_all(*arguments: Any) -> NamedArray:
         return per_device(losses, *arguments, over=tokens, out=tokens)
 
     structure = jax.tree.structure((hidden, head, targets, weights))
-    axes = head.axes
+    of_head = jax.tree.structure(head)
 
     def along(arrays: Sequence[Any], direction: Any) -> tuple[Any, Any]:
         arguments = jax.tree.unflatten(structure, arrays)
-        named = NamedArray(direction, axes)
+        of_direction = jax.tree.unflatten(of_head, [direction])
         out = tokens, tokens
-        found = per_device(losses, *arguments, named, over=tokens, out=out)
+        found = per_device(losses, *arguments, of_direction, over=tokens, out=out)
         own, derivatives = found
         return own.array, derivatives.array
 
-    return noted(CrossEntropyCall(along), of_all)(hidden, head, targets, weights)
+    # With a direction for one matrix alone, as of the usual head
+    rule = CrossEntropyCall(along) if of_head.num_leaves == 1 else DERIVATIVE_OF_RESULT
+    return noted(rule, of_all)(hidden, head, targets, weights)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Logits:
+    """Logits that are computed later, a chunk of tokens at a time.
+
+    They stand for the array that a head's maps to the vocabulary would give, so that a
+    `ComposedLinear` adds them up without knowing of chunks.
+    """
+
+    # Rows `[..., In]` and matrices `[In, Vocab]`, whose products sum up to the logits
+    products: tuple[tuple[NamedArray, NamedArray], ...]
+    axes: tuple[Axis, ...]
+
+    def __add__(self, other: "_Logits") -> "_Logits":
+        return _Logits(self.products + other.products, self.axes)
+
+    def rearrange(self, axes: tuple[Axis, ...]) -> "_Logits":
+        return _Logits(self.products, axes)
+
+
+def _apply_later(Vocab: Axis, linear: Any, x: NamedArray) -> Any:
+    """`apply_linear`, whose result is `_Logits` if it would have the axis `Vocab`."""
+    apply = functools.partial(_apply_later, Vocab)
+    if isinstance(linear, ComposedLinear):
+        return linear.apply_maps(apply, x)
+    if is_plain(linear):
+        factor = linear.reparam.active_scale
+        logits = apply(linear.weight if factor == 1 else linear.weight * factor, x)
+        if linear.bias is None:
+            return logits
+        # A bias is the only row of a matrix, by which every token is one.
+        One = Axis("one", 1)
+        tokens = [axis for axis in x.axes if axis not in axis_spec_to_tuple(linear.In)]
+        ones = hax.ones((*tokens, One), x.dtype)
+        return logits + apply(linear.bias.broadcast_axis(One), ones)
+    if not isinstance(linear, NamedArray):
+        raise ValueError(
+            f"`head` maps by {tree_pformat(linear)}. It must be a named array,"
+            " hnn.Linear, LoraLinear, or a module of such maps with a method"
+            " `apply_maps`."
+        )
+    if Vocab not in linear.axes:
+        return apply_linear(linear, x)
+    (In,) = (axis for axis in linear.axes if axis != Vocab)
+    tokens = tuple(axis for axis in x.axes if axis != In)
+    return _Logits(((x.rearrange((*tokens, In)), linear),), (*tokens, Vocab))
+
+
+def _check_head(head: Any, Embed: Axis, Vocab: Axis) -> None:
+    if isinstance(head, NamedArray):
+        check_named("head", head, FLOATS, (Embed, Vocab), ())
+        return
+    In = axis_spec_to_tuple(getattr(head, "In", Embed))
+    Out = axis_spec_to_tuple(getattr(head, "Out", Vocab))
+    if (In, Out) != ((Embed,), (Vocab,)):
+        raise ValueError(
+            f"`head` maps {axes_text(In)} to {axes_text(Out)}; it must map"
+            f" {axes_text([Embed])} to {axes_text([Vocab])}."
+        )
 
 
 def _of_tokens(Embed: Axis, Vocab: Axis, options: "_Options", *given: Any) -> Any:
@@ -137,10 +210,13 @@ def _of_tokens(Embed: Axis, Vocab: Axis, options: "_Options", *given: Any) -> An
     (direction,) = rest or (None,)
     tokens = targets.axes
     count = math.prod(axis.size for axis in tokens)
-    flat = hidden.rearrange((*tokens, Embed)).array.reshape(count, Embed.size)
-    # As it is stored: XLA would hold the transpose of a frozen head through the whole
-    # step.
-    matrix = head.array.astype(flat.dtype)
+    hidden = hidden.rearrange((*tokens, Embed))
+    logits = _apply_later(Vocab, head, hidden)
+    rows = []
+    for x, _ in logits.products:
+        rows.append(x.array.reshape(count, x.axes[-1].size))
+    matrices, names = _matrices(logits, Vocab, hidden.dtype)
+    options = options._replace(names=names)
     # Narrower types could not hold Vocab.size
     labels = targets.array.reshape(count).astype(jnp.int32)
     counted = None
@@ -153,15 +229,18 @@ def _of_tokens(Embed: Axis, Vocab: Axis, options: "_Options", *given: Any) -> An
     # A negative index would count from the end; an index beyond the end reads NaN.
     labels = jnp.where(labels < 0, Vocab.size, labels)
     labels = jnp.where(ignored, 0, labels)
-    along = None if direction is None else direction.array.astype(flat.dtype)
+    along = None
+    if direction is not None:
+        of_direction = _apply_later(Vocab, direction, hidden)
+        along, _ = _matrices(of_direction, Vocab, hidden.dtype)
     of_rows = functools.partial(_of_rows, options)
-    found = call_on_rows(of_rows, (flat, labels), (matrix, along))
+    found = call_on_rows(of_rows, (tuple(rows), labels), (matrices, along))
 
     def of_tokens(each: Any) -> NamedArray:
         each = jnp.where(ignored, 0.0, each)
         if counted is not None:
             each = each * counted.astype(jnp.float32)
-        return NamedArray(each.reshape([axis.size for axis in tokens]), tokens)
+        return named_as(each, tokens)
 
     losses, derivatives = found
     if derivatives is None:
@@ -169,27 +248,43 @@ def _of_tokens(Embed: Axis, Vocab: Axis, options: "_Options", *given: Any) -> An
     return of_tokens(losses), of_tokens(derivatives)
 
 
+def _matrices(
+    logits: _Logits, Vocab: Axis, dtype: Any
+) -> tuple[Matrices, tuple[str, ...]]:
+    """The matrices of logits, and how einsum calls their axes."""
+    matrices, names = [], []
+    for _, matrix in logits.products:
+        # As it is stored: XLA would hold the transpose of a frozen head through the
+        # whole step.
+        matrices.append(matrix.array.astype(dtype))
+        names.append("ve" if matrix.axes[0] == Vocab else "ev")
+    return tuple(matrices), tuple(names)
+
+
 class _Options(NamedTuple):
     z_loss: float
     size: int  # of a chunk
-    names: str  # of the axes of the head
+    names: tuple[str, ...]  # of the axes of each matrix
     scale: float  # of the logits
     softcap: float | None  # of the scaled logits
 
 
 def _of_rows(
-    options: _Options, rows: tuple[Hidden, Array], heads: tuple[Head, Head | None]
+    options: _Options,
+    each: tuple[Rows, Array],
+    of_all: tuple[Matrices, Matrices | None],
 ) -> Any:
     """The losses and derivatives of rows, in chunks of which the last is padded."""
-    hidden, targets = rows
-    head, along = heads
+    rows, targets = each
+    matrices, along = of_all
     count = len(targets)
+    # Of no tokens a chunk of one, which does not run
     options = options._replace(size=min(options.size, count) or 1)
     # Rows of zeros with the target 0, whose losses are dropped again
     padded = multiple_above(count, options.size)
-    hidden = pad_axis(hidden, 0, padded)
+    rows = jax.tree.map(lambda x: pad_axis(x, 0, padded), rows)
     targets = pad_axis(targets, 0, padded)
-    found = _losses(options, (hidden, head), (targets, along))
+    found = _losses(options, (rows, matrices), (targets, along))
     return jax.tree.map(lambda each: each[:count], found)
 
 
@@ -197,18 +292,15 @@ def _found(options: _Options, inputs: Any, constants: Any) -> tuple[Any, Array]:
     """The losses and their derivatives along a direction of the head, and the
     log-sum-exps.
     """
-    hidden, head = inputs
+    rows, matrices = inputs
     targets, along = constants
-    z_loss = options.z_loss
-    rows = targets.reshape(-1, options.size)
-    chunks = hidden.reshape(*rows.shape, hidden.shape[1]), rows
+    z_loss, size = options.z_loss, options.size
+    chunks = jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), (rows, targets))
 
-    def of_head(head: Head) -> tuple[Array, Array]:
-        def chunk(
-            _: None, at: tuple[Hidden, Array]
-        ) -> tuple[None, tuple[Array, Array]]:
+    def of_head(matrices: Matrices) -> tuple[Array, Array]:
+        def chunk(_: None, at: tuple[Rows, Array]) -> tuple[None, tuple[Array, Array]]:
             own, target = at
-            logits = _logits(own, head, options)
+            logits = _logits(own, matrices, options)
             lse = jax.nn.logsumexp(logits, axis=-1)
             picked = jnp.take_along_axis(logits, target[:, None], axis=-1)
             picked = picked[:, 0]
@@ -218,9 +310,9 @@ def _found(options: _Options, inputs: Any, constants: Any) -> tuple[Any, Array]:
         return losses.reshape(-1), lse.reshape(-1)
 
     if along is None:
-        losses, lse = of_head(head)
+        losses, lse = of_head(matrices)
         return (losses, None), lse
-    primals, tangents = jax.jvp(of_head, (head,), (along,))
+    primals, tangents = jax.jvp(of_head, (matrices,), (along,))
     losses, lse = primals
     derivatives, _ = tangents
     return (losses, derivatives), lse
@@ -237,21 +329,19 @@ def _backward(
     """Chunk by chunk, whose logits are computed again. The gradient of a logit is its
     softmax, less one for the target, times the cotangent of the loss.
     """
-    hidden, head, targets, lse = residuals
-    z_loss, size, names = options.z_loss, options.size, options.names
+    rows, matrices, targets, lse = residuals
+    z_loss, size = options.z_loss, options.size
     cotangent, _ = cotangents
 
-    def chunk(
-        gradients: tuple[Array, Array | None], i: Array
-    ) -> tuple[tuple[Array, Array | None], None]:
-        of_hidden, of_head = gradients
-        slices = []
-        for array in (hidden, targets, lse, cotangent):
-            slices.append(lax.dynamic_slice_in_dim(array, i * size, size))
-        own, target, own_lse, ct = slices
+    def chunk(gradients: tuple[Any, Any], i: Array) -> tuple[tuple[Any, Any], None]:
+        of_rows, of_matrices = gradients
+        own, target, own_lse, ct = jax.tree.map(
+            lambda array: lax.dynamic_slice_in_dim(array, i * size, size),
+            (rows, targets, lse, cotangent),
+        )
         # Of the log-sum-exp: its own part of the loss, and that of the z-loss
         of_lse = ct * (1.0 + 2.0 * z_loss * own_lse)
-        logits = _logits(own, head, options)
+        logits = _logits(own, matrices, options)
         softmax = jnp.exp(logits - own_lse[:, None])
         of_logits = softmax * of_lse[:, None]
         labels = jnp.arange(of_logits.shape[1])[None, :]
@@ -261,36 +351,49 @@ def _backward(
             of_logits *= 1.0 - (logits / options.softcap) ** 2
         if options.scale != 1.0:
             of_logits *= options.scale
-        of_logits = of_logits.astype(own.dtype)
-        if of_head is not None:
-            new = jnp.einsum(
-                f"te,tv->{names}", own, of_logits, preferred_element_type=jnp.float32
+        of_logits = of_logits.astype(own[0].dtype)
+        new_matrices, new_rows = [], []
+        for number, names in enumerate(options.names):
+            of_matrix = of_matrices[number]
+            if of_matrix is not None:
+                of_matrix = of_matrix + jnp.einsum(
+                    f"te,tv->{names}",
+                    own[number],
+                    of_logits,
+                    preferred_element_type=jnp.float32,
+                )
+            new_matrices.append(of_matrix)
+            new = jnp.einsum(f"tv,{names}->te", of_logits, matrices[number])
+            new_rows.append(
+                lax.dynamic_update_slice_in_dim(of_rows[number], new, i * size, 0)
             )
-            of_head = of_head + new
-        new = jnp.einsum(f"tv,{names}->te", of_logits, head)
-        of_hidden = lax.dynamic_update_slice_in_dim(of_hidden, new, i * size, 0)
-        return (of_hidden, of_head), None
+        return (tuple(new_rows), tuple(new_matrices)), None
 
-    of_head = jax.ShapeDtypeStruct(head.shape, jnp.float32) if wanted[1] else None
-    start = zeros_after((hidden, cotangent), (hidden, of_head))
+    sums = []
+    for matrix, is_wanted in zip(matrices, wanted[len(rows) :], strict=True):
+        total = jax.ShapeDtypeStruct(matrix.shape, jnp.float32)
+        sums.append(total if is_wanted else None)
+    # Gradients of matrices are sums over chunks, unrounded; of rows each is written
+    # once.
+    start = zeros_after((rows, cotangent), (rows, tuple(sums)))
     chunks = jnp.arange(len(targets) // size, dtype=jnp.int32)
-    (of_hidden, of_head), _ = lax.scan(chunk, start, chunks)
-    if of_head is not None:
-        of_head = of_head.astype(head.dtype)
-    return of_hidden, of_head
+    (of_rows, of_matrices), _ = lax.scan(chunk, start, chunks)
+    dtype = rows[0].dtype
+    return of_rows, jax.tree.map(lambda total: total.astype(dtype), of_matrices)
 
 
 _losses = perturbed_vjp(lambda *args: _found(*args)[0], _backward, _forward)
 
 
 def _logits(
-    hidden: Hidden, head: Head, options: _Options
+    rows: Rows, matrices: Matrices, options: _Options
 ) -> Float[Array, "token vocab"]:
-    logits = jnp.einsum(
-        f"te,{options.names}->tv", hidden, head, preferred_element_type=jnp.float32
-    )
+    logits: Any = None
+    for x, matrix, names in zip(rows, matrices, options.names, strict=True):
+        product = jnp.einsum(
+            f"te,{names}->tv", x, matrix, preferred_element_type=jnp.float32
+        )
+        logits = product if logits is None else logits + product
     if options.scale != 1.0:
         logits = logits * options.scale
-    if options.softcap is None:
-        return logits
-    return options.softcap * jnp.tanh(logits / options.softcap)
+    return soft_capped(logits, options.softcap)

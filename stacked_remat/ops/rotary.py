@@ -104,7 +104,8 @@ class Llama3Rotary(RotaryScaling):
     Herd of Models", 2024).
 
     Wavelengths longer than the original context divided by `low_freq_factor` are
-    stretched, those shorter than that divided by `high_freq_factor` are unchanged.
+    stretched, those shorter than that divided by `high_freq_factor` are unchanged;
+    there is no ramp where the two are equal.
     """
 
     rope_type: ClassVar[str] = "llama3"
@@ -116,18 +117,18 @@ class Llama3Rotary(RotaryScaling):
     def __post_init__(self) -> None:
         super().__post_init__()
         low, high = self.low_freq_factor, self.high_freq_factor
-        if not 0 < low < high:
+        if not 0 < low <= high:
             raise ValueError(
-                f"llama3: low_freq_factor = {low} must be positive and below"
+                f"llama3: low_freq_factor = {low} must be positive and at most"
                 f" high_freq_factor = {high}."
             )
 
     def rescale(self, frequencies: Frequencies, theta: float) -> Frequencies:
         """See `RotaryScaling`."""
         rotations = self.original_max_position_embeddings * frequencies / (2 * math.pi)
-        kept = (rotations - self.low_freq_factor) / (
-            self.high_freq_factor - self.low_freq_factor
-        )
+        low, high = self.low_freq_factor, self.high_freq_factor
+        # Llama 4 has no ramp.
+        kept = (rotations - low) / (high - low) if low < high else rotations > low
         return _blend(frequencies, self.factor, np.clip(kept, 0, 1))
 
 
@@ -215,6 +216,7 @@ class YarnRotary(RotaryScaling):
     def _pair_with(self, rotations: float, pairs: int, theta: float) -> float:
         """The (fractional) pair with so many rotations over the original context."""
         length = self.original_max_position_embeddings
+        # From `length / (2 pi theta**(pair / pairs)) = rotations`
         wavelengths = length / (rotations * 2 * math.pi)
         return pairs * math.log(wavelengths) / math.log(theta)
 
@@ -365,6 +367,7 @@ def rotary_table(
     scaling = DefaultRotary() if scaling is None else scaling
     frequencies = scaling.frequencies(HeadDim.size, theta)
     Half = HeadDim.resize(HeadDim.size // 2)
+    # Frequencies are computed in float64 and rounded once; angles are not.
     wide = positions.astype(jnp.float32).broadcast_to((*positions.axes, Half))
     angles = wide * hax.named(frequencies.astype(np.float32), Half)
     factor = scaling.attention_factor_used
@@ -383,7 +386,9 @@ def apply_rotary(x: NamedArray, table: RotaryTable, HeadDim: Axis) -> NamedArray
     pairs = table.cos.resolve_axis(HeadDim.name)
     own = [axis for axis in table.cos.axes if axis != pairs]
     check_named("x", x, FLOATS, (*own, pairs.resize(2 * pairs.size), HeadDim))
+    # A rotation in bfloat16 would change the length of heads.
     wide = x.astype(jnp.float32)
+    # Hugging Face's order: coordinate i is paired with i + half, not with i + 1.
     first = wide[HeadDim, : pairs.size]
     second = wide[HeadDim, pairs.size :]
     rotated = [

@@ -17,7 +17,6 @@ from stacked_remat._scan.marks import is_named, raw_array
 from stacked_remat.ghost._losses import leaves_with_paths, without_marks
 from stacked_remat.ghost._passes import probed_leaves
 from stacked_remat.lora import LoraConfig, apply_lora
-from stacked_remat.ops import chunked_cross_entropy
 from stacked_remat.training import TokenBatch
 
 Vocab, Batch, Pos = Axis("vocab", 19), Axis("batch", 4), Axis("position", 6)
@@ -67,11 +66,7 @@ def token_losses(model, batch):
     hidden, _ = model.hidden_states(
         batch.tokens, documents=batch.documents, positions=batch.positions
     )
-    head = model.unembedding()
-    (Embed,) = (axis for axis in head.axes if axis != model.Vocab)
-    return chunked_cross_entropy(
-        hidden, head, batch.targets, Embed, model.Vocab, weights=batch.weights
-    )
+    return model.token_losses(hidden, batch.targets, weights=batch.weights)
 
 
 def token_means(model, batch):
@@ -83,7 +78,7 @@ def adapted(config):
         model = Decoder.init(config, Vocab, remat="nested", key=key)
         return apply_lora(
             model,
-            LoraConfig(rank=2, targets=("layers.*proj", "layers.*router")),
+            LoraConfig(rank=2, targets=("layers.*proj", "layers.*router", "head")),
             key=key,
         )
 

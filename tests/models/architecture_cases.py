@@ -3,7 +3,8 @@ compare with it.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -61,7 +62,63 @@ _GLM = _DENSE | dict(
     n_routed_experts=6,
     num_experts_per_tok=3,
 )
+_LLAMA4 = _DENSE | dict(
+    intermediate_size_mlp=14,
+    num_local_experts=4,
+    num_experts_per_tok=1,
+    no_rope_layers=[1, 0, 1],
+    attention_chunk_size=4,
+    floor_scale=2,
+    attn_scale=0.5,
+)
+_LINEAR = dict(
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=6,
+    linear_value_head_dim=5,
+)
+_HYBRID = _DENSE | _LINEAR | dict(head_dim=8, num_hidden_layers=4)
+_QWEN3_NEXT = _HYBRID | dict(
+    moe_intermediate_size=10,
+    shared_expert_intermediate_size=12,
+    num_experts=4,
+    num_experts_per_tok=2,
+)
+_QWEN3_NEXT |= _BALANCE
+_QWEN3_5_MOE = {
+    name: value for name, value in _QWEN3_NEXT.items() if name != "intermediate_size"
+}
 _MINIMAX = _DENSE | dict(head_dim=8, num_local_experts=4, num_experts_per_tok=2)
+_LFM = _SHALLOW | dict(
+    intermediate_size=20,
+    block_multiple_of=4,
+    layer_types=["conv", "full_attention", "conv"],
+)
+_KIMI = {name: _DEEPSEEK[name] for name in _DEEPSEEK if name.startswith(("qk", "v_"))}
+_KIMI |= _SHALLOW | dict(
+    num_key_value_heads=4,
+    moe_intermediate_size=10,
+    num_experts=6,
+    num_experts_per_tok=3,
+    kv_lora_rank=8,
+    linear_num_heads=3,
+    linear_head_dim=6,
+    layer_types=["linear_attention", "full_attention", "linear_attention"],
+)
+_GRANITE_4 = (
+    _SHALLOW
+    | _MULTIPLIERS
+    | _BALANCE
+    | dict(
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        shared_intermediate_size=12,
+        mamba_n_heads=8,
+        mamba_n_groups=2,
+        mamba_d_state=6,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+    )
+)
 
 CASES: dict[str, tuple[str, dict]] = {
     "Llama 3.1": (
@@ -228,6 +285,14 @@ CASES: dict[str, tuple[str, dict]] = {
         | dict(first_k_dense_replace=0, routed_scaling_factor=2.5)
         | dict(norm_topk_prob=False),
     ),
+    "Llama 4": ("Llama4Text", _LLAMA4 | dict(moe_layers=[1, 2])),
+    "Llama 4, two experts in every layer, biases, tied, no norms or temperature": (
+        "Llama4Text",
+        _LLAMA4
+        | dict(num_experts_per_tok=2, attention_bias=True, tie_word_embeddings=True)
+        | dict(use_qk_norm=False, attn_temperature_tuning=False, head_dim=8)
+        | dict(no_rope_layers=None, no_rope_layer_interval=2),
+    ),
     "MiniMax-M2": ("MiniMaxM2", _MINIMAX),
     "MiniMax-M2, half of a head, tied": (
         "MiniMaxM2",
@@ -240,6 +305,62 @@ CASES: dict[str, tuple[str, dict]] = {
                 "partial_rotary_factor": 0.5,
             }
         ),
+    ),
+    "Qwen3-Next": ("Qwen3Next", _QWEN3_NEXT),
+    "Qwen3-Next, tied, biases, raw gates, dense first layer, yarn": (
+        "Qwen3Next",
+        _QWEN3_NEXT
+        | dict(tie_word_embeddings=True, attention_bias=True, mlp_only_layers=[0])
+        | dict(norm_topk_prob=False, linear_conv_kernel_dim=3)
+        | dict(layer_types=["full_attention"] + ["linear_attention"] * 2)
+        | dict(num_hidden_layers=3, partial_rotary_factor=0.5)
+        | dict(rope_parameters=YARN | dict(rope_theta=100.0)),
+    ),
+    "Qwen3.5": ("Qwen3_5Text", _HYBRID),
+    "Qwen3.5, tied, biases, linear attention alone at the end": (
+        "Qwen3_5Text",
+        _HYBRID
+        | dict(tie_word_embeddings=True, attention_bias=True, num_hidden_layers=3)
+        | dict(layer_types=["full_attention"] + ["linear_attention"] * 2)
+        | dict(linear_num_key_heads=3, linear_num_value_heads=3)
+        | dict(rope_parameters={"rope_theta": 100.0}),
+    ),
+    "OLMo Hybrid": ("OlmoHybrid", _SHALLOW | _LINEAR | dict(num_hidden_layers=5)),
+    "OLMo Hybrid, tied, biases, not rotated, betas up to 1": (
+        "OlmoHybrid",
+        _SHALLOW
+        | _LINEAR
+        | dict(tie_word_embeddings=True, attention_bias=True)
+        | dict(layer_types=["full_attention"] + ["linear_attention"] * 2)
+        | dict(linear_allow_neg_eigval=False, linear_conv_kernel_dim=3)
+        | dict(rope_parameters={"rope_type": "default", "rope_theta": None}),
+    ),
+    "Qwen3.5 MoE": ("Qwen3_5MoeText", _QWEN3_5_MOE),
+    "LFM2": ("Lfm2", _LFM),
+    "LFM2, untied, biases, wider convolutions and heads, attention first": (
+        "Lfm2",
+        _LFM
+        | dict(tie_word_embeddings=False, conv_bias=True, conv_L_cache=4, head_dim=6)
+        | dict(layer_types=["full_attention", "conv", "conv"], norm_eps=1e-3)
+        | dict(block_ffn_dim_multiplier=1.5)
+        | dict(rope_parameters={"rope_type": "default", "rope_theta": 100.0}),
+    ),
+    "Kimi Linear": ("KimiLinear", _KIMI),
+    "Kimi Linear, query ranks, biases, groups, raw gates, no dense layer": (
+        "KimiLinear",
+        _KIMI
+        | dict(q_lora_rank=12, attention_bias=True, n_group=3, topk_group=2)
+        | dict(norm_topk_prob=False, linear_conv_kernel_dim=3, n_shared_experts=2)
+        | dict(mlp_layer_types=["sparse"] * 3, rms_norm_eps=1e-3),
+    ),
+    "Granite 4": ("GraniteMoeHybrid", _GRANITE_4),
+    "Granite 4, no experts, tied, biases, rotary, one group": (
+        "GraniteMoeHybrid",
+        _GRANITE_4
+        | dict(num_local_experts=0, output_router_logits=False, mamba_n_groups=1)
+        | dict(tie_word_embeddings=True, attention_bias=True, mamba_proj_bias=True)
+        | dict(position_embedding_type="rope", mamba_conv_bias=False, mamba_expand=1)
+        | dict(rope_parameters={"rope_type": "default", "rope_theta": 100.0}),
     ),
 }
 
@@ -271,6 +392,36 @@ def _latents_and_groups(rng: np.random.Generator, heads: int, layers: int) -> di
     )
 
 
+def _delta_net_fields(
+    family: str, mixers: list[str], of_experts: dict, one_of: Callable[..., Any]
+) -> dict:
+    """Fields of decoders with gated delta nets."""
+    key_heads = one_of(1, 2, 3)
+    fields = dict(
+        layer_types=mixers,
+        linear_num_key_heads=key_heads,
+        linear_num_value_heads=key_heads * one_of(1, 2, 3),
+        linear_key_head_dim=one_of(4, 7),
+        linear_value_head_dim=one_of(3, 8),
+        linear_conv_kernel_dim=one_of(2, 4),
+    )
+    if family != "OlmoHybrid":
+        fields |= dict(head_dim=one_of(8, 16))
+    if family in ("Qwen3Next", "Qwen3_5MoeText"):
+        fields |= of_experts | dict(moe_intermediate_size=one_of(6, 10))
+        fields |= dict(shared_expert_intermediate_size=one_of(5, 8))
+    if family == "Qwen3Next":
+        fields |= dict(norm_topk_prob=one_of(False, True))
+        fields |= dict(mlp_only_layers=one_of([], [0]))
+    return fields
+
+
+_NOT_IN_KIMI = (
+    "n_routed_experts first_k_dense_replace num_nextn_predict_layers head_dim"
+)
+_NOT_IN_KIMI += " rope_theta rope_parameters rope_interleave tie_word_embeddings"
+
+
 def _with_own_fields(family: str, fields: dict, rng: np.random.Generator) -> dict:
     """The fields with those that some architectures alone have."""
 
@@ -278,23 +429,19 @@ def _with_own_fields(family: str, fields: dict, rng: np.random.Generator) -> dic
         return values[rng.integers(len(values))]
 
     layers, heads = fields["num_hidden_layers"], fields["num_attention_heads"]
+    # Of hybrids, with a layer of either kind
+    mixers = ["linear_attention", "full_attention"]
+    mixers += [one_of(*mixers) for _ in range(layers - 2)]
     experts = one_of(3, 4, 5)
     # A single gate that is normalised is 1, and its router has no gradient to compare.
     chosen = dict(num_experts_per_tok=int(rng.integers(2, experts + 1)))
     if family in ("Mixtral", "GptOss"):
         fields |= chosen | dict(num_local_experts=experts) | _BALANCE
     elif family == "Qwen3Moe":
-        fields |= (
-            chosen
-            | dict(num_experts=experts, moe_intermediate_size=one_of(6, 10))
-            | _BALANCE
-        )
-        dense = sorted(
-            {
-                int(number)
-                for number in rng.integers(layers, size=one_of(0, 1, layers // 2))
-            }
-        )
+        fields |= chosen | dict(num_experts=experts) | _BALANCE
+        fields |= dict(moe_intermediate_size=one_of(6, 10))
+        numbers = rng.integers(layers, size=one_of(0, 1, layers // 2))
+        dense = sorted({*numbers.tolist()})
         fields |= dict(norm_topk_prob=one_of(False, True), mlp_only_layers=dense)
         fields |= dict(decoder_sparse_step=one_of(1, 1, 2))
     elif family == "SmolLM3":
@@ -314,8 +461,39 @@ def _with_own_fields(family: str, fields: dict, rng: np.random.Generator) -> dic
         fields |= dict(n_routed_experts=experts, use_qk_norm=one_of(False, True))
         fields |= chosen | dict(first_k_dense_replace=int(rng.integers(layers)))
         fields |= dict(norm_topk_prob=one_of(False, True))
-    elif family == "DeepseekV3":
-        fields = _DEEPSEEK | fields | _latents_and_groups(rng, heads, layers)
+    elif family in ("Qwen3Next", "Qwen3_5Text", "Qwen3_5MoeText", "OlmoHybrid"):
+        chosen |= dict(num_experts=experts) | _BALANCE
+        fields |= _delta_net_fields(family, mixers, chosen, one_of)
+        if family == "Qwen3_5MoeText":
+            fields.pop("intermediate_size")
+    elif family == "KimiLinear":
+        drawn = _DEEPSEEK | fields | _latents_and_groups(rng, heads, layers)
+        fields = {
+            name: drawn[name] for name in drawn if name not in _NOT_IN_KIMI.split()
+        }
+        fields |= dict(num_local_experts=drawn["n_routed_experts"])
+        fields |= dict(linear_num_heads=one_of(1, 3), linear_head_dim=one_of(4, 7))
+        fields |= dict(linear_conv_kernel_dim=one_of(2, 4))
+        first = drawn["first_k_dense_replace"]
+        kinds = ["dense"] * first + ["sparse"] * (layers - first)
+        fields |= dict(mlp_layer_types=kinds, layer_types=mixers)
+    elif family == "Lfm2":
+        fields["norm_eps"] = fields.pop("rms_norm_eps")
+        fields |= dict(conv_bias=one_of(False, True), conv_L_cache=one_of(2, 3))
+        fields |= dict(block_multiple_of=one_of(4, 6))
+        kinds = {"linear_attention": "conv", "full_attention": "full_attention"}
+        fields |= dict(layer_types=[kinds[mixer] for mixer in mixers])
+    elif family == "GraniteMoeHybrid":
+        fields |= {name: one_of(0.5, 2.0) for name in _MULTIPLIERS}
+        fields |= chosen | dict(num_local_experts=experts) | _BALANCE
+        fields |= dict(shared_intermediate_size=one_of(6, 10), mamba_expand=2)
+        groups = one_of(1, 2)
+        fields |= dict(mamba_n_groups=groups, mamba_n_heads=2 * groups)
+        fields |= dict(mamba_d_state=one_of(3, 8))
+        fields |= dict(mamba_conv_bias=one_of(False, True), mamba_d_conv=one_of(2, 4))
+        fields |= dict(mamba_proj_bias=one_of(False, True))
+        fields |= dict(position_embedding_type=one_of("rope", None))
+        fields |= dict(layer_types=mixers)
     return fields
 
 
@@ -341,9 +519,9 @@ def drawn(seed: int, layer_counts: Sequence[int] = (2, 3)) -> tuple[str, dict]:
         tie_word_embeddings=one_of(False, True),
         rms_norm_eps=one_of(1e-6, 1e-3),
     )
-    if family not in ("Qwen2", "Olmo3", "DeepseekV3"):
+    if family not in ("Qwen2", "Olmo3", "OlmoHybrid", "DeepseekV3"):
         fields["head_dim"] = one_of(4, 6, 10)
-    if family not in ("Qwen2", "Mistral", "Mixtral", "Phi3", "MiniMaxM2"):
+    if family not in ("Qwen2", "Mistral", "Mixtral", "Phi3", "MiniMaxM2", "Lfm2"):
         fields["attention_bias"] = one_of(False, True)
     scaled = dict(rope_parameters=one_of(YARN, LINEAR, LLAMA3) | theta)
     if family in ("Gemma3Text", "Olmo3"):
@@ -366,7 +544,7 @@ def drawn(seed: int, layer_counts: Sequence[int] = (2, 3)) -> tuple[str, dict]:
         fields |= dict(sliding_window=one_of(2, 5), layer_types=kinds)
     elif family in ("Mistral", "Mixtral", "Phi3"):
         fields |= dict(sliding_window=one_of(None, 2, 5))
-    elif family.startswith("Qwen") and one_of(False, True):
+    elif family in ("Qwen2", "Qwen3", "Qwen3Moe") and one_of(False, True):
         fields |= dict(use_sliding_window=True, sliding_window=one_of(2, 5))
         if family != "Qwen3Moe":
             fields |= one_of(

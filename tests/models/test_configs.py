@@ -44,6 +44,9 @@ AS_PUBLISHED = {
     "gemma_2_2b_65k_lora": "Gemma 2 2B",
     "glm_4_5_air_65k_lora": "GLM-4.5-Air",
     "minimax_m2_65k_lora": "MiniMax-M2",
+    "lfm2_1_2b_65k_lora": "LFM2 1.2B",
+    "kimi_linear_48b_65k_lora": "Kimi Linear 48B",
+    "granite_4_h_tiny_65k_lora": "Granite 4 H Tiny",
 }
 
 

@@ -12,12 +12,20 @@ import numpy as np
 import pytest
 from haliax import Axis
 
-from models.deepseek_v3 import DeepseekV3Config, LatentConfig
+from models.deepseek_v3 import DeepseekV3Config
 from models.gemma3 import Gemma3Config
 from models.gpt_oss import GptOssConfig
+from models.llama4 import Llama4Config
 from models.lm import next_token_loss
 from models.parts.decoder import Decoder
-from models.parts.sections import FULL, SLIDING, AttentionConfig, ExpertsConfig
+from models.parts.sections import (
+    FULL,
+    SLIDING,
+    AttentionConfig,
+    ExpertsConfig,
+    LatentConfig,
+    TemperatureConfig,
+)
 from models.parts.tokens import Tokens
 from models.qwen3 import Qwen3Config, Qwen3MoeConfig
 from models.run_config import LmRunConfig
@@ -248,8 +256,22 @@ def test_a_dense_decoder_has_no_auxiliary_loss():
     assert loss == metrics["loss"] and set(metrics) == {"loss"}
 
 
-def test_packed_documents_do_not_see_each_other():
-    model, tokens = make(MIXED), batch_of_tokens().tokens
+@pytest.mark.parametrize(
+    "config",
+    [
+        MIXED,
+        Llama4Config(
+            hidden_dim=16,
+            num_layers=4,
+            attention=AttentionConfig(window=2, layer_types=(FULL, SLIDING)),
+            temperature=TemperatureConfig(1, 1.0),
+            experts=ExpertsConfig(3, 2, 6, dense_layers=(0,)),
+        ),
+    ],
+    ids=["windows", "chunks and temperatures"],
+)
+def test_packed_documents_do_not_see_each_other(config):
+    model, tokens = make(config), batch_of_tokens().tokens
     documents = hax.named(jnp.array([0, 0, 1, 1, 1]), Pos)
     positions = hax.named(jnp.array([0, 1, 0, 1, 2]), Pos)
     packed = eqx.filter_jit(model.layer_states)(

@@ -220,6 +220,11 @@ def test_kinds_that_differ_in_more_than_their_name_have_stacks_of_their_own(
         ),
         (
             Qwen3MoeConfig,
+            {"mlp_dim": 8},
+            "model.mlp_dim has no effect where all layers have experts",
+        ),
+        (
+            Qwen3MoeConfig,
             {"compute_dtype": "float16"},
             "one of float32, bfloat16, got 'float16'",
         ),

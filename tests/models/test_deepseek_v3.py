@@ -16,17 +16,24 @@ from haliax import Axis
 from ml_dtypes import float8_e4m3fn
 from safetensors.numpy import load_file, save_file
 
-from models.deepseek_v3 import DeepseekV3Config, LatentConfig
+from models.deepseek_v3 import DeepseekV3Config
 from models.hf_io.decoder_weights import write_decoder
+from models.hf_io.formats import config_from_hf
 from models.hf_io.safetensors_folder import SINGLE, SafetensorsFolder
 from models.lm import next_token_loss
 from models.loading import load_model
 from models.parts.decoder import Decoder
-from models.parts.sections import ExpertsConfig
+from models.parts.sections import ExpertsConfig, LatentConfig
 from models.run_config import LmRunConfig, find_model
-from models.run_state import initial_state, run_optimizer
+from models.run_state import initial_state, run_optimizer, state_shapes
 from stacked_remat.lora import LoraConfig
-from stacked_remat.training import SgdConfig, TokenBatch, TrainerConfig, UpdateConfig
+from stacked_remat.training import (
+    ConfigError,
+    SgdConfig,
+    TokenBatch,
+    TrainerConfig,
+    UpdateConfig,
+)
 
 from ..blocks import assert_equal
 from .random_weights import random_weights
@@ -174,3 +181,23 @@ def test_the_norm_of_gradients_leaves_the_biases_out():
 def test_biases_by_load_are_refused_where_nothing_would_update_them(options):
     with pytest.raises(ValueError, match="model.bias: by_load goes with neither lora"):
         LmRunConfig(model=dataclasses.replace(CONFIG, bias="by_load"), **options)
+
+
+def test_biases_by_load_are_not_frozen():
+    model = dataclasses.replace(CONFIG, bias="by_load")
+    config = LmRunConfig(model=model, vocab_size=Vocab.size, freeze=["*.mlp.bias"])
+    with pytest.raises(
+        ConfigError, match="match layers.sparse.*.mlp.bias, the biases of routers, wh"
+    ):
+        state_shapes(config)
+    other = dataclasses.replace(config, freeze=["*.router.*", "*.bias"], model=CONFIG)
+    assert state_shapes(other)
+
+
+def test_widths_of_heads_in_a_config_that_are_not_used_are_named():
+    fields = {"model_type": "deepseek_v3", "vocab_size": 8}
+    fields |= {"hidden_size": 8, "num_hidden_layers": 4, "intermediate_size": 8}
+    fields |= {"num_attention_heads": 4}
+    config_from_hf(fields | {"head_dim": 64, "qk_head_dim": 192})
+    with pytest.warns(UserWarning, match=r"config.json has head_dim, qk_head_dim: "):
+        config_from_hf(fields | {"head_dim": 192, "qk_head_dim": 64})

@@ -61,6 +61,23 @@ def test_a_resumed_run_has_the_same_frozen_parameters(workplace):
             "freeze: '*rooter*' matches no parameter that is trained. Nearest of",
         ),
         (
+            ["--freeze", '["*"]', "--trainer.run_dir", "{new}"],
+            "freeze: the patterns match every parameter that would be trained.",
+        ),
+        (
+            [
+                "--freeze",
+                '["layers.*"]',
+                "--trainer.update.fused",
+                "true",
+                "--optimizer.learning_rates",
+                "{}",
+                "--trainer.run_dir",
+                "{new}",
+            ],
+            "freeze: the patterns match every parameter of the layers, and trainer.upd",
+        ),
+        (
             [
                 "--optimizer.learning_rates",
                 '{"embed": 0.1}',

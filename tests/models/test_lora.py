@@ -1,5 +1,7 @@
 """The `lora` section of a config adapts and trains a decoder."""
 
+import dataclasses
+
 import equinox as eqx
 import haliax as hax
 import jax
@@ -9,6 +11,7 @@ import pytest
 from haliax import Axis
 
 from models.hf_io.adapters import load_adapters, peft_names
+from models.hf_io.safetensors_folder import WeightsError
 from models.lm import next_token_loss
 from models.parts.decoder import Decoder
 from models.parts.sections import ExpertsConfig
@@ -32,6 +35,7 @@ CONFIG = Qwen3MoeConfig(
     experts=ExpertsConfig(3, 2, 8),
 )
 LORA = LoraConfig(2, 3.0)
+WITH_HEAD = LoraConfig(2, 3.0, ("*_proj", "head"))
 
 
 def adapted_model(remat=True, config=CONFIG, lora: LoraConfig | None = LORA):
@@ -83,7 +87,7 @@ def with_marks(model):
 
 @pytest.fixture(scope="module")
 def chain_rule():
-    return loss_and_gradients(adapted_model(), merged=True)
+    return loss_and_gradients(adapted_model(lora=WITH_HEAD), merged=True)
 
 
 @pytest.mark.parametrize(
@@ -95,13 +99,13 @@ def chain_rule():
     ],
     ids=str,
 )
-def test_attention_and_experts_are_trained_as_their_merged_weights_would_be(
+def test_attention_experts_and_head_are_trained_as_their_merged_weights_would_be(
     remat, chain_rule
 ):
-    loss, gradients = loss_and_gradients(adapted_model(remat))
+    loss, gradients = loss_and_gradients(adapted_model(remat, lora=WITH_HEAD))
     np.testing.assert_allclose(loss, chain_rule[0], rtol=1e-5)
     leaves, expected = jax.tree.leaves(gradients), jax.tree.leaves(chain_rule[1])
-    assert len(leaves) == len(expected) == 2 * 7
+    assert len(leaves) == len(expected) == 2 * 8
     for left, right in zip(leaves, expected, strict=True):
         assert np.any(right)
         np.testing.assert_allclose(left, right, atol=2e-5 * np.abs(right).max())
@@ -123,7 +127,7 @@ def test_the_defaults_adapt_attention_and_experts_but_neither_router_nor_head():
             ("*.q_prj",),
             r"'\*.q_prj' matches no linear. Nearest of 9: layers.\*.attention.q_proj",
         ),
-        (("head",), "head, which can't be adapted: leave it out of lora.targets"),
+        (("*_proj", "hea"), r"'hea' matches no linear. Nearest of 9: head"),
     ],
 )
 def test_invalid_targets_are_config_errors(targets, message):
@@ -131,10 +135,40 @@ def test_invalid_targets_are_config_errors(targets, message):
         eqx.filter_eval_shape(lambda: adapted_model(lora=LoraConfig(targets=targets)))
 
 
+def test_a_head_that_is_the_embedding_has_no_adapter(tmp_path):
+    tied = dataclasses.replace(CONFIG, tie_word_embeddings=True)
+    with pytest.raises(
+        ConfigError, match="'head' is of the head, which this model ties"
+    ):
+        adapted_model(config=tied, lora=WITH_HEAD)
+    adapted_model(config=tied, lora=LoraConfig(targets=("*",)))
+    pytest.importorskip("safetensors")
+    untied = adapted_model(lora=WITH_HEAD)
+    save_peft(tmp_path, untied, peft_names(CONFIG))
+    with pytest.raises(WeightsError, match="adapt lm_head, which this model ties"):
+        load_adapters(adapted_model(config=tied, lora=None), tmp_path)
+
+
+def test_logits_and_decoding_have_the_adapter_of_the_head():
+    model = adapted_model(lora=WITH_HEAD)
+    merged, tokens = merge_lora(model), batch().tokens
+
+    def last_logits(model):
+        hidden, caches = model.prefill(tokens, Pos.size + 1)
+        positions = hax.full(Batch, Pos.size, dtype=jnp.int32)
+        hidden, _ = model.decode(tokens[Pos.name, 0], positions, caches)
+        return model.logits(hidden)
+
+    found, expected = jax.jit(last_logits)(model), jax.jit(last_logits)(merged)
+    np.testing.assert_allclose(found.array, expected.array, atol=2e-4)
+    bare = dataclasses.replace(model, head=model.head.wrapped)
+    assert np.abs(jax.jit(last_logits)(bare).array - found.array).max() > 0.1
+
+
 @pytest.mark.parametrize("experts", ["fused", "separate"])
 def test_adapters_round_trip_through_files(experts, tmp_path):
     pytest.importorskip("safetensors")
-    model = adapted_model()
+    model = adapted_model(lora=WITH_HEAD)
     save_peft(tmp_path, model, peft_names(model.config, experts))
     base = jax.tree.map(
         lambda node: node.wrapped if isinstance(node, LoraLinear) else node,

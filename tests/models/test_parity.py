@@ -20,7 +20,7 @@ from models.generation.decoding import continued_tokens
 from models.generation.sampling import Sampling
 from models.hf_io.adapters import load_adapters, save_adapters
 from models.hf_io.decoder_weights import write_decoder
-from models.hf_io.formats import config_from_hf
+from models.hf_io.formats import config_from_hf, format_of
 from models.hf_io.safetensors_folder import SafetensorsFolder, WeightsError
 from models.lm import next_token_loss
 from models.loading import load_model
@@ -48,7 +48,9 @@ TOKENS = np.random.default_rng(0).integers(0, Vocab.size, (Batch.size, Pos.size)
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 ATTENTION = ["q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj"]
 ATTENTION += ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"]
-MLP = ["gate_proj", "up_proj", "gate_up_proj", "down_proj"]
+ATTENTION += ["out_proj", "in_proj"]
+ATTENTION += ["f_a_proj", "f_b_proj", "b_proj", "g_a_proj", "g_b_proj"]
+MLP = ["gate_proj", "up_proj", "gate_up_proj", "down_proj", "w1", "w2", "w3"]
 
 
 def new_model(family: str, fields: dict):
@@ -160,30 +162,35 @@ def test_every_field_that_transformers_writes_is_known(family):
         config_from_hf(make(**SERVED.get(family, {})).to_dict())
 
 
+def close_to_logits_of(model, found, tolerance=1e-5):
+    """Logits that differ from those of a model of transformers by no more than a
+    tolerance, or than rounding may make of them.
+    """
+    expected = hf_logits(model)
+    error = np.abs(found - expected).max()
+    if error > tolerance * np.abs(expected).max():
+        others = map(hf_logits, rounded_otherwise(model))
+        assert error <= 2 * max(np.abs(other - expected).max() for other in others)
+
+
 def test_logits(case):
     reference, decoder, _ = case
-    expected = hf_logits(reference)
-    largest = np.abs(expected).max()
-    assert largest > 1
-    error = np.abs(logits(decoder) - expected).max()
-    if error > 1e-5 * largest:
-        others = map(hf_logits, rounded_otherwise(reference))
-        assert error <= 2 * max(np.abs(other - expected).max() for other in others)
+    assert np.abs(hf_logits(reference)).max() > 1
+    close_to_logits_of(reference, logits(decoder))
 
 
 def test_the_round_trip_is_exact(case, tmp_path):
     reference, decoder, folder = case
     write_decoder(tmp_path / "again", decoder, max_file_bytes=4_000)
-    first, second = (
-        SafetensorsFolder.open(folder),
-        SafetensorsFolder.open(tmp_path / "again"),
-    )
-    assert (
-        first.shapes == second.shapes
-        and len({tensor.path for tensor in second.stored.values()}) > 1
-    )
-    for name in first.shapes:
-        np.testing.assert_array_equal(first.read(name), second.read(name))
+    known = format_of(decoder.config)
+    first = SafetensorsFolder.open(folder).renamed(known.read_name)
+    second = SafetensorsFolder.open(tmp_path / "again")
+    assert len({tensor.path for tensor in second.stored.values()}) > 1
+    # Transformers cuts what it has joined into equal parts.
+    if not known.joined:
+        assert first.shapes == second.shapes
+        for name in first.shapes:
+            np.testing.assert_array_equal(first.read(name), second.read(name))
     again = loaded(reference, tmp_path / "again")
     tensors = again.state_dict()
     for name, tensor in reference.state_dict().items():
@@ -286,7 +293,7 @@ of_experts = pytest.mark.parametrize(
     [
         pytest.param(given, id=name)
         for name, given in CASES.items()
-        if "num_experts_per_tok" in given[1]
+        if "num_experts_per_tok" in given[1] and given[1].get("num_local_experts") != 0
     ],
     indirect=True,
     scope="module",
@@ -325,6 +332,8 @@ def test_files_of_the_model_in_memory_are_read(case, tmp_path):
 @one_of_each_family
 def test_a_head_of_its_own_is_kept_where_the_config_ties_it(case, tmp_path):
     reference, decoder, folder = case
+    if type(reference).__name__ == "KimiLinearForCausalLM":
+        pytest.skip("it is never tied")
     tensors = {
         name: tensor
         for name, tensor in reference.state_dict().items()
@@ -344,7 +353,7 @@ def test_a_head_of_its_own_is_kept_where_the_config_ties_it(case, tmp_path):
 
     with pytest.warns(UserWarning, match="a head of other values, which is used"):
         own = ours(root, True)
-    close(logits(own), hf_logits(loaded(reference, root)))
+    close_to_logits_of(loaded(reference, root), logits(own))
     assert own.head is not None and np.abs(logits(own) - logits(decoder)).max() > 0.1
     # Of one that is missing the other is taken.
     moved = {
@@ -358,7 +367,7 @@ def test_a_head_of_its_own_is_kept_where_the_config_ties_it(case, tmp_path):
     ):
         root = saved(values, folder, tmp_path / one)
         tied = ours(root, True)
-        close(logits(tied), hf_logits(loaded(reference, root)))
+        close_to_logits_of(loaded(reference, root), logits(tied))
         assert tied.head is None
     with pytest.raises(
         WeightsError, match="has no lm_head.weight, and its config does not tie"
@@ -403,7 +412,7 @@ def check_that_we_read(reference, decoder, folder, **targets):
     model.save_pretrained(folder)
     expected = hf_logits(model)
     assert np.abs(expected - hf_logits(reference)).max() > 1e-2
-    close(logits(load_adapters(decoder, folder)), expected, 2e-5)
+    close_to_logits_of(model, logits(load_adapters(decoder, folder)), 2e-5)
 
 
 def adapted_at_random(decoder, targets):
@@ -426,7 +435,7 @@ def check_that_peft_reads(reference, decoder, folder, targets):
     expected = logits(adapted)
     assert np.abs(expected - logits(decoder)).max() > 1e-2
     theirs = peft.PeftModel.from_pretrained(copy.deepcopy(reference), folder).eval()
-    close(hf_logits(theirs), expected, 2e-5)
+    close_to_logits_of(theirs, expected, 2e-5)
     again = load_adapters(decoder, folder)
     assert jax.tree.structure(again) == jax.tree.structure(adapted)
     for left, right in zip(

@@ -41,7 +41,7 @@ CONFIGS = [
     Qwen3MoeConfig(
         **SIZES | {"attention": AttentionConfig(head_dim=8, window=5)},
         mlp_dim=64,
-        experts=EXPERTS,
+        experts=dataclasses.replace(EXPERTS, dense_layers=(0,)),
     ),
     GptOssConfig(**SIZES, experts=EXPERTS),
 ]
@@ -80,7 +80,7 @@ OF_RUN = {
 }
 """The same for each that a run decides."""
 FIXED = {  # in no folder of that architecture
-    Qwen3MoeConfig: ("attention.layer_types", "mlp_dim"),
+    Qwen3MoeConfig: ("attention.layer_types",),
     GptOssConfig: ("mlp_dim", "experts.norm_topk_prob", "experts.dense_layers"),
 }
 

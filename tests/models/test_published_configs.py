@@ -15,31 +15,9 @@ from models.hf_io.formats import config_from_hf, config_to_hf, differing_fields
 from models.hf_io.safetensors_folder import WeightsError
 from models.parts.decoder import Decoder
 
+from .published_hybrids import HYBRIDS, sizes
+
 assert architectures  # registers them
-
-_COMMON = {
-    "attention_dropout": 0.0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "initializer_range": 0.02,
-}
-_COMMON |= {
-    "torch_dtype": "bfloat16",
-    "transformers_version": "4.43.0",
-    "use_cache": True,
-}
-
-
-def sizes(hidden, inner, layers, heads, kv_heads, vocab):
-    return _COMMON | {
-        "hidden_size": hidden,
-        "intermediate_size": inner,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "vocab_size": vocab,
-    }
-
 
 LLAMA3 = {
     "factor": 8.0,
@@ -348,6 +326,20 @@ PUBLISHED["GLM-4.5-Air"] = (
     GLM | {"tie_word_embeddings": False} | sizes(4096, 10_944, 46, 96, 8, 151_552),
     106_852_251_264,
 )
+LLAMA4 = {"model_type": "llama4_text", "hidden_act": "silu", "attention_bias": False}
+LLAMA4 |= {"attention_chunk_size": 8192, "attn_scale": 0.1, "floor_scale": 8192}
+LLAMA4 |= {"attn_temperature_tuning": 4, "cache_implementation": "hybrid"}
+LLAMA4 |= {"for_llm_compressor": False, "head_dim": 128, "no_rope_layers": []}
+LLAMA4 |= {"interleave_moe_layer_step": 1, "intermediate_size_mlp": 16_384}
+LLAMA4 |= {"max_position_embeddings": 10_485_760, "num_experts_per_tok": 1}
+LLAMA4 |= {"num_local_experts": 16, "output_router_logits": False, "rope_theta": 5e5}
+LLAMA4 |= {"router_aux_loss_coef": 0.001, "router_jitter_noise": 0.0}
+LLAMA4 |= {"use_qk_norm": True, "rms_norm_eps": 1e-5, "tie_word_embeddings": False}
+LLAMA4["rope_scaling"] = LLAMA3 | {"factor": 16.0, "high_freq_factor": 1.0}
+PUBLISHED["Llama 4 Scout"] = (
+    LLAMA4 | sizes(5120, 8192, 48, 40, 8, 202_048),
+    107_769_861_120,
+)
 MINIMAX = {"model_type": "minimax_m2", "hidden_act": "silu", "head_dim": 128}
 MINIMAX |= {"max_position_embeddings": 196_608, "rope_theta": 5_000_000}
 MINIMAX |= {"rotary_dim": 64, "rms_norm_eps": 1e-6, "scoring_func": "sigmoid"}
@@ -360,6 +352,28 @@ PUBLISHED["MiniMax-M2"] = (
     MINIMAX | {"tie_word_embeddings": False} | sizes(3072, 1536, 62, 48, 8, 200_064),
     228_689_764_864,
 )
+GRANITE_4 = GRANITE | {"model_type": "granitemoehybrid", "init_method": "mup"}
+GRANITE_4 |= {"layer_types": (["mamba"] * 5 + ["attention"] + ["mamba"] * 4) * 4}
+GRANITE_4 |= {"logits_scaling": 6, "mamba_chunk_size": 256, "mamba_conv_bias": True}
+GRANITE_4 |= {"mamba_d_conv": 4, "mamba_d_head": 64, "mamba_d_state": 128}
+GRANITE_4 |= {"mamba_expand": 2, "mamba_n_groups": 1, "mamba_n_heads": 48}
+GRANITE_4 |= {"mamba_proj_bias": False, "normalization_function": "rmsnorm"}
+GRANITE_4 |= {"num_experts_per_tok": 6, "num_local_experts": 64, "rope_theta": 10_000}
+GRANITE_4 |= {"output_router_logits": False, "position_embedding_type": "nope"}
+GRANITE_4 |= {"router_aux_loss_coef": 0.0001, "shared_intermediate_size": 1024}
+GRANITE_4 |= {"tie_word_embeddings": True}
+PUBLISHED["Granite 4 H Tiny"] = (
+    GRANITE_4 | sizes(1536, 512, 40, 12, 4, 100_352),
+    6_939_037_248,
+)
+PUBLISHED["Granite 4 H Micro"] = (
+    GRANITE_4
+    | {"mamba_n_heads": 64, "num_local_experts": 0, "num_experts_per_tok": 0}
+    | {"shared_intermediate_size": 8192, "logits_scaling": 8}
+    | sizes(2048, 8192, 40, 32, 8, 100_352),
+    3_191_396_096,
+)
+PUBLISHED |= HYBRIDS
 
 
 def num_weights(config, rows):
@@ -398,6 +412,11 @@ def test_layers_are_what_the_papers_say():
     olmo, _ = config_from_hf(PUBLISHED["OLMo 3 7B"][0])
     assert rotary_of(olmo, 0).scaling is None
     assert rotary_of(olmo, 3).scaling is not None
+    kimi, _ = config_from_hf(PUBLISHED["Kimi Linear 48B"][0])
+    assert kimi.pattern[:4] == ("linear_dense", *["linear_sparse"] * 2, "sparse")
+    assert kimi.layers_of("sparse") == [3, 7, 11, 15, 19, 23, 26]
+    granite, _ = config_from_hf(PUBLISHED["Granite 4 H Tiny"][0])
+    assert granite.layers_of("sparse") == [5, 15, 25, 35]
 
 
 @pytest.mark.parametrize(
@@ -478,6 +497,37 @@ def test_layers_are_what_the_papers_say():
             "OLMo 3 7B",
             {"rope_parameters": {"sliding_attention": {"rope_theta": 5}}},
             "with the same theta",
+        ),
+        (
+            "LFM2 1.2B",
+            {"layer_types": ["linear_attention"] * 16},
+            "layer_types has 'linear_attention'; only conv and full_attention",
+        ),
+        ("LFM2 1.2B", {"use_pos_enc": False}, "use_pos_enc is False; only True"),
+        (
+            "Kimi Linear 48B",
+            {"tie_word_embeddings": True},
+            "tie_word_embeddings is True; only False",
+        ),
+        (
+            "Kimi Linear 48B",
+            {"mla_use_nope": False},
+            "mla_use_nope is False; only True",
+        ),
+        (
+            "Granite 4 H Tiny",
+            {"mamba_d_head": 32},
+            "mamba_n_heads = 48 heads of mamba_d_head = 32 must be mamba_expand",
+        ),
+        (
+            "Granite 4 H Tiny",
+            {"mamba_n_groups": 7},
+            "mamba_n_heads = 48 must be a multiple of mamba_n_groups = 7",
+        ),
+        (
+            "Granite 4 H Tiny",
+            {"time_step_limit": [0.0, 1.0]},
+            "time_step_limit is .*; only",
         ),
     ],
 )

@@ -1,9 +1,11 @@
 """Tests of `chunked_cross_entropy` against the loss with all logits."""
 
+import dataclasses
 import functools
 
 import equinox as eqx
 import haliax as hax
+import haliax.nn as hnn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -111,6 +113,69 @@ def test_values_and_gradients_are_those_with_all_logits(
         expected,
     )
     assert not np.any(found[0][1].array[~real.array])
+
+
+def linear_head(weight, bias=None):
+    return hnn.Linear(weight, bias, Embed, Vocab)
+
+
+class Tied(eqx.Module):
+    """A head with a low-rank part besides, and a bias."""
+
+    whole: hnn.Linear
+    narrow: hax.NamedArray
+    wide: hax.NamedArray
+
+    def apply_maps(self, apply, x):
+        return apply(self.whole, x) + apply(self.wide, apply(self.narrow, x))
+
+    def merged(self):
+        return self.whole.weight + hax.dot(self.narrow, self.wide, axis="rank")
+
+
+@pytest.mark.parametrize("out_first", [False, True])
+def test_a_head_of_several_maps_is_trained_as_its_sum_would_be(out_first):
+    hidden, weight, targets, _ = example(5)
+    Rank = Axis("rank", 2)
+    bias = normal(7, Vocab)
+    if out_first:
+        weight = weight.rearrange((Vocab, Embed))
+    low = normal(8, Embed, Rank), normal(9, Rank, Vocab)
+    head = Tied(linear_head(weight, bias), *low)
+
+    def loss(inputs, of):
+        hidden, head = inputs
+        return hax.sum(of(hidden, head, targets, Embed, Vocab, chunk_size=2)).scalar()
+
+    def by_all_logits(hidden, head, targets, Embed, Vocab, chunk_size):
+        logits = hax.dot(hidden, head.merged(), axis=Embed) + head.whole.bias
+        return hnn.logsumexp(logits, Vocab) - hax.take(logits, Vocab, targets)
+
+    found, expected = (
+        quick_jit(jax.value_and_grad(functools.partial(loss, of=of)))((hidden, head))
+        for of in (chunked_cross_entropy, by_all_logits)
+    )
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, atol=2e-5, rtol=1e-4),
+        found,
+        expected,
+    )
+
+
+def test_only_what_is_trained_of_a_head_has_a_gradient_buffer():
+    hidden, weight, targets, _ = example(8)
+    Rank = Axis("rank", 2)
+    head = Tied(linear_head(weight), normal(8, Embed, Rank), normal(9, Rank, Vocab))
+
+    def total(wide, hidden):
+        own = dataclasses.replace(head, wide=wide)
+        losses = chunked_cross_entropy(hidden, own, targets, Embed, Vocab, chunk_size=2)
+        return hax.sum(losses).scalar()
+
+    program = jax.make_jaxpr(jax.grad(total, (0, 1)))(head.wide, hidden)
+    wide, narrow = 2 * 8 * Embed.size * Vocab.size, 2 * 8 * Rank.size * Vocab.size
+    low = 2 * 8 * Embed.size * Rank.size
+    assert memory.count_flops(program).matmul == 3 * wide + 4 * narrow + 2 * low
 
 
 @pytest.mark.parametrize("target", [-1, -99, 11])
@@ -225,6 +290,16 @@ def test_the_gradient_of_a_weight_is_the_loss_of_its_token():
         (
             dict(targets=hax.ones(Axis("axis0", 3))),
             "`targets` must be integers; got float32",
+        ),
+        (dict(softcap=0.0), "softcap must be a positive number, or None for no cap of"),
+        (dict(softcap=float("inf")), "of the logits; got inf"),
+        (
+            dict(head=hnn.Linear.init(Vocab, Embed, key=jax.random.key(0))),
+            "`head` maps vocab=11 to embed=4; it must map embed=4 to vocab=11",
+        ),
+        (
+            dict(head=eqx.nn.Linear(4, 11, key=jax.random.key(0))),
+            "It must be a named array, hnn.Linear, LoraLinear, or a module of such",
         ),
         (
             dict(chunk_size=0),

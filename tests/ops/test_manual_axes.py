@@ -10,7 +10,13 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from stacked_remat.ops import causal_attention, chunked_cross_entropy, grouped_experts
+from stacked_remat.ops import (
+    causal_attention,
+    chunked_cross_entropy,
+    grouped_experts,
+    linear_attention,
+    short_convolution,
+)
 
 from ..blocks import assert_close
 from ..random_arrays import normal
@@ -74,6 +80,29 @@ def losses(weights, x):
     ).array
 
 
+def linearly_attended(weights, x):
+    Batch, Value = hax.Axis("batch", x.shape[0]), HeadDim.alias("value")
+    rows = x.reshape(-1, Pos.size, Heads.size, HeadDim.size)
+    query = hax.named(0.5 * rows, (Batch, Pos, Heads, HeadDim))
+    taps = hax.named(
+        weights.reshape(Heads.size, HeadDim.size, 8), (Heads, HeadDim, "tap")
+    )
+    documents = hax.zeros((Batch, Pos), dtype=jnp.int32)
+    key, _ = short_convolution(query, taps, Pos, "tap", documents=documents)
+    found, _ = linear_attention(
+        query,
+        key,
+        query.rename({"head_dim": "value"}),
+        -hax.abs(query[HeadDim, 0]),
+        hax.nn.sigmoid(query[HeadDim, 1]),
+        Pos,
+        HeadDim,
+        Value,
+        documents=documents,
+    )
+    return found.array
+
+
 @functools.cache
 def on_one_device(operation):
     return loss(operation)(*arguments())
@@ -91,7 +120,7 @@ def arguments():
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("tracked", [True, False])
-@pytest.mark.parametrize("operation", [attended, routed, losses])
+@pytest.mark.parametrize("operation", [attended, linearly_attended, routed, losses])
 def test_inside_shard_map_values_and_gradients_are_those_of_one_device(
     operation, tracked, kind
 ):
@@ -108,7 +137,7 @@ def test_inside_shard_map_values_and_gradients_are_those_of_one_device(
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("operation", [attended, losses])
+@pytest.mark.parametrize("operation", [attended, linearly_attended, losses])
 def test_axes_that_named_axes_are_mapped_to_divide_operations_without_gathering_tokens(
     operation, kind
 ):
@@ -160,7 +189,8 @@ def test_experts_that_do_not_divide_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("operation", "width"), [(attended, 64), (routed, 4), (losses, 64)]
+    ("operation", "width"),
+    [(attended, 64), (linearly_attended, 64), (routed, 4), (losses, 64)],
 )
 def test_explicit_axes_that_nothing_is_mapped_to_are_refused(operation, width):
     weights, x = arguments()

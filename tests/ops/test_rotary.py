@@ -174,6 +174,13 @@ def yarn_in_hf(factor, original=4096, **more):
             low_freq_factor=1.0,
             high_freq_factor=4.0,
         ),
+        dict(
+            rope_type="llama3",
+            factor=16.0,
+            original_max_position_embeddings=8192,
+            low_freq_factor=1.0,
+            high_freq_factor=1.0,
+        ),
     ],
     ids=json.dumps,
 )
@@ -255,8 +262,8 @@ def turned(*axes):
             "attention_factor and mscale can't both be set",
         ),
         (
-            lambda: Llama3Rotary(8.0, 8192, 4.0, 4.0),
-            "low_freq_factor = 4.0 must be positive and below",
+            lambda: Llama3Rotary(8.0, 8192, 4.0, 3.0),
+            "low_freq_factor = 4.0 must be positive and at most",
         ),
         (
             lambda: from_hf(rope_type="dynamic", factor=2.0),

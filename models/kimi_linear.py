@@ -1,0 +1,239 @@
+"""Kimi Linear (Kimi team 2025): Kimi Delta Attention, latent attention, and experts.
+
+Three layers of Kimi Delta Attention to one of latent attention without positions, and
+experts as DeepSeek V3's.
+"""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import haliax.nn as hnn
+import jax
+from haliax import NamedArray
+from jaxtyping import PRNGKeyArray
+
+from models.deepseek_v3 import LATENT_FIELDS, LATENT_TENSORS
+from models.hf_io import config_fields as hf
+from models.hf_io.formats import HfFormat, register_format
+from models.parts.cache import LayerCache
+from models.parts.config import LatentDecoderConfig, LayerKind
+from models.parts.decoder import DecoderLayer, LayerOutput, residual
+from models.parts.delta_net import GatedDeltaNet
+from models.parts.experts import SparseExperts
+from models.parts.hybrid import HybridDecoderConfig
+from models.parts.latent_attention import LatentAttention
+from models.parts.mlp import GatedMlp
+from models.parts.norms import Norm
+from models.parts.sections import (
+    FULL,
+    LINEAR,
+    ExpertsConfig,
+    LinearAttentionConfig,
+    RotaryConfig,
+)
+from models.parts.tokens import Tokens
+
+
+class KimiLinearLayer(DecoderLayer):
+    """A layer of Kimi Linear, with either attention, and an MLP or experts."""
+
+    input_norm: Norm
+    attention: LatentAttention | None
+    linear_attention: GatedDeltaNet | None
+    post_attention_norm: Norm
+    mlp: GatedMlp | SparseExperts
+
+    def forward(
+        self, x: NamedArray, tokens: Tokens, cache: LayerCache | None = None
+    ) -> LayerOutput:
+        """Adds the mixer, then the MLP or experts, each of normalised input."""
+        # KimiLinearDecoderLayer of transformers
+        attended, cache = self.mixer(self.input_norm(x), tokens, cache)
+        x = residual(x + attended)
+        mixed, statistics = self.mlp(x, tokens, norm=self.post_attention_norm)
+        return x + mixed, cache, statistics
+
+
+@dataclass(frozen=True)
+class KimiLinearConfig(LatentDecoderConfig, HybridDecoderConfig):
+    """A Kimi Linear decoder.
+
+    Attributes:
+        linear: sizes of layers with Kimi Delta Attention.
+    """
+
+    linear_names = ("query", "key", "value", "decay", "gate")
+
+    linear: LinearAttentionConfig = field(
+        default_factory=lambda: LinearAttentionConfig(num_key_heads=4)
+    )
+    gate_scale: float = 2.446
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        sizes = self.linear
+        if sizes.KeyHeads.size != sizes.num_value_heads or (
+            sizes.key_dim != sizes.value_dim
+        ):
+            raise ValueError(
+                "model.linear must have as many num_key_heads as num_value_heads, and"
+                f" key_dim equal to value_dim, got {sizes}."
+            )
+        length = RotaryConfig.max_position_embeddings
+        if replace(self.rotary, max_position_embeddings=length) != RotaryConfig():
+            raise ValueError(
+                "Leave out all of model.rotary but max_position_embeddings: Kimi Linear"
+                " rotates nothing."
+            )
+
+    def init_layer(self, kind: LayerKind, *, key: PRNGKeyArray) -> KimiLinearLayer:
+        """Makes a layer from `key`."""
+        mixer_key, mlp_key = jax.random.split(key)
+        attention = linear_attention = None
+        if kind.linear:
+            linear_attention = GatedDeltaNet.init(
+                self,
+                self.linear,
+                norm_eps=self.rms_norm_eps,
+                activation=hnn.sigmoid,
+                rank=self.linear.key_dim,
+                key=mixer_key,
+            )
+        else:
+            attention = LatentAttention.init(
+                self, self.latent, rotary=None, key=mixer_key
+            )
+        if kind.sparse:
+            mlp = SparseExperts.init(
+                self, routing=self.routing, shared_dim=self.shared_dim, key=mlp_key
+            )
+        else:
+            mlp = GatedMlp.init(self, self.Mlp, key=mlp_key)
+        return KimiLinearLayer(
+            input_norm=self.init_norm(),
+            attention=attention,
+            linear_attention=linear_attention,
+            post_attention_norm=self.init_norm(),
+            mlp=mlp,
+        )
+
+
+FIELDS = hf.without(hf.DENSE_SIZES, "head_dim", "tie_word_embeddings") | LATENT_FIELDS
+# The names of the published files, and those of transformers for the same
+FIELDS |= {
+    "rms_norm_eps": hf.Field("rms_norm_eps", 1e-5),
+    "num_experts": hf.Field("experts.num_experts", 256, ("num_local_experts",)),
+    "num_experts_per_token": hf.Field(
+        "experts.experts_per_token", 8, ("num_experts_per_tok",)
+    ),
+    "moe_intermediate_size": hf.Field("experts.intermediate_dim", 1_024),
+    "moe_renormalize": hf.Field("experts.norm_topk_prob", True, ("norm_topk_prob",)),
+    "num_expert_group": hf.Field("num_groups", 1, ("n_group",)),
+    "topk_group": hf.Field("groups_per_token", 1),
+    "routed_scaling_factor": hf.Field("gate_scale", 2.446),
+    "num_shared_experts": hf.Field("shared_experts", 1, ("n_shared_experts",)),
+    "model_max_length": hf.Field(
+        "rotary.max_position_embeddings", 1_048_576, ("max_position_embeddings",)
+    ),
+}
+
+
+def from_hf(given: hf.ConfigFields) -> hf.Found:
+    """Reads a `config.json`; defaults are those of transformers."""
+    given.ignore("head_dim", "qk_head_dim")  # of nothing, and a sum
+    given.ignore("rope_theta", "rope_scaling", "rope_parameters")  # of no rotation
+    given.ignore("num_nextn_predict_layers")  # of no tensor
+    given.only("mla_use_nope", True)
+    given.only("moe_router_activation_func", "sigmoid")
+    given.only("use_grouped_topk", True)
+    given.only("moe_layer_freq", 1)
+    given.only("tie_word_embeddings", False)  # without effect in transformers
+    found = hf.read_decoder(given, FIELDS)
+    # Transformers has the fields of this section beside others, under its own names.
+    section, last = given("linear_attn_config", {}), found["num_layers"]
+    heads = section.get("num_heads", given("linear_num_heads", 32))
+    width = section.get("head_dim", given("linear_head_dim", 128))
+    taps = given("linear_conv_kernel_dim", 4)
+    found |= {"linear.num_key_heads": heads, "linear.num_value_heads": heads}
+    found |= {"linear.key_dim": width, "linear.value_dim": width}
+    found["linear.conv_size"] = section.get("short_conv_kernel_size", taps)
+    # Layers are counted from 1 there.
+    full = section.get("full_attn_layers", range(5, last + 1, 4))
+    usual = [FULL if number in full else LINEAR for number in range(1, last + 1)]
+    found |= hf.read_hybrid_layers(given, last, usual)
+    found |= hf.read_dense_prefix(given, last, 1)
+    if kinds := given("mlp_layer_types", []):
+        dense = [number for number, kind in enumerate(kinds) if kind == "dense"]
+        found["experts.dense_layers"] = dense
+    return found
+
+
+def to_hf(config: KimiLinearConfig) -> dict[str, Any]:
+    """Writes a `config.json`, with the fields of the published ones."""
+    types, sizes = [*enumerate(config.types_of_layers, 1)], config.linear
+    section = {
+        "num_heads": sizes.num_key_heads,
+        "head_dim": sizes.key_dim,
+        "short_conv_kernel_size": sizes.conv_size,
+        "full_attn_layers": [number for number, kind in types if kind == FULL],
+        "kda_layers": [number for number, kind in types if kind == LINEAR],
+    }
+    written = hf.write_decoder(config, FIELDS) | hf.write_dense_prefix(config)
+    written |= {"linear_attn_config": section, "mla_use_nope": True}
+    written |= {"moe_router_activation_func": "sigmoid", "use_grouped_topk": True}
+    # Transformers' default is beyond the embedding of a smaller vocabulary.
+    return written | {"moe_layer_freq": 1, "pad_token_id": None}
+
+
+# Dense layers have an `mlp`, the others a `block_sparse_moe`.
+_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+TENSORS = LATENT_TENSORS | {
+    "linear_attention": "self_attn",
+    "linear_attention.q_conv": "q_conv1d",
+    "linear_attention.k_conv": "k_conv1d",
+    "linear_attention.v_conv": "v_conv1d",
+    "linear_attention.a_proj": "",
+    "linear_attention.a_proj.down": "f_a_proj",
+    "linear_attention.a_proj.up": "f_b_proj",
+    "linear_attention.gate_proj": "",
+    "linear_attention.gate_proj.down": "g_a_proj",
+    "linear_attention.gate_proj.up": "g_b_proj",
+    "linear_attention.norm": "o_norm",
+    "mlp": "",
+    "mlp.gate_proj": "mlp.gate_proj",
+    "mlp.up_proj": "mlp.up_proj",
+    "mlp.down_proj": "mlp.down_proj",
+    "mlp.router": "block_sparse_moe.gate",
+    "mlp.bias": "block_sparse_moe.gate.e_score_correction_bias",
+    "mlp.shared": "block_sparse_moe.shared_experts",
+    "mlp.experts": "block_sparse_moe.experts",
+    "mlp.experts.gate_proj": "w1",
+    "mlp.experts.up_proj": "w3",
+    "mlp.experts.down_proj": "w2",
+}
+LOADED = {
+    "block_sparse_moe": "mlp",
+    "self_attn.q_conv1d": "self_attn.conv1d",
+    "self_attn.k_conv1d": "self_attn.conv1d",
+    "self_attn.v_conv1d": "self_attn.conv1d",
+} | {
+    f"self_attn.{name}": f"self_attn.forget_gate.{name}"
+    for name in ("f_a_proj", "f_b_proj", "dt_bias", "A_log")
+}
+
+register_format(
+    HfFormat(
+        "kimi_linear",
+        KimiLinearConfig,
+        from_hf,
+        to_hf,
+        FIELDS,
+        TENSORS,
+        loaded=LOADED,
+        # Transformers writes those of dense layers so.
+        also_read={f"block_sparse_moe.{name}": f"mlp.{name}" for name in _PROJECTIONS},
+        shapes={"linear_attention.decay.a_log": (1, 1, -1, 1)},
+        probe={"num_layers": 4, "experts": ExpertsConfig(dense_layers=(0,))},
+        checksum=-1.32539,
+    )
+)

@@ -1,0 +1,171 @@
+"""Qwen3-Next (Qwen team 2025): gated delta nets, gated attention, and a gated shared
+expert.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+from haliax import NamedArray
+from jaxtyping import PRNGKeyArray
+
+from models.hf_io import config_fields as hf
+from models.hf_io.formats import HfFormat, register_format
+from models.hf_io.stacked_weights import HeadsTensor
+from models.parts.attention import Attention
+from models.parts.cache import LayerCache
+from models.parts.config import LayerKind, PartialRotaryConfig, SparseDecoderConfig
+from models.parts.decoder import DecoderLayer, LayerOutput, residual
+from models.parts.delta_net import GatedDeltaNet
+from models.parts.experts import SparseExperts
+from models.parts.hybrid import HybridDecoderConfig
+from models.parts.mlp import GatedMlp
+from models.parts.norms import Norm, offset_rms_norm
+from models.parts.remat_presets import ATTENTION_NAMES
+from models.parts.sections import ExpertsConfig, LinearAttentionConfig
+from models.parts.tokens import Tokens
+from models.qwen3 import MOE_FIELDS, read_dense_layers, write_dense_layers
+from stacked_remat.training.config_checks import check_positive
+
+
+class Qwen3NextLayer(DecoderLayer):
+    """A layer of Qwen3-Next, with linear attention or with attention."""
+
+    input_norm: Norm
+    attention: Attention | None
+    linear_attention: GatedDeltaNet | None
+    post_attention_norm: Norm
+    mlp: GatedMlp | SparseExperts
+
+    def forward(
+        self, x: NamedArray, tokens: Tokens, cache: LayerCache | None = None
+    ) -> LayerOutput:
+        """Adds the mixer, then the MLP or experts, each of normalised input."""
+        # Qwen3NextDecoderLayer of transformers
+        attended, cache = self.mixer(self.input_norm(x), tokens, cache)
+        x = residual(x + attended)
+        mixed, statistics = self.mlp(x, tokens, norm=self.post_attention_norm)
+        return x + mixed, cache, statistics
+
+
+@dataclass(frozen=True)
+class GatedHybridConfig(PartialRotaryConfig, HybridDecoderConfig):
+    """What the decoders of Qwen3-Next and Qwen3.5 share.
+
+    Attributes:
+        linear: sizes of layers with linear attention.
+    """
+
+    attention_names = (*ATTENTION_NAMES, "gate")
+
+    partial_rotary_factor: float = 0.25
+    linear: LinearAttentionConfig = field(default_factory=LinearAttentionConfig)
+
+    def init_norm(self) -> Norm:
+        """Makes a norm over `Embed`."""
+        # Qwen3NextRMSNorm of transformers: weights are the factors less one.
+        return offset_rms_norm(self.Embed, self.rms_norm_eps)
+
+    def init_layer(self, kind: LayerKind, *, key: PRNGKeyArray) -> Qwen3NextLayer:
+        """Makes a layer from `key`."""
+        mixer_key, mlp_key = jax.random.split(key)
+        attention = linear_attention = None
+        if kind.linear:
+            linear_attention = GatedDeltaNet.init(
+                self, self.linear, norm_eps=self.rms_norm_eps, key=mixer_key
+            )
+        else:
+            attention = Attention.init(
+                self,
+                rotary=self.rotary,
+                rotary_dim=self.rotated_dim,
+                window=kind.window,
+                q_norm=offset_rms_norm(self.HeadDim, self.rms_norm_eps),
+                k_norm=offset_rms_norm(self.HeadDim, self.rms_norm_eps),
+                gate=True,
+                key=mixer_key,
+            )
+        if isinstance(self, Qwen3NextConfig) and kind.sparse:
+            mlp = SparseExperts.init(
+                self, shared_dim=self.shared_dim, shared_gate=True, key=mlp_key
+            )
+        else:
+            mlp = GatedMlp.init(self, self.Mlp, key=mlp_key)
+        return Qwen3NextLayer(
+            input_norm=self.init_norm(),
+            attention=attention,
+            linear_attention=linear_attention,
+            post_attention_norm=self.init_norm(),
+            mlp=mlp,
+        )
+
+
+@dataclass(frozen=True)
+class Qwen3NextConfig(GatedHybridConfig, SparseDecoderConfig):
+    """A Qwen3-Next decoder.
+
+    Attributes:
+        shared_dim: inner width of the expert that all tokens are routed to besides.
+    """
+
+    shared_dim: int = 128
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive("model", self, "shared_dim")
+
+
+HEAD_DIM = {"head_dim": hf.Field("attention.head_dim", 256, written="head_dim")}
+FIELDS = MOE_FIELDS | hf.LINEAR_SIZES | HEAD_DIM
+FIELDS |= {"norm_topk_prob": hf.Field("experts.norm_topk_prob", True)}
+FIELDS |= {"shared_expert_intermediate_size": hf.Field("shared_dim", 512)}
+
+
+def from_hf(given: hf.ConfigFields) -> hf.Found:
+    """Reads a `config.json`; defaults are those of transformers."""
+    found = hf.read_decoder(given, FIELDS, kv_heads=2)
+    found |= hf.read_rotary(given, partial=0.25) | hf.read_load_balance(given)
+    found |= hf.read_hybrid_layers(given, found["num_layers"])
+    return found | read_dense_layers(given, found["num_layers"])
+
+
+def to_hf(config: Qwen3NextConfig) -> dict[str, Any]:
+    """Writes a `config.json`."""
+    written = hf.write_decoder(config, FIELDS) | hf.write_rotary(config.rotary)
+    written |= {"partial_rotary_factor": config.partial_rotary_factor}
+    written |= hf.write_hybrid_layers(config) | hf.write_load_balance(config)
+    return written | write_dense_layers(config)
+
+
+_QUERY_AND_GATE = HeadsTensor("q_proj", head_axes=2)
+SHARED_TENSORS = {
+    "attention.q_proj": _QUERY_AND_GATE,
+    "attention.gate_proj": _QUERY_AND_GATE,
+    "linear_attention.o_proj": "out_proj",
+    "mlp.router": "gate",
+    "mlp.shared": "shared_expert",
+    "mlp.shared_gate": "shared_expert_gate",
+}
+_QKVZ, _BA = HeadsTensor("in_proj_qkvz"), HeadsTensor("in_proj_ba")
+TENSORS = SHARED_TENSORS | {
+    "linear_attention.q_proj": _QKVZ,
+    "linear_attention.k_proj": _QKVZ,
+    "linear_attention.v_proj": _QKVZ,
+    "linear_attention.gate_proj": _QKVZ,
+    "linear_attention.b_proj": _BA,
+    "linear_attention.a_proj": _BA,
+}
+
+register_format(
+    HfFormat(
+        "qwen3_next",
+        Qwen3NextConfig,
+        from_hf,
+        to_hf,
+        FIELDS,
+        TENSORS,
+        not_read=("mtp.",),
+        probe={"experts": ExpertsConfig(dense_layers=(0,))},
+        checksum=1.90600,
+    )
+)

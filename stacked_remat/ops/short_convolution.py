@@ -1,0 +1,230 @@
+"""Causal convolutions of a few taps over positions, by channel, on named axes."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import haliax as hax
+import jax.numpy as jnp
+from haliax import Axis, AxisSelector, NamedArray
+from jax import lax
+
+from ._backends import UnsupportedCallError
+from ._named import FLOATS, INTEGERS, check_named
+from ._positions import document_begins, with_positions_before
+from .per_device import align_varying_axes, mesh_axes, per_device
+
+
+def short_convolution(
+    x: NamedArray,
+    weight: NamedArray,
+    Pos: AxisSelector,
+    Tap: AxisSelector,
+    *,
+    documents: NamedArray | None = None,
+    lengths: NamedArray | None = None,
+    window: NamedArray | None = None,
+) -> tuple[NamedArray, NamedArray]:
+    """A causal depthwise convolution over positions, and what the next call needs of
+    this one.
+
+    Output t of a channel is the sum over taps j of `weight[j] * x[t - (Tap.size - 1) +
+    j]`, without inputs of other documents and before the first.
+
+    Args:
+        x: `[..., Pos, channels...]` in any order.
+        weight: `[channels..., Tap]` in any order; the last tap is of the position
+            itself.
+        Pos: the axis of positions, or its name.
+        Tap: the axis of taps, or its name.
+        documents: integers `[..., Pos]` with axes of `x` that `weight` lacks; a
+            document begins where they change. The first continues `window`.
+        lengths: integers with axes of `x` that `weight` lacks: positions from there on
+            are padding, which the returned window is without.
+        window: the inputs before the first position, as it is returned; None for zeros.
+
+    Returns:
+        The output, with the axes and the dtype of `x`, and the last `Tap.size - 1`
+        inputs of the last document, with zeros before it, in its dtype: `x`, with an
+        axis named as `Tap` in place of `Pos`.
+
+    Raises:
+        ValueError: an argument does not fit.
+
+    Cost: one read of `x` and one write of the output; sums are in float32, in float64
+    if an argument is.
+    """
+    check_named("weight", weight, FLOATS, ())
+    check_named("x", x, FLOATS, ())
+    Pos = Pos if isinstance(Pos, Axis) else x.resolve_axis(Pos)
+    Tap = Tap if isinstance(Tap, Axis) else weight.resolve_axis(Tap)
+    channels = _channels(weight, Tap)
+    check_named("x", x, FLOATS, (*channels, Pos))
+    batch = tuple(axis for axis in x.axes if axis not in (*channels, Pos))
+    if documents is not None:
+        check_named("documents", documents, INTEGERS, (Pos,), batch)
+    if lengths is not None:
+        check_named("lengths", lengths, INTEGERS, (), batch)
+        if documents is not None:
+            documents = documents.broadcast_axis(lengths.axes)
+    kept = _with_window(x.axes, Pos, Tap)
+    if window is None:
+        window = hax.zeros(kept, x.dtype)
+    check_named("window", window, FLOATS, kept, ())
+    window = window.astype(x.dtype).rearrange(kept)
+    return per_device(
+        functools.partial(
+            _convolve, names=(Pos.name, Tap.name), context=mesh_axes(Pos)
+        ),
+        *(x, weight, documents, lengths, window),
+        over=(*batch, *channels, Pos),
+        out=(x.axes, kept),
+    )
+
+
+def short_convolution_step(
+    x: NamedArray, weight: NamedArray, Tap: AxisSelector, window: NamedArray
+) -> tuple[NamedArray, NamedArray]:
+    """One position of `short_convolution`, from the inputs before it.
+
+    Arguments and results are as there, without `Pos`; `window` may have its axes in any
+    order.
+
+    Raises:
+        ValueError: an argument does not fit.
+    """
+    check_named("weight", weight, FLOATS, ())
+    Tap = Tap if isinstance(Tap, Axis) else weight.resolve_axis(Tap)
+    check_named("x", x, FLOATS, _channels(weight, Tap))
+    Kept = Tap.resize(Tap.size - 1)
+    check_named("window", window, FLOATS, (*x.axes, Kept), ())
+    wide = _wide_dtype(x, weight)
+    inputs = hax.concatenate(Tap.name, [window, x.broadcast_axis(Tap.resize(1))])
+    y = hax.dot(inputs.astype(wide), weight.astype(wide), axis=Tap)
+    after = inputs[Tap.name, 1:].rearrange(window.axes)
+    return y.rearrange(x.axes).astype(x.dtype), after
+
+
+def _channels(weight: NamedArray, Tap: Axis) -> tuple[Axis, ...]:
+    check_named("weight", weight, FLOATS, (Tap,))
+    return tuple(axis for axis in weight.axes if axis != Tap)
+
+
+def _with_window(axes: Sequence[Axis], Pos: Axis, Tap: Axis) -> tuple[Axis, ...]:
+    Kept = Tap.resize(Tap.size - 1)
+    return tuple(Kept if axis == Pos else axis for axis in axes)
+
+
+def _wide_dtype(*arrays: NamedArray) -> Any:
+    is_double = any(x.dtype == jnp.float64 for x in arrays)
+    return jnp.float64 if is_double else jnp.float32
+
+
+def _convolve(
+    x: NamedArray,
+    weight: NamedArray,
+    documents: NamedArray | None,
+    lengths: NamedArray | None,
+    window: NamedArray,
+    *,
+    names: tuple[str, str],
+    context: tuple[str, ...],
+) -> tuple[NamedArray, NamedArray]:
+    """The output of one device's positions, and the window after all positions.
+
+    The axes `context` of the mesh divide positions, if there are any.
+    """
+    arguments = x, weight, documents, lengths, window
+    x, weight, documents, lengths, window = align_varying_axes(
+        "short_convolution", arguments
+    )
+    Pos = x.resolve_axis(names[0])
+    Tap = weight.resolve_axis(names[1])
+    before = Tap.size - 1
+    if context and Pos.size < before:
+        raise UnsupportedCallError(
+            f"Each device has {Pos.size} positions of `{Pos.name}`, and {Tap.size} taps"
+            f" reach back {before}. Divide positions over fewer devices."
+        )
+    inputs = with_positions_before(x, window.rename({Tap.name: Pos.name}), Pos, context)
+    reach = None
+    if documents is not None and before:
+        reach = _reach(documents, Pos, before, context)
+    wide = _wide_dtype(x, weight)
+    terms = []
+    for tap in range(Tap.size):
+        term = inputs[Pos.name, tap : tap + Pos.size].astype(wide)
+        if reach is not None:
+            term = hax.where(reach >= before - tap, term, 0.0)
+        terms.append(term * weight[Tap.name, tap].astype(wide))
+    y = sum(terms[1:], terms[0])
+    kept = _with_window(x.axes, Pos, Tap)
+    after = _window_after(inputs, reach, lengths, Pos, Tap, context)
+    return y.rearrange(x.axes).astype(x.dtype), after.rearrange(kept)
+
+
+def _reach(
+    documents: NamedArray, Pos: Axis, before: int, context: tuple[str, ...]
+) -> NamedArray:
+    """How many positions before each are of its document, at most `before`."""
+    begins = document_begins(documents, Pos, before, context)
+    reach = hax.zeros(documents.axes, jnp.int32)
+    is_within = hax.ones(documents.axes, bool)
+    for back in range(before):
+        start = before - 1 - back
+        is_within = is_within & ~begins[Pos.name, start : start + Pos.size]
+        reach = reach + is_within.astype(jnp.int32)
+    return reach
+
+
+def _window_after(
+    inputs: NamedArray,
+    reach: NamedArray | None,
+    lengths: NamedArray | None,
+    Pos: Axis,
+    Tap: Axis,
+    context: tuple[str, ...],
+) -> NamedArray:
+    """The inputs before the end of each sequence that are of its last document.
+
+    `inputs` begin before the positions, by the size of the window.
+    """
+    Kept = Tap.resize(Tap.size - 1)
+    devices = lax.axis_size(context) if context else 1
+    ends = hax.named(jnp.int32(devices * Pos.size), ())
+    if lengths is not None:
+        ends = lengths.astype(jnp.int32)
+    is_own = None
+    if context:
+        device = lax.axis_index(context)
+        ends = ends - device * Pos.size
+        # A sequence of padding alone ends on the first device
+        is_own = ((ends > 0) | (device == 0)) & (ends <= Pos.size)
+        ends = hax.clip(ends, 0, Pos.size)
+    back = hax.arange(Kept, start=Kept.size - 1, step=-1, dtype=jnp.int32)
+    back = back.broadcast_axis(ends.axes)
+    window = _entries(inputs, Pos, Kept.size - 1 - back + ends)
+    if reach is not None:
+        last_reach = _entries(
+            reach, Pos, hax.zeros_like(back) + hax.maximum(ends - 1, 0)
+        )
+        # What is before the first position was masked when it was given
+        is_kept = (last_reach >= back.broadcast_axis(last_reach.axes)) | (ends == 0)
+        window = hax.where(is_kept, window, 0.0)
+    if is_own is not None:
+        window = hax.where(is_own, window, 0.0)
+        window = NamedArray(lax.psum(window.array, context), window.axes)
+    return window
+
+
+def _entries(x: NamedArray, Pos: Axis, positions: NamedArray) -> NamedArray:
+    """The entries at these positions, which have the axes of a window; others along
+    axes that both have.
+    """
+    (Rows,) = (axis for axis in positions.axes if axis not in x.axes)
+    order = [Rows if axis.name == Pos.name else axis for axis in x.axes]
+    shared = [axis for axis in order if axis in positions.axes]
+    index = positions.rearrange(shared).array
+    index = index.reshape([axis.size if axis in shared else 1 for axis in order])
+    place = order.index(Rows)
+    return NamedArray(jnp.take_along_axis(x.array, index, place), tuple(order))

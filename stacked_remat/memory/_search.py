@@ -35,7 +35,7 @@ _NEVER = (math.inf, math.inf, math.inf)
 # Policies whose FLOPs differ by less than this factor are taken for one.
 _ALIKE = 1.0005
 # A step that takes up to so much more than the budget, by the model, may fit.
-_SLACK = 1.02
+_SLACK = 1.05
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,16 +93,24 @@ class Search:
         `layers`, of their variations; None if no candidate fits.
         """
         ladder = self.ladder(candidates)
+        # Arguments take the same memory under every policy.
+        for trial in self.compiled.values():
+            if trial.report is not None and trial.report.arguments > self.budget:
+                return None
         self._climb(ladder)
+        # Of policies of JAX the model does not know what they keep.
+        for policy in candidates if ladder else ():
+            if callable(resolve_policy(policy).save_block_internals):
+                self._taken(policy)
         # Others were compiled to measure them.
-        offered = {*map(resolve_policy, candidates), *(step.policy for step in ladder)}
+        policies = [*candidates, *(step.policy for step in ladder)]
+        offered = {*map(resolve_policy, policies)}
         # Also where no step of the ladder fits: the model may be wrong.
         if not self._fitting(offered):
             for policy in self._in_order(candidates):
                 trial = self.trial(policy)
                 if self.fits(trial):
                     break
-                # Arguments take the same memory under every policy.
                 if trial.report is not None and trial.report.arguments > self.budget:
                     return None
         fitting = self._fitting(offered)
@@ -136,8 +144,12 @@ class Search:
         if self.layers is None or not any(map(_is_varied, resolved)):
             return []
         model = self._model(self.layers)
-        measured = model and self.trial(model.reference).report
-        if model is None or measured is None:
+        if model is None:
+            return []
+        # Policies as they were given.
+        given = dict(zip(resolved, candidates, strict=True))
+        measured = self.trial(given.get(model.reference, model.reference)).report
+        if measured is None:
             return []
         # Of several devices each is taken to hold as much.
         devices = measured.devices
@@ -150,15 +162,17 @@ class Search:
                 again = _runs_again(varied, self.layers)
                 # A CPU has one memory.
                 kept = cost.device if has_host else cost.device + cost.host
-                if self._allows(varied, cost):
-                    steps.append(Step(varied, cost, again, common + kept))
+                if varied in given or self._hides(varied, cost):
+                    spec = given.get(varied, varied)
+                    steps.append(Step(spec, cost, again, common + kept))
+        steps = [step for step in steps if step.cost.host <= self.host_budget]
         steps.sort(key=lambda step: step.key)
         ladder: list[Step] = []
-        first = steps[0]
+        first = None
         for step in steps:
             if ladder and step.total >= ladder[-1].total:
                 continue
-            if ladder and step.is_like(first):
+            if first is not None and step.is_like(first):
                 ladder[-1] = step
             else:
                 ladder.append(step)
@@ -181,12 +195,11 @@ class Search:
 
         return traced_model(trace) or measured_model(report, layers)
 
-    def _allows(self, policy: ScanCheckpointPolicy, cost: Cost) -> bool:
-        """Whether values that are moved to the host fit there, by a limit that the user
-        gave, and cross the link while others are computed, by the target's figures.
+    def _hides(self, policy: ScanCheckpointPolicy, cost: Cost) -> bool:
+        """Whether values that a policy moves to the host cross the link while others
+        are computed, by the target's figures. Not where the user says nothing of the
+        host's memory.
         """
-        if cost.host > self.host_budget:
-            return False
         if not policy.offload_block_internals:
             return True
         target = self._trace(_NESTED).target
@@ -201,9 +214,13 @@ class Search:
         # Steps up to `low` do not fit, `high` and those after it do. The last step that
         # was compiled took so much more than the model says.
         low, high, error = -1, len(ladder), 0.0
+        slack = _SLACK
         while high - low > 1:
-            # The model may be wrong by a little for a step above one that fits.
-            limit = self.budget * (_SLACK if high < len(ladder) else 1)
+            limit = self.budget
+            if high < len(ladder):
+                # The model may be wrong by a little for a step above one that fits,
+                # which is tried once.
+                limit, slack = limit * slack, 1.0
             likely = [
                 number
                 for number in range(low + 1, high)
@@ -248,7 +265,7 @@ class Search:
 class Step:
     """A policy on a ladder."""
 
-    policy: ScanCheckpointPolicy
+    policy: ScanCheckpointSpec
     cost: Cost
     # How many layers run again.
     again: int

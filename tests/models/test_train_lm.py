@@ -134,14 +134,13 @@ def test_auto_is_resolved_before_the_first_step(workplace, capsys):
         is False
     )
     shown = capsys.readouterr().out
-    assert shown.index("False fits 1.00 GiB") < shown.index(
-        "held-out loss after 0 steps"
-    )
+    assert "of 1.00 GiB a device, and 0 B on the host" in shown
+    assert shown.index("remat: False") < shown.index("held-out loss after 0 steps")
     assert train(workplace, *auto, "--budget", "1KiB", run="other") == 1
     shown = capsys.readouterr().out
     assert (
         "error: no candidate fits 1.00 KiB" in shown
-        and "smallest found is False with" in shown
+        and "smallest found is 'nested' with" in shown
     )
     assert not (workplace / "other").exists()
 

@@ -77,6 +77,7 @@ class Candidate:
     def settings(self) -> dict[str, Any]:
         """What `leaner` changes: keys of the config, and their values."""
         experts = self.config.model.sparse
+        # A dense model has no such key.
         blocks = {} if experts is None else {"model.experts.backend": experts.backend}
         return {"model.tiles": self.config.model.tiles, **blocks}
 
@@ -97,6 +98,7 @@ class Candidate:
         """
         trainer = self.config.trainer
         combines = self.config.lora is not None or trainer.update.fused
+        # Otherwise the optimizer needs all layers on the device: see `LmRunConfig`.
         return not trainer.streaming and combines and self._sizes_host
 
     @property
@@ -109,6 +111,7 @@ class Candidate:
             device = find_target(self.target).devices()[0]
             if expert_backend(model.compute_dtype, device) != "block":
                 blocks = {"model.experts.backend": "block"}
+        # One head at a time, or two halves where there is one
         if model.tiles == 1:
             tiles = {"model.tiles": max(2, model.num_kv_heads)}
         return [
@@ -177,6 +180,7 @@ class Candidate:
         """
 
         def of_policy(remat: ScanCheckpointSpec) -> Callable[..., Any]:
+            # The policy is a static field of the model, so the arrays are the same.
             structure = jax.tree.structure(
                 state_shapes(self.config, self.partitioning, remat=remat)
             )
@@ -216,6 +220,7 @@ class Candidate:
             find_target(self.target),
             self.can_stream,
         )
+        # With the layers on the host where that is possible: the least there can be
         at_least = at_least and can_stream
         batch, state = self.having(STREAMED if at_least else {}).shapes
         stream = ", or keep the layers on the host (trainer.streaming: true)"
@@ -225,6 +230,7 @@ class Candidate:
             "optimizer state": state.optimizer_state,
         }
         if config.trainer.streaming and target.name == "local":
+            # Written while the next steps change the state, so it is there twice.
             saved = {
                 "a checkpoint that is being written": (
                     state.trained,

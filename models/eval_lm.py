@@ -75,6 +75,7 @@ class ModelToEvaluate:
             MeshConfig({"data": 1}, {}, {})
         )
         rows = self._partitioning.parts_of(BATCH_AXIS)
+        # Every device gets as many rows.
         self.batch_size = -(-batch_size // rows) * rows
         self.max_length = max_length or found.config.rotary.max_position_embeddings
 
@@ -139,15 +140,19 @@ class ModelToEvaluate:
                 f"A continuation has {most} tokens, more than --max_length"
                 f" {self.max_length}."
             )
+        # One token more than fit: the last is only predicted.
         texts = [
             (context + own)[-(self.max_length + 1) :] for _, context, own in requests
         ]
+        # The longest first: what does not fit fails at once. Rows of a batch are then
+        # of nearly one length.
         order, found = sorted(range(len(texts)), key=lambda at: -len(texts[at])), {}
         for first in range(0, len(order), self.batch_size):
             batch = order[first : first + self.batch_size]
             tokens = np.zeros(
                 (self.batch_size, padded_length(len(texts[batch[0]]) - 1) + 1), np.int32
             )
+            # Rows that are left over are padding, whose scores nothing reads.
             for row, at in enumerate(batch):
                 tokens[row, : len(texts[at])] = texts[at]
             with self._partitioning.active():
@@ -155,6 +160,7 @@ class ModelToEvaluate:
                     np.asarray, _scores(self._model, tokens[:, :-1], tokens[:, 1:])
                 )
             for row, at in enumerate(batch):
+                # The score of a token is at the position before it.
                 end = len(texts[at]) - 1
                 own = slice(end - min(len(requests[at][2]), end), end)
                 found[at] = (
@@ -173,6 +179,7 @@ class ModelToEvaluate:
         for number, request in enumerate(requests):
             tokens = self.tok_encode(request.args[0])
             for first in range(0, len(tokens), self.max_length):
+                # Each token is scored once, with as many before it as fit.
                 own = tokens[first : first + self.max_length]
                 known = (
                     tokens[max(0, first + len(own) - self.max_length - 1) : first]
@@ -191,6 +198,7 @@ class ModelToEvaluate:
         self, requests: Sequence[Any], disable_tqdm: bool = False
     ) -> list[str]:
         """Continues each text up to a stop."""
+        # Requests of a batch are drawn alike and end alike.
         groups: dict[str, list[int]] = {}
         for at, request in enumerate(requests):
             groups.setdefault(json.dumps(request.args[1]), []).append(at)
@@ -267,6 +275,7 @@ def _scores(model: Decoder, tokens: Any, targets: Any) -> tuple[Array, Array]:
             logits, axis=-1
         )
 
+    # Logits of all positions would not fit.
     by_position = hidden.rearrange((Pos, Batch, Embed)).array, targets.T
     likelihoods, greedy = jax.lax.map(
         of_position, by_position, batch_size=_POSITIONS_AT_ONCE
@@ -348,8 +357,10 @@ def _evaluate(arguments: Sequence[str]) -> int:
             found, load_model(found, partitioning), partitioning=partitioning, **sizes
         )
 
+    # lm-eval makes the model by this, when it has read all its arguments.
     evaluated.create_from_arg_obj = make
     lm_eval.api.registry.register_model("stacked_remat")(evaluated)
+    # lm-eval's own command, which reads its arguments from here
     sys.argv = ["lm-eval", "run", "--model", "stacked_remat", *others]
     if options.batch_size is not None or not any(
         one.startswith(("--config", "-C")) for one in others

@@ -52,6 +52,7 @@ def export(
     model = Placement.of(found.run).read_model(found, found.config.compute_dtype)
     card = model_card(found, out.name, "adapter" if adapters else "finetune")
     if adapters:
+        # A path of this machine says nothing to others, and may say too much.
         hidden = public and _is_local(found.base_name or "")
         save_adapters(out, model, base_model=None if hidden else found.base_name)
         (out / "README.md").write_text(card, encoding="utf-8")
@@ -82,6 +83,7 @@ def model_card(found: FoundModel, title: str, relation: str) -> str:
         "pipeline_tag": "text-generation",
         "tags": ["stacked_remat"],
     }
+    # The Hub shows how to load the model by it.
     fields["library_name"] = "peft" if relation == "adapter" else "transformers"
     base = found.base_name or "none, from random weights"
     if found.base_name is not None and _is_local(found.base_name):
@@ -107,6 +109,7 @@ def model_card(found: FoundModel, title: str, relation: str) -> str:
     if run is None:
         return "\n".join([*lines, ""])
     config = config_as_dict(run)
+    # Paths of this machine are of no use in a card.
     local = [("trainer", "run_dir"), ("data", "cache_dir"), ("data", "sources")]
     for section, key in (
         [*local, ("data", "tokenizer")] if _is_local(run.tokenizer_name) else local
@@ -115,6 +118,7 @@ def model_card(found: FoundModel, title: str, relation: str) -> str:
     if base != found.base_name:
         config.pop("initialize_from_hf", None)
     lines += [f"- data: {', '.join(run.data.sources) or 'the default text'}"]
+    # The losses are of the end of the run, not of an earlier checkpoint.
     if found.step is None and result.is_file():
         lines += [
             f"- {name}: {json.dumps(value)}"
@@ -155,6 +159,7 @@ def main(arguments: Sequence[str], console: Console | None = None) -> int:
             not REPOSITORY.fullmatch(name) or "--" in name or ".." in name
         ):
             raise ConfigError(f"--push_to_hub {name!r} is no OWNER/NAME of the Hub.")
+        # Before the model is read, which takes minutes
         check_new_folder(options.out)
         found = model_of_arguments(options)
         export(found, options.out, adapters=options.adapters, public=name is not None)

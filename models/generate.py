@@ -69,7 +69,9 @@ def _generate(arguments: Sequence[str], console: Console) -> int:
     texts, write = _texts(options), _writer(console)
     begun, variables = _chat_beginning(options), _mapping(options.chat_template_kwargs)
     sampling, found = _sampling(options), model_of_arguments(options)
+    # Weights are read when the first prompt has been put together.
     load = functools.cache(lambda: load_model(found))
+    # Any of the tokens that end a text; in a chat also what ends a turn
     stops = [(end,) for end in found.ends]
     if options.chat:
         with _template_errors(found):
@@ -109,6 +111,7 @@ def _generate(arguments: Sequence[str], console: Console) -> int:
             ]
             _show(write, texts, pieces(prompts), chat=options.chat)
         elif options.chat:
+            # A turn a line, until the input ends
             history: list[Message] = []
             for line in sys.stdin:
                 history.append(_said("user", _utf8(line.rstrip("\n"))))
@@ -297,6 +300,7 @@ def _writer(console: Console) -> Callable[[str, str], None]:
     def write(text: str, style: str) -> None:
         safe = encodable(escaped(text), console)
         # A segment is written unchanged; rich would replace the tabs of a text.
+        # So that no markup of a text is taken for rich's
         segments = Segments([Segment(safe, console.get_style(style))])
         console.print(segments, end="", soft_wrap=True)
 

@@ -46,6 +46,7 @@ def example_losses(
     """
     losses, auxiliary = _token_losses(model, batch, z_loss)
     parts = hax.sum(losses, POSITION_AXIS) / _total_weight(batch)
+    # Routers count all tokens but padding, whatever the weights of their targets.
     real = hax.ones(batch.tokens.axes)
     if batch.documents is not None:
         real = hax.where(batch.documents != 0, real, 0.0)
@@ -91,4 +92,5 @@ def _token_losses(
 
 
 def _total_weight(batch: TokenBatch) -> Array:
+    # A batch may have no target at all.
     return jnp.maximum(hax.sum(batch.weights).scalar(), 1.0)

@@ -76,6 +76,7 @@ def rows_that_fit(found: FoundModel, slots: int) -> int:
         if found.run
         else found.config.compute_dtype
     )
+    # Only shapes: nothing is read or made yet.
     weights = Placement.of(found.run).shapes(found, stored)
     check_host_fits(
         {"weights": weights},
@@ -97,6 +98,7 @@ def rows_that_fit(found: FoundModel, slots: int) -> int:
             f" keys and values of {slots} tokens {_mebibytes(cache)}{has}. Use fewer"
             " tokens, --dtype bfloat16, a smaller model, or a larger device."
         )
+    # Where the device does not say its memory, as a CPU, rows are not bounded.
     return _MOST_POSITIONS if memory is None else (memory - size) // cache
 
 

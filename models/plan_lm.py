@@ -125,6 +125,7 @@ class PlanLmConfig(LmRunConfig):
     @property
     def candidate(self) -> Candidate:
         """The step to compile; only of a resolved config."""
+        # The step knows nothing of this command's own keys.
         run = LmRunConfig(
             **{
                 one.name: getattr(self, one.name)
@@ -141,6 +142,7 @@ def compared(config: LmRunConfig) -> dict[str, ScanCheckpointPolicy]:
     """`POLICIES`, the presets of the model, and the config's own policy where it is
     none of these.
     """
+    # A model in tiles has no names, so no preset would keep anything.
     presets, names = config.model.remat_presets, config.model.remat_names
     policies = {name: remat_policy(entry, presets) for name, entry in POLICIES.items()}
     policies |= presets if names else {}
@@ -152,6 +154,7 @@ def compared(config: LmRunConfig) -> dict[str, ScanCheckpointPolicy]:
 def policy_table(config: PlanLmConfig, trials: Sequence[Trial]) -> Comparison:
     """A row a policy, with FLOPs of matrix products as a multiple of the fewest."""
     some = next(trial.report for trial in trials if trial.report is not None)
+    # By value: the config may write out what an alias stands for.
     own = next(
         (name for name, policy in compared(config).items() if policy == config.policy),
         None,
@@ -186,6 +189,7 @@ def main(arguments: Sequence[str], console: Console | None = None) -> int:
 
 
 def _plan(arguments: Sequence[str], console: Console) -> int:
+    # The folder need not be here: a config that is written out is enough.
     config = parse_config(PlanLmConfig, arguments).resolved(check_folder=False)
     if not any(
         one.startswith(("--config_path", "--model", "--initialize_from_hf"))
@@ -277,6 +281,7 @@ def _compare(config: PlanLmConfig, console: Console) -> None:
                 Trial(step.policy, report, failure, step.config.trainer.streaming, name)
             )
             progress.advance(task)
+    # Where every row fails, the reason is the config's, not a policy's.
     if not any(trial.report for trial in trials) and trials[0].failure:
         raise trials[0].failure
     if config.json:
@@ -312,6 +317,7 @@ def _print_json(config: LmRunConfig, console: Console, **fields: Any) -> None:
 def _rows(config: PlanLmConfig) -> dict[str, Candidate]:
     """What is compiled for each row of the table."""
     step, policies = config.candidate, compared(config)
+    # All policies as the config is, and the leanest with settings that take less
     varied = [({}, [*policies]), *((settings, LEANER) for settings in step.leaner)]
     if step.can_stream:
         try:

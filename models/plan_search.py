@@ -124,6 +124,7 @@ def find_size(candidate: Candidate, what: str, budget: Budget) -> tuple[int, Can
     Cost: up to seven compilations to find that policy, and one for each size that is
     tried.
     """
+    # Devices divide sizes evenly, so only multiples of their number are tried.
     config, parts_of, key = (
         candidate.config,
         candidate.partitioning.parts_of,
@@ -140,6 +141,7 @@ def find_size(candidate: Candidate, what: str, budget: Budget) -> tuple[int, Can
         unit = parts_of(BATCH_AXIS) * config.trainer.update.microbatches
     sizes = list(_rounded(unit, _LARGEST // other))
     start = min(bisect.bisect_left(sizes, own), len(sizes) - 1)
+    # Under it the most fits; which policy is fastest there is asked once, at the end.
     lean, policy = _leanest(candidate.having({key: sizes[start]}), budget)
 
     def fits(index: int) -> bool:
@@ -165,12 +167,15 @@ def last_that_fits(
     Asks at `start`, then at twice or half that size until the answer changes, then by
     bisection.
     """
+    # All up to `low` fit, and none from `high` on.
     low, high, at = -1, len(sizes), start
     while high - low > 1:
         low, high = (at, high) if fits(at) else (low, at)
         at = (low + high) // 2
+        # Nothing was too large yet: twice the size
         if high == len(sizes):
             at = min(bisect.bisect_left(sizes, 2 * sizes[low]), high - 1)
+        # Nothing fitted yet: half the size
         elif low < 0:
             at = max(bisect.bisect_right(sizes, sizes[high] // 2) - 1, 0)
     return None if low < 0 else low
@@ -180,6 +185,7 @@ def _leanest(
     candidate: Candidate, budget: Budget
 ) -> tuple[Candidate, ScanCheckpointSpec]:
     """The step, with settings and a policy, that takes the least memory of a device."""
+    # By memory, then by the order in which they were tried
     found: list[tuple[int, int, Candidate, ScanCheckpointSpec]] = []
 
     def take(settings: Mapping[str, Any], policy: ScanCheckpointSpec) -> None:
@@ -188,6 +194,7 @@ def _leanest(
         if report is not None and budget.holds(report, on_host_alone=True):
             found.append((report.total, len(found), step, policy))
 
+    # Policies first, then settings, each of which would double the compilations.
     for policy in _LEAN:
         take({}, policy)
     # A TPU's compiler refuses what is too large
@@ -225,6 +232,7 @@ def find_meshes(candidate: Candidate, budget: Budget) -> list[tuple[Plan, Candid
         try:
             found.append(planned(candidate.having({"trainer.mesh": mesh}), budget))
         except (BudgetError, jax.errors.JaxRuntimeError, ValueError) as error:
+            # One mesh that fails, as one XLA can't compile, does not end the search.
             budget.show(str(error).splitlines()[0])
     if not found:
         raise BudgetError(
@@ -253,6 +261,7 @@ def meshes(candidate: Candidate) -> list[MeshConfig]:
             step = candidate.having({"trainer.mesh": mesh})
             if step.shapes and step.partitioning.mesh.size == devices:
                 sized = replace(mesh, axes=mesh_sizes(mesh, devices))
+                # The config's own may be one of the table's.
                 found.setdefault(repr(sized), sized)
     if not found:
         raise ConfigError(
@@ -288,6 +297,7 @@ def _documented(devices: int, candidate: Candidate) -> Iterator[MeshConfig]:
             {"batch": "data", "position": "context"},
             {"embed": ["data", "context"]},
         )
+        # MLPs' inner widths too, or heads alone
         for names in (("kv_heads", "mlp"), ("kv_heads",)):
             of_heads = dict.fromkeys(names, "tensor")
             yield MeshConfig(

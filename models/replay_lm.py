@@ -98,6 +98,7 @@ def _replay(arguments: Sequence[str], console: Console) -> int:
         texts = [one.held_out.batch(one.index) for one in held_out]
     finally:
         data.training.close()
+    # The replay scans over the batches, as one differentiable program.
     Steps = Axis("steps", last - first)
     stacked = hax.tree_util.tree_map(lambda *each: hax.stack(Steps, each), *batches)
     weights = jnp.asarray([one.weight for one in held_out])
@@ -113,7 +114,9 @@ def _replay(arguments: Sequence[str], console: Console) -> int:
         )
     for index, batch in enumerate(batches):
         ids, shown = named_examples(batch, tokenizer.decode)
+        # The derivative of a loss: what lowers it has a positive score.
         own = -np.asarray(found[index])
+        # The log has losses of sequences, which a replay does not compute.
         unknown = np.full(own.shape, np.nan, np.float32)
         log.append(
             ghost.StepScores(
@@ -160,6 +163,7 @@ def _checked(config: LmRunConfig) -> LmRunConfig:
             " of gradients, whose derivative is zero. Score its examples by the dot"
             " products of a `ghost` section, or train with another optimizer."
         )
+    # Kernels have first derivatives only.
     attention = dataclasses.replace(config.model.attention, backend="exact")
     # A skip has no derivative
     update = dataclasses.replace(config.trainer.update, on_nonfinite="stop")

@@ -60,7 +60,8 @@ class LmRunConfig:
 
         python -m models.train_lm --config_path FILE --trainer.num_steps 500
 
-    `--debug` shows the traceback of an error.
+    `--show_example` prints the first example of each source, with what of it is trained
+    on, and trains nothing. `--debug` shows the traceback of an error.
 
     Attributes:
         model: the architecture, by `type`.
@@ -121,6 +122,7 @@ class LmRunConfig:
     def __post_init__(self) -> None:
         if self.vocab_size is not None and self.vocab_size < 1:
             raise ValueError(f"vocab_size must be at least 1, got {self.vocab_size}.")
+        # An alias or a preset is named with what it stands for.
         key = f"remat ({self.remat})" if isinstance(self.remat, str) else "remat"
         check_remat_names(self.model.remat_names, self.policy, key)
         if not 0 <= self.z_loss < math.inf:
@@ -244,12 +246,15 @@ class LmRunConfig:
         """
         model, rows, tokenizer = self.model, self.vocab_size, self.data.tokenizer
         needs_folder = says_nothing(model) or (tokenizer is None and rows is None)
+        # Random weights: nothing is read.
         if self.initialize_from_hf is None:
             tokenizer = tokenizer or _BYTES
+        # A folder is read only where it decides something, or to compare.
         elif check_folder or needs_folder:
             begun = find_model(self.initialize_from_hf)
             self._check_begun(begun)
             tokenizer = tokenizer or _own_tokenizer(begun)
+            # The folder's architecture, with what is the run's to decide
             found, found_rows = pretrained_config(model, begun.config), begun.Vocab.size
             differing = unlike_folder(model, found)
             if rows is not None and rows != found_rows:
@@ -378,6 +383,7 @@ def find_model(
 
 def _found(name: str, step: int | None, within: tuple[Path, ...]) -> FoundModel:
     """What the name stands for in the models of these folders, which begin with it."""
+    # Configs and tokenizers; weights are fetched when they are read.
     root = model_folder(name, weights=False)
     if root in within:
         raise WeightsError(
@@ -387,6 +393,7 @@ def _found(name: str, step: int | None, within: tuple[Path, ...]) -> FoundModel:
     if (root / CHECKPOINTS).is_dir():
         run = read_run_config(root, step)
         if (begun := run.initialize_from_hf) is not None:
+            # Only a run of adapters still needs what it began with.
             with contextlib.suppress(
                 *([] if run.lora else [OSError, ValueError])
             ):  # it may be gone
@@ -421,6 +428,7 @@ def _found(name: str, step: int | None, within: tuple[Path, ...]) -> FoundModel:
         )
     (config, rows), fields = read_hf_config(root), read_json(root / "config.json")
     config = with_own_head(config, root)
+    # All others, float16 among them, are computed in float32.
     is_bfloat16 = "bfloat16" in (fields.get("dtype"), fields.get("torch_dtype"))
     config = dataclasses.replace(
         config, compute_dtype="bfloat16" if is_bfloat16 else "float32"
@@ -436,6 +444,7 @@ def _own_tokenizer(begun: FoundModel) -> str:
     """The name of a model's own tokenizer; `byte` if it has none."""
     if begun.tokenizer_name:
         return begun.tokenizer_name
+    # Bytes in place of a tokenizer that could not be read would train nonsense.
     for pattern in _OTHER_TOKENIZERS:
         for other in begun.root.glob(pattern):
             raise ConfigError(

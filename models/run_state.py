@@ -65,6 +65,7 @@ def run_optimizer(
         "state_dtype": config.trainer.precision.optimizer_state,
         "eps_root": eps_root,
     }
+    # Fused updates bound the norm themselves, of all layers together.
     unclipped = build_optimizer(
         dataclasses.replace(config.optimizer, max_grad_norm=None), steps, **options
     )
@@ -255,6 +256,7 @@ class Placement:
             weights = self.partitioning.init_sharded(
                 self.random, found.config, found.Vocab, dtype, key
             )
+        # A checkpoint has adapters alone; frozen weights are compared by a checksum.
         adapted, trainable = trained_parts(run, weights, key=key)
         trained, frozen = eqx.partition(
             self.partitioning.shard_weights(adapted), trainable

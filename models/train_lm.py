@@ -3,7 +3,9 @@
     python -m models.train_lm --config_path my-model.yaml [--trainer.num_steps 500 ...]
 
 Leaves the resolved config, metrics and checkpoints in the run folder. The same command
-resumes a run that was stopped or killed, if `trainer.run_dir` names its folder.
+resumes a run that was stopped or killed, if `trainer.run_dir` names its folder. With
+`--show_example` it prints the first example of each source and its targets, and trains
+nothing.
 """
 
 import contextlib
@@ -19,9 +21,10 @@ from typing import Any
 import equinox as eqx
 import jax
 from rich.console import Console
+from rich.text import Text
 
 from models.candidate import STREAMED, Candidate
-from models.command import run_command
+from models.command import encodable, escaped, run_command
 from models.lm import next_token_loss
 from models.run_config import LmRunConfig, tokenizer_remark
 from models.run_scoring import check_scoring, run_scoring, scored_against
@@ -37,6 +40,7 @@ from stacked_remat.training import (
     JsonLinesTracker,
     Partitioning,
     Position,
+    ProcessShare,
     RunFolder,
     RunOutputs,
     StopSignals,
@@ -46,12 +50,14 @@ from stacked_remat.training import (
     TrainState,
     build_trackers,
     check_trackers,
+    first_examples,
     held_out_evaluators,
     learning_rate_schedule,
     load_tokenizer,
     lock_run_folder,
     open_training_data,
     parse_config,
+    tokenize_share,
     train,
 )
 from stacked_remat.training.processes import (
@@ -67,6 +73,9 @@ from stacked_remat.training.processes import (
 from stacked_remat.training.run_folder import check_same_in_all
 from stacked_remat.training.throughput import peak_memory_bytes
 
+_SHOW_EXAMPLE = "--show_example"
+_MOST_SHOWN = 2000  # characters of a run of targets, or of other tokens
+
 
 def train_lm(
     config: LmRunConfig, progress: ConsoleProgress, stop: StopSignals
@@ -79,6 +88,9 @@ def train_lm(
     """
     step, tokenizer = _prepared_in_all(config, progress)
     config, partitioning = step.config, step.partitioning
+    if jax.process_count() > 1:
+        own = ProcessShare(jax.process_index(), jax.process_count())
+        agreed(lambda: tokenize_share(config.data, tokenizer, progress, own))
     data = in_turn(
         lambda: open_training_data(
             config.data,
@@ -99,6 +111,7 @@ def train_lm(
     with contextlib.ExitStack() as closing:
         closing.callback(data.training.close)
         folder = _run_folder(config, closing)
+        # From here on arrays are divided as the run's mappings say.
         closing.enter_context(partitioning.active())
         options: Any = {"run_config": config.entries, "saved": saved_arrays}
         checkpoints = Checkpoints(
@@ -120,6 +133,7 @@ def train_lm(
             folder.begin(config.entries)
         progress.message(_summary(config, data.summary, state, folder))
         closing.enter_context(ending_with_others())
+        # A resumed run reports its own steps alone.
         began, first = time.monotonic(), int(state.step)
         result = train(
             state,
@@ -148,7 +162,12 @@ def main(arguments: Sequence[str]) -> int:
 
     def run(arguments: Sequence[str], stop: StopSignals) -> int:
         nonlocal connected, ended_together
+        is_shown = _SHOW_EXAMPLE in arguments
+        arguments = [given for given in arguments if given != _SHOW_EXAMPLE]
         config = parse_config(LmRunConfig, arguments)
+        if is_shown:
+            _show_examples(config.resolved(), Console())
+            return 0
         start_processes(config.distributed)
         connected = jax.distributed.is_initialized()
         progress = ConsoleProgress(
@@ -183,6 +202,27 @@ def main(arguments: Sequence[str]) -> int:
     return status
 
 
+def _show_examples(config: LmRunConfig, console: Console) -> None:
+    """Prints the first example of each source, with its targets in green and between
+    marks.
+    """
+    tokenizer = load_tokenizer(
+        config.tokenizer_name, config.data.chat_date, rows=config.vocab_size
+    )
+    for example in first_examples(config.data, tokenizer):
+        text = Text()
+        for run, is_target in example.runs:
+            cut = run if len(run) <= _MOST_SHOWN else f"{run[:_MOST_SHOWN]}..."
+            marked = f"«{cut}»" if is_target else cut
+            text.append(
+                encodable(escaped(marked), console),
+                style="bold green" if is_target else "dim",
+            )
+        title = f"{example}\ntargets are green, between « and »:"
+        console.print(encodable(escaped(title), console), style="bold", markup=False)
+        console.print(text, soft_wrap=True)
+
+
 def _asked_to_stop(stop: StopSignals) -> Callable[[], str | None]:
     """A function that says which signal asks to stop, if one came; from its first call
     on, none raises.
@@ -203,9 +243,11 @@ def _first_state(
     config: LmRunConfig, partitioning: Partitioning, checkpoints: Checkpoints
 ) -> tuple[TrainState, Position | None]:
     """The state and position of the latest checkpoint, or a new state."""
+    # Processes must agree, or some would wait for the others in a collective.
     if of_all(checkpoints.latest() is None)[0]:
         return initial_state(config, partitioning), None
     # Frozen weights are in no checkpoint.
+    # Adapters are on weights that are made or read again, as at the beginning.
     make = state_shapes if config.lora is None else initial_state
     state, saved = checkpoints.restore(make(config, partitioning))
     position = Position(**saved)
@@ -221,6 +263,7 @@ def _first_state(
 def _run_folder(config: LmRunConfig, closing: contextlib.ExitStack) -> RunFolder:
     """The folder of the run, for this process alone until `closing` ends."""
     given = config.trainer.run_dir
+    # Of the first process, so that all have one folder
     now = time.strftime("%Y%m%d-%H%M%S", time.localtime(of_all(time.time())[0]))
     root = Path(f"runs/{now}" if given is None else given).expanduser()
 
@@ -265,6 +308,7 @@ def _prepared(
     """The step with its final model, policy and streaming, if it can fit and run
     here.
     """
+    # What costs nothing to check comes first.
     check_trackers(config.trainer.trackers)
     check_scoring(config)
     Candidate(config).check_batch()
@@ -288,6 +332,7 @@ def _fitting(step: Candidate, progress: ConsoleProgress) -> Candidate:
         step.check()
         return step
     step.check(at_least=True)
+    # Compiles several steps: say so before.
     progress.message(f"looking for the remat policy that fits {config.budget}")
     found = step.plan(budget=config.budget, host_budget=config.host_budget)
     progress.message(str(found))
@@ -309,6 +354,7 @@ def _trackers(
     more = build_trackers(
         config.trainer.trackers, folder.root, config.entries, resumed_after=done
     )
+    # Rows after the checkpoint are of steps that are done again.
     trackers = [
         JsonLinesTracker(folder.metrics, resumed_after=-1 if done is None else done),
         *more,
@@ -333,14 +379,17 @@ def _conclude(
             f"stopped by {result.stopped_by} after step {int(result.state.step)}; the"
             f" same command with --trainer.run_dir {folder.root} resumes it"
         )
+    done, asked = int(result.state.step), config.trainer.by_held_out_loss
+    outcome = {
+        "held_out_before": result.held_out_before,
+        "held_out_after": result.held_out_after,
+    }
+    if asked:
+        best = {"best_step": result.best_step, "best_held_out": result.best_loss}
+        outcome |= best
     if jax.process_index() == 0:
-        folder.finish(
-            {
-                "held_out_before": result.held_out_before,
-                "held_out_after": result.held_out_after,
-            }
-        )
-    steps = int(result.state.step) - first
+        folder.finish(outcome)
+    steps = done - first
     step_tokens = config.data.batch_size * config.data.seq_len
     minutes, rest = divmod(round(seconds), 60)
     peak = peak_memory_bytes()
@@ -353,6 +402,19 @@ def _conclude(
         # a run resumed with accept_changes may have other sources
         in result.held_out_before
     ]
+    if done < config.trainer.num_steps:
+        losses.append(
+            f"ended after step {done}, since {config.trainer.patience} evaluations"
+            " found no lower held-out loss"
+        )
+    which = ""
+    if asked and result.best_loss is not None:
+        losses.append(
+            f"lowest held-out loss {result.best_loss:.4f}, after step"
+            f" {result.best_step}"
+        )
+        if config.trainer.checkpoint.keep_best:
+            which = f" --step {result.best_step}"
     own = Path(sys.executable)
     python = own.relative_to(Path.cwd()) if own.is_relative_to(Path.cwd()) else "python"
     return "\n".join(
@@ -364,7 +426,10 @@ def _conclude(
             *used,
             *losses,
             f"checkpoints, config and metrics are in {folder.root}",
-            f"  {python} -m models.generate --run_dir {folder.root} --prompt TEXT",
+            (
+                f"  {python} -m models.generate --run_dir {folder.root}{which} --prompt"
+                " TEXT"
+            ),
         ]
     )
 

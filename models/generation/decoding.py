@@ -66,8 +66,10 @@ def continued_tokens(
         Axis(POSITION_AXIS, padded_length(max(lengths))),
     )
     padded = np.zeros((Batch.size, Pos.size), np.int32)
+    # Padding is at the ends, where no token of the prompt sees it.
     for row, prompt in zip(padded, prompts, strict=True):
         row[: len(prompt)] = prompt
+    # By the row among all prompts, so that the size of batches changes no text.
     keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(
         first_row + jnp.arange(Batch.size)
     )
@@ -76,6 +78,7 @@ def continued_tokens(
         hax.named(jnp.asarray(padded), (Batch, Pos)),
         hax.named(jnp.asarray(lengths, jnp.int32), Batch),
     )
+    # The first token comes with the prompts: their last hidden states predict it.
     decoding = first_tokens(model, *named, keys, sampling, slots)
     yield np.asarray(decoding.tokens.array)
     for _ in range(max_new_tokens - 1):
@@ -105,6 +108,7 @@ def first_tokens(
     """
     hidden, cache = model.prefill(prompts, slots, lengths)
     (Batch,) = lengths.axes
+    # Rows end at different positions.
     last = hidden[{Batch: hax.arange(Batch), POSITION_AXIS: lengths - 1}]
     return Decoding(_drawn(model, last, lengths, keys, sampling), lengths, cache)
 
@@ -139,5 +143,6 @@ def _drawn(
     """
     (Batch,) = positions.axes
     logits = model.logits(hidden).rearrange((Batch, model.Vocab))
+    # A number for each position: nothing is carried from token to token.
     keys = jax.vmap(jax.random.fold_in)(keys, positions.array)
     return hax.named(next_tokens(logits.array, sampling, keys), Batch)

@@ -187,6 +187,7 @@ class TextStream:
             del self._tokens[-len(stop) :]
             self.ended = True
             return self.rest()
+        # The newest tokens may be the beginning of a stop: they wait.
         until = len(self._tokens) - _begun(own, self._stops)
         return self._until_stop(self._release(until, whole=False))
 
@@ -211,6 +212,7 @@ class TextStream:
         """The text not shown yet up to a token; empty if its last character is
         incomplete.
         """
+        # Of both the same context, so that the difference is what is new
         before = self._decode(self._context, self._shown)
         now = self._decode(self._context, until)
         if len(now) <= len(before) or (now.endswith("\ufffd") and not whole):

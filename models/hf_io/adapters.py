@@ -84,6 +84,7 @@ def peft_names(
         if one.outputs is not None:
             size = one.matrix_shape[-1 if one.transposed else 0]
             rows = one.outputs.indices(size // one.blocks)
+        # A stack has layers of one kind; names have the numbers of all.
         if one.layers is not None:
             index = (one.layers[index[0]], *index[1:])
         outer = one.name.count("{}")
@@ -92,6 +93,7 @@ def peft_names(
         )
         if outer < len(index):
             module, _, tensor = module.rpartition(".")
+            # The order in which transformers' module defines its parameters
             order = int(tensor == "down_proj")
             return PeftParameter(
                 module,

@@ -84,6 +84,7 @@ class ConfigFields:
         """The field, which has the type `kind` or that of its default; the default, or
         `null`.
         """
+        # Removed, so that what no architecture reads is left over.
         is_absent, value = name not in self._left, self._left.pop(name, None)
         if value is None:
             return default if is_absent or null is ... else null
@@ -168,6 +169,15 @@ DENSE_SIZES: Fields = SIZES | {
 }
 """The same, with that of an MLP."""
 
+LINEAR_SIZES: Fields = {
+    "linear_num_key_heads": Field("linear.num_key_heads", 16),
+    "linear_num_value_heads": Field("linear.num_value_heads", 32),
+    "linear_key_head_dim": Field("linear.key_dim", 128),
+    "linear_value_head_dim": Field("linear.value_dim", 128),
+    "linear_conv_kernel_dim": Field("linear.conv_size", 4),
+}
+"""Those of layers with linear attention."""
+
 
 def without(fields: Fields, *names: str) -> Fields:
     """The fields but for some."""
@@ -251,6 +261,7 @@ def read_rotary(
     length = given("max_position_embeddings", longest)
     original = given("original_max_position_embeddings")
     changed, parameters = given("rope_scaling", {}), given("rope_parameters", {})
+    # Whole: in transformers the two are not merged field by field.
     section = dict(changed or parameters or scaling)
     for name in without:
         section.pop(name, None)
@@ -357,6 +368,7 @@ def read_windows(
     usual = [SLIDING if is_windowed else FULL for is_windowed in windowed]
     if has_window is None:
         given.only("layer_types", usual)
+    # Absent in files of older versions, which had other fields for it
     kinds = given("layer_types", usual)
     if len(kinds) != num_layers:  # a shorter list would be repeated
         raise ValueError(
@@ -385,15 +397,21 @@ def layer_types(config: DecoderConfig) -> list[str]:
 def read_hybrid_layers(
     given: ConfigFields,
     num_layers: int,
-    usual: Sequence[str],
+    usual: Sequence[str] | None = None,
     linear: str = LINEAR,
     full: str = FULL,
 ) -> Found:
-    """The mixer of each layer of a hybrid decoder: `layer_types`, `usual` where it is
-    absent.
+    """The mixer of each layer of a hybrid decoder: `layer_types`.
 
-    `linear` and `full` are what the file calls the two.
+    Args:
+        usual: those where the field is absent; attention in every fourth if not given,
+            or by `full_attention_interval`.
+        linear, full: what the file calls the two.
     """
+    if usual is None:
+        every = given("full_attention_interval", 4)
+        numbers = range(1, num_layers + 1)
+        usual = [linear if number % every else full for number in numbers]
     kinds = given("layer_types", list(usual))
     if len(kinds) != num_layers:  # a shorter list would be repeated
         raise ValueError(
@@ -471,6 +489,7 @@ def _scaling(
         for name, value in section.items()
         if name not in ("rope_theta", "finetuned")
     }
+    # Phi-3 has it beside the section; these two kinds do not use it.
     if original is not None and kind not in ("default", "linear"):
         fields["original_max_position_embeddings"] = original
     try:

@@ -30,6 +30,12 @@ DECODER_TENSORS: TensorTable = {
     "input_norm": "input_layernorm",
     "post_attention_norm": "post_attention_layernorm",
     "attention": "self_attn",
+    "linear_attention": "linear_attn",
+    "linear_attention.decay": "",
+    "linear_attention.decay.a_log": "A_log",
+    "linear_attention.q_conv": "conv1d",
+    "linear_attention.k_conv": "conv1d",
+    "linear_attention.v_conv": "conv1d",
 }
 """The names that most architectures have."""
 
@@ -57,6 +63,8 @@ class HfFormat:
             head.
         loaded: parts of names, with dots in them or not, that transformers has
             otherwise in memory, as adapters have them.
+        joined: by a part of a name in memory, those of the files' tensors that are one
+            there, joined along their first axis; `loaded` gives them this name.
         also_read: parts of names that some files have for others, which are written.
         shapes: by the path of an array the shape of its tensor, where that has axes of
             size 1; -1 for the other one.
@@ -81,6 +89,7 @@ class HfFormat:
     fields: Fields
     tensors: TensorTable = field(default_factory=dict)
     loaded: Mapping[str, str] = field(default_factory=dict)
+    joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     also_read: Mapping[str, str] = field(default_factory=dict)
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     is_loaded: bool = False
@@ -213,6 +222,7 @@ def config_from_hf(
     A field that is not known gives a warning; one that is missing or has an unsupported
     value, a ValueError.
     """
+    document = _text_fields(document)
     given = ConfigFields(document)
     model_type = given("model_type", "")
     if model_type not in _FORMATS:
@@ -243,6 +253,7 @@ def config_from_hf(
     # Files have the width of an MLP also where no layer has one.
     if not found.get("experts.dense_layers", True):
         found["mlp_dim"] = None
+    # From `attention.window` to a section `attention` with `window`
     tree: dict[str, Any] = {}
     for path, value in found.items():
         section, _, own = path.rpartition(".")
@@ -251,6 +262,7 @@ def config_from_hf(
         config = decode_config(known.config_class, tree, "in config.json")
     except ConfigError as error:
         names = {field.path: name for name, field in known.fields.items()} | _NAMES
+        # Users know the fields of the file, not the attributes that they are read into.
         text = re.sub(
             r"(?:model\.)?([a-z]\w*(?:\.[a-z]\w*)*)",
             lambda at: names.get(at[1], at[0]),
@@ -258,6 +270,17 @@ def config_from_hf(
         )
         raise ValueError(text) from error
     return config, vocab_size
+
+
+def _text_fields(document: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The fields of a text decoder, which may be a section of those of a model that
+    reads images too.
+    """
+    section = document.get("text_config")
+    if not isinstance(section, dict) or section.get("model_type") not in _FORMATS:
+        return document
+    around = ("tie_word_embeddings", "quantization_config")
+    return {name: document[name] for name in around if name in document} | section
 
 
 def config_to_hf(
@@ -275,6 +298,7 @@ def config_to_hf(
         "vocab_size": vocab_size,
         "torch_dtype": dtype,
     }
+    # Read again below: what comes back differs in what `to_hf` can't say.
     document |= known.to_hf(config)
     again, _ = config_from_hf(document)
     if differing := differing_fields("model", written_out(config), written_out(again)):
@@ -317,6 +341,7 @@ def says_nothing(config: DecoderConfig) -> bool:
     A config says what is written in it, by a file or as an argument in Python, also
     where it is the default.
     """
+    # Of a longer context the rotary section is said, and not the architecture.
     lengthens = config.rotary.scaling is not None
     said = [
         key for key in written_keys(config) - {"type"} if _is_of_folder(config, key)
@@ -348,6 +373,7 @@ def _is_of_folder(config: Any, key: str) -> bool:
         for one in dataclasses.fields(config)
     )
     value = getattr(config, name)
+    # A section is the folder's as far as a key in it is.
     has_keys = below and dataclasses.is_dataclass(value)
     return not is_of_run and (not has_keys or _is_of_folder(value, below))
 

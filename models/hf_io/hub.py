@@ -26,6 +26,7 @@ def model_folder(name: str, *, weights: bool = True) -> Path:
     On the Hub a name may end in `@revision`. Without `weights` only JSON and texts are
     fetched. Other formats of the weights, and folders in the folder, are not.
     """
+    # A folder here goes before a repository of the same name.
     if _is_folder(name):
         return Path(name).expanduser()
     repository, _, revision = name.partition("@")
@@ -34,6 +35,7 @@ def model_folder(name: str, *, weights: bool = True) -> Path:
             f"There is no folder {name or repr(name)}, and it is not a name on the"
             " Hugging Face Hub, which would be owner/model."
         )
+    # The index says which files the weights are in, so it comes first.
     folder = _fetched(name, repository, revision)
     if not weights:
         return folder
@@ -63,6 +65,7 @@ def adapted_model(root: Path, name: str) -> str | None:
         )
     is_local = _is_folder(base)
     is_published = REPOSITORY.fullmatch(base.partition("@")[0]) is not None
+    # What is downloaded must not choose a folder of this machine.
     is_downloaded = is_hub_snapshot(root) or not _is_folder(name)
     if is_downloaded and (is_local or not is_published):
         raise WeightsError(

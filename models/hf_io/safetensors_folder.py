@@ -11,8 +11,8 @@ import math
 import mmap
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Set
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -57,7 +57,7 @@ class SafetensorsFolder:
     """
 
     root: Path
-    stored: Mapping[str, "StoredTensor"]
+    stored: Mapping[str, "StoredTensor | JoinedTensor"]
     shapes: Mapping[str, tuple[int, ...]]
     dtypes: Mapping[str, str]
     files: Set[mmap.mmap]
@@ -80,6 +80,7 @@ class SafetensorsFolder:
         }
         shapes = {name: tensor.shape for name, tensor in stored.items()}
         dtypes = {name: tensor.dtype for name, tensor in stored.items()}
+        # From here on names are those of the model's tensors.
         quantized.join_pairs(shapes, dtypes)
         return SafetensorsFolder(
             root, stored, shapes, dtypes, {one.mapped for one in stored.values()}
@@ -94,6 +95,25 @@ class SafetensorsFolder:
         new = under_new(self.stored), under_new(self.shapes), under_new(self.dtypes)
         return SafetensorsFolder(self.root, *new, self.files)
 
+    def joined(self, wholes: Mapping[str, Sequence[str]]) -> "SafetensorsFolder":
+        """The same tensors, but that some are one, joined along their first axis.
+
+        `wholes` has for a part of a name, that of the joined tensor, the parts in its
+        place in the names of the others.
+        """
+        stored: dict[str, StoredTensor | JoinedTensor] = dict(self.stored)
+        for whole, parts in wholes.items():
+            first = f".{parts[0]}."
+            for name in [name for name in stored if first in name]:
+                names = [name.replace(first, f".{part}.") for part in parts]
+                if all(own in stored for own in names):
+                    tensors = [stored.pop(own) for own in names]
+                    joined = JoinedTensor(tuple(tensors))
+                    stored[name.replace(first, f".{whole}.")] = joined
+        shapes = {name: tensor.shape for name, tensor in stored.items()}
+        dtypes = {name: tensor.dtype for name, tensor in stored.items()}
+        return replace(self, stored=stored, shapes=shapes, dtypes=dtypes)
+
     def are_equal(self, first: str, second: str) -> bool:
         """Whether two tensors have the same values. Cost: reads both, some rows at a
         time.
@@ -101,6 +121,7 @@ class SafetensorsFolder:
         if self.shapes[first] != self.shapes[second]:
             return False
         one, other = self.read(first), self.read(second)
+        # Some rows at a time: a head has gigabytes.
         starts = range(0, len(one), _ROWS_COMPARED)
         return all(
             np.array_equal(
@@ -143,9 +164,32 @@ class StoredTensor:
     def view(self) -> Shaped[np.ndarray, "..."]:
         """The tensor, of which only what is used is read."""
         with _errors_of(self.path):
+            # Reading beyond the end of a mapped file kills the process.
             if self.mapped.size() < len(self.mapped):
                 raise ValueError("it was truncated")
             return np.ndarray(self.shape, _DTYPES[self.dtype], self.mapped, self.offset)
+
+
+@dataclass(frozen=True)
+class JoinedTensor:
+    """Tensors of files joined along their first axis."""
+
+    parts: tuple[Any, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the whole, of parts that differ in the first axis alone."""
+        rows = sum(part.shape[0] for part in self.parts)
+        return rows, *self.parts[0].shape[1:]
+
+    @property
+    def dtype(self) -> str:
+        """That of the first part."""
+        return self.parts[0].dtype
+
+    def view(self) -> Shaped[np.ndarray, "..."]:
+        """The whole, a copy."""
+        return np.concatenate([part.view() for part in self.parts])
 
 
 @contextlib.contextmanager
@@ -190,6 +234,7 @@ def _tensors(path: Path) -> dict[str, StoredTensor]:
         with path.open("rb") as file:
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         start = end = 8 + int.from_bytes(mapped[:8], "little")
+        # Before it is parsed: a damaged length could ask for any amount of memory.
         if start > min(len(mapped), _LONGEST_HEADER):
             raise ValueError("its header is too long")
         header = json.loads(mapped[8:start])
@@ -207,6 +252,7 @@ def _tensors(path: Path) -> dict[str, StoredTensor]:
                 if dtype in _DTYPES
                 else last - first
             )
+            # The format has neither gaps nor overlaps: each begins where one ends.
             if (start + first, last) != (end, first + size) or size < 0:
                 raise ValueError(
                     f"{shown(name)} is not where another tensor ends, or of another"
@@ -239,6 +285,7 @@ def write_safetensors(
     """
     root = Path(os.path.realpath(root))
     check_new_folder(root)
+    # The names and sizes of files are those that other libraries write.
     split = split_state_dict_into_shards_factory(
         dict(tensors),
         get_storage_size=lambda tensor: tensor.num_bytes,
@@ -256,6 +303,7 @@ def write_safetensors(
     with written_safetensors(root), replaced_whole(root, shared=True) as unfinished:
         unfinished.mkdir()
         for file, names in split.filename_to_tensors.items():
+            # One file's tensors at a time are in host memory.
             made = {name: np.ascontiguousarray(tensors[name].make()) for name in names}
             save_file(made, unfinished / file, metadata={"format": "pt"})
         for file, text in {**texts, **written}.items():

@@ -140,6 +140,7 @@ def check_tensors(maps: Sequence[TensorMap], folder: SafetensorsFolder) -> None:
     problems = entry_problems(
         expected, {name: list(shape) for name, shape in folder.shapes.items()}
     )
+    # Integers would be cast without a word.
     problems += float_problems(
         {name: folder.dtypes[name] for name in expected if name in folder.shapes}
     )
@@ -183,6 +184,7 @@ def read_array(
         None
     ):  # each shard is an array of one device, also where the caller uses a mesh
         for position, name, inside in one.numbered():
+            # Other processes read for their own devices.
             holders = [shard for shard in shards if shard.holds(position)]
             if holders:
                 tensor = one.part(read(name, inside)).reshape(one.layer_shape)
@@ -202,6 +204,7 @@ def pending_tensors(
     """The tensors of the arrays of a model by name, each made only when it is
     written.
     """
+    # By tensor: several arrays may have parts of one.
     entries: dict[
         str, list[tuple[TensorMap, Array, tuple[int, ...], tuple[int, ...]]]
     ] = {}
@@ -249,6 +252,7 @@ class _Shard:
 @jax.jit(donate_argnums=0)
 def _put(array: Array, part: Array, one: Array) -> Array:
     new = part.astype(array.dtype).reshape((1,) * one.size + part.shape)
+    # An array on the host is written there.
     new = jax.device_put(new, jax.typeof(array).memory_space)
     zero = jnp.zeros((), one.dtype)
     return lax.dynamic_update_slice(array, new, [*one, *[zero] * part.ndim])
@@ -262,6 +266,7 @@ def _take(array: Array, one: Array) -> Array:
 
 
 def _one(array: Array, position: tuple[int, ...]) -> Tensor:
+    # One layer or expert at a time comes to the host.
     return np.asarray(
         _take(array, jnp.asarray(position, jnp.int32)) if position else array
     )

@@ -98,6 +98,7 @@ class Exchange:
         # All devices take part in every exchange, so they have as many.
         rounds = lax.pmax(-(-jnp.max(counts) // self.slots), self.over)
         first = jnp.cumsum(counts) - counts
+        # Devices have consecutive experts.
         own = numbers.reshape(-1) % self.experts
         routes = _Routes(order, first, counts, own, rounds)
         return _exchanged(self, Inputs(x, gates, tuple(weights)), routes)
@@ -144,6 +145,7 @@ class Exchange:
 
         choices = routes.expert.reshape(inputs.gates.shape)
         result = jax.eval_shape(self.apply, inputs.x, choices, *inputs[1:])
+        # What comes back in several rounds for a token is added unrounded.
         sums = jax.ShapeDtypeStruct(result.shape, jnp.float32)
         start = zeros_after((inputs.x, routes), sums)
         with known_trips(self.even_rounds, exact=False):

@@ -187,7 +187,7 @@ def rows_at(x: Array, index: Array) -> Array:
 
 def _run(loop: ExpertLoop, inputs: Inputs, constants: Any) -> Array:
     plan, read = constants
-    # No backward pass
+    # No backward pass follows, so nothing is saved.
     return replace(loop, saved=None).forward(inputs._replace(weights=read), plan)[0]
 
 
@@ -225,6 +225,7 @@ def loop_gradients(
     def like(is_: bool, own: Any, found: Any) -> Any:
         return found.reshape(own.shape).astype(own.dtype) if is_ else None
 
+    # Loops add the gradient of a gate at the number of its pair.
     gates = jax.tree.map(lambda leaf: leaf.reshape(-1), inputs.gates)
     flat = inputs._replace(gates=gates)
     shapes = jax.tree.map(summed, perturbed, flat)
@@ -315,6 +316,7 @@ class ChunkLoop(ExpertLoop):
         def chunk(of_weights: Any, part: Any) -> tuple[Any, Any]:
             (x, gates, ct), kept, at = part
             own = _rows(Inputs(x, gates, inputs.weights), at)
+            # Every choice of a token has its cotangent: the result is their sum.
             own_ct = _taken(ct, _tokens(at), at)
             new = self.gradients(perturbed, own, kept, at, own_ct)
             of_x = None if new.x is None else _sums(new.x, at)

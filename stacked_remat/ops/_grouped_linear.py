@@ -19,7 +19,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from .._static import is_array
 from .._trips import known_products
+from ._named import named_as
 from ._perturbed_vjp import perturbed_vjp
+from ._unrounded import is_half
 
 # The kernels mix dtypes, also where `jax_numpy_dtype_promotion` is `strict`.
 _MIXED_DTYPES = functools.partial(jax.numpy_dtype_promotion, "standard")
@@ -210,8 +212,7 @@ def _rows_of_experts(
     """The expert of each row, zero for those that are not real; its derivative is
     summed in float32.
     """
-    is_narrow = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
-    wide = x.astype(jnp.float32) if is_narrow else x
+    wide = x.astype(jnp.float32) if is_half(x.dtype) else x
     return jnp.take(wide, groups.expert, axis=0, mode="fill", fill_value=0).astype(
         x.dtype
     )
@@ -277,8 +278,7 @@ class GroupedLinear:
             matrices = w.array.reshape(Experts.size, inner, -1)
         flat = x.array.reshape(Row.size, inner)
         rows = self._dot(flat, matrices, transposed=transposed)
-        shape = [axis.size for axis in (Row, *Out)]
-        return hax.named(rows.reshape(shape), (Row, *Out))
+        return named_as(rows, (Row, *Out))
 
     def _own(self, x: NamedArray, Row: hax.Axis) -> NamedArray:
         """What each row has of an array of the experts, such as a bias."""

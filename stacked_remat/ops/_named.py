@@ -1,14 +1,20 @@
 """Checks of named arguments of operations."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
+from jaxtyping import Array
 
 from .._messages import axes_text
 
 FLOATS, INTEGERS = (jnp.floating, "floating-point numbers"), (jnp.integer, "integers")
+
+
+def named_as(array: Array, axes: Sequence[Axis]) -> NamedArray:
+    """The array with these axes, one after the other, whatever its own shape."""
+    return NamedArray(array.reshape([axis.size for axis in axes]), tuple(axes))
 
 
 def check_named(

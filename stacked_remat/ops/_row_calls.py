@@ -54,6 +54,7 @@ def _differentiated(primals: Any, tangents: Any, **params: Any) -> Any:
             leaves[number] = array
         return _evaluate(*leaves, **params)
 
+    # What has no tangent is a constant here, so its derivative is not computed.
     moving_primals = [primals[number] for number in moving]
     moving_tangents = [tangents[number] for number in moving]
     return jax.jvp(of_moving, moving_primals, moving_tangents)
@@ -70,6 +71,7 @@ def _batched(
         mapped = jax.vmap(fn, in_axes, spmd_axis_name=axis.spmd_name)
         found = jax.tree.leaves(mapped(*jax.tree.unflatten(tree, leaves)))
         return found, [0] * len(found)
+    # `fn` gets the rows of all examples, one example after the other.
     merged = []
     for leaf, dim in zip(rows, dims[:count], strict=True):
         if dim is None:

@@ -34,7 +34,7 @@ from ._attention_rule import (
     attend_in_context,
 )
 from ._backends import choose_backend, devices_left_to_the_compiler
-from ._named import FLOATS, INTEGERS, check_named
+from ._named import FLOATS, INTEGERS, check_named, named_as
 from .per_device import mesh_axes, per_device
 from .softcap import check_softcap
 
@@ -127,6 +127,7 @@ def causal_attention(
         heads = [axis for axis in query.axes if axis not in key.axes]
         check_named("sinks", sinks, FLOATS, (KVHeads, *heads), ())
     _check_options(window, scale, softcap)
+    # Kernels have no grid for nothing.
     if query.size == 0 or ValueDim.size == 0:
         return hax.zeros(out, query.dtype)
     factor = HeadDim.size**-0.5 if scale is None else float(scale)
@@ -135,9 +136,11 @@ def causal_attention(
         window = min(int(window), Pos.size)
     if softcap is not None:
         softcap = float(softcap)
+    # Of the device that the program is for, which may not be attached
     on_cpu = platform() == "cpu"
     size = _BLOCKS[on_cpu]
     blocks = Blocks(factor, size, window, heads_first=on_cpu, softcap=softcap)
+    # By name: on a device the axes have the sizes of its part.
     names = Pos.name, KVHeads.name, HeadDim.name, ValueDim.name
 
     def of_all(*arguments: Any) -> NamedArray:
@@ -295,6 +298,7 @@ def _attend(
     )
     kind = "" if blocks.window is None else f"window {blocks.window}"
     kernel = choose_backend("attention", BACKENDS, backend, call, kind)
+    # The order of kernels: `[batch, row, kv_heads, group, width]`
     heads = (*batch, Row, KVHeads, *group)
     out = (*heads, ValueDim)
     shape = (size, Row.size, KVHeads.size)
@@ -325,8 +329,9 @@ def _attend(
         attended = attend_in_context(attend, *arrays, document_array, context)
     else:
         attended = attend(*arrays, Sight.of(document_array))
-    attended = NamedArray(attended.reshape([axis.size for axis in out]), out)
-    return attended.rearrange(_with_values(query.axes, HeadDim, ValueDim))
+    return named_as(attended, out).rearrange(
+        _with_values(query.axes, HeadDim, ValueDim)
+    )
 
 
 def _check_options(window: Any, scale: Any, softcap: Any) -> None:

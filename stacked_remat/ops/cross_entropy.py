@@ -24,7 +24,7 @@ from .._messages import axes_text
 from .._noted import DERIVATIVE_OF_RESULT, noted
 from .._sweep.store import zeros_after
 from ._grouped_linear import ComposedLinear, apply_linear, is_plain
-from ._named import FLOATS, INTEGERS, check_named
+from ._named import FLOATS, INTEGERS, check_named, named_as
 from ._padding import multiple_above, pad_axis
 from ._perturbed_vjp import perturbed_vjp
 from ._row_calls import call_on_rows
@@ -135,6 +135,7 @@ def chunked_cross_entropy(
         own, derivatives = found
         return own.array, derivatives.array
 
+    # With a direction for one matrix alone, as of the usual head
     rule = CrossEntropyCall(along) if of_head.num_leaves == 1 else DERIVATIVE_OF_RESULT
     return noted(rule, of_all)(hidden, head, targets, weights)
 
@@ -239,7 +240,7 @@ def _of_tokens(Embed: Axis, Vocab: Axis, options: "_Options", *given: Any) -> An
         each = jnp.where(ignored, 0.0, each)
         if counted is not None:
             each = each * counted.astype(jnp.float32)
-        return NamedArray(each.reshape([axis.size for axis in tokens]), tokens)
+        return named_as(each, tokens)
 
     losses, derivatives = found
     if derivatives is None:
@@ -277,6 +278,7 @@ def _of_rows(
     rows, targets = each
     matrices, along = of_all
     count = len(targets)
+    # Of no tokens a chunk of one, which does not run
     options = options._replace(size=min(options.size, count) or 1)
     # Rows of zeros with the target 0, whose losses are dropped again
     padded = multiple_above(count, options.size)
@@ -371,6 +373,8 @@ def _backward(
     for matrix, is_wanted in zip(matrices, wanted[len(rows) :], strict=True):
         total = jax.ShapeDtypeStruct(matrix.shape, jnp.float32)
         sums.append(total if is_wanted else None)
+    # Gradients of matrices are sums over chunks, unrounded; of rows each is written
+    # once.
     start = zeros_after((rows, cotangent), (rows, tuple(sums)))
     chunks = jnp.arange(len(targets) // size, dtype=jnp.int32)
     (of_rows, of_matrices), _ = lax.scan(chunk, start, chunks)

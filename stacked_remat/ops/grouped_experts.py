@@ -189,6 +189,8 @@ def grouped_experts(
                 f" {devices} devices; take axes of the mesh that divide it."
             )
         Experts, saved = Experts.resize(Experts.size // devices), None
+    # Two views of the same weights: the layer's own arrays, which get the gradients,
+    # and where blocks read them.
     weights, in_stack = of_layer(weights, Experts)
     layout, arrays = WeightsLayout.of(weights, Experts)
     _check_tokens(x, choices, gates)
@@ -210,6 +212,7 @@ def grouped_experts(
     kernels = choose_backend("experts", EXPERT_BACKENDS, backend, facts)
     call = ExpertsCall(expert, saved, layout.of_one, Experts, kernels, layout.of_all)
     if over:
+        # In each round `call.run` is given the rows that arrived, one choice each.
         row_bytes = x.shape[1] * x.dtype.itemsize
         run = Exchange.of(over, choices.size, row_bytes, Experts.size, call.run).run
     else:  # gradient dot products read the layer's own weights

@@ -96,6 +96,7 @@ def per_device(fn: Callable[..., T], *args: Any, over: Sequence[Axis], out: Any)
         )
     if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
         arrays = jax.tree.map(jax.reshard, arrays, specs, is_leaf=is_named_array)
+    # Other axes of the mesh stay with the compiler.
     names = of_examples.union(*cut.values())
     run = jax.shard_map(
         own, in_specs=(specs,), out_specs=out_specs, axis_names=names, check_vma=False
@@ -267,6 +268,7 @@ def _cut(over: Sequence[Axis]) -> dict[str, tuple[str, ...]]:
                 f"The axis `{axis.name}` is mapped to {unknown[0]!r}; the mesh has "
                 f"{', '.join(mesh.axis_names)}."
             )
+        # Within a `jax.shard_map` its axes divide nothing any more.
         physical = tuple(one for one in wanted if one in free)
         if physical:
             found[axis.name] = physical

@@ -216,6 +216,7 @@ class YarnRotary(RotaryScaling):
     def _pair_with(self, rotations: float, pairs: int, theta: float) -> float:
         """The (fractional) pair with so many rotations over the original context."""
         length = self.original_max_position_embeddings
+        # From `length / (2 pi theta**(pair / pairs)) = rotations`
         wavelengths = length / (rotations * 2 * math.pi)
         return pairs * math.log(wavelengths) / math.log(theta)
 
@@ -366,6 +367,7 @@ def rotary_table(
     scaling = DefaultRotary() if scaling is None else scaling
     frequencies = scaling.frequencies(HeadDim.size, theta)
     Half = HeadDim.resize(HeadDim.size // 2)
+    # Frequencies are computed in float64 and rounded once; angles are not.
     wide = positions.astype(jnp.float32).broadcast_to((*positions.axes, Half))
     angles = wide * hax.named(frequencies.astype(np.float32), Half)
     factor = scaling.attention_factor_used
@@ -384,7 +386,9 @@ def apply_rotary(x: NamedArray, table: RotaryTable, HeadDim: Axis) -> NamedArray
     pairs = table.cos.resolve_axis(HeadDim.name)
     own = [axis for axis in table.cos.axes if axis != pairs]
     check_named("x", x, FLOATS, (*own, pairs.resize(2 * pairs.size), HeadDim))
+    # A rotation in bfloat16 would change the length of heads.
     wide = x.astype(jnp.float32)
+    # Hugging Face's order: coordinate i is paired with i + half, not with i + 1.
     first = wide[HeadDim, : pairs.size]
     second = wide[HeadDim, pairs.size :]
     rotated = [

@@ -4,8 +4,8 @@ progress.
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, final
+from dataclasses import asdict, dataclass, replace
+from typing import Any, NamedTuple, final
 
 import equinox as eqx
 import jax
@@ -16,6 +16,7 @@ import optax
 from ..memory import target_of_device
 from .batches import TokenBatch, TokenStream
 from .checkpoint import Checkpoints
+from .errors import ConfigError
 from .mesh import Partitioning
 from .progress import ConsoleProgress
 from .run_folder import RunFolder
@@ -40,6 +41,10 @@ class Position:
         held_out_before: loss on each held-out set before the first step.
         held_out_after: loss on each held-out set at the latest evaluation.
         skipped: number of steps skipped so far because they were not finite.
+        best_step: the step after which an evaluation found the lowest loss on held-out
+            text so far; None before the first evaluation after a step.
+        best_loss: that loss.
+        evaluations_since_best: evaluations after that one.
     """
 
     step: int
@@ -47,6 +52,9 @@ class Position:
     held_out_before: dict[str, float]
     held_out_after: dict[str, float]
     skipped: int = 0
+    best_step: int | None = None
+    best_loss: float | None = None
+    evaluations_since_best: int = 0
 
 
 @dataclass(frozen=True)
@@ -60,12 +68,17 @@ class TrainingResult:
             last step, unless the run was stopped before.
         stopped_by: what `should_stop` returned if it stopped the run before its last
             step.
+        best_step: the step with the lowest loss on held-out text, after which
+            evaluation has it; None if there was none after a step.
+        best_loss: that loss.
     """
 
     state: TrainState
     held_out_before: Mapping[str, float]
     held_out_after: Mapping[str, float]
     stopped_by: str | None = None
+    best_step: int | None = None
+    best_loss: float | None = None
 
 
 @dataclass(frozen=True)
@@ -98,8 +111,8 @@ def train(
     should_stop: Callable[[], str | None] = lambda: None,
     scoring: Scoring | None = None,
 ) -> TrainingResult:
-    """Trains up to step `config.num_steps`; evaluates before, after, and every
-    `config.eval_every` steps.
+    """Trains up to step `config.num_steps`, or until `config.patience` is over;
+    evaluates before, after, and every `config.eval_every` steps.
 
     Args:
         state: the state to start from; its buffers are donated.
@@ -121,56 +134,84 @@ def train(
     Raises:
         NonFiniteLossError: a step is not finite, and the config does not say to skip
             it, or too many were skipped.
+        ConfigError: the config goes by the loss on held-out text, and there is none.
     """
     compiled = eqx.filter_jit(step, donate="all-except-first")
     scorer = None if scoring is None else StepScorer(scoring, step)
     shard = (step.partitioning or Partitioning.one_device()).shard_batch
-    last_traced = (config.profiler.start_step or 0) + config.profiler.num_steps - 1
+    traced, last_traced = config.profiler.start_step, None
+    if traced is not None:
+        last_traced = traced + config.profiler.num_steps - 1
     report = _Report(config, schedule, evaluators, outputs, position)
-    done, stopped_by = 0, None
+    done, stopped_by = report.position.step, None
     if position is None:
         report.evaluate(0, state.model)
     else:
         training.set_state(position.data)
-        done = position.step
-    if done < config.num_steps:
+    if not report.is_over(done):
         batch = shard(training.next())
         report.prepare(step, state, batch)
     outputs.progress.start(config.num_steps, done)
     with contextlib.ExitStack() as closing, contextlib.ExitStack() as tracing:
         closing.callback(outputs.progress.stop)
-        while done < config.num_steps and stopped_by is None:
+        while not report.is_over(done) and stopped_by is None:
             done += 1
-            if done == config.profiler.start_step:
+            if done == traced:
                 tracing.enter_context(jax.profiler.trace(str(outputs.folder.profile)))
             scores = scorer if scorer is not None and scorer.is_due(done) else None
+            targets = _num_targets(batch)
             state, metrics = (compiled if scores is None else scores.step)(batch, state)
             used, data = batch, training.get_state()
             if done < config.num_steps:
                 batch = shard(training.next())  # made while the device works
-            report.step(done, metrics, used)
+            # Waits for the step before, while the device does this one
+            report.dispatched(_Step(done, metrics, targets, used.num_tokens))
+            asked = should_stop()
+            is_evaluated = done == config.num_steps or (
+                config.eval_every and done % config.eval_every == 0
+            )
+            is_due = outputs.checkpoints.is_due(done)
+            is_read = is_evaluated or is_due or done == last_traced
+            if is_read or asked is not None or scores is not None:
+                report.catch_up()
             if scores is not None:
                 scores.log(done, used)
             if done == last_traced:
                 tracing.close()
-            asked = should_stop()
-            if done == config.num_steps or (
-                config.eval_every and done % config.eval_every == 0
-            ):
+            if is_evaluated:
                 report.evaluate(done, state.model)
                 asked = asked or should_stop()  # an evaluation may take long
-            stopped_by = asked if done < config.num_steps else None
-            now = Position(done, data, report.before, report.after, report.skipped)
-            report.save(
-                state, now, scorer, is_last=bool(stopped_by) or done == config.num_steps
-            )
-    return TrainingResult(state, report.before, report.after, stopped_by)
+            stopped_by = None if report.is_over(done) else asked
+            is_last = report.is_over(done) or stopped_by is not None
+            if is_last or is_due or report.is_best(done):
+                report.save(done, data, state, scorer, is_last)
+    found = report.position
+    return TrainingResult(
+        state,
+        found.held_out_before,
+        found.held_out_after,
+        stopped_by,
+        found.best_step,
+        found.best_loss,
+    )
+
+
+_RATES = 2**12  # learning rates in a table
 
 
 @eqx.filter_jit
 def _num_targets(batch: TokenBatch) -> Any:
     """The number of targets that count, over all processes."""
     return jnp.count_nonzero(batch.weights.array)
+
+
+class _Step(NamedTuple):
+    """A step that is dispatched; arrays may not be there yet."""
+
+    number: int
+    metrics: Metrics
+    targets: Any
+    num_tokens: int
 
 
 @final
@@ -187,14 +228,17 @@ class _Report:
         outputs: RunOutputs,
         position: Position | None,
     ):
-        begun = Position(0, {}, {}, {}) if position is None else position
-        self.before, self.after, self.skipped = (
-            begun.held_out_before,
-            begun.held_out_after,
-            begun.skipped,
-        )
+        self.position = Position(0, {}, {}, {}) if position is None else position
+        if config.by_held_out_loss and not evaluators:
+            raise ConfigError(
+                f"{config.by_held_out_loss} goes by the loss on held-out text, and none"
+                " is held out. Raise data.held_out_fraction, or name files under"
+                " data.sources.NAME.held_out."
+            )
         self._config, self._evaluators, self._outputs = config, evaluators, outputs
-        self._schedule, self._clock = jax.jit(schedule), Clock()
+        self._schedule, self._clock = jax.jit(jax.vmap(schedule)), Clock()
+        self._rates, self._table_number = np.empty(0), -1
+        self._pending: _Step | None = None
         self._seconds_at_peak: float | None = None
 
     def prepare(self, step: TrainStep, state: TrainState, batch: TokenBatch) -> None:
@@ -207,16 +251,26 @@ class _Report:
         if peak and flops:
             self._seconds_at_peak = flops / (peak * len(devices))
 
-    def step(self, done: int, metrics: Metrics, batch: TokenBatch) -> None:
-        """Waits for step `done` and reports it."""
+    def dispatched(self, step: _Step) -> None:
+        """Waits for the step before, and reports it."""
+        self.catch_up()
+        self._pending = step
+
+    def catch_up(self) -> None:
+        """Waits for the step that was dispatched last, and reports it."""
+        step, self._pending = self._pending, None
+        if step is not None:
+            self._report(step)
+
+    def _report(self, step: _Step) -> None:
+        done, metrics = step.number, step.metrics
         loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])
-        self._clock.tick(batch.num_tokens)
-        learning_rate = float(self._schedule(np.int32(done - 1 - self.skipped)))
+        self._clock.tick(step.num_tokens)
         memory = peak_memory_bytes()
         self._outputs.progress.advance(
             done, loss, self._clock.tokens_per_second, memory
         )
-        targets = int(_num_targets(batch))
+        targets = int(step.targets)
         if not targets:
             self._outputs.progress.message(
                 f"step {done} has no target: its loss is 0, and it teaches nothing"
@@ -236,47 +290,84 @@ class _Report:
                 {
                     **metrics,
                     "targets": targets,
-                    "learning_rate": learning_rate,
+                    "learning_rate": self._learning_rate(done),
                     **speed,
                 },
             )
             self._clock.restart()
         if not (np.isfinite(loss) and np.isfinite(norm)):
-            self._not_finite(done, metrics, learning_rate)
+            self._not_finite(done, metrics)
+
+    def _learning_rate(self, done: int) -> float:
+        """That of a step, from a table: to compute it, the device would first do the
+        step that is dispatched.
+        """
+        number, at = divmod(done - 1 - self.position.skipped, _RATES)
+        if number != self._table_number:
+            updates = number * _RATES + np.arange(_RATES, dtype=np.int32)
+            self._rates = np.asarray(self._schedule(updates))
+            self._table_number = number
+        return float(self._rates[at])
 
     def evaluate(self, done: int, model: Any) -> None:
-        """Reports the losses on held-out text after step `done`."""
+        """Reports the losses on held-out text after step `done`, if there is any."""
+        if not self._evaluators:
+            return
         with self._clock.paused():
-            self.after = {
+            losses = {
                 name: evaluate(model) for name, evaluate in self._evaluators.items()
             }
-        self.before = self.after if done == 0 else self.before
-        self._log(done, {f"{name}_loss": loss for name, loss in self.after.items()})
-        for name, loss in self.after.items():
+        if done == 0:
+            self.position = replace(self.position, held_out_before=losses)
+        else:
+            self._compare(done, next(iter(losses.values())))
+        self.position = replace(self.position, held_out_after=losses)
+        self._log(done, {f"{name}_loss": loss for name, loss in losses.items()})
+        for name, loss in losses.items():
             shown = name.replace("held_out", "held-out", 1)
             self._outputs.progress.message(
                 f"{shown} loss after {done} steps: {loss:.4f}"
             )
 
+    def _compare(self, done: int, loss: float) -> None:
+        """Counts an evaluation: on the text of all sources, by the first loss."""
+        best = self.position.best_loss
+        if best is None or loss < best:
+            changes = {"best_step": done, "best_loss": loss}
+            self.position = replace(self.position, **changes, evaluations_since_best=0)
+        else:
+            count = self.position.evaluations_since_best + 1
+            self.position = replace(self.position, evaluations_since_best=count)
+
+    def is_over(self, done: int) -> bool:
+        """Whether the run ends after step `done`."""
+        patience, waited = self._config.patience, self.position.evaluations_since_best
+        has_waited = patience is not None and waited >= patience
+        return done == self._config.num_steps or has_waited
+
+    def is_best(self, done: int) -> bool:
+        """Whether the checkpoint of a step is the best, and such are kept."""
+        return self._config.checkpoint.keep_best and self.position.best_step == done
+
     def save(
         self,
+        done: int,
+        data: dict[str, Any],
         state: TrainState,
-        position: Position,
         scorer: StepScorer | None,
         is_last: bool,
     ) -> None:
-        """Writes a checkpoint if one is due, after scores and metrics up to it; waits
-        for the last one.
+        """Writes a checkpoint, after scores and metrics up to it; waits for the last
+        one.
         """
-        checkpoints = self._outputs.checkpoints
-        if not (is_last or checkpoints.is_due(position.step)):
-            return
+        checkpoints, best = self._outputs.checkpoints, self.position.best_step
+        self.position = replace(self.position, step=done, data=data)
         if scorer is not None:
             scorer.flush()
         for tracker in self._outputs.trackers:
             tracker.flush()
         with self._clock.paused():
-            checkpoints.save(position.step, state, asdict(position))
+            checkpoints.save(done, state, asdict(self.position), best=best)
             if is_last:
                 checkpoints.wait()
 
@@ -284,8 +375,9 @@ class _Report:
         for tracker in self._outputs.trackers:
             tracker.log(done, metrics)
 
-    def _not_finite(self, done: int, metrics: Metrics, learning_rate: float) -> None:
+    def _not_finite(self, done: int, metrics: Metrics) -> None:
         """Reports a skipped step, or raises."""
+        learning_rate = self._learning_rate(done)
         found = (
             f"loss {float(metrics['loss'])}, gradient norm"
             f" {float(metrics['grad_norm']):.3g}"
@@ -295,7 +387,8 @@ class _Report:
             " resumes"
         )
         if "skips" in metrics:
-            self.skipped += 1
+            skipped = self.position.skipped + 1
+            self.position = replace(self.position, skipped=skipped)
             in_a_row = int(metrics["skips"])
             self._outputs.progress.message(
                 f"step {done} skipped: {found} ({in_a_row} in a row)"

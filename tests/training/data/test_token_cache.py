@@ -12,44 +12,38 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stacked_remat.training import ByteTokenizer, DataError, SourceConfig
-from stacked_remat.training.data import checked_array, token_cache
+from stacked_remat.training import (
+    ByteTokenizer,
+    DataError,
+    PackedDocuments,
+    ProcessShare,
+    SourceConfig,
+)
+from stacked_remat.training.data import (
+    checked_array,
+    token_cache,
+)
 from stacked_remat.training.data.checked_array import CheckedArray
+from stacked_remat.training.data.encoding_processes import EncodingProcesses
 from stacked_remat.training.data.files import find_files
 from stacked_remat.training.data.hugging_face_tokenizer import HuggingFaceTokenizer
-from stacked_remat.training.data.token_cache import CacheRequest, open_token_cache
+from stacked_remat.training.data.token_cache import (
+    CacheRequest,
+    build_share,
+)
 
+from .caches import (
+    CHAT,
+    TOKENIZER,
+    build,
+    lines_in,
+    of_parts,
+    texts,
+    write_parts,
+    written,
+)
 from .silent import Silent
 from .word_tokenizer import word_tokenizer
-
-CHAT = [{"role": "user", "content": "odd?"}, {"role": "assistant", "content": "even"}]
-
-
-def build(
-    folder,
-    cache,
-    progress=None,
-    *,
-    save_tokens=2**24,
-    tokenizer=None,
-    train_on="all",
-    **changes,
-):
-    tokenizer = ByteTokenizer() if tokenizer is None else tokenizer
-    progress = Silent() if progress is None else progress
-    files = find_files([str(folder)], "key")
-    source = SourceConfig(("-",), train_on=train_on)
-    request = CacheRequest("te/xts", files, source, tokenizer, **changes)
-    return open_token_cache(request, cache, progress, save_tokens=save_tokens)
-
-
-def texts(cached, tokenizer=None):
-    documents = cached.documents
-    decode = (ByteTokenizer() if tokenizer is None else tokenizer).decode
-    return [
-        decode(documents.tokens(at, 0, int(documents.lengths[at])))
-        for at in range(len(documents))
-    ]
 
 
 @pytest.fixture
@@ -73,15 +67,6 @@ def expected():
         for name in "ab"
         for number in range(600)
     ] + ["c"]
-
-
-def written(cache):
-    """The files of a cache and when they were written."""
-    return {
-        path: path.stat().st_mtime_ns
-        for path in cache.rglob("*")
-        if not path.name.startswith(".")
-    }
 
 
 def test_the_second_time_nothing_is_tokenized(folder, tmp_path):
@@ -144,7 +129,7 @@ def test_a_killed_build_resumes_with_the_same_result(folder, tmp_path, monkeypat
                 file.flush()
             raise KeyboardInterrupt
         whole_save(writer, **options)
-        saved.append(writer._state.num_tokens)
+        saved.append(writer._state.counts.num_tokens)
 
     options = {"save_tokens": 3000, "train_on": "answers"}
     whole = build(folder, tmp_path / "whole", **options)
@@ -163,6 +148,60 @@ def test_a_killed_build_resumes_with_the_same_result(folder, tmp_path, monkeypat
         assert one.is_dir() or one.read_bytes() == other.read_bytes()
 
 
+@pytest.fixture
+def parts(tmp_path, monkeypatch):
+    return write_parts(tmp_path, monkeypatch)
+
+
+def test_a_file_that_is_added_or_changed_builds_one_cache(parts, tmp_path):
+    cache = tmp_path / "cache"
+    whole = build(parts, cache)
+    first = written(cache)
+    count = len(list(cache.iterdir()))
+    assert texts(whole) == of_parts() and 5 <= count <= 15
+    assert whole.counts.num_documents == len(of_parts()) == len(whole.keys)
+    assert len(set(whole.keys.tolist())) == len(whole.keys)
+    (parts / "07c.txt").write_text("added")
+    added = build(parts, cache)
+    at = of_parts().index("small 8")
+    assert texts(added) == [*of_parts()[:at], "added", *of_parts()[at:]]
+    assert len(list(cache.iterdir())) == count + 1
+    assert {path: written(cache)[path] for path in first} == first
+    (parts / "30b.jsonl").write_text('{"text": "short"}')
+    assert "short" in texts(build(parts, cache))
+    fingerprints = {one.documents.fingerprint for one in (whole, added)}
+    assert len(fingerprints) == 2
+    with pytest.raises(AssertionError):  # a slice lies within one cache
+        whole.documents.all_tokens[0 : len(whole.documents.all_tokens)]
+
+
+def test_progress_goes_over_all_caches_that_are_missing(parts, tmp_path):
+    progress = Silent()
+    build(parts, tmp_path / "cache", progress)
+    _, done, total, _ = zip(*progress.works, strict=True)
+    assert set(total) == {1 + sum(path.stat().st_size for path in parts.iterdir())}
+    assert sorted(done) == list(done) and done[-1] == total[0] and len(done) > 10
+    (parts / "07c.txt").write_text("added")
+    progress = Silent()
+    build(parts, tmp_path / "cache", progress)
+    assert progress.works[-1][2] < 2000
+
+
+def test_each_of_several_processes_builds_its_share(parts, tmp_path):
+    source, cache = SourceConfig(("-",)), tmp_path / "cache"
+    request = CacheRequest("te/xts", find_files([str(parts)], "k"), source, TOKENIZER)
+    with EncodingProcesses() as processes:
+        for index in range(3):
+            share = ProcessShare(index, 3)
+            build_share(request, cache, Silent(), processes, share)
+            built = sum(path.name == "checksums" for path in cache.rglob("*"))
+            assert built == sum(
+                len(request.parts()[other::3]) for other in range(index + 1)
+            )
+    progress = Silent()
+    assert texts(build(parts, cache, progress)) == of_parts() and not progress.works
+
+
 def test_one_process_builds_and_others_wait(folder, tmp_path):
     cache, progress, found = tmp_path / "cache", Silent(), []
     build(folder, cache)
@@ -179,12 +218,6 @@ def test_one_process_builds_and_others_wait(folder, tmp_path):
         (tmp_path / "state.json").rename(state)
     waiting.join()
     assert texts(found[0]) == expected() and not progress.works
-
-
-def lines_in(folder, *lines):
-    folder.mkdir()
-    (folder / "a.jsonl").write_text("\n".join(lines))
-    return folder
 
 
 def test_a_malformed_record_is_an_error_or_is_counted(tmp_path):
@@ -236,6 +269,44 @@ def test_chats_go_through_the_template_and_only_answers_count_if_asked(tmp_path)
         DataError, match=r"a.jsonl:2 does not fit the chat template: system first"
     ):
         build(folder, tmp_path / "cache", tokenizer=tokenizer)
+
+
+def test_of_a_prompt_with_its_completion_the_completion_counts(tmp_path):
+    record = json.dumps({"prompt": "2+2=", "completion": "4"})
+    folder = lines_in(tmp_path / "sums", record)
+    whole = build(folder, tmp_path / "cache")
+    assert texts(whole) == ["2+2=4"] and whole.documents.counted is None
+    documents = build(folder, tmp_path / "cache", train_on="answers").documents
+    counted = np.asarray(documents.weights(0, 0, int(documents.lengths[0])), bool)
+    assert documents.tokens(0, 0, 7)[counted].tolist() == [ord("4"), 256]
+
+
+def test_records_have_weights_and_those_of_weight_zero_are_left_out(tmp_path):
+    lines = [
+        '{"text": "one", "weight": 0.5}',
+        '{"text": "two", "weight": 0}',
+        '{"text": "three"}',
+        json.dumps({"messages": CHAT, "weight": 2}),
+    ]
+    folder = lines_in(tmp_path / "texts", *lines)
+    plain = build(folder, tmp_path / "cache")
+    assert plain.documents.weight_factors is None
+    assert [*plain.counts.unread] == ["weight"]
+    for train_on in ("all", "answers"):
+        options = {"weight_key": "weight", "train_on": train_on}
+        cached = build(folder, tmp_path / "cache", **options)
+        documents = cached.documents
+        assert texts(cached)[:2] == ["one", "three"] and cached.counts.num_empty == 1
+        assert not cached.counts.unread
+        weights = [
+            np.max(documents.weights(at, 0, int(documents.lengths[at])))
+            for at in range(3)
+        ]
+        assert weights == [0.5, 1.0, 2.0]
+        chosen = documents.select(np.array([False, True, True]))
+        assert chosen.weight_factors.tolist() == [1.0, 2.0]
+        packed = PackedDocuments(chosen, 99, "split")
+        assert set(packed[0]["weights"].tolist()) == {0.0, 1.0, 2.0}
 
 
 def test_files_of_a_cache_that_are_cut_or_missing_are_named(folder, tmp_path):
@@ -335,14 +406,16 @@ def test_damage_before_the_cache_is_complete_is_found(
 @pytest.mark.parametrize(
     "changed",
     [
-        {"num_tokens": -1},
-        {"num_documents": -1},
-        {"num_tokens": 542.0},
+        {"counts": {"num_tokens": -1}},
+        {"counts": {"num_documents": -1}},
+        {"counts": {"num_tokens": 542.0}},
         {"next_record": True},
         {"fingerprint": None},
         {"complete": "no"},
-        {"unread": 3},
-        {"problems": [1]},
+        {"counts": {"unread": 3}},
+        {"counts": {"problems": [1]}},
+        {"counts": 3},
+        {"counts": {"other": 1}},
         {"file_checksums": {"tokens": "1"}},
         {"other": 1},
         "[" * 100_000,
@@ -354,7 +427,11 @@ def test_a_state_that_no_cache_is_saved_with_is_damaged(folder, tmp_path, change
     (root,) = (tmp_path / "cache").iterdir()
     text = changed
     if isinstance(changed, dict):
-        text = json.dumps(json.loads((root / "state.json").read_text()) | changed)
+        saved = json.loads((root / "state.json").read_text())
+        counts = changed.get("counts")
+        if isinstance(counts, dict):
+            changed = {"counts": saved["counts"] | counts}
+        text = json.dumps(saved | changed)
     (root / "state.json").write_text(text)
     with pytest.raises(DataError, match="state.json is damaged. Delete the token"):
         build(folder, tmp_path / "cache")

@@ -132,8 +132,9 @@ check: lint  ## run ruff and pyright; build and check dist/, and use the wheel i
 
 # In an environment with JAX for that GPU and the extra `tokamax`; an H200 holds the weights.
 .PHONY: gpu
-gpu:  ## on the GPU at hand: gradients, then times of attention, of experts, and of steps of Qwen3-30B-A3B
+gpu:  ## on the GPU at hand: gradients, then times of attention, linear attention, experts, and steps of Qwen3-30B-A3B
 	$(RUN) -m benchmarks.attention_layer
+	$(RUN) -m benchmarks.linear_attention
 	$(RUN) -m benchmarks.expert_layer
 	$(RUN) -m benchmarks.qwen3_step --profile
 

@@ -56,6 +56,9 @@ FUNCTIONS = f"""
 given=("$@")
 command() {{ "$python" -m "models.$1" "${{@:2}}"; }}
 train() {{ command train_lm "${{given[@]}}" "$@"; }}
+train_in() {{ # in a run folder of its own
+    command train_lm --config_path "$root/config.yaml" --trainer.run_dir "$1"
+}}
 copy() {{
     cp -r "$root/whole" run
     rm run/result.json
@@ -134,12 +137,12 @@ CASES = [
     Case("a run folder that is a file", "echo mine >run; train", "/run: "),
     Case(
         "a run folder below a file",
-        f"train --trainer.run_dir {__file__}/run",
+        f"train_in {__file__}/run",
         "faults.py",
     ),
     Case(
         "a name that is too long",
-        "train --trainer.run_dir /tmp/$(printf 'x%.0s' {1..300})",
+        "train_in /tmp/$(printf 'x%.0s' {1..300})",
         "too long",
     ),
     Case(

@@ -60,7 +60,8 @@ class LmRunConfig:
 
         python -m models.train_lm --config_path FILE --trainer.num_steps 500
 
-    `--debug` shows the traceback of an error.
+    `--show_example` prints the first example of each source, with what of it is trained
+    on, and trains nothing. `--debug` shows the traceback of an error.
 
     Attributes:
         model: the architecture, by `type`.

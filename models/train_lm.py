@@ -3,7 +3,9 @@
     python -m models.train_lm --config_path my-model.yaml [--trainer.num_steps 500 ...]
 
 Leaves the resolved config, metrics and checkpoints in the run folder. The same command
-resumes a run that was stopped or killed, if `trainer.run_dir` names its folder.
+resumes a run that was stopped or killed, if `trainer.run_dir` names its folder. With
+`--show_example` it prints the first example of each source and its targets, and trains
+nothing.
 """
 
 import contextlib
@@ -19,9 +21,10 @@ from typing import Any
 import equinox as eqx
 import jax
 from rich.console import Console
+from rich.text import Text
 
 from models.candidate import STREAMED, Candidate
-from models.command import run_command
+from models.command import encodable, escaped, run_command
 from models.lm import next_token_loss
 from models.run_config import LmRunConfig, tokenizer_remark
 from models.run_scoring import check_scoring, run_scoring, scored_against
@@ -37,6 +40,7 @@ from stacked_remat.training import (
     JsonLinesTracker,
     Partitioning,
     Position,
+    ProcessShare,
     RunFolder,
     RunOutputs,
     StopSignals,
@@ -46,12 +50,14 @@ from stacked_remat.training import (
     TrainState,
     build_trackers,
     check_trackers,
+    first_examples,
     held_out_evaluators,
     learning_rate_schedule,
     load_tokenizer,
     lock_run_folder,
     open_training_data,
     parse_config,
+    tokenize_share,
     train,
 )
 from stacked_remat.training.processes import (
@@ -67,6 +73,9 @@ from stacked_remat.training.processes import (
 from stacked_remat.training.run_folder import check_same_in_all
 from stacked_remat.training.throughput import peak_memory_bytes
 
+_SHOW_EXAMPLE = "--show_example"
+_MOST_SHOWN = 2000  # characters of a run of targets, or of other tokens
+
 
 def train_lm(
     config: LmRunConfig, progress: ConsoleProgress, stop: StopSignals
@@ -79,7 +88,9 @@ def train_lm(
     """
     step, tokenizer = _prepared_in_all(config, progress)
     config, partitioning = step.config, step.partitioning
-    # One process writes the token cache, and the others read it.
+    if jax.process_count() > 1:
+        own = ProcessShare(jax.process_index(), jax.process_count())
+        agreed(lambda: tokenize_share(config.data, tokenizer, progress, own))
     data = in_turn(
         lambda: open_training_data(
             config.data,
@@ -151,7 +162,12 @@ def main(arguments: Sequence[str]) -> int:
 
     def run(arguments: Sequence[str], stop: StopSignals) -> int:
         nonlocal connected, ended_together
+        is_shown = _SHOW_EXAMPLE in arguments
+        arguments = [given for given in arguments if given != _SHOW_EXAMPLE]
         config = parse_config(LmRunConfig, arguments)
+        if is_shown:
+            _show_examples(config.resolved(), Console())
+            return 0
         start_processes(config.distributed)
         connected = jax.distributed.is_initialized()
         progress = ConsoleProgress(
@@ -184,6 +200,27 @@ def main(arguments: Sequence[str]) -> int:
         # At its own end JAX would wait for the others, and they for this process
         end_process(status)
     return status
+
+
+def _show_examples(config: LmRunConfig, console: Console) -> None:
+    """Prints the first example of each source, with its targets in green and between
+    marks.
+    """
+    tokenizer = load_tokenizer(
+        config.tokenizer_name, config.data.chat_date, rows=config.vocab_size
+    )
+    for example in first_examples(config.data, tokenizer):
+        text = Text()
+        for run, is_target in example.runs:
+            cut = run if len(run) <= _MOST_SHOWN else f"{run[:_MOST_SHOWN]}..."
+            marked = f"«{cut}»" if is_target else cut
+            text.append(
+                encodable(escaped(marked), console),
+                style="bold green" if is_target else "dim",
+            )
+        title = f"{example}\ntargets are green, between « and »:"
+        console.print(encodable(escaped(title), console), style="bold", markup=False)
+        console.print(text, soft_wrap=True)
 
 
 def _asked_to_stop(stop: StopSignals) -> Callable[[], str | None]:
@@ -342,14 +379,17 @@ def _conclude(
             f"stopped by {result.stopped_by} after step {int(result.state.step)}; the"
             f" same command with --trainer.run_dir {folder.root} resumes it"
         )
+    done, asked = int(result.state.step), config.trainer.by_held_out_loss
+    outcome = {
+        "held_out_before": result.held_out_before,
+        "held_out_after": result.held_out_after,
+    }
+    if asked:
+        best = {"best_step": result.best_step, "best_held_out": result.best_loss}
+        outcome |= best
     if jax.process_index() == 0:
-        folder.finish(
-            {
-                "held_out_before": result.held_out_before,
-                "held_out_after": result.held_out_after,
-            }
-        )
-    steps = int(result.state.step) - first
+        folder.finish(outcome)
+    steps = done - first
     step_tokens = config.data.batch_size * config.data.seq_len
     minutes, rest = divmod(round(seconds), 60)
     peak = peak_memory_bytes()
@@ -362,6 +402,19 @@ def _conclude(
         # a run resumed with accept_changes may have other sources
         in result.held_out_before
     ]
+    if done < config.trainer.num_steps:
+        losses.append(
+            f"ended after step {done}, since {config.trainer.patience} evaluations"
+            " found no lower held-out loss"
+        )
+    which = ""
+    if asked and result.best_loss is not None:
+        losses.append(
+            f"lowest held-out loss {result.best_loss:.4f}, after step"
+            f" {result.best_step}"
+        )
+        if config.trainer.checkpoint.keep_best:
+            which = f" --step {result.best_step}"
     own = Path(sys.executable)
     python = own.relative_to(Path.cwd()) if own.is_relative_to(Path.cwd()) else "python"
     return "\n".join(
@@ -373,7 +426,10 @@ def _conclude(
             *used,
             *losses,
             f"checkpoints, config and metrics are in {folder.root}",
-            f"  {python} -m models.generate --run_dir {folder.root} --prompt TEXT",
+            (
+                f"  {python} -m models.generate --run_dir {folder.root}{which} --prompt"
+                " TEXT"
+            ),
         ]
     )
 

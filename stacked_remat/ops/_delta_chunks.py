@@ -50,16 +50,17 @@ from jaxtyping import Array, Float
 
 from ._padding import pad_axis
 
-# Key heads `head`, and value heads `group` that share one; `decay` is one number for
-# all channels, or as many as `key`
+# `group` are value heads that share a key head; `decay` is one number for all channels,
+# or as many as `key`
 Keys = Float[Array, "chunk head 1 token key"]
 Values = Float[Array, "chunk head group token value"]
 LogDecays = Float[Array, "chunk head group token decay"]
 Strengths = Float[Array, "chunk head group token 1"]
-Rows = Float[Array, "rows chunk head 1 token key"]
 State = Float[Array, "head group key value"]
-Square = Float[Array, "*chunks token token"]
-
+# Of all chunks and heads, or parts of them. Their rank is that of the loop over halves,
+# and of `jax.vmap`: XLA's CPU backend (0.10.2) ends the process at a product of rank 8
+Block = Float[Array, "block token channel"]
+Square = Float[Array, "block token token"]
 
 _DIRECT = 16
 """Up to so many tokens a triangle is inverted by products of whole squares."""
@@ -76,8 +77,8 @@ class Decays(NamedTuple):
     after: Float[Array, "*chunks token decay"]
     # From each position to the last
     before: Float[Array, "*chunks token decay"]
-    # For each array of rows: `rows_i^T d(i, j) key_j` for j <= i, else 0
-    products: Float[Array, "rows *chunks token token"]
+    # For each array of rows: `row_i^T d(i, j) key_j` for j <= i, else 0
+    products: list[Float[Array, "*chunks token token"]]
 
 
 def delta_chunks(
@@ -93,7 +94,7 @@ def delta_chunks(
     Without `query` there are no outputs. In columns of the state that values lack
     nothing is written.
     """
-    rows = jnp.stack([key] if query is None else [key, query])
+    rows = [key] if query is None else [key, query]
     decays = _decays_by_head if log_decay.shape[-1] == 1 else _decays_by_channel
     after, before, products = decays(rows, key, log_decay)
     erased, *attended = products
@@ -122,64 +123,89 @@ def delta_chunks(
 
 
 def _decays_by_head(
-    rows: Rows, key: Keys, log_decay: Float[Array, "chunk head group token 1"]
+    rows: list[Keys], key: Keys, log_decay: Float[Array, "chunk head group token 1"]
 ) -> Decays:
     tokens = log_decay.shape[-2]
     row, column, token = np.ogrid[:tokens, :tokens, :tokens]
-    # Sums by a product with zeros and ones: a difference of sums from the start would
-    # lose weak decays beside strong ones
     is_between = jnp.asarray((column < token) & (token <= row), log_decay.dtype)
     # Zero times -inf would be NaN
     log_decay = jnp.maximum(log_decay, _LEAST)
+    # Sums by a product with zeros and ones: differences of sums from the start would
+    # lose weak decays beside strong ones
     sums = jnp.einsum(
         "ijt,...t->...ij", is_between, log_decay[..., 0], precision="highest"
     )
     decay = jnp.where(np.tri(tokens, dtype=bool), jnp.exp(sums), 0.0)
-    products = (rows @ jnp.swapaxes(key, -1, -2)[None]) * decay[None]
+    transposed = jnp.swapaxes(key, -1, -2)
+    products = []
+    for row in rows:
+        products.append((row @ transposed) * decay)
     after = sums[..., :, :1] + log_decay[..., :1, :]
     return Decays(after, sums[..., -1, :, None], products)
 
 
-def _decays_by_channel(rows: Rows, key: Keys, log_decay: LogDecays) -> Decays:
-    """By halves: `[..., token, channel]` of a power of two of tokens."""
-    tokens = log_decay.shape[-2]
-    if tokens == 1:
-        own = jnp.sum(rows * key[None], -1, keepdims=True)
+def _decays_by_channel(rows: list[Keys], key: Keys, log_decay: LogDecays) -> Decays:
+    *chunks, tokens, channels = log_decay.shape
+
+    def blocks(x: Array) -> Block:
         # Value heads that share a key head have decays of their own
-        own = jnp.broadcast_to(own, (len(rows), *log_decay.shape[:-1], 1))
+        return jnp.broadcast_to(x, log_decay.shape).reshape(-1, tokens, channels)
+
+    rows = [blocks(row) for row in rows]
+    after, before, products = _decays_by_halves(rows, blocks(key), blocks(log_decay))
+    squares = [product.reshape(*chunks, tokens, tokens) for product in products]
+    return Decays(
+        after.reshape(log_decay.shape), before.reshape(log_decay.shape), squares
+    )
+
+
+def _decays_by_halves(rows: list[Block], key: Block, log_decay: Block) -> Decays:
+    """By channel, of blocks of a power of two of tokens."""
+    tokens = log_decay.shape[1]
+    if tokens == 1:
+        own = [jnp.sum(row * key, -1, keepdims=True) for row in rows]
         return Decays(log_decay, jnp.zeros_like(log_decay), own)
+    halves = [_halves(row) for row in rows]
+    after, before, own = _decays_by_halves(halves, _halves(key), _halves(log_decay))
+    first_after, second_after = _first_and_second(after)
+    first_before, second_before = _first_and_second(before)
+    first_key, _ = _first_and_second(_halves(key))
+    to_middle = jnp.swapaxes(first_key * jnp.exp(first_before), 1, 2)
+    from_middle = jnp.exp(second_after)
+    products = []
+    for row, within in zip(halves, own, strict=True):
+        _, second_row = _first_and_second(row)
+        across = (second_row * from_middle) @ to_middle
+        products.append(_lower_triangle(within, across))
+    first_whole, second_whole = first_after[:, -1:], second_after[:, -1:]
+    after = [first_after, first_whole + second_after]
+    before = [first_before + second_whole, second_before]
+    return Decays(jnp.concatenate(after, 1), jnp.concatenate(before, 1), products)
 
-    def halves(x: Array) -> Array:
-        return x.reshape(*x.shape[:-2], 2, tokens // 2, x.shape[-1])
 
-    rows = halves(rows)
-    key = halves(key)
-    after, before, own = _decays_by_channel(rows, key, halves(log_decay))
-    to_middle = _first(key) * jnp.exp(_first(before))
-    from_middle = _second(rows) * jnp.exp(_second(after))[None]
-    across = from_middle @ jnp.swapaxes(to_middle, -1, -2)[None]
-    products = _lower_triangle(_first(own), across, _second(own))
-    whole = after[..., -1:, :]
-    after = [_first(after), _second(after) + _first(whole)]
-    before = [_first(before) + _second(whole), _second(before)]
-    return Decays(jnp.concatenate(after, -2), jnp.concatenate(before, -2), products)
+def inverse_of_unit_lower(
+    lower: Float[Array, "*chunks token token"],
+) -> Float[Array, "*chunks token token"]:
+    """`(I + lower)^-1` of a strictly lower triangle, of a power of two of tokens."""
+    tokens = lower.shape[-1]
+    blocks = lower.reshape(-1, tokens, tokens)
+    return _inverse_by_halves(blocks).reshape(lower.shape)
 
 
-def inverse_of_unit_lower(lower: Square) -> Square:
-    """`(I + lower)^-1` of a strictly lower triangle, of a power of two of tokens.
-
-    Of two halves `[[A, 0], [B, D]]` it is `[[A', 0], [-D' B A', D']]`, with the
+def _inverse_by_halves(lower: Square) -> Square:
+    """Of two halves `[[A, 0], [B, D]]` it is `[[A', 0], [-D' B A', D']]`, with the
     inverses `A'` and `D'`.
     """
-    tokens = lower.shape[-1]
+    tokens = lower.shape[1]
     if tokens <= _DIRECT:
         return _inverse_of_blocks(lower)
     half = tokens // 2
-    diagonal = [lower[..., :half, :half], lower[..., half:, half:]]
-    inverses = inverse_of_unit_lower(jnp.stack(diagonal, -3))
-    first, second = _first(inverses), _second(inverses)
-    across = -(second @ lower[..., half:, :half] @ first)
-    return _lower_triangle(first, across, second)
+    diagonal = [lower[:, :half, :half], lower[:, half:, half:]]
+    halves = jnp.stack(diagonal, 1).reshape(-1, half, half)
+    inverses = _inverse_by_halves(halves)
+    first, second = _first_and_second(inverses)
+    across = -(second @ lower[:, half:, :half] @ first)
+    return _lower_triangle(inverses, across)
 
 
 def _inverse_of_blocks(lower: Square) -> Square:
@@ -199,16 +225,20 @@ def _inverse_of_blocks(lower: Square) -> Square:
     return inverse
 
 
-def _lower_triangle(first: Array, across: Array, second: Array) -> Array:
-    """`[[first, 0], [across, second]]`."""
-    above = jnp.concatenate([first, jnp.zeros_like(across)], -1)
-    below = jnp.concatenate([across, second], -1)
-    return jnp.concatenate([above, below], -2)
+def _halves(blocks: Block) -> Block:
+    """Each block as two, one after the other."""
+    count, tokens, channels = blocks.shape
+    return blocks.reshape(2 * count, tokens // 2, channels)
 
 
-def _first(halves: Array) -> Array:
-    return halves[..., 0, :, :]
+def _first_and_second(halves: Array) -> tuple[Array, Array]:
+    pairs = halves.reshape(-1, 2, *halves.shape[1:])
+    return pairs[:, 0], pairs[:, 1]
 
 
-def _second(halves: Array) -> Array:
-    return halves[..., 1, :, :]
+def _lower_triangle(diagonal: Square, across: Square) -> Square:
+    """`[[first, 0], [across, second]]` for each two on the diagonal."""
+    first, second = _first_and_second(diagonal)
+    above = jnp.concatenate([first, jnp.zeros_like(across)], 2)
+    below = jnp.concatenate([across, second], 2)
+    return jnp.concatenate([above, below], 1)

@@ -29,6 +29,7 @@ from .data.chat_template import (
     ChatTemplateError as ChatTemplateError,
     RenderedChat as RenderedChat,
 )
+from .data.first_example import FirstExample as FirstExample
 from .data.packing import (
     PackedDocuments as PackedDocuments,
     TokenizedDocuments as TokenizedDocuments,
@@ -40,7 +41,9 @@ from .data.tokenizer_files import (
 from .data.tokenizers import ByteTokenizer as ByteTokenizer, Tokenizer as Tokenizer
 from .data.training_data import (
     TrainingData as TrainingData,
+    first_examples as first_examples,
     open_training_data as open_training_data,
+    tokenize_share as tokenize_share,
 )
 from .data_config import DataConfig as DataConfig, SourceConfig as SourceConfig
 from .errors import ConfigError as ConfigError, DataError as DataError

@@ -21,7 +21,7 @@ class TokenBatch(eqx.Module):
         tokens: int32 inputs.
         targets: int32, the token that follows each input in its document.
         weights: float32, weight of each target in the loss: 0 for padding and tokens
-            that are not trained on, 1 elsewhere.
+            that are not trained on, elsewhere 1 or the weight of its record.
         documents: int32 number of each position's document in its row, from 1; 0 for
             padding, at the end of a row. Positions attend only within their document.
             None where every row is one document.

@@ -14,7 +14,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, final
 
@@ -87,8 +87,10 @@ class Checkpoints:
         self._saving: int | None = None
         self._unsaved: dict[str, list[int]] | None = None
         self._last_save, self._is_late = time.monotonic(), LargestOfAll()
+        self._kept = _KeptStep()
+        policy = _preservation(config, self._kept)
         options = ocp.CheckpointManagerOptions(
-            preservation_policy=_kept(config), cleanup_tmp_directories=True
+            preservation_policy=policy, cleanup_tmp_directories=True
         )
         folder.mkdir(parents=True, exist_ok=True)
         self._manager = ocp.CheckpointManager(folder.absolute(), options=options)
@@ -111,7 +113,14 @@ class Checkpoints:
         )
         return by_step or bool(by_time)
 
-    def save(self, step: int, state: Any, position: Mapping[str, Any]) -> None:
+    def save(
+        self,
+        step: int,
+        state: Any,
+        position: Mapping[str, Any],
+        *,
+        best: int | None = None,
+    ) -> None:
         """Writes a checkpoint, in the background.
 
         Args:
@@ -119,6 +128,7 @@ class Checkpoints:
             state: the arrays to save. Their buffers may be donated as soon as this
                 returns.
             position: anything else that is needed to resume, as JSON.
+            best: the step of the best checkpoint, for `keep_best`.
 
         Raises:
             OSError: this checkpoint or the one before it can't be written.
@@ -126,6 +136,7 @@ class Checkpoints:
         import orbax.checkpoint as ocp
 
         self.wait()
+        self._kept.step = best
         chosen, rest = self._divided(state)
         arrays = {
             name: array for name, array in arrays_by_name(chosen).items() if array.size
@@ -376,11 +387,25 @@ def _read(state: Path, wanted: dict[str, Any]) -> dict[str, Any]:
         raise _damaged(state.parent, str(cause).partition("\n")[0]) from error
 
 
-def _kept(config: CheckpointConfig) -> Any:
+@final
+class _KeptStep:
+    """Orbax's policy that keeps the checkpoint of a step."""
+
+    step: int | None = None
+
+    def should_preserve(
+        self, checkpoints: Sequence[Any], *, context: Any
+    ) -> Sequence[bool]:
+        return [checkpoint.step == self.step for checkpoint in checkpoints]
+
+
+def _preservation(config: CheckpointConfig, best: _KeptStep) -> Any:
     """Orbax's policy that keeps what any of the config's entries keeps."""
     from orbax.checkpoint import checkpoint_managers as managers
 
     policies: list[managers.PreservationPolicy] = [managers.LatestN(config.keep_last)]
     if config.keep_every_steps is not None:
         policies.append(managers.EveryNSteps(config.keep_every_steps))
+    if config.keep_best:
+        policies.append(best)
     return managers.AnyPreservationPolicy(policies)

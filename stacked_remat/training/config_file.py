@@ -25,7 +25,7 @@ from .config_reference import (
     type_name,
     union_parts,
 )
-from .config_tree import leaves, read_config_file, set_key
+from .config_tree import ALONE, leaves, read_config_file, set_key
 from .errors import ConfigError, all_without_credentials
 
 Config = TypeVar("Config")
@@ -40,7 +40,7 @@ def parse_config(config_class: type[Config], arguments: Sequence[str]) -> Config
     """Reads `--config_path FILE` and `--dotted.key VALUE` overrides into a config.
 
     The annotation of a key says what a value is: `1.10` and `yes` are text for one of
-    text.
+    text. A boolean key of the command line may stand alone, for true.
 
     Args:
         config_class: a dataclass of values, dataclasses and registries
@@ -50,14 +50,14 @@ def parse_config(config_class: type[Config], arguments: Sequence[str]) -> Config
             `--help` prints all keys and exits.
 
     Raises:
-        ConfigError: an unknown or missing key, a value of another type or out of range,
-            or a file that can't be read; names the key, where it was written, and the
-            nearest valid one.
+        ConfigError: an unknown or missing key, one that is given twice, a value of
+            another type or out of range, or a file that can't be read; names the key,
+            where it was written, and the nearest valid one.
     """
     if "--help" in arguments or "-h" in arguments:
         print(config_reference(config_class), end="")
         raise SystemExit(0)
-    given: dict[str, str] = {}
+    given: dict[str, str | None] = {}
     remaining = list(arguments)
     while remaining:
         flag = remaining.pop(0)
@@ -66,17 +66,39 @@ def parse_config(config_class: type[Config], arguments: Sequence[str]) -> Config
             raise ConfigError(
                 f"Expected `--key value` on the command line, got {flag!r}."
             )
-        if not equals and not remaining:
-            raise ConfigError(
-                f"`--{key}` on the command line has no value: write `--{key} VALUE`."
-            )
-        given[key] = value if equals else remaining.pop(0)
+        if not equals:
+            is_alone = not remaining or remaining[0].startswith("--")
+            value = None if is_alone else remaining.pop(0)
+        _check_once(key, value, given)
+        given[key] = value
+    if given.get(_CONFIG_PATH, "") is None:
+        raise _without_value(_CONFIG_PATH)
     file = given.pop(_CONFIG_PATH, None)
     tree = {} if file is None else read_config_file(file)
     for key, text in given.items():
         set_key(tree, key, text)
     return decode_config(
         config_class, tree, f"in {file}" if file else _COMMAND_LINE, list(given)
+    )
+
+
+def _check_once(key: str, value: str | None, earlier: Mapping[str, str | None]) -> None:
+    """Refuses a key of the command line that is given before, or is a section of one
+    that is.
+    """
+    for other, others_value in earlier.items():
+        if other == key or other.startswith(f"{key}."):
+            both = [f"`--{other} {others_value or ''}", f"`--{key} {value or ''}"]
+            places = " and then ".join(f"{place.rstrip()}`" for place in both)
+            raise ConfigError(
+                f"`{other}` is given twice on the command line: {places}. Leave out one"
+                " of them."
+            )
+
+
+def _without_value(key: str) -> ConfigError:
+    return ConfigError(
+        f"`--{key}` on the command line has no value: write `--{key} VALUE`."
     )
 
 
@@ -228,6 +250,10 @@ class _Decoder:
     def value(self, hint: Any, value: Any, at: str, usual: Any = None) -> Any:
         """What a field of this annotation gets."""
         parts = union_parts(hint)
+        if value is ALONE:
+            if bool in parts:
+                return True
+            raise _without_value(at)
         if hint is Any:
             return (
                 self._fitted(type(value), value, at)

@@ -61,9 +61,18 @@ def read_config_file(location: str) -> dict[str, Any]:
     return tree
 
 
-def set_key(tree: dict[str, Any], dotted: str, text: str) -> None:
+class _Alone:
+    def __repr__(self) -> str:
+        return "nothing"
+
+
+ALONE = _Alone()
+"""The value of a key that stands alone on the command line."""
+
+
+def set_key(tree: dict[str, Any], dotted: str, text: str | None) -> None:
     """Sets a key from the command line, with the sections that it is in; `text` is
-    YAML.
+    YAML, or None for a key that stands alone.
     """
     *above, last = dotted.split(".")
     for at, name in enumerate(above, 1):
@@ -77,7 +86,7 @@ def set_key(tree: dict[str, Any], dotted: str, text: str) -> None:
         # Others may refer to the one of the file, by an alias
         tree[name] = tree = dict(below or {})
     try:
-        tree[last] = from_yaml(text)
+        tree[last] = ALONE if text is None else from_yaml(text)
     except ConfigError:
         raise
     except Exception as error:  # PyYAML raises a KeyError for `!!bool abc`

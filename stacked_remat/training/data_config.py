@@ -22,16 +22,23 @@ class SourceConfig:
             Compressed files (`.gz`, `.bz2`, `.xz`) are decompressed.
         held_out: files to evaluate on, written like `paths`; without them,
             `data.held_out_fraction` of `paths` is held out.
-        format: `text` is one document per file, `jsonl` one object per line, `parquet`
-            one document per row; `auto` goes by the ending of each file's name:
-            `.jsonl`, `.ndjson`, `.json`, `.parquet`, `.pq`, and text otherwise.
+        format: `text` is one document per file, `jsonl` one object per line or an array
+            of them, `parquet` one document per row; `auto` goes by the ending of each
+            file's name: `.jsonl`, `.ndjson`, `.json`, `.parquet`, `.pq`, and text
+            otherwise.
         text_key: key, or column, of a document's text.
         messages_key: key, or column, of a chat: a list of messages with `role` and
             `content`, formatted with the tokenizer's chat template. Used for records
             without text. Beside it, `tools`, `documents` and `chat_template_kwargs` are
-            variables of the template, for that chat.
+            variables of the template, for that chat. Records with neither may have
+            `prompt` and `completion`, `conversations` (ShareGPT), or `instruction` and
+            `output` (Alpaca).
+        weight_key: key, or column, of a number from 0.01 to 100 that multiplies the
+            weight of a record's tokens in the loss; 0 leaves the record out, and one
+            without the key has 1. Null for records that all count the same.
         train_on: in chats, whether all tokens are targets (`all`) or only those of the
-            assistant's turns (`answers`); in other documents all tokens are.
+            assistant's turns (`answers`), and of a prompt with its completion those of
+            the completion; in other documents all tokens are.
         chat_template_kwargs: variables of the chat template, such as `{enable_thinking:
             false}`; a record's own `chat_template_kwargs` come first.
         weight: share of the training sequences that come from this source, relative to
@@ -43,6 +50,7 @@ class SourceConfig:
     format: Literal["auto", "text", "jsonl", "parquet"] = "auto"
     text_key: str = "text"
     messages_key: str = "messages"
+    weight_key: str | None = None
     train_on: Literal["all", "answers"] = "all"
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     weight: float = 1.0
@@ -83,9 +91,11 @@ class DataConfig:
             2025-06-30, where it writes one (`strftime_now`, as gpt-oss' does); so runs
             repeat. Null for other templates.
         cache_dir: local folder for the tokens, so that text is tokenized once.
+        tokenizing_processes: processes that tokenize at the same time; null for one on
+            each core where that is worth it, for 32 MiB of text.
         held_out_fraction: share of the documents, chosen by a hash of their text, that
-            is held out from each source without `held_out` files. A text held out by
-            one source is never trained on.
+            is held out from each source without `held_out` files; 0 for none. A text
+            held out by one source is never trained on.
         seq_len: tokens in a sequence.
         batch_size: sequences in a step, over all processes.
         packing: `split` joins the documents and cuts them into sequences without
@@ -102,6 +112,7 @@ class DataConfig:
     tokenizer: str | None = None
     chat_date: str | None = None
     cache_dir: str = "runs/token-cache"
+    tokenizing_processes: int | None = None
     held_out_fraction: float = 0.05
     seq_len: int = 256
     batch_size: int = 16
@@ -110,11 +121,11 @@ class DataConfig:
     on_malformed: Literal["error", "skip"] = "error"
 
     def __post_init__(self) -> None:
-        if not 0 < self.held_out_fraction < 1:
+        if not 0 <= self.held_out_fraction < 1:
             raise ValueError(
-                "data.held_out_fraction must lie between 0 and 1, got"
+                "data.held_out_fraction must be at least 0 and below 1, got"
                 f" {self.held_out_fraction}; 0.05 holds out about one document in"
-                " twenty."
+                " twenty, and 0 none."
             )
         for name in self.sources:
             if not name.strip(" .") or not name.isprintable() or len(name) > 100:
@@ -122,6 +133,7 @@ class DataConfig:
                     f"data.sources has the name {name!r}; write 1 to 100 printable"
                     " letters."
                 )
-        check_at_least(1, "data", self, "seq_len", "batch_size")
+        counts = ("seq_len", "batch_size", "tokenizing_processes")
+        check_at_least(1, "data", self, *counts)
         check_folder("data.cache_dir", self.cache_dir)
         check_date("data.chat_date", self.chat_date)

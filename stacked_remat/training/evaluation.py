@@ -34,21 +34,23 @@ def held_out_evaluators(
         held_out: the held-out text of all sources together.
         by_source: the held-out text of each source; may be empty, and a single one is
             not evaluated twice.
-        num_batches: batches per evaluation, the first ones; all batches of a source
-            that has fewer.
+        num_batches: batches per evaluation, the first ones; all batches of a set that
+            has fewer.
         partitioning: shards the batches; must be active when the evaluators are called.
 
+    Returns:
+        The evaluators; none if nothing is held out.
+
     Raises:
-        ConfigError: `held_out` has fewer batches; an evaluator finds no token that
-            counts.
+        ConfigError: an evaluator finds no token that counts.
     """
     compiled = eqx.filter_jit(
         lambda model, batch: loss_function(model, batch)[1]["loss"]
     )
     shard = (partitioning or Partitioning.one_device()).shard_batch
 
-    def evaluator(name: str, text: HeldOutSet, count: int) -> Evaluator:
-        check_batches(text, count, name, "trainer.eval_batches")
+    def evaluator(name: str, text: HeldOutSet) -> Evaluator:
+        count = min(num_batches, len(text))
 
         def evaluate(model: Any) -> float:
             total = tokens = 0.0
@@ -65,23 +67,7 @@ def held_out_evaluators(
 
         return evaluate
 
-    sets = (
-        {f"held_out/{source}": text for source, text in by_source.items()}
-        if len(by_source) > 1
-        else {}
-    )
-    own = {
-        name: evaluator(name, text, min(num_batches, len(text)))
-        for name, text in sets.items()
-    }
-    return {"held_out": evaluator("held_out", held_out, num_batches), **own}
-
-
-def check_batches(held_out: HeldOutSet, num_batches: int, name: str, key: str) -> None:
-    """Refuses a set of fewer batches; `key` is that of `num_batches`."""
-    if len(held_out) < num_batches:
-        raise ConfigError(
-            f"The set {name} has {len(held_out)} batches, fewer than {key} ="
-            f" {num_batches}. Lower {key}, data.batch_size or data.seq_len, or hold out"
-            " more text."
-        )
+    sets = {"held_out": held_out} if len(held_out) else {}
+    if len(by_source) > 1:
+        sets |= {f"held_out/{source}": text for source, text in by_source.items()}
+    return {name: evaluator(name, text) for name, text in sets.items()}

@@ -4,7 +4,7 @@ progress.
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, final
 
 import equinox as eqx
@@ -16,6 +16,7 @@ import optax
 from ..memory import target_of_device
 from .batches import TokenBatch, TokenStream
 from .checkpoint import Checkpoints
+from .errors import ConfigError
 from .mesh import Partitioning
 from .progress import ConsoleProgress
 from .run_folder import RunFolder
@@ -40,6 +41,10 @@ class Position:
         held_out_before: loss on each held-out set before the first step.
         held_out_after: loss on each held-out set at the latest evaluation.
         skipped: number of steps skipped so far because they were not finite.
+        best_step: the step after which an evaluation found the lowest loss on held-out
+            text so far; None before the first evaluation after a step.
+        best_loss: that loss.
+        evaluations_since_best: evaluations after that one.
     """
 
     step: int
@@ -47,6 +52,9 @@ class Position:
     held_out_before: dict[str, float]
     held_out_after: dict[str, float]
     skipped: int = 0
+    best_step: int | None = None
+    best_loss: float | None = None
+    evaluations_since_best: int = 0
 
 
 @dataclass(frozen=True)
@@ -60,12 +68,17 @@ class TrainingResult:
             last step, unless the run was stopped before.
         stopped_by: what `should_stop` returned if it stopped the run before its last
             step.
+        best_step: the step with the lowest loss on held-out text, after which
+            evaluation has it; None if there was none after a step.
+        best_loss: that loss.
     """
 
     state: TrainState
     held_out_before: Mapping[str, float]
     held_out_after: Mapping[str, float]
     stopped_by: str | None = None
+    best_step: int | None = None
+    best_loss: float | None = None
 
 
 @dataclass(frozen=True)
@@ -98,8 +111,8 @@ def train(
     should_stop: Callable[[], str | None] = lambda: None,
     scoring: Scoring | None = None,
 ) -> TrainingResult:
-    """Trains up to step `config.num_steps`; evaluates before, after, and every
-    `config.eval_every` steps.
+    """Trains up to step `config.num_steps`, or until `config.patience` is over;
+    evaluates before, after, and every `config.eval_every` steps.
 
     Args:
         state: the state to start from; its buffers are donated.
@@ -121,25 +134,25 @@ def train(
     Raises:
         NonFiniteLossError: a step is not finite, and the config does not say to skip
             it, or too many were skipped.
+        ConfigError: the config goes by the loss on held-out text, and there is none.
     """
     compiled = eqx.filter_jit(step, donate="all-except-first")
     scorer = None if scoring is None else StepScorer(scoring, step)
     shard = (step.partitioning or Partitioning.one_device()).shard_batch
     last_traced = (config.profiler.start_step or 0) + config.profiler.num_steps - 1
     report = _Report(config, schedule, evaluators, outputs, position)
-    done, stopped_by = 0, None
+    done, stopped_by = report.position.step, None
     if position is None:
         report.evaluate(0, state.model)
     else:
         training.set_state(position.data)
-        done = position.step
-    if done < config.num_steps:
+    if not report.is_over(done):
         batch = shard(training.next())
         report.prepare(step, state, batch)
     outputs.progress.start(config.num_steps, done)
     with contextlib.ExitStack() as closing, contextlib.ExitStack() as tracing:
         closing.callback(outputs.progress.stop)
-        while done < config.num_steps and stopped_by is None:
+        while not report.is_over(done) and stopped_by is None:
             done += 1
             if done == config.profiler.start_step:
                 tracing.enter_context(jax.profiler.trace(str(outputs.folder.profile)))
@@ -159,12 +172,18 @@ def train(
             ):
                 report.evaluate(done, state.model)
                 asked = asked or should_stop()  # an evaluation may take long
-            stopped_by = asked if done < config.num_steps else None
-            now = Position(done, data, report.before, report.after, report.skipped)
-            report.save(
-                state, now, scorer, is_last=bool(stopped_by) or done == config.num_steps
-            )
-    return TrainingResult(state, report.before, report.after, stopped_by)
+            stopped_by = None if report.is_over(done) else asked
+            is_last = report.is_over(done) or stopped_by is not None
+            report.save(done, data, state, scorer, is_last)
+    found = report.position
+    return TrainingResult(
+        state,
+        found.held_out_before,
+        found.held_out_after,
+        stopped_by,
+        found.best_step,
+        found.best_loss,
+    )
 
 
 @eqx.filter_jit
@@ -187,12 +206,13 @@ class _Report:
         outputs: RunOutputs,
         position: Position | None,
     ):
-        begun = Position(0, {}, {}, {}) if position is None else position
-        self.before, self.after, self.skipped = (
-            begun.held_out_before,
-            begun.held_out_after,
-            begun.skipped,
-        )
+        self.position = Position(0, {}, {}, {}) if position is None else position
+        if config.by_held_out_loss and not evaluators:
+            raise ConfigError(
+                f"{config.by_held_out_loss} goes by the loss on held-out text, and none"
+                " is held out. Raise data.held_out_fraction, or name files under"
+                " data.sources.NAME.held_out."
+            )
         self._config, self._evaluators, self._outputs = config, evaluators, outputs
         self._schedule, self._clock = jax.jit(schedule), Clock()
         self._seconds_at_peak: float | None = None
@@ -211,7 +231,8 @@ class _Report:
         """Waits for step `done` and reports it."""
         loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])
         self._clock.tick(batch.num_tokens)
-        learning_rate = float(self._schedule(np.int32(done - 1 - self.skipped)))
+        updates = done - 1 - self.position.skipped
+        learning_rate = float(self._schedule(np.int32(updates)))
         memory = peak_memory_bytes()
         self._outputs.progress.advance(
             done, loss, self._clock.tokens_per_second, memory
@@ -245,38 +266,63 @@ class _Report:
             self._not_finite(done, metrics, learning_rate)
 
     def evaluate(self, done: int, model: Any) -> None:
-        """Reports the losses on held-out text after step `done`."""
+        """Reports the losses on held-out text after step `done`, if there is any."""
+        if not self._evaluators:
+            return
         with self._clock.paused():
-            self.after = {
+            losses = {
                 name: evaluate(model) for name, evaluate in self._evaluators.items()
             }
-        self.before = self.after if done == 0 else self.before
-        self._log(done, {f"{name}_loss": loss for name, loss in self.after.items()})
-        for name, loss in self.after.items():
+        if done == 0:
+            self.position = replace(self.position, held_out_before=losses)
+        else:
+            self._compare(done, next(iter(losses.values())))
+        self.position = replace(self.position, held_out_after=losses)
+        self._log(done, {f"{name}_loss": loss for name, loss in losses.items()})
+        for name, loss in losses.items():
             shown = name.replace("held_out", "held-out", 1)
             self._outputs.progress.message(
                 f"{shown} loss after {done} steps: {loss:.4f}"
             )
 
+    def _compare(self, done: int, loss: float) -> None:
+        """Counts an evaluation: on the text of all sources, by the first loss."""
+        best = self.position.best_loss
+        if best is None or loss < best:
+            changes = {"best_step": done, "best_loss": loss}
+            self.position = replace(self.position, **changes, evaluations_since_best=0)
+        else:
+            count = self.position.evaluations_since_best + 1
+            self.position = replace(self.position, evaluations_since_best=count)
+
+    def is_over(self, done: int) -> bool:
+        """Whether the run ends after step `done`."""
+        patience, waited = self._config.patience, self.position.evaluations_since_best
+        has_waited = patience is not None and waited >= patience
+        return done == self._config.num_steps or has_waited
+
     def save(
         self,
+        done: int,
+        data: dict[str, Any],
         state: TrainState,
-        position: Position,
         scorer: StepScorer | None,
         is_last: bool,
     ) -> None:
         """Writes a checkpoint if one is due, after scores and metrics up to it; waits
         for the last one.
         """
-        checkpoints = self._outputs.checkpoints
-        if not (is_last or checkpoints.is_due(position.step)):
+        checkpoints, best = self._outputs.checkpoints, self.position.best_step
+        is_best = self._config.checkpoint.keep_best and best == done
+        if not (is_last or is_best or checkpoints.is_due(done)):
             return
+        self.position = replace(self.position, step=done, data=data)
         if scorer is not None:
             scorer.flush()
         for tracker in self._outputs.trackers:
             tracker.flush()
         with self._clock.paused():
-            checkpoints.save(position.step, state, asdict(position))
+            checkpoints.save(done, state, asdict(self.position), best=best)
             if is_last:
                 checkpoints.wait()
 
@@ -295,7 +341,8 @@ class _Report:
             " resumes"
         )
         if "skips" in metrics:
-            self.skipped += 1
+            skipped = self.position.skipped + 1
+            self.position = replace(self.position, skipped=skipped)
             in_a_row = int(metrics["skips"])
             self._outputs.progress.message(
                 f"step {done} skipped: {found} ({in_a_row} in a row)"

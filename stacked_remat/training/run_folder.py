@@ -24,6 +24,7 @@ _FREE = (
     "budget",
     "host_budget",
     "data.cache_dir",
+    "data.tokenizing_processes",
     "trainer.run_dir",
     "trainer.log_every",
     "trainer.eval_every",
@@ -38,7 +39,13 @@ _FREE = (
 )
 # May be different in each process of a run. That all see one run folder is checked when
 # it is opened.
-_OWN = ("distributed", "trainer.run_dir", "trainer.trackers", "data.cache_dir")
+_OWN = (
+    "distributed",
+    "trainer.run_dir",
+    "trainer.trackers",
+    "data.cache_dir",
+    "data.tokenizing_processes",
+)
 _ABSENT = "not set"
 _LOCK = ".lock"
 

@@ -17,7 +17,7 @@ from jaxtyping import Array
 
 from ..ghost import ScoreLog, StepScores, check_examples, grad_dot, val_direction
 from .batches import BATCH_AXIS, POSITION_AXIS, HeldOutSet, TokenBatch
-from .evaluation import check_batches
+from .errors import ConfigError
 from .ghost_config import GhostConfig, GhostValidationConfig
 from .mesh import Partitioning
 from .step import FusedOptimizer, Metrics, TrainState, TrainStep, marks, of_whole_batch
@@ -53,12 +53,19 @@ def validation_batches(
         ConfigError: a text has fewer batches than the config asks for.
     """
     texts = {
-        f"held_out/{name}": (by_source[name], weight)
+        f"held_out/{name}": (by_source.get(name), weight)
         for name, weight in config.sources.items()
     }
     total, found = sum(config.sources.values()) or 1.0, []
     for name, (text, weight) in (texts or {"held_out": (held_out, 1.0)}).items():
-        check_batches(text, config.batches, name, "ghost.validation.batches")
+        count = 0 if text is None else len(text)
+        if text is None or count < config.batches:
+            raise ConfigError(
+                f"The set {name} has {count} batches, fewer than"
+                f" ghost.validation.batches = {config.batches}. Lower"
+                " ghost.validation.batches, data.batch_size or data.seq_len, or hold"
+                " out more text."
+            )
         tokens = [
             float(text.batch(index).weights.array.sum())
             for index in range(config.batches)

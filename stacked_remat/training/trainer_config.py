@@ -118,6 +118,8 @@ class CheckpointConfig:
         keep_last: how many of the latest are kept.
         keep_every_steps: checkpoints at multiples of this are kept forever; null for
             none.
+        keep_best: whether one is written after each evaluation with the lowest loss on
+            held-out text so far, and the best of these is kept.
         overwrite: whether to delete the results of an earlier run in `run_dir` and
             start again.
         accept_changes: whether a run may resume with a config that would give other
@@ -128,6 +130,7 @@ class CheckpointConfig:
     every_minutes: float | None = 10.0
     keep_last: int = 2
     keep_every_steps: int | None = None
+    keep_best: bool = False
     overwrite: bool = False
     accept_changes: bool = False
 
@@ -207,6 +210,8 @@ class TrainerConfig:
             the first and after the last step only.
         eval_batches: batches in an evaluation, always the same ones; with several
             sources, also for each.
+        patience: evaluations in a row without a lower loss on held-out text after which
+            the run ends; null for all steps.
         run_dir: folder for config, metrics and checkpoints; `runs/DATE-TIME` if null.
             The same command with the same folder resumes an interrupted run.
         mesh: the mesh of devices, and the axes that are sharded over it.
@@ -225,6 +230,7 @@ class TrainerConfig:
     log_every: int = 10
     eval_every: int | None = None
     eval_batches: int = 8
+    patience: int | None = None
     run_dir: str | None = None
     mesh: MeshConfig = field(default_factory=MeshConfig)
     update: UpdateConfig = field(default_factory=UpdateConfig)
@@ -235,12 +241,23 @@ class TrainerConfig:
     trackers: TrackersConfig = field(default_factory=TrackersConfig)
 
     def __post_init__(self) -> None:
-        check_at_least(
-            1, "trainer", self, "num_steps", "log_every", "eval_every", "eval_batches"
-        )
+        counts = ("num_steps", "log_every", "eval_every", "eval_batches", "patience")
+        check_at_least(1, "trainer", self, *counts)
+        if self.by_held_out_loss and self.eval_every is None:
+            raise ValueError(
+                f"{self.by_held_out_loss} goes by the loss on held-out text: give"
+                " trainer.eval_every too."
+            )
         if not 0 <= self.seed < 2**63:
             raise ValueError(
                 f"trainer.seed must be at least 0 and below 2**63, got {self.seed}."
             )
         if self.run_dir is not None:
             check_folder("trainer.run_dir", self.run_dir)
+
+    @property
+    def by_held_out_loss(self) -> str | None:
+        """The key of what depends on the loss on held-out text, if anything does."""
+        if self.patience is not None:
+            return "trainer.patience"
+        return "trainer.checkpoint.keep_best" if self.checkpoint.keep_best else None

@@ -100,6 +100,15 @@ COMMANDS = [
         10,
         ("milliseconds", "utilisation_of_matmul_peak", "agrees"),
     ),
+    (
+        (
+            "linear_attention --key_heads 1 --key_dim 8 --value_dim 8 --tokens 96"
+            " --check 96 --rounds 1"
+        ),
+        "linear_attention_cpu",
+        8,
+        ("forward_milliseconds", "with_gradient_milliseconds", "flops", "agrees"),
+    ),
     pytest.param(
         "influence --examples 32 --epochs 1 --runs 3 --targets 2",
         "influence",

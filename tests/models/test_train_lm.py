@@ -99,6 +99,32 @@ def test_each_source_of_a_mixture_is_evaluated_under_its_own_name(workplace, cap
     assert "held-out/pets loss after 3 steps: " in capsys.readouterr().out
 
 
+def test_all_text_is_trained_on_where_none_is_held_out(workplace, capsys):
+    nothing = ("--data.held_out_fraction", "0", "--trainer.num_steps", "3")
+    assert train(workplace, *nothing, "--trainer.eval_every", "1") == 0
+    assert "checkpoints, config and metrics are in" in capsys.readouterr().out
+    assert [line["step"] for line in metrics_of(workplace / "run")] == [1, 2, 3]
+    result = json.loads((workplace / "run" / "result.json").read_text())
+    assert result == {"held_out_before": {}, "held_out_after": {}}
+
+
+def test_a_run_that_no_longer_lowers_its_loss_is_finished(workplace, capsys):
+    still = ("--optimizer", "{type: sgd, learning_rate: 1e-12, warmup: 2}")
+    ends = ("--trainer.eval_every", "1", "--trainer.patience", "2")
+    best = ("--trainer.checkpoint.keep_best", "--trainer.eval_batches", "1")
+    assert train(workplace, *still, *ends, *best) == 0
+    shown = capsys.readouterr().out
+    result = json.loads((workplace / "run" / "result.json").read_text())
+    step, loss = result["best_step"], result["best_held_out"]
+    assert f"lowest held-out loss {loss:.4f}, after step {step}\n" in shown
+    assert f"ended after step {step + 2}, since 2 evaluations found no lower" in shown
+    assert f"models.generate --run_dir {workplace}/run --step {step} --p" in shown
+    saved = {path.name for path in (workplace / "run" / "checkpoints").iterdir()}
+    assert {str(step), str(step + 2)} <= saved
+    assert train(workplace, *still, *ends, *best) == 1
+    assert "has a finished run of this config" in capsys.readouterr().out
+
+
 @pytest.mark.deep
 def test_auto_is_resolved_before_the_first_step(workplace, capsys):
     auto = ("--remat", "auto", "--trainer.num_steps", "3")
@@ -213,6 +239,17 @@ def test_every_part_of_the_trainers_config_reaches_the_run(
     }
 
 
+def test_the_first_example_is_shown_and_nothing_is_trained(workplace, capsys):
+    completion = '{"prompt": "2+2=\\u001b[31m", "completion": "4 [red]"}'
+    (workplace / "sums.jsonl").write_text(completion)
+    source = f"{{paths: ['{workplace}/sums.jsonl'], train_on: answers}}"
+    assert train(workplace, "--data.sources.sums", source, "--show_example") == 0
+    shown = capsys.readouterr().out
+    assert "«<|end|>!abcdabcdabcd<|end|>»" in shown
+    assert "<|end|>2+2=\\x1b[31m«4 [red]<|end|>»" in shown
+    assert not (workplace / "run").exists() and not (workplace / "cache").exists()
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
@@ -225,7 +262,15 @@ def test_every_part_of_the_trainers_config_reaches_the_run(
             ("--data.sources.text.paths", "[nowhere/*.md]"),
             "data.sources.text.paths matches no file",
         ),
-        (("--trainer.eval_batches", "99"), "Lower trainer.eval_batches"),
+        (
+            (
+                "--data.held_out_fraction",
+                "0",
+                "--ghost",
+                "{method: grad_dot, token_mean: batch, every: 1}",
+            ),
+            "The set held_out has 0 batches, fewer than ghost.validation.batches",
+        ),
         (
             ("--trainer.update.microbatches", "3"),
             "data.batch_size = 4 can't be cut into",

@@ -42,17 +42,21 @@ def make_workplace(folder):
 
 
 def arguments_of(workplace, *overrides, run="run"):
-    return [
-        "--config_path",
-        str(workplace / "config.yaml"),
-        "--data.sources.text.paths",
-        f"[{workplace}/text/*.txt]",
-        "--data.cache_dir",
-        str(workplace / "cache"),
-        "--trainer.run_dir",
-        str(workplace / run),
-        *overrides,
-    ]
+    """The arguments of a run; the last of overrides of one key counts."""
+    given = {
+        "--config_path": str(workplace / "config.yaml"),
+        "--data.sources.text.paths": f"[{workplace}/text/*.txt]",
+        "--data.cache_dir": str(workplace / "cache"),
+        "--trainer.run_dir": str(workplace / run),
+    }
+    remaining = [*overrides]
+    while remaining:
+        key = remaining.pop(0)
+        is_alone = not remaining or remaining[0].startswith("--")
+        given.pop(key, None)
+        given[key] = None if is_alone else remaining.pop(0)
+    pairs = ([key] if own is None else [key, own] for key, own in given.items())
+    return [part for pair in pairs for part in pair]
 
 
 def train(workplace, *overrides, run="run"):

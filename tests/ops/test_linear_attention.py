@@ -19,6 +19,7 @@ module = importlib.import_module("stacked_remat.ops.linear_attention")
 
 Batch, Heads, Group = Axis("batch", 2), Axis("heads", 2), Axis("group", 3)
 Key, Value = Axis("key", 4), Axis("value", 5)
+Pos = Axis("position", 5)
 
 
 def arguments(Pos, *, by_channel=False, dtype=jnp.float32, scale=1.0):
@@ -193,6 +194,84 @@ def test_positions_one_by_one_or_in_parts_are_those_of_the_whole(
     assert_close_to_scale((found, state), (expected, last), 1e-5)
 
 
+def test_axes_may_be_in_any_order_and_given_by_name():
+    Pos = Axis("position", 7)
+    query, key, value, log_decay, beta = arguments(Pos, by_channel=True)
+    expected = linear_attention(query, key, value, log_decay, beta, Pos, Key, Value)
+    output, state = linear_attention(
+        query.rearrange((Key, Pos, Heads, Batch)),
+        key.rearrange((Heads, Key, Pos, Batch)),
+        value.rearrange((Value, Heads, Pos, Group, Batch)),
+        log_decay.rearrange((Key, Group, Pos, Batch, Heads)),
+        beta.rearrange((Pos, Group, Heads, Batch)),
+        "position",
+        "key",
+        "value",
+    )
+    assert output.axes == (Value, Heads, Pos, Group, Batch)
+    output = output.rearrange(value.axes)
+    state = state.rearrange(expected[1].axes)
+    assert_close_to_scale((output, state), expected)
+
+
+def test_decays_and_strengths_may_lack_axes():
+    Pos = Axis("position", 7)
+    query, key, value, log_decay, beta = arguments(Pos)
+    log_decay, beta = log_decay[Batch, 0][Heads, 1], beta[Group, 0]
+    found = linear_attention(query, key, value, log_decay, beta, Pos, Key, Value)
+    expected = linear_attention(
+        query,
+        key,
+        value,
+        log_decay.broadcast_axis((Batch, Heads)),
+        beta.broadcast_axis(Group),
+        *(Pos, Key, Value),
+    )
+    assert_close_to_scale(found, expected)
+
+
+def test_without_positions_the_state_stays():
+    Pos = Axis("position", 0)
+    state = normal(0, Batch, Heads, Group, Key, Value)
+    arrays = arguments(Pos)
+    output, after = linear_attention(*arrays, Pos, Key, Value, state=state)
+    assert output.axes == arrays[2].axes
+    np.testing.assert_array_equal(after.array, state.array)
+
+
+@pytest.mark.parametrize(
+    ("place", "change", "message"),
+    [
+        (0, lambda x: x[Heads, 0], "`query` has .* must have .*heads=2"),
+        (1, lambda x: x.array, "`key` must be a named array"),
+        (2, lambda x: x[Batch, 0], "`value` has .* must have batch=2"),
+        (2, lambda x: x.rename({"group": "key"}), "'key' .* in one of them. Rename"),
+        (3, lambda x: x[Pos, 0], "`log_decay` has .* must have position=5"),
+        (4, lambda x: x.rename({"group": "other"}), "`beta` has .*other=3.*may have"),
+        (4, lambda x: x > 0, "`beta` must be floating-point"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(place, change, message):
+    arrays = [*arguments(Pos)]
+    arrays[place] = change(arrays[place])
+    with pytest.raises(ValueError, match=message):
+        linear_attention(*arrays, Pos, Key, Value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"documents": hax.zeros((Batch, Pos))}, "`documents` must be integers"),
+        ({"documents": hax.zeros(Batch, int)}, "`documents` has .* must have position"),
+        ({"lengths": hax.zeros(Group, int)}, "`lengths` has group=3"),
+        ({"state": hax.zeros((Batch, Heads, Key, Value))}, "`state` has .* group=3"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        linear_attention(*arguments(Pos), Pos, Key, Value, **options)
+
+
 @pytest.mark.deep
 @pytest.mark.parametrize("seed", range(40))
 def test_random_shapes_and_options(seed, small_chunks):
@@ -350,3 +429,49 @@ def test_temporaries_of_a_long_layer_on_a_gpu(by_channel, most):
     run, arrays, _ = long_layer(65_536, by_channel=by_channel)
     report = memory.report(run, *arrays, target="h200")
     assert report.temporaries < most * 2**30
+
+
+@pytest.mark.torch
+def test_in_bfloat16_it_is_as_close_to_float64_as_transformers():
+    torch = pytest.importorskip("torch")
+    modeling = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
+    Pos, Key, Value = hax.make_axes(position=300, key=16, value=32)
+    of_keys = (Batch, Pos, Heads, Key)
+    unit = [
+        x / hax.sqrt(hax.sum(x * x, Key)) for x in (normal(i, *of_keys) for i in (0, 1))
+    ]
+    value, cotangent = (normal(i, Batch, Pos, Heads, Value) for i in (2, 3))
+    log_decay = -hax.nn.softplus(normal(4, Batch, Pos, Heads) - 2.0)
+    beta = hax.nn.sigmoid(normal(5, Batch, Pos, Heads))
+    rounded = [x.astype(jnp.bfloat16) for x in (*unit, value, cotangent)]
+
+    def ours(query, key, value, log_decay, beta, cotangent):
+        def attend(query, key, value, log_decay, beta):
+            # Theirs scales queries; by a power of two, which is exact
+            arrays = query * Key.size**-0.5, key, value, log_decay, beta
+            return linear_attention(*arrays, Pos, Key, Value)[0]
+
+        output, pullback = jax.vjp(attend, query, key, value, log_decay, beta)
+        return [x.array for x in (output, *pullback(cotangent))]
+
+    arrays = *rounded[:3], log_decay, beta, rounded[3]
+    found = quick_jit(ours)(*arrays)
+    with jax.enable_x64(True):
+        expected = quick_jit(ours)(*(x.astype(jnp.float64) for x in arrays))
+        expected = [np.asarray(x) for x in expected]
+
+    def tensor(x, dtype):
+        return torch.tensor(np.asarray(x.astype(jnp.float32).array), dtype=dtype)
+
+    *inputs, decays, betas, last = (
+        tensor(x, torch.bfloat16 if x.dtype == jnp.bfloat16 else torch.float32)
+        for x in arrays
+    )
+    inputs = [x.requires_grad_() for x in (*inputs, decays, betas)]
+    output, _ = modeling.torch_chunk_gated_delta_rule(*inputs)
+    output.backward(last)
+    theirs = [output, *(x.grad for x in inputs)]
+    for mine, other, exact in zip(found, theirs, expected, strict=True):
+        off = np.linalg.norm(np.asarray(mine, np.float64) - exact)
+        other = other.detach().to(torch.float64).numpy()
+        assert off <= 1.001 * np.linalg.norm(other - exact)

@@ -92,3 +92,50 @@ def test_positions_one_by_one_or_in_parts_are_those_of_the_whole():
         return hax.concatenate(Pos.name, outputs).rearrange(x.axes), window
 
     assert_close(in_parts(x), (expected, last))
+
+
+def test_one_tap_is_a_factor():
+    One = Tap.resize(1)
+    x, weight = inputs(), WEIGHT[Tap, :1]
+    y, window = short_convolution(x, weight, Pos, One)
+    assert window.axis_size("tap") == 0
+    assert_close(y, x * weight[One, 0])
+    step, _ = short_convolution_step(x[Pos, 0], weight, One, window[Batch, :])
+    assert_close(step, y[Pos, 0])
+
+
+def test_documents_and_lengths_may_lack_axes():
+    x = inputs()
+    documents = hax.named(jnp.asarray(DOCUMENTS[0]), Pos)
+    options = {"documents": documents, "lengths": hax.named(jnp.array([3, 9]), Batch)}
+    found = short_convolution(x, WEIGHT, Pos, Tap, **options)
+    options["documents"] = documents.broadcast_axis(Batch)
+    assert_close(found, short_convolution(x, WEIGHT, Pos, Tap, **options))
+
+
+def test_sums_are_in_float32():
+    x, weight = inputs().astype(jnp.bfloat16), WEIGHT.astype(jnp.bfloat16)
+    y, window = short_convolution(x, weight, Pos, Tap)
+    assert y.dtype == window.dtype == jnp.bfloat16
+    wide, _ = short_convolution(
+        x.astype(jnp.float32), weight.astype(jnp.float32), Pos, Tap
+    )
+    np.testing.assert_array_equal(y.array, wide.array.astype(jnp.bfloat16))
+
+
+@pytest.mark.parametrize(
+    ("x", "options", "message"),
+    [
+        (inputs()[Heads, 0], {}, "`x` has .* must have heads=2, dim=3"),
+        (
+            inputs(),
+            {"window": hax.zeros((Batch, Tap, Heads, Dim))},
+            "`window` has .*tap=4.* must have .*tap=3",
+        ),
+        (inputs(), {"lengths": hax.zeros(Heads, int)}, "`lengths` has heads=2"),
+        (inputs(), {"documents": hax.zeros(Pos)}, "`documents` must be integers"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(x, options, message):
+    with pytest.raises(ValueError, match=message):
+        short_convolution(x, WEIGHT, Pos, Tap, **options)

@@ -71,6 +71,16 @@ def test_text_is_what_was_written_and_numbers_are_decimal(tmp_path):
             circle(f"--shape.{key}", text)
 
 
+def test_a_boolean_key_alone_is_true(tmp_path):
+    assert parse(tmp_path, "remat: false", "--remat", "--title", "a").remat is True
+    assert parse_config(Drawing, ["--remat"]).remat is True
+    assert parse_config(Drawing, ["--title=--remat"]).title == "--remat"
+    layers = parse_config(Drawing, ["--paint", "{}", "--paint.layers", "3"]).paint
+    assert layers == Paint(layers=3)
+    with pytest.raises(ConfigError, match="`--config_path` on the command line has no"):
+        parse_config(Drawing, ["--config_path", "--remat"])
+
+
 def test_configs_round_trip(tmp_path):
     drawing = Drawing(Square(4), None, {"nested": 3})
     assert parse(tmp_path, yaml.safe_dump(config_as_dict(drawing))) == drawing
@@ -156,6 +166,24 @@ ON_THE_COMMAND_LINE = [
         r"Unknown key `config` on the command line. Did you mean `config_path`",
     ),
     (["--title"], r"`--title` on the command line has no value"),
+    (["--scale", "--title", "x"], r"`--scale` on the .* no value: write `--scale VAL"),
+    (["--paint"], r"`--paint` on the command line has no value"),
+    (["--shape.type"], r"`shape.type` on the command line is nothing. Valid: circle"),
+    (["--shape", "--shape.radius", "2"], r"but `shape` is nothing, which has no keys"),
+    (["--titl"], r"Unknown key `titl` on the command line. Did you mean `title`"),
+    (
+        ["--title", "a", "--scale=2", "--title=b"],
+        r"`title` is given twice on the command line: `--title a` and then `--title b`",
+    ),
+    (
+        ["--paint.layers", "2", "--paint", "{colour: red}"],
+        r"`paint.layers` is given twice .*: `--paint.layers 2` and then `--paint {col",
+    ),
+    (["--remat", "--remat"], r"given twice .*: `--remat` and then `--remat`. Leave"),
+    (
+        ["--config_path", "a.yaml"],
+        r"`config_path` is given twice .*drawing.yaml` and then `--config_path a.yaml`",
+    ),
     (["title", "x"], r"Expected `--key value` on the command line, got 'title'"),
     (["--.title", "x"], r"Expected `--key value` on the command line, got '--.title'"),
     (["--paint.layers", "1e300"], r"must be int, got '1e300'\.$"),

@@ -14,7 +14,9 @@ from stacked_remat.training import (
     AdamWConfig,
     CheckpointConfig,
     Checkpoints,
+    ConfigError,
     NonFiniteLossError,
+    Position,
     ProfilerConfig,
     RunFolder,
     RunOutputs,
@@ -24,6 +26,7 @@ from stacked_remat.training import (
     TrainStep,
     UpdateConfig,
     build_optimizer,
+    checkpoint_run,
     held_out_evaluators,
     learning_rate_schedule,
     train,
@@ -90,21 +93,27 @@ def run(
     num_sets=1,
     vocab=7,
     training=None,
+    evaluators=None,
+    position=None,
     **config,
 ):
     trainer = TrainerConfig(
         **{"num_steps": 30, "log_every": 10, "eval_batches": 3, **config}
     )
     optimizer = build_optimizer(OPTIMIZER, trainer.num_steps)
-    evaluators = {
-        name: held_out_evaluators(
-            loss_function,
-            held_out_of(stream(400, 1 + number), 8, 4),
-            {},
-            trainer.eval_batches,
-        )["held_out"]
-        for number, name in enumerate(("held_out", "code")[:num_sets])
-    }
+    evaluators = (
+        evaluators
+        if evaluators is not None
+        else {
+            name: held_out_evaluators(
+                loss_function,
+                held_out_of(stream(400, 1 + number), 8, 4),
+                {},
+                trainer.eval_batches,
+            )["held_out"]
+            for number, name in enumerate(("held_out", "code")[:num_sets])
+        }
+    )
     checkpoints = Checkpoints(folder / "checkpoints", trainer.checkpoint, run_config={})
     try:
         return train(
@@ -115,6 +124,7 @@ def run(
             evaluators=evaluators,
             config=trainer,
             outputs=RunOutputs(RunFolder(folder), checkpoints, [recorder], recorder),
+            position=position,
         )
     finally:
         checkpoints.close()
@@ -211,6 +221,68 @@ def test_checkpoints_are_written_when_the_config_says_and_a_window_of_steps_is_t
     _, _, folder = finished
     assert {path.name for path in (folder / "checkpoints").iterdir()} == {"20", "30"}
     assert list((folder / "profile").rglob("*.xplane.pb"))
+
+
+def falling_until(best):
+    """A function that makes the held-out losses of evaluations before, and after the
+    steps 5, 10, ...: they fall until step `best`, and rise then.
+    """
+    steps = iter(range(0, 1000, 5))
+    return lambda model: abs(next(steps) - best) / 100 + 1.0
+
+
+BY_BEST = {"eval_every": 5, "log_every": 100}
+
+
+def kept_steps(folder):
+    return sorted(int(path.name) for path in (folder / "checkpoints").iterdir())
+
+
+def test_the_best_checkpoint_is_kept_and_a_run_ends_when_its_patience_is_over(tmp_path):
+    checkpoint = CheckpointConfig(every_steps=4, keep_last=1, keep_best=True)
+    recorder = Recorder()
+    result = run(
+        recorder,
+        tmp_path,
+        evaluators={"held_out": falling_until(10), "code": lambda model: 1.0},
+        patience=3,
+        checkpoint=checkpoint,
+        **BY_BEST,
+    )
+    assert (result.best_step, result.best_loss) == (10, 1.0)
+    assert int(result.state.step) == 25 and result.stopped_by is None
+    assert kept_steps(tmp_path) == [10, 25]
+    assert [step for step, _ in recorder.of("held_out_loss")] == [0, 5, 10, 15, 20, 25]
+    position = checkpoint_run(tmp_path / "checkpoints")["position"]
+    assert position["best_step"] == 10 and position["evaluations_since_best"] == 3
+    # A process that is killed before it says so has nothing left to do.
+    again = run(
+        Recorder(),
+        tmp_path / "again",
+        evaluators={"held_out": falling_until(10)},
+        patience=3,
+        position=Position(**position),
+        **BY_BEST,
+    )
+    assert again.best_step == 10 and int(again.state.step) == 0
+    whole = run(
+        Recorder(),
+        tmp_path / "whole",
+        evaluators={"held_out": falling_until(10)},
+        checkpoint=dataclasses.replace(checkpoint, keep_best=False),
+        **BY_BEST,
+    )
+    assert int(whole.state.step) == 30 and whole.best_step == 10
+    assert kept_steps(tmp_path / "whole") == [30]
+
+
+def test_patience_needs_evaluations(tmp_path):
+    with pytest.raises(ValueError, match="trainer.patience goes by .*eval_every too"):
+        TrainerConfig(patience=2)
+    with pytest.raises(ValueError, match="checkpoint.keep_best goes by the loss on"):
+        TrainerConfig(checkpoint=CheckpointConfig(keep_best=True))
+    with pytest.raises(ConfigError, match="trainer.patience .* none is held out"):
+        run(Recorder(), tmp_path, evaluators={}, patience=2, **BY_BEST)
 
 
 class SomeMasked:

@@ -58,7 +58,7 @@ from stacked_remat import training as t
         (
             t.DataConfig,
             {"held_out_fraction": 1.0},
-            r"held_out_fraction must lie between 0 and 1, got 1.0",
+            r"held_out_fraction must be at least 0 and below 1, got 1.0",
         ),
         (
             t.DataConfig,

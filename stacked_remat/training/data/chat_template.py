@@ -42,7 +42,7 @@ class ChatTemplateError(ValueError):
 
 @dataclass(frozen=True)
 class RenderedChat:
-    """A chat as text.
+    """A chat, or a prompt with its completion, as text.
 
     Attributes:
         text: all of it.
@@ -52,12 +52,15 @@ class RenderedChat:
             that the tokenizer's end token has to end it.
         has_unmarked_end: whether its answers lack what ends them, because the template
             writes that outside of `{% generation %}`.
+        is_plain: whether no template wrote it, so that it gets the tokens that the
+            tokenizer adds to a text.
     """
 
     text: str
     answers: tuple[tuple[int, int], ...] | None = None
     is_open: bool = False
     has_unmarked_end: bool = False
+    is_plain: bool = False
 
 
 @final

@@ -59,7 +59,10 @@ class CheckedArray:
             count: elements of the array.
             limit: all elements are below it; any if not given.
         """
-        self._array = np.memmap(path, dtype, "r", shape=(count,))
+        # An empty file can't be mapped
+        self._array = (
+            np.memmap(path, dtype, "r", shape=(count,)) if count else np.empty(0, dtype)
+        )
         self._path, self._limit, self._checksums = path, limit, checksums
         self._is_checked = np.zeros(len(checksums), bool)
 
@@ -98,3 +101,30 @@ class CheckedArray:
                 f" {self._limit:,}. {fix}"
             )
         self._is_checked[block] = True
+
+
+@final
+class JoinedArrays:
+    """Arrays in files one after the other, as one; a slice lies within one of them."""
+
+    def __init__(self, arrays: Sequence[CheckedArray]):
+        """At least one array."""
+        self._arrays = arrays
+        self._stops = np.cumsum([len(array) for array in arrays])
+
+    def __len__(self) -> int:
+        """The number of elements."""
+        return int(self._stops[-1])
+
+    def __getitem__(self, where: slice) -> np.ndarray:
+        """The elements of a slice."""
+        first, stop, _ = where.indices(len(self))
+        at = int(np.searchsorted(self._stops, first, side="right"))
+        array = self._arrays[min(at, len(self._arrays) - 1)]
+        start = int(self._stops[at]) - len(array) if first < len(self) else first
+        assert stop <= start + len(array)
+        return array[first - start : stop - start]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """All elements."""
+        return np.concatenate([np.asarray(array, dtype) for array in self._arrays])

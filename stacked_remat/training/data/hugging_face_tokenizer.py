@@ -95,43 +95,46 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def decode(self, tokens: Tokens) -> str:
         """The text of tokens, special ones left out."""
-        return self._tokenizer.decode(
-            [int(token) for token in tokens], skip_special_tokens=True
-        )
+        return self._tokenizer.decode(tokens.tolist(), skip_special_tokens=True)
 
-    def encode_documents(self, texts: Sequence[str]) -> list[Tokens]:
-        """Each text after the tokenizer's post-processing, with the end token appended
-        if it is missing.
-        """
-        documents = []
-        for encoding in self._tokenizer.encode_batch_fast(
-            list(texts), add_special_tokens=True
-        ):
-            ids = encoding.ids
-            if self._begin is not None and ids[:1] != [self._begin]:
-                ids = [self._begin, *ids]
-            documents.append(
-                self._array(ids if ids[-1:] == [self.end] else [*ids, self.end])
-            )
-        return documents
+    def decode_shown(self, tokens: Tokens) -> str:
+        """The text of tokens with special ones."""
+        return self._tokenizer.decode(tokens.tolist(), skip_special_tokens=False)
 
     def encode_chats(
         self, chats: Sequence[RenderedChat]
     ) -> list[tuple[Tokens, Counted | None]]:
         """The tokens of rendered chats, with none added but an end token to one that is
-        open.
+        open; those of a plain text after the tokenizer's post-processing.
         """
-        encodings = self._tokenizer.encode_batch(
-            [chat.text for chat in chats], add_special_tokens=False
+        asked = any(chat.answers is not None for chat in chats)
+        encode = (
+            # Without the places of tokens, for which only answers ask
+            self._tokenizer.encode_batch if asked else self._tokenizer.encode_batch_fast
         )
-        documents = []
-        for encoding, chat in zip(encodings, chats, strict=True):
-            ids, counted = encoding.ids, _in_answers(chat, encoding.offsets)
-            if chat.is_open and ids[-1:] != [self.end]:
+        encodings = {}
+        for is_plain in (True, False):
+            texts = [chat.text for chat in chats if chat.is_plain == is_plain]
+            encodings[is_plain] = iter(encode(texts, add_special_tokens=is_plain))
+        return [self._ended(next(encodings[chat.is_plain]), chat) for chat in chats]
+
+    def _ended(
+        self, encoding: Any, chat: RenderedChat
+    ) -> tuple[Tokens, Counted | None]:
+        """The tokens with those that begin and end the text, if it lacks them."""
+        ids, counted = encoding.ids, None
+        if chat.answers is not None:
+            counted = _in_answers(chat.answers, encoding.offsets)
+        if chat.is_plain and self._begin is not None and ids[:1] != [self._begin]:
+            ids = [self._begin, *ids]
+            counted = None if counted is None else np.insert(counted, 0, False)
+        if chat.is_open:
+            if ids[-1:] != [self.end]:
                 ids = [*ids, self.end]
                 counted = None if counted is None else np.append(counted, True)
-            documents.append((self._array(ids), counted))
-        return documents
+            elif counted is not None:
+                counted[-1] = True
+        return self._array(ids), counted
 
     def _array(self, tokens: Sequence[int]) -> Tokens:
         if max(tokens, default=0) >= self.vocab_size:
@@ -177,13 +180,11 @@ def _special_tokens(name: str, config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _in_answers(
-    chat: RenderedChat, offsets: Sequence[tuple[int, int]]
-) -> Counted | None:
-    if chat.answers is None:
-        return None
+    answers: Sequence[tuple[int, int]], offsets: Sequence[tuple[int, int]]
+) -> Counted:
     starts, ends = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
     counted = np.zeros(len(starts), dtype=bool)
-    for first, stop in chat.answers:
+    for first, stop in answers:
         # A token may include a space before the answer
         counted |= (starts < stop) & (first < ends)
     return counted

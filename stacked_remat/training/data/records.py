@@ -1,75 +1,83 @@
-"""Reads files: each text file, line of JSON or row of Parquet is a document."""
+"""Reads files: each text file, line or item of JSON or row of Parquet is a document."""
 
+import codecs
 import dataclasses
 import functools
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import fsspec
 import fsspec.compression
 from fsspec.core import OpenFile
 from fsspec.implementations.local import LocalFileSystem
 
-from ..data_config import RESERVED_VARIABLES, SourceConfig
+from ..data_config import SourceConfig
 from ..errors import DataError
 from ..extra import optional
 from .files import SourceFile
-
-Message: TypeAlias = dict[str, Any]
-"""One turn of a chat: `role`, `content`, and any other fields that the chat template
-reads.
-"""
-
-
-TEMPLATE_KEYS = ("tools", "documents", "chat_template_kwargs")
-"""Keys of a record with a chat that the chat template gets as variables, the last one
-as several.
-"""
-
-
-@dataclass(frozen=True)
-class Document:
-    """What a record holds.
-
-    Attributes:
-        content: a text or a chat.
-        variables: of the chat template, for this chat.
-        unread: keys of the record that are not read.
-    """
-
-    content: str | list[Message]
-    variables: Mapping[str, Any] = field(default_factory=dict)
-    unread: tuple[str, ...] = ()
+from .record_forms import (
+    NESTED_KEYS,
+    Content,
+    Document,
+    MalformedRecord,
+    columns_of,
+    document_of,
+)
 
 
 @dataclass(frozen=True)
 class Record:
-    """One text or chat of a file, or why it can't be read, which begins with file and
-    line.
+    """One record of a file, which is parsed when its document is asked for, in
+    whatever process that is.
+
+    Attributes:
+        place: file and line or item, for messages: `folder/file.jsonl:17`.
+        number: lines, items or rows before it.
+        offset: stored bytes of the file that have been read, for progress.
+        size: about the bytes of the record itself.
+        parse: makes its document.
     """
 
-    number: int  # lines or rows before it
-    offset: int  # stored bytes of the file that have been read, for progress
-    document: Document | None
-    problem: str | None = None
+    place: str
+    number: int
+    offset: int
+    size: int
+    parse: Callable[[], Document]
+
+    @functools.cached_property
+    def _parsed(self) -> tuple[Document | None, str | None]:
+        try:
+            return self.parse(), None
+        except UnicodeDecodeError as error:
+            problem = f"is not UTF-8 ({error.reason})"
+        except RecursionError:
+            problem = "is JSON that is nested too deeply"
+        except MalformedRecord as error:
+            return None, f"{error.place or self.place} {error}"
+        except ValueError as error:
+            problem = (
+                f"is not JSON ({error}): write one object a line, or an array of"
+                " objects"
+            )
+        return None, f"{self.place} {problem}"
 
     @property
-    def content(self) -> str | list[Message] | None:
-        """The text or the chat."""
+    def document(self) -> Document | None:
+        """What it holds; None if that can't be read."""
+        return self._parsed[0]
+
+    @property
+    def problem(self) -> str | None:
+        """Why it can't be read, which begins with its place."""
+        return self._parsed[1]
+
+    @property
+    def content(self) -> Content | None:
+        """Its text or chat."""
         return self.document and self.document.content
-
-
-class _Malformed(Exception):
-    """Why a record has no content: the rest of a sentence that begins with its
-    place.
-    """
-
-
-# A record's number, offset and how to parse it
-_Numbered: TypeAlias = tuple[int, int, Callable[[], Any]]
 
 
 def read_records(
@@ -78,31 +86,13 @@ def read_records(
     """The records of a file of a source from number `start` on.
 
     Blank lines are not records. A DataError if the file can't be opened or
-    decompressed, is not Parquet, or lacks both columns. Memory: one line or text file,
-    or 64 rows of Parquet.
+    decompressed, is a JSON array that can't be read, is not Parquet, or lacks all
+    columns of texts and chats. Memory: one line or text file, 64 rows of Parquet, or
+    all of a JSON array.
     """
     reader = _READERS[_format_of(file, how)]
     try:
-        for number, offset, parse in reader(file, how, start):
-            document = problem = None
-            try:
-                document = parse()
-            except UnicodeDecodeError as error:
-                problem = f"is not UTF-8 ({error.reason})"
-                if reader is _read_text:
-                    number = error.object[: error.start].count(b"\n")
-            except RecursionError:
-                problem = "is JSON that is nested too deeply"
-            except _Malformed as error:
-                problem = str(error)
-            except ValueError as error:
-                problem = f"is not JSON ({error}): write one object a line"
-            yield Record(
-                number,
-                offset,
-                document,
-                problem and f"{place_of(file, number)} {problem}",
-            )
+        yield from reader(file, how, start)
     except DataError:
         raise
     except Exception as error:  # file systems and decompressors raise anything
@@ -110,11 +100,6 @@ def read_records(
         raise DataError(f"Can't read {file.place}: {error}") from (
             None if hidden else error
         )
-
-
-def place_of(file: SourceFile, number: int) -> str:
-    """The place of a record for messages: `folder/file.jsonl:17`."""
-    return f"{file.place}:{number + 1}"
 
 
 def _format_of(file: SourceFile, how: SourceConfig) -> str:
@@ -149,27 +134,60 @@ def _opened(file: SourceFile, *, as_stored: bool = False) -> OpenFile:
     return OpenFile(*fsspec.core.url_to_fs(file.url), compression=codec)
 
 
-def _read_text(file: SourceFile, how: SourceConfig, start: int) -> Iterator[_Numbered]:
+def _read_text(file: SourceFile, how: SourceConfig, start: int) -> Iterator[Record]:
     if start == 0:
         with _opened(file) as plain:
-            yield 0, file.size, functools.partial(_of_text, plain.read())
+            stored = plain.read()
+        parse = functools.partial(_of_text, file.place, stored)
+        yield Record(f"{file.place}:1", 0, file.size, len(stored), parse)
 
 
-def _of_text(stored: bytes) -> Document:
-    return Document(stored.decode("utf-8"))
+def _of_text(place: str, stored: bytes) -> Document:
+    try:
+        return Document(stored.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        line = stored[: error.start].count(b"\n") + 1
+        problem = f"is not UTF-8 ({error.reason})"
+        raise MalformedRecord(problem, f"{place}:{line}") from error
 
 
-def _read_jsonl(file: SourceFile, how: SourceConfig, start: int) -> Iterator[_Numbered]:
+def _read_json(file: SourceFile, how: SourceConfig, start: int) -> Iterator[Record]:
     with (opened := _opened(file)) as plain:
         for number, line in enumerate(plain):
+            if number == 0 and line.removeprefix(codecs.BOM_UTF8)[:1] == b"[":
+                yield from _read_array(file, how, start)
+                return
             if number >= start and line.strip():
-                stored = opened.fobjects[0].tell()
-                yield number, stored, lambda line=line: _document(json.loads(line), how)
+                place, stored = f"{file.place}:{number + 1}", opened.fobjects[0].tell()
+                parse = functools.partial(_of_line, line, how)
+                yield Record(place, number, stored, len(line), parse)
 
 
-def _read_parquet(
-    file: SourceFile, how: SourceConfig, start: int
-) -> Iterator[_Numbered]:
+def _of_line(line: bytes, how: SourceConfig) -> Document:
+    return document_of(json.loads(line), how)
+
+
+def _read_array(file: SourceFile, how: SourceConfig, start: int) -> Iterator[Record]:
+    """The items of an array, in whose file lines have no meaning."""
+    with _opened(file) as plain:
+        stored = plain.read()
+    try:
+        items = json.loads(stored)
+    except (ValueError, RecursionError) as error:
+        raise DataError(
+            f"{file.place} begins with `[` and is no array of JSON: {error}. Repair it,"
+            " or write one object a line."
+        ) from error
+    size = len(stored) // max(len(items), 1)
+    for number, item in enumerate(items):
+        if number >= start:
+            place = f"{file.place}, item {number + 1},"
+            offset = file.size * (number + 1) // len(items)
+            parse = functools.partial(document_of, item, how)
+            yield Record(place, number, offset, size, parse)
+
+
+def _read_parquet(file: SourceFile, how: SourceConfig, start: int) -> Iterator[Record]:
     pyarrow, parquet = (
         optional(name, f"Reading {file.place}")
         for name in ("pyarrow", "pyarrow.parquet")
@@ -180,51 +198,55 @@ def _read_parquet(
         except pyarrow.ArrowException as error:
             raise DataError(f"{file.place} is not a Parquet file: {error}") from None
         names = table.schema_arrow.names
-        columns = [
-            name
-            for name in (how.text_key, how.messages_key, *TEMPLATE_KEYS)
-            if name in names
-        ]
-        unread = tuple(name for name in names if name not in columns)
-        if not {how.text_key, how.messages_key}.intersection(columns):
+        columns = columns_of(names, how)
+        if not columns:
             raise DataError(
                 f"{file.place} has neither a column {how.text_key!r} nor"
                 f" {how.messages_key!r}; it has {', '.join(names)}. Set"
                 " data.sources.NAME.text_key to the column with the text."
             )
+        unread = tuple(name for name in names if name not in columns)
         numbers = itertools.count()
         try:
             for batch in table.iter_batches(batch_size=_ROWS, columns=columns):
+                size = batch.nbytes // max(batch.num_rows, 1)
                 for row, number in zip(range(batch.num_rows), numbers, strict=False):
                     if number >= start:
-                        own, offset = (
-                            batch.slice(row, 1),
-                            file.size * (number + 1) // table.metadata.num_rows,
-                        )
-                        yield (
-                            number,
-                            offset,
-                            lambda own=own: _of_row(own.to_pylist()[0], unread, how),
-                        )
+                        place = f"{file.place}:{number + 1}"
+                        offset = file.size * (number + 1) // table.metadata.num_rows
+                        fields = _fields(batch.slice(row, 1))
+                        parse = functools.partial(_of_row, fields, unread, how)
+                        yield Record(place, number, offset, size, parse)
         except pyarrow.ArrowException as error:
             raise DataError(
                 f"{file.place} is damaged: {error}. Repair it, or leave it out."
             ) from None
 
 
-_READERS = {"text": _read_text, "jsonl": _read_jsonl, "parquet": _read_parquet}
+_READERS = {"text": _read_text, "jsonl": _read_json, "parquet": _read_parquet}
+
+
+def _fields(row: Any) -> dict[str, Any] | UnicodeDecodeError:
+    """The values of a row, in whose columns a key that a record lacks is null."""
+    try:
+        return row.to_pylist()[0]
+    except UnicodeDecodeError as error:
+        return error
 
 
 def _of_row(
-    row: dict[str, Any], unread: tuple[str, ...], how: SourceConfig
+    fields: dict[str, Any] | UnicodeDecodeError,
+    unread: tuple[str, ...],
+    how: SourceConfig,
 ) -> Document:
-    """The document of a row, in whose columns a key that a record lacks is null."""
-    nested = (how.messages_key, *TEMPLATE_KEYS)
-    fields = {
+    if isinstance(fields, UnicodeDecodeError):
+        raise fields
+    nested = (how.messages_key, *NESTED_KEYS)
+    written = {
         name: _without_nulls(value) if name in nested else value
-        for name, value in row.items()
+        for name, value in fields.items()
     }
-    found = _document(fields, how)
+    found = document_of(written, how)
     return dataclasses.replace(found, unread=(*found.unread, *unread))
 
 
@@ -234,103 +256,3 @@ def _without_nulls(value: Any) -> Any:
             key: _without_nulls(own) for key, own in value.items() if own is not None
         }
     return [_without_nulls(own) for own in value] if isinstance(value, list) else value
-
-
-def _document(fields: Any, how: SourceConfig) -> Document:
-    if not isinstance(fields, dict):
-        raise _Malformed(
-            f"holds {type(fields).__name__}, not an object with keys: write one object"
-            " a line"
-        )
-    text, messages = fields.get(how.text_key), fields.get(how.messages_key)
-    if isinstance(text, str):
-        unread = tuple(
-            key
-            for key, value in fields.items()
-            if key != how.text_key and value is not None
-        )
-        return Document(text, unread=unread)
-    if text is not None:
-        raise _Malformed(f"has {type(text).__name__}, not text, in {how.text_key!r}")
-    if messages is None:
-        if nulls := [key for key in (how.text_key, how.messages_key) if key in fields]:
-            raise _Malformed(f"has null in {nulls[0]!r}")
-        has = ", ".join(map(repr, fields)) or "no key"
-        raise _Malformed(
-            f"has neither {how.text_key!r} nor {how.messages_key!r}, but {has}"
-        )
-    _check_chat(messages, how.messages_key)
-    read = (how.text_key, how.messages_key, *TEMPLATE_KEYS)
-    unread = tuple(
-        key for key, value in fields.items() if key not in read and value is not None
-    )
-    return Document(messages, _variables(fields), unread)
-
-
-def _check_chat(messages: Any, key: str) -> None:
-    no_chat = f"has no chat in {key!r}:"
-    if not isinstance(messages, list) or not messages:
-        raise _Malformed(f"{no_chat} expected a list of messages that is not empty")
-    for at, message in enumerate(messages):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise _Malformed(f"{no_chat} message {at} lacks a `role`")
-        content = message.get("content")
-        if content is None and not message.get("tool_calls"):
-            raise _Malformed(f"{no_chat} message {at} lacks its `content`")
-        if isinstance(content, list):
-            for part in content:
-                _check_part(part, f"{no_chat} message {at}")
-        elif not isinstance(content, str | dict | None):
-            raise _Malformed(
-                f"{no_chat} message {at} has {type(content).__name__}, not text, as"
-                " `content`"
-            )
-
-
-def _check_part(part: Any, place: str) -> None:
-    """Refuses parts of a message other than texts, such as images, which a text model
-    does not see.
-    """
-    kind = part.get("type", "text") if isinstance(part, dict) else "text"
-    text = part.get("text") if isinstance(part, dict) else part
-    if not isinstance(text, str) or kind not in ("text", "input_text", "output_text"):
-        shown_kind = kind if isinstance(kind, str) else type(part).__name__
-        raise _Malformed(
-            f"{place} has a part of the type {shown_kind!r} in its `content`; only"
-            " texts are read"
-        )
-
-
-def _variables(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """What a record with a chat gives the chat template beside its messages."""
-    found: dict[str, Any] = {}
-    for key in ("tools", "documents"):
-        value = _parsed(fields, key)
-        if value is None:
-            continue
-        if not isinstance(value, list) or not all(
-            isinstance(own, dict) for own in value
-        ):
-            raise _Malformed(f"has no list of objects in {key!r}")
-        found[key] = value
-    given = _parsed(fields, "chat_template_kwargs")
-    if given is None:
-        return found
-    if not isinstance(given, dict):
-        raise _Malformed("has no object in 'chat_template_kwargs'")
-    if taken := [name for name in given if name in RESERVED_VARIABLES or name in found]:
-        raise _Malformed(
-            f"has {taken[0]!r} in 'chat_template_kwargs', which the record itself gives"
-        )
-    return found | given
-
-
-def _parsed(fields: Mapping[str, Any], key: str) -> Any:
-    """A value that may be a text of JSON, as tables have it whose rows have tools of
-    several shapes.
-    """
-    value = fields.get(key)
-    try:
-        return json.loads(value) if isinstance(value, str) else value
-    except ValueError as error:
-        raise _Malformed(f"has a text in {key!r} that is not JSON ({error})") from error

@@ -1,4 +1,5 @@
-"""A cache of tokenized text: a folder for each version of the files and the tokenizer.
+"""Caches of tokenized text: a folder for each version of the tokenizer and of a large
+file, or of a run of small ones.
 
 Its arrays are appended to files of raw numbers. `state.json` says how much of them is
 whole: what a killed process wrote beyond that is cut off, and its text tokenized again.
@@ -22,24 +23,27 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from jaxtyping import UInt64
+from jaxtyping import Bool, UInt64
 
 from ..._files import replaced_whole
 from ..data_config import SourceConfig
 from ..errors import DataError
 from ..progress import ConsoleProgress
-from .chat_template import ChatTemplateError, RenderedChat
+from .batch_stream import ProcessShare
 from .checked_array import CheckedArray, blocks_of, num_blocks
+from .encoding import Counts, EncodedRecords, RecordEncoder
+from .encoding_processes import EncodingProcesses, Group
 from .files import SourceFile
 from .packing import TokenizedDocuments
-from .records import Document, Record, place_of, read_records
-from .tokenizers import Counted, Tokenizer, Tokens
+from .records import Record, read_records
+from .tokenizers import Tokenizer
 
-_FORMAT = 7  # of the files of a cache
+_FORMAT = 8  # of the files of a cache
 _STATE, _LOCK, _CHECKSUMS = "state.json", ".lock", "checksums"
-_GROUP_RECORDS, _GROUP_LETTERS = 256, 2**20  # tokenized at once
-_PROBLEMS_KEPT, _UNREAD_KEPT = 5, 20
-_READ_AS = ("format", "text_key", "messages_key", "chat_template_kwargs")
+_GROUP_RECORDS, _GROUP_BYTES = 256, 2**18  # tokenized at once
+_LARGE_FILE = 2**22  # bytes of a file that has a cache of its own
+_FILES_TOGETHER = 256  # about as many smaller ones have one together
+_READ_AS = ("format", "text_key", "messages_key", "weight_key", "chat_template_kwargs")
 
 
 @dataclass(frozen=True)
@@ -53,9 +57,39 @@ class CacheRequest:
     on_malformed: Literal["error", "skip"] = "error"
 
     @property
-    def answers_only(self) -> bool:
-        """Whether only answers count as targets."""
-        return self.source.train_on == "answers"
+    def encoder(self) -> RecordEncoder:
+        """Makes documents of records."""
+        return RecordEncoder(self.source, self.tokenizer, self.on_malformed)
+
+    @property
+    def size(self) -> int:
+        """Stored bytes of the files."""
+        return sum(file.size for file in self.files)
+
+    def parts(self) -> list["CacheRequest"]:
+        """Requests of the same documents, in their order, each with a cache of its own:
+        one for each large file, and for each run of small ones.
+
+        Where a run ends depends on the name of its last file alone, so that a file that
+        is added or removed changes the cache of one run.
+        """
+        runs: list[list[SourceFile]] = [[]]
+        for file in self.files:
+            is_large = file.size >= _LARGE_FILE
+            if is_large and runs[-1]:
+                runs.append([])
+            runs[-1].append(file)
+            hashed = hashlib.sha256(file.name.encode("utf-8", "replace")).digest()
+            if is_large or int.from_bytes(hashed) % _FILES_TOGETHER == 0:
+                runs.append([])
+        return [dataclasses.replace(self, files=tuple(run)) for run in runs if run]
+
+    def folder(self, cache_dir: Path) -> Path:
+        """The folder of the request's cache."""
+        identity = json.dumps(self.identity()).encode()
+        digest = hashlib.sha256(identity).hexdigest()[:16]
+        name = re.sub(r"[^\w-]", "_", self.name)
+        return cache_dir.expanduser() / f"{name}-{digest}"
 
     def identity(self) -> dict[str, Any]:
         """Everything that the tokens depend on; the name of the cache's folder has a
@@ -65,7 +99,7 @@ class CacheRequest:
             "format": _FORMAT,
             "tokenizer": self.tokenizer.fingerprint,
             "read as": {name: getattr(self.source, name) for name in _READ_AS},
-            "answers only": self.answers_only,
+            "answers only": self.encoder.answers_only,
             "on malformed": self.on_malformed,
             "files": [
                 {"url": file.place, "version": file.version} for file in self.files
@@ -81,16 +115,7 @@ class CacheState:
 
     next_file: int = 0
     next_record: int = 0
-    num_documents: int = 0
-    num_tokens: int = 0
-    num_empty: int = 0
-    num_malformed: int = 0
-    problems: Sequence[str] = ()
-    unread: Sequence[
-        str
-    ] = ()  # keys of records that nothing reads, in the order in which they came
-    num_open: int = 0  # chats whose last answer the template leaves open
-    num_unmarked_ends: int = 0  # chats whose answers lack their ends
+    counts: Counts = field(default_factory=Counts)
     fingerprint: str = ""
     # The CRC-32 of what was written to each file of the layout.
     file_checksums: Mapping[str, int] = field(default_factory=dict)
@@ -99,16 +124,17 @@ class CacheState:
 
     def layout(self, request: CacheRequest) -> dict[str, tuple[int, Any]]:
         """The files of a cache, with the number and the dtype of their entries."""
-        counted = {"counted": (self.num_tokens, bool)} if request.answers_only else {}
-        numbers = {
-            "lengths": (self.num_documents, np.int64),
-            "keys": (self.num_documents, np.uint64),
+        num_documents, num_tokens = self.counts.num_documents, self.counts.num_tokens
+        files: dict[str, tuple[int, Any]] = {
+            "tokens": (num_tokens, request.tokenizer.dtype),
+            "lengths": (num_documents, np.int64),
+            "keys": (num_documents, np.uint64),
         }
-        return {
-            "tokens": (self.num_tokens, request.tokenizer.dtype),
-            **numbers,
-            **counted,
-        }
+        if request.encoder.answers_only:
+            files["counted"] = (num_tokens, bool)
+        if request.source.weight_key is not None:
+            files["weights"] = (num_documents, np.float32)
+        return files
 
     def num_blocks(self, request: CacheRequest) -> dict[str, int]:
         """For each of these files, how many checksums it has in the file of
@@ -127,42 +153,99 @@ class CachedTokens:
 
     documents: TokenizedDocuments
     keys: UInt64[np.ndarray, " documents"]
-    counts: CacheState
+    counts: Counts
+
+    def select(self, chosen: Bool[np.ndarray, " documents"]) -> "CachedTokens":
+        """The documents for which `chosen` is True, in the same order."""
+        documents = self.documents.select(chosen)
+        return CachedTokens(documents, self.keys[chosen], self.counts)
 
 
 def open_token_cache(
     request: CacheRequest,
     cache_dir: Path,
     progress: ConsoleProgress,
+    processes: EncodingProcesses,
     *,
     save_tokens: int = 2**24,
 ) -> CachedTokens:
-    """The tokens of the request's files, from the cache or tokenized now.
+    """The tokens of the request's files, from their caches or tokenized now.
 
     After a kill the next call resumes where the state was last saved, which is after
-    every `save_tokens`, with the same result. One process at a time builds; others
-    wait.
+    every `save_tokens`, with the same result. One process at a time builds a cache;
+    others wait.
     """
-    digest = hashlib.sha256(json.dumps(request.identity()).encode()).hexdigest()[:16]
-    name = re.sub(r"[^\w-]", "_", request.name)
-    folder = cache_dir.expanduser() / f"{name}-{digest}"
+    parts = request.parts()
+    _build_all(request, parts, cache_dir, progress, processes, save_tokens)
+    found = []
+    for part in parts:
+        with _usable(folder := part.folder(cache_dir)):
+            found.append(_open(part, folder))
+    counts = sum((part.counts for part in found), start=Counts())
+    if counts.num_documents == 0:
+        raise DataError(
+            f"The {len(request.files)} files of {request.name} have no text:"
+            f" {counts.num_empty} documents are empty and {counts.num_malformed} can't"
+            " be read."
+            + "".join(f" First: {problem}." for problem in counts.problems[:1])
+        )
+    documents = TokenizedDocuments.joined([part.documents for part in found])
+    keys = np.concatenate([part.keys for part in found])
+    return CachedTokens(documents, keys, counts)
+
+
+def build_share(
+    request: CacheRequest,
+    cache_dir: Path,
+    progress: ConsoleProgress,
+    processes: EncodingProcesses,
+    share: ProcessShare,
+) -> None:
+    """Builds the caches that fall to one of several processes, each of which builds
+    others.
+    """
+    own = request.parts()[share.index :: share.count]
+    _build_all(request, own, cache_dir, progress, processes)
+
+
+def _build_all(
+    request: CacheRequest,
+    parts: Sequence[CacheRequest],
+    cache_dir: Path,
+    progress: ConsoleProgress,
+    processes: EncodingProcesses,
+    save_tokens: int = 2**24,
+) -> None:
+    """Builds those of the caches that are not complete."""
+    missing = []
+    for part in parts:
+        with _usable(folder := part.folder(cache_dir)):
+            if not _read_state(folder, part).complete:
+                missing.append(part)
+    build = _Build(request.name, missing, progress, processes, save_tokens)
     try:
-        if not _read_state(folder, request).complete:
-            folder.mkdir(parents=True, exist_ok=True)
-            with (folder / _LOCK).open(
-                "w"
-            ) as file:  # until this process ends, at the latest
-                fcntl.flock(file, fcntl.LOCK_EX)
-                _build(request, folder, progress, save_tokens)
-        return _open(request, folder)
-    except OSError as error:  # errors of reading are DataErrors already
+        for part in missing:
+            with _usable(folder := part.folder(cache_dir)):
+                folder.mkdir(parents=True, exist_ok=True)
+                with (folder / _LOCK).open("w") as file:
+                    # Until this process ends, at the latest
+                    fcntl.flock(file, fcntl.LOCK_EX)
+                    build.add(part, folder)
+    finally:
+        progress.stop()
+
+
+@contextlib.contextmanager
+def _usable(folder: Path) -> Iterator[None]:
+    """Turns errors of the system into one that names the folder of a cache."""
+    try:
+        yield
+    except OSError as error:  # errors of reading texts are DataErrors already
         raise DataError(
             f"Can't write or read the token cache {folder}: {error.strerror or error}."
             " Set data.cache_dir to a local folder that can be written and has free"
             " space."
         ) from error
-    finally:
-        progress.stop()
 
 
 def _read_state(folder: Path, request: CacheRequest) -> CacheState:
@@ -170,8 +253,10 @@ def _read_state(folder: Path, request: CacheRequest) -> CacheState:
     if not path.exists():
         return CacheState()
     try:
-        state = CacheState(**json.loads(path.read_bytes()))
+        saved = json.loads(path.read_bytes())
+        state = CacheState(**saved | {"counts": Counts(**saved["counts"])})
         _check_types(state)
+        _check_types(state.counts)
         for name, (count, dtype) in state.layout(request).items():
             path = folder / name
             if path.stat().st_size < count * np.dtype(dtype).itemsize:
@@ -181,7 +266,13 @@ def _read_state(folder: Path, request: CacheRequest) -> CacheState:
             if zlib.crc32(path.read_bytes()) != state.checksum:
                 raise ValueError
     # Brackets within each other by the thousand exceed Python's recursion limit
-    except (FileNotFoundError, ValueError, TypeError, RecursionError) as error:
+    except (
+        FileNotFoundError,
+        ValueError,
+        LookupError,
+        TypeError,
+        RecursionError,
+    ) as error:
         raise _unusable(path, "damaged" if path.exists() else "missing") from error
     return state
 
@@ -194,10 +285,10 @@ def _unusable(path: Path, problem: str) -> DataError:
     )
 
 
-def _check_types(state: CacheState) -> None:
-    """Raises a TypeError for a state with an entry that no state is saved with."""
-    for entry in dataclasses.fields(state):
-        value, usual = getattr(state, entry.name), getattr(CacheState(), entry.name)
+def _check_types(saved: CacheState | Counts) -> None:
+    """Raises a TypeError for an entry that no state is saved with."""
+    for entry in dataclasses.fields(saved):
+        value, usual = getattr(saved, entry.name), getattr(type(saved)(), entry.name)
         if isinstance(usual, Mapping):
             is_right = isinstance(value, dict) and all(map(_is_count, value.values()))
         elif isinstance(usual, tuple):
@@ -233,51 +324,76 @@ def _read_back(path: Path, checksum: int) -> tuple[bytes, list[int]]:
     return digest.digest(), block_checksums
 
 
-def _build(
-    request: CacheRequest, folder: Path, progress: ConsoleProgress, save_tokens: int
-) -> None:
-    state = _read_state(folder, request)
-    if state.complete:  # another process did
-        return
-    before = np.cumsum([0, *(file.size for file in request.files)])
-    what, total, saved = f"tokenizing {request.name}", int(before[-1]), state.num_tokens
-    with contextlib.ExitStack() as files:
-        writer = _Writer(request, folder, state, files)
-        for group in _groups(request, state.next_file, state.next_record):
-            state = writer.add(group)
-            at, record = group[-1]
-            done = min(int(before[at]) + record.offset, total)
-            progress.work(what, done, total + 1, f"{state.num_tokens:,} tokens")
-            if state.num_tokens >= saved + save_tokens:
-                saved = state.num_tokens
-                writer.save()
-        writer.save(complete=True)
-    progress.work(what, total + 1, total + 1, f"{state.num_tokens:,} tokens")
+class _Build:
+    """Builds caches of a request one after the other, and shows its progress in all of
+    them.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        parts: Sequence[CacheRequest],
+        progress: ConsoleProgress,
+        processes: EncodingProcesses,
+        save_tokens: int,
+    ):
+        self._name, self._progress, self._processes = name, progress, processes
+        self._save_tokens = save_tokens
+        self._total = sum(part.size for part in parts)
+        self._done = self._tokens = 0  # in the parts before
+
+    def add(self, part: CacheRequest, folder: Path) -> None:
+        """Builds the cache of a part, unless another process did meanwhile."""
+        state = _read_state(folder, part)
+        if not state.complete:
+            self._build(part, folder, state)
+        self._done += part.size
+        # One more at the end, when the last cache is complete
+        is_last = self._done == self._total
+        if not state.complete:
+            self._show(self._done + is_last, self._tokens)
+
+    def _build(self, part: CacheRequest, folder: Path, state: CacheState) -> None:
+        before = np.cumsum([0, *(file.size for file in part.files)])
+        counts, saved = state.counts, state.counts.num_tokens
+        groups = _groups(part, state.next_file, state.next_record)
+        with contextlib.ExitStack() as files:
+            writer = _Writer(part, folder, state, files)
+            for group, encoded in self._processes.encode(
+                part.encoder, groups, self._total
+            ):
+                last = group.records[-1]
+                counts = writer.add(group.file, last, encoded)
+                done = min(int(before[group.file]) + last.offset, part.size)
+                self._show(self._done + done, self._tokens + counts.num_tokens)
+                if counts.num_tokens >= saved + self._save_tokens:
+                    saved = counts.num_tokens
+                    writer.save()
+            counts = writer.save(complete=True)
+        self._tokens += counts.num_tokens
+
+    def _show(self, done: int, num_tokens: int) -> None:
+        what, tokens = f"tokenizing {self._name}", f"{num_tokens:,} tokens"
+        self._progress.work(what, done, self._total + 1, tokens)
 
 
 def _groups(
     request: CacheRequest, first_file: int, first_record: int
-) -> Iterator[list[tuple[int, Record]]]:
-    """Groups of records, each with the index of its file."""
-    group: list[tuple[int, Record]] = []
-    letters = 0
+) -> Iterator[Group]:
+    """The records that are not encoded yet, in groups."""
+    records: list[Record] = []
+    size = last = 0
     for at in range(first_file, len(request.files)):
         start = first_record if at == first_file else 0
         for record in read_records(request.files[at], request.source, start):
-            group.append((at, record))
-            letters += _num_letters(record)
-            if len(group) >= _GROUP_RECORDS or letters >= _GROUP_LETTERS:
-                yield group
-                group, letters = [], 0
-    if group:
-        yield group
-
-
-def _num_letters(record: Record) -> int:
-    """About the size of a record's text."""
-    if record.content is None or isinstance(record.content, str):
-        return len(record.content or "")
-    return 1024 + sum(len(message.get("content") or "") for message in record.content)
+            last = at
+            records.append(record)
+            size += record.size
+            if len(records) >= _GROUP_RECORDS or size >= _GROUP_BYTES:
+                yield Group(at, records)
+                records, size = [], 0
+    if records:
+        yield Group(last, records)
 
 
 class _Writer:
@@ -298,35 +414,19 @@ class _Writer:
             _read_back(folder / name, checksum)
             self._files[name], self._file_checksums[name] = file, checksum
 
-    def add(self, group: Sequence[tuple[int, Record]]) -> CacheState:
-        """Tokenizes a group of records, and returns the state after it."""
-        texts: list[str | RenderedChat] = []
-        keys, problems, num_empty = [], [], 0
-        unread = dict.fromkeys(self._state.unread)
-        rendered = self._rendered(group)
-        for number, (at, record) in enumerate(group):
-            record_texts, problem = self._texts_of(
-                self._request.files[at], record, rendered.get(number)
-            )
-            if problem is not None:
-                problems.append(problem)
-            elif not any(map(_plain, record_texts)):
-                num_empty += 1
-            else:
-                texts += record_texts
-                keys += [_key(record)] * len(record_texts)
-                assert record.document is not None
-                unread |= dict.fromkeys(self._unread(record.document))
-        documents = _encode(self._request.tokenizer, texts)
-        lengths = [len(tokens) for tokens, _ in documents]
+    def add(self, at: int, last: Record, encoded: EncodedRecords) -> Counts:
+        """Writes the documents of records up to the last one, of the file at an index,
+        and returns the counts after it.
+        """
         arrays = {
-            "tokens": (tokens for tokens, _ in documents),
-            "lengths": [np.array(lengths, np.int64)],
-            "keys": [np.array(keys, np.uint64)],
+            "tokens": encoded.tokens,
+            "lengths": [np.array([len(own) for own in encoded.tokens], np.int64)],
+            "keys": [np.array(encoded.keys, np.uint64)],
             "counted": (
-                np.ones(len(tokens), bool) if counted is None else counted
-                for tokens, counted in documents
+                np.ones(len(own), bool) if counted is None else counted
+                for own, counted in zip(encoded.tokens, encoded.counted, strict=True)
             ),
+            "weights": [np.array(encoded.weights, np.float32)],
         }
         for name, file in self._files.items():
             for array in arrays[name]:
@@ -335,26 +435,16 @@ class _Writer:
                 self._file_checksums[name] = zlib.crc32(
                     content, self._file_checksums[name]
                 )
-        chats = [text for text in texts if isinstance(text, RenderedChat)]
-        state, (at, record) = self._state, group[-1]
         self._state = dataclasses.replace(
-            state,
+            self._state,
             next_file=at,
-            next_record=record.number + 1,
-            num_documents=state.num_documents + len(documents),
-            num_tokens=state.num_tokens + sum(lengths),
-            num_empty=state.num_empty + num_empty,
-            num_malformed=state.num_malformed + len(problems),
-            problems=[*state.problems, *problems][:_PROBLEMS_KEPT],
-            unread=[*unread][:_UNREAD_KEPT],
-            num_open=state.num_open + sum(chat.is_open for chat in chats),
-            num_unmarked_ends=state.num_unmarked_ends
-            + sum(chat.has_unmarked_end for chat in chats),
+            next_record=last.number + 1,
+            counts=self._state.counts + encoded.counts,
             file_checksums=dict(self._file_checksums),
         )
-        return self._state
+        return self._state.counts
 
-    def save(self, *, complete: bool = False) -> None:
+    def save(self, *, complete: bool = False) -> Counts:
         """Saves the state, once everything before it is on the disk."""
         for file in self._files.values():
             file.flush()
@@ -363,6 +453,7 @@ class _Writer:
             self._complete()
         with replaced_whole(self._folder / _STATE) as path:
             path.write_text(json.dumps(dataclasses.asdict(self._state), indent=2))
+        return self._state.counts
 
     def _complete(self) -> None:
         """Compares all files with what was written, writes the checksums of their
@@ -383,111 +474,9 @@ class _Writer:
             complete=True,
         )
 
-    def _rendered(
-        self, group: Sequence[tuple[int, Record]]
-    ) -> dict[int, list[RenderedChat] | ChatTemplateError | DataError]:
-        """The texts, or the error, of each record of the group that has a chat."""
-        chats = {}
-        for number, (_, record) in enumerate(group):
-            if record.document is not None and not isinstance(record.content, str):
-                chats[number] = record.content, self._variables(record.document)
-        if not chats:
-            return {}
-        template = self._request.tokenizer.chat_template
-        results = template.render_all(
-            [*chats.values()], answers=self._request.answers_only
-        )
-        return dict(zip(chats, results, strict=False))
-
-    def _texts_of(
-        self,
-        file: SourceFile,
-        record: Record,
-        rendered: list[RenderedChat] | ChatTemplateError | DataError | None,
-    ) -> tuple[Sequence[str | RenderedChat], str | None]:
-        """The texts to tokenize, or why there are none."""
-        place, problem = place_of(file, record.number), record.problem
-        texts: Sequence[str | RenderedChat] = []
-        if isinstance(rendered, DataError):
-            raise DataError(f"{place}: {rendered}")
-        if isinstance(rendered, ChatTemplateError):
-            problem = f"{place} does not fit the chat template: {rendered}"
-        elif rendered is not None:
-            texts = rendered
-        elif isinstance(record.content, str):
-            texts = [record.content]
-        try:
-            "".join(map(_plain, texts)).encode("utf-8")
-        except UnicodeEncodeError:
-            problem = f"{place} has half a surrogate pair, which is not valid Unicode"
-        if problem is not None and self._request.on_malformed == "error":
-            raise DataError(
-                f"{problem}. Fix it, or skip such records with data.on_malformed: skip."
-            )
-        return texts, problem
-
-    def _variables(self, document: Document) -> dict[str, Any]:
-        """The chat template's variables for a chat."""
-        return {**self._request.source.chat_template_kwargs, **document.variables}
-
-    def _unread(self, document: Document) -> Iterator[str]:
-        """Keys of a record that neither this library nor the chat template reads."""
-        yield from document.unread
-        if isinstance(document.content, str):
-            return
-        words = self._request.tokenizer.chat_template.words
-        yield from (
-            f"{name}, for the chat template"
-            for name in self._variables(document)
-            if name not in words
-        )
-        for message in document.content:
-            for name, value in message.items():
-                if value is not None and name not in words:
-                    yield f"{name} of messages"
-
-
-def _plain(text: str | RenderedChat) -> str:
-    return text if isinstance(text, str) else text.text
-
-
-def _encode(
-    tokenizer: Tokenizer, texts: Sequence[str | RenderedChat]
-) -> list[tuple[Tokens, Counted | None]]:
-    """The documents of texts and chats, in their order; each kind is tokenized in one
-    call.
-    """
-    plain = iter(
-        tokenizer.encode_documents([text for text in texts if isinstance(text, str)])
-    )
-    chats = iter(
-        tokenizer.encode_chats(
-            [text for text in texts if isinstance(text, RenderedChat)]
-        )
-    )
-    return [
-        (next(plain), None) if isinstance(text, str) else next(chats) for text in texts
-    ]
-
-
-def _key(record: Record) -> int:
-    """A hash of a document that depends on nothing but its text or messages."""
-    content = (
-        record.content
-        if isinstance(record.content, str)
-        else json.dumps(record.content, default=str)
-    )
-    return int.from_bytes(hashlib.sha256(content.encode("utf-8")).digest()[:8], "big")
-
 
 def _open(request: CacheRequest, folder: Path) -> CachedTokens:
     state = _read_state(folder, request)
-    if state.num_documents == 0:
-        raise DataError(
-            f"The {len(request.files)} files of {request.name} have no text:"
-            f" {state.num_empty} documents are empty and {state.num_malformed} can't be"
-            " read." + "".join(f" First: {problem}." for problem in state.problems[:1])
-        )
     checksums = np.fromfile(folder / _CHECKSUMS, np.uint32)
     blocks, arrays = state.num_blocks(request), {}
     for name, (count, dtype) in state.layout(request).items():
@@ -503,5 +492,6 @@ def _open(request: CacheRequest, folder: Path) -> CachedTokens:
         np.cumsum(lengths) - lengths,
         lengths,
         state.fingerprint,
+        np.array(arrays["weights"]) if "weights" in arrays else None,
     )
-    return CachedTokens(documents, np.array(arrays["keys"]), state)
+    return CachedTokens(documents, np.array(arrays["keys"]), state.counts)

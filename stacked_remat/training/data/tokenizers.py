@@ -44,11 +44,16 @@ class Tokenizer(abc.ABC):
     def decode(self, tokens: Tokens) -> str:
         """The text of tokens, without special ones; invalid UTF-8 becomes U+FFFD."""
 
-    @abc.abstractmethod
+    def decode_shown(self, tokens: Tokens) -> str:
+        """The text of tokens with special ones, where the tokenizer can write them."""
+        return self.decode(tokens)
+
     def encode_documents(self, texts: Sequence[str]) -> list[Tokens]:
         """The tokens of whole documents, with the tokenizer's beginning token, if any,
         and end token.
         """
+        documents = [RenderedChat(text, is_open=True, is_plain=True) for text in texts]
+        return [tokens for tokens, _ in self.encode_chats(documents)]
 
     @abc.abstractmethod
     def encode_chats(
@@ -57,7 +62,8 @@ class Tokenizer(abc.ABC):
         """The tokens of whole chats, and which overlap an answer; None for a chat
         without `answers`.
 
-        The end token ends a chat that `is_open`, and belongs to its last answer.
+        The end token ends a chat that `is_open`, and belongs to its last answer. What
+        `is_plain` has the tokens that the tokenizer adds to a text.
         """
 
     def encode_beginning(self, text: str) -> Tokens:
@@ -137,12 +143,10 @@ class ByteTokenizer(Tokenizer):
         kept = np.asarray(tokens)[np.asarray(tokens) < 256]
         return kept.astype(np.uint8).tobytes().decode("utf-8", errors="replace")
 
-    def encode_documents(self, texts: Sequence[str]) -> list[Tokens]:
-        """One token per byte, between two of token 256."""
-        separator = np.array([self.end], dtype=np.uint16)
-        return [
-            np.concatenate([separator, self.encode(text), separator]) for text in texts
-        ]
+    def decode_shown(self, tokens: Tokens) -> str:
+        """The text of tokens, with `<|end|>` for separators."""
+        parts = np.split(tokens, np.flatnonzero(tokens == self.end))
+        return "<|end|>".join(map(self.decode, parts))
 
     def encode_chats(
         self, chats: Sequence[RenderedChat]
@@ -150,11 +154,12 @@ class ByteTokenizer(Tokenizer):
         """One token per byte, between two of token 256, which belong to no answer
         unless the chat is open.
         """
-        tokens = self.encode_documents([chat.text for chat in chats])
-        return [
-            (own, _in_answers(chat, len(own)))
-            for own, chat in zip(tokens, chats, strict=True)
-        ]
+        separator = np.array([self.end], dtype=np.uint16)
+        found = []
+        for chat in chats:
+            tokens = np.concatenate([separator, self.encode(chat.text), separator])
+            found.append((tokens, _in_answers(chat, len(tokens))))
+        return found
 
     @property
     def chat_template(self) -> ChatTemplate:

@@ -13,9 +13,12 @@ from ..data_config import DataConfig, SourceConfig
 from ..errors import DataError
 from ..progress import ConsoleProgress
 from .batch_stream import BatchStream, HeldOutBatches, ProcessShare
-from .files import SourceFile, find_files, standard_library_files
+from .encoding import Counts
+from .encoding_processes import EncodingProcesses
+from .files import find_files, standard_library_files
+from .first_example import FirstExample, first_example
 from .packing import PackedDocuments, TokenizedDocuments
-from .token_cache import CachedTokens, CacheRequest, CacheState, open_token_cache
+from .token_cache import CachedTokens, CacheRequest, build_share, open_token_cache
 from .tokenizers import Tokenizer
 
 
@@ -59,30 +62,29 @@ def open_training_data(
         DataError: a path matches no file, a record can't be read, or there is too
             little text.
 
-    Cost: each file is tokenized once, into `config.cache_dir`, and read from there;
-    with `packing: whole` a table of all documents is in memory.
+    Cost: each file is tokenized once, into `config.cache_dir`, and read from there.
+    Memory: 24 bytes a document, and with `packing: whole` up to 16 more for each piece
+    of one.
     """
-    packed: dict[str, tuple[PackedDocuments, ...]] = {}
-    for name, halves in _split(
-        _tokenized(config, tokenizer, progress), config.held_out_fraction
-    ).items():
-        options = (config.seq_len, config.packing)
-        packed[name] = tuple(
-            PackedDocuments(half, *options, separate=config.separate_documents)
-            for half in halves
-        )
-        for half, what in zip(packed[name], ("train on", "hold out"), strict=True):
-            if not half.num_counted:
-                raise DataError(
-                    f"data.sources.{name} has text to {what}, but no token of it counts"
-                    " as a target: with train_on: answers only messages of the role"
-                    " `assistant` do. Check the roles of its chats, or set train_on:"
-                    " all."
-                )
-        _check_targets(name, packed[name][0], config, progress)
-    training, held_out = (
-        {name: halves[at] for name, halves in packed.items()} for at in (0, 1)
-    )
+    requests = _requests(config, tokenizer)
+    for example in _first_examples(requests):
+        if not example.is_text:
+            progress.message(str(example))
+    with EncodingProcesses(config.tokenizing_processes) as processes:
+        sources = _tokenized(requests, config, progress, processes)
+    training: dict[str, PackedDocuments] = {}
+    held_out: dict[str, PackedDocuments] = {}
+    for name, (own, apart) in _split(sources, config.held_out_fraction).items():
+        training[name] = _packed(name, own, config, "train on")
+        _check_targets(name, training[name], config, progress)
+        if len(apart):
+            held_out[name] = _packed(name, apart, config, "hold out")
+        elif config.held_out_fraction:
+            progress.message(
+                f"{name}: none of its {len(own)} documents is held out by"
+                f" data.held_out_fraction = {config.held_out_fraction}; name some under"
+                f" data.sources.{name}.held_out to evaluate on"
+            )
 
     def batches(*texts: PackedDocuments) -> HeldOutBatches:
         return HeldOutBatches(texts, config.batch_size, process)
@@ -99,6 +101,22 @@ def open_training_data(
         held_out_by_source={name: batches(text) for name, text in held_out.items()},
         summary=_summary(list(training.values()), list(held_out.values())),
     )
+
+
+def _packed(
+    name: str, text: TokenizedDocuments, config: DataConfig, what: str
+) -> PackedDocuments:
+    """The sequences of a source's documents; a DataError if none has a target."""
+    packed = PackedDocuments(
+        text, config.seq_len, config.packing, separate=config.separate_documents
+    )
+    if not packed.num_counted:
+        raise DataError(
+            f"data.sources.{name} has text to {what}, but no token of it counts as a"
+            " target: with train_on: answers only messages of the role `assistant` do."
+            " Check the roles of its chats, or set train_on: all."
+        )
+    return packed
 
 
 _MOST_LEFT_OUT = 0.5  # share of a source's sequences
@@ -129,32 +147,83 @@ does.
 """
 
 
-def _tokenized(
-    config: DataConfig, tokenizer: Tokenizer, progress: ConsoleProgress
-) -> dict[str, _Source]:
-    def cached(
-        source: SourceConfig, files: tuple[SourceFile, ...], name: str
-    ) -> CachedTokens:
-        request = CacheRequest(name, files, source, tokenizer, config.on_malformed)
-        tokens = open_token_cache(request, Path(config.cache_dir), progress)
-        for remark in _remarks(tokens.counts):
-            progress.message(f"{name}: {remark}")
-        return tokens
+_Requests: TypeAlias = dict[str, tuple[CacheRequest, CacheRequest | None]]
+"""What each source asks of the cache: its files, and those that it names to hold out,
+if it does.
+"""
 
+
+def _requests(config: DataConfig, tokenizer: Tokenizer) -> _Requests:
     if not config.sources:
         library = SourceConfig(("*.py",), format="text")
         name, files = "python-standard-library", standard_library_files()
-        return {name: (cached(library, files, name), None)}
-    sources = {}
+        request = CacheRequest(name, files, library, tokenizer, config.on_malformed)
+        return {name: (request, None)}
+    found: _Requests = {}
     for name, source in config.sources.items():
+        how = (source, tokenizer, config.on_malformed)
         files = find_files(source.paths, f"data.sources.{name}.paths")
         apart = find_files(source.held_out, f"data.sources.{name}.held_out")
-        held_out = cached(source, apart, f"{name}-held-out") if apart else None
-        sources[name] = cached(source, files, name), held_out
+        held_out = CacheRequest(f"{name}-held-out", apart, *how) if apart else None
+        found[name] = CacheRequest(name, files, *how), held_out
+    return found
+
+
+def first_examples(config: DataConfig, tokenizer: Tokenizer) -> Iterator[FirstExample]:
+    """The first example of each source, of which nothing else is read.
+
+    Raises:
+        DataError: as `open_training_data`.
+    """
+    return _first_examples(_requests(config, tokenizer))
+
+
+def _first_examples(requests: _Requests) -> Iterator[FirstExample]:
+    for request, _ in requests.values():
+        if (example := first_example(request)) is not None:
+            yield example
+
+
+def tokenize_share(
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    progress: ConsoleProgress,
+    process: ProcessShare,
+) -> None:
+    """Tokenizes a share of the config's files into the cache, before
+    `open_training_data`: in each of several processes that see one `cache_dir`.
+
+    Raises:
+        DataError: as `open_training_data`.
+    """
+    with EncodingProcesses(config.tokenizing_processes) as processes:
+        for requests in _requests(config, tokenizer).values():
+            for request in filter(None, requests):
+                folder = Path(config.cache_dir)
+                build_share(request, folder, progress, processes, process)
+
+
+def _tokenized(
+    requests: _Requests,
+    config: DataConfig,
+    progress: ConsoleProgress,
+    processes: EncodingProcesses,
+) -> dict[str, _Source]:
+    def cached(request: CacheRequest) -> CachedTokens:
+        folder = Path(config.cache_dir)
+        tokens = open_token_cache(request, folder, progress, processes)
+        for remark in _remarks(tokens.counts):
+            progress.message(f"{request.name}: {remark}")
+        return tokens
+
+    sources = {}
+    for name, (request, apart) in requests.items():
+        held_out = None if apart is None else cached(apart)
+        sources[name] = cached(request), held_out
     return sources
 
 
-def _remarks(counts: CacheState) -> Iterator[str]:
+def _remarks(counts: Counts) -> Iterator[str]:
     """What a user has to know of the records of a cache."""
     if counts.num_malformed:
         problems = "; ".join(counts.problems)
@@ -162,6 +231,8 @@ def _remarks(counts: CacheState) -> Iterator[str]:
             f"{counts.num_malformed} records can't be read and were skipped, such as"
             f" {problems}"
         )
+    if counts.num_empty:
+        yield f"{counts.num_empty} records have no text, or the weight 0: left out"
     if counts.unread:
         yield f"keys of records that are not read: {', '.join(counts.unread)}"
     if counts.num_open:
@@ -183,31 +254,28 @@ def _split(
 ) -> dict[str, tuple[TokenizedDocuments, TokenizedDocuments]]:
     """The documents of each source to train on, and those to hold out; no text is in
     both, of any sources.
+
+    Of a source whose documents are so few that the fraction has all of them, none is
+    held out.
     """
     lowest = np.uint64(fraction * 2**64)
-    held = np.concatenate(
-        [
-            own.keys[own.keys < lowest] if named is None else named.keys
-            for own, named in sources.values()
-        ]
-    )
-    found = {}
+    apart: dict[str, CachedTokens] = {}
     for name, (own, named) in sources.items():
+        is_low = own.keys < lowest
+        few = is_low.all()
+        apart[name] = own.select(is_low & ~few) if named is None else named
+    held = np.concatenate([text.keys for text in apart.values()])
+    found = {}
+    for name, (own, _) in sources.items():
         is_held = np.isin(own.keys, held)
-        apart = (
-            own.documents.select(own.keys < lowest)
-            if named is None
-            else named.documents
-        )
-        if is_held.all() or not len(apart):
+        if is_held.all():
             raise DataError(
-                f"data.sources.{name} has {len(own.keys)} documents: {(~is_held).sum()}"
-                f" to train on and {len(apart)} held out, by its own or another"
-                f" source's held_out or by data.held_out_fraction = {fraction}. Both"
-                " need at least one: change the fraction, or name files to hold out"
-                f" under data.sources.{name}.held_out."
+                f"data.sources.{name} has {len(own.keys)} documents, and none to train"
+                " on: all are held out, by its own or another source's held_out or by"
+                f" data.held_out_fraction = {fraction}. Give it more documents, or"
+                " change what is held out."
             )
-        found[name] = own.documents.select(~is_held), apart
+        found[name] = own.documents.select(~is_held), apart[name].documents
     return found
 
 

@@ -150,3 +150,15 @@ def test_the_beginning_of_a_document_has_no_end_token():
         begun.encode_chat_beginning(written).tolist() == begun.encode(written).tolist()
     )
     assert begun.encode_chat_beginning("a</s>")[-1] == ID("</s>")
+
+
+def test_a_completion_is_a_text_whose_answer_and_end_count():
+    rendered = RenderedChat("odd even", ((3, 8),), is_open=True, is_plain=True)
+    for config in (CONFIG, {**CONFIG, "add_bos_token": True}):
+        for definition in (PLAIN, WITH_BEGIN):
+            tokenizer = make(definition, config)
+            ((tokens, counted),) = tokenizer.encode_chats([rendered])
+            (document,) = tokenizer.encode_documents(["odd even"])
+            assert tokens.tolist() == document.tolist()
+            answer = [*make().encode(" even"), ID("</s>")]
+            assert tokens[counted].tolist() == answer

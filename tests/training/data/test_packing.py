@@ -1,6 +1,7 @@
 """Tests of stacked_remat/training/data/packing.py."""
 
 import collections
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -165,3 +166,21 @@ def test_sequences_without_a_target_are_left_out_and_no_target_is_lost(packing):
         packed.num_left_out == len(everything) - len(packed) > 10
         and everything.num_left_out == 0
     )
+
+
+@pytest.mark.parametrize(("packing", "most"), [("split", 32), ("whole", 40)])
+def test_tables_take_few_bytes_a_document(packing, most):
+    """Sixteen are of the documents themselves; a sequence has one or two of them."""
+    count = 20_000
+    lengths = np.random.default_rng(0).integers(5, 10, count)
+    tokens = np.broadcast_to(np.uint16(0), lengths.sum())
+    tracemalloc.start()
+    try:
+        starts = np.cumsum(lengths) - lengths
+        documents = TokenizedDocuments(tokens, None, starts, lengths.copy(), "")
+        packed = PackedDocuments(documents, 10, packing)
+        del documents, starts
+        taken, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(packed) >= count // 2 and taken <= most * count + 2**14

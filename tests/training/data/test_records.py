@@ -185,6 +185,10 @@ def test_unreadable_files_are_refused(tmp_path):
         (tmp_path / f"broken.txt.{ending}").write_bytes(packed)
         with pytest.raises(DataError, match=f"Can't read .*broken.txt.{ending}"):
             read(tmp_path / f"broken.txt.{ending}")
+    for broken in ('[{"text": "a"}', "[" * 200_000, "[1] 2"):
+        (tmp_path / "e.json").write_text(broken)
+        with pytest.raises(DataError, match=r"e.json begins with `\[` and is no array"):
+            read(tmp_path / "e.json")
     (tmp_path / "d.jsonl.zst").write_bytes(b"x")
     with pytest.raises(DataError, match=r"d.jsonl.zst is compressed with zstd"):
         read(tmp_path / "d.jsonl.zst")

@@ -12,16 +12,32 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stacked_remat.training import ByteTokenizer, DataError, SourceConfig
-from stacked_remat.training.data import checked_array, token_cache
+from stacked_remat.training import (
+    ByteTokenizer,
+    DataError,
+    PackedDocuments,
+    ProcessShare,
+    SourceConfig,
+)
+from stacked_remat.training.data import (
+    checked_array,
+    encoding_processes,
+    token_cache,
+)
 from stacked_remat.training.data.checked_array import CheckedArray
+from stacked_remat.training.data.encoding_processes import EncodingProcesses
 from stacked_remat.training.data.files import find_files
 from stacked_remat.training.data.hugging_face_tokenizer import HuggingFaceTokenizer
-from stacked_remat.training.data.token_cache import CacheRequest, open_token_cache
+from stacked_remat.training.data.token_cache import (
+    CacheRequest,
+    build_share,
+    open_token_cache,
+)
 
 from .silent import Silent
 from .word_tokenizer import word_tokenizer
 
+TOKENIZER = ByteTokenizer()
 CHAT = [{"role": "user", "content": "odd?"}, {"role": "assistant", "content": "even"}]
 
 
@@ -33,14 +49,19 @@ def build(
     save_tokens=2**24,
     tokenizer=None,
     train_on="all",
+    weight_key=None,
+    processes=None,
     **changes,
 ):
     tokenizer = ByteTokenizer() if tokenizer is None else tokenizer
     progress = Silent() if progress is None else progress
     files = find_files([str(folder)], "key")
-    source = SourceConfig(("-",), train_on=train_on)
+    source = SourceConfig(("-",), train_on=train_on, weight_key=weight_key)
     request = CacheRequest("te/xts", files, source, tokenizer, **changes)
-    return open_token_cache(request, cache, progress, save_tokens=save_tokens)
+    with EncodingProcesses(processes) as started:
+        return open_token_cache(
+            request, cache, progress, started, save_tokens=save_tokens
+        )
 
 
 def texts(cached, tokenizer=None):
@@ -144,7 +165,7 @@ def test_a_killed_build_resumes_with_the_same_result(folder, tmp_path, monkeypat
                 file.flush()
             raise KeyboardInterrupt
         whole_save(writer, **options)
-        saved.append(writer._state.num_tokens)
+        saved.append(writer._state.counts.num_tokens)
 
     options = {"save_tokens": 3000, "train_on": "answers"}
     whole = build(folder, tmp_path / "whole", **options)
@@ -161,6 +182,125 @@ def test_a_killed_build_resumes_with_the_same_result(folder, tmp_path, monkeypat
         *(sorted(written(tmp_path / name)) for name in ("cache", "whole")), strict=True
     ):
         assert one.is_dir() or one.read_bytes() == other.read_bytes()
+
+
+@pytest.fixture
+def parts(tmp_path, monkeypatch):
+    """A folder of 40 small files and 2 large ones, for requests of several caches."""
+    monkeypatch.setattr(token_cache, "_LARGE_FILE", 4000)
+    monkeypatch.setattr(token_cache, "_FILES_TOGETHER", 8)
+    folder = tmp_path / "parts"
+    folder.mkdir()
+    for number in range(40):
+        record = {"text": f"small {number}", "weight": 1 + number % 2}
+        (folder / f"{number:02d}.jsonl").write_text(json.dumps(record))
+    for name in ("07b", "30b"):
+        lines = [json.dumps({"text": f"{name} {line}"}) for line in range(300)]
+        (folder / f"{name}.jsonl").write_text("\n".join(lines))
+    return folder
+
+
+def of_parts():
+    found = []
+    for number in range(40):
+        found.append(f"small {number}")
+        if number in (7, 30):
+            found += [f"{number:02d}b {line}" for line in range(300)]
+    return found
+
+
+def test_a_file_that_is_added_or_changed_builds_one_cache(parts, tmp_path):
+    cache = tmp_path / "cache"
+    whole = build(parts, cache)
+    first = written(cache)
+    count = len(list(cache.iterdir()))
+    assert texts(whole) == of_parts() and 5 <= count <= 15
+    assert whole.counts.num_documents == len(of_parts()) == len(whole.keys)
+    assert len(set(whole.keys.tolist())) == len(whole.keys)
+    (parts / "07c.txt").write_text("added")
+    added = build(parts, cache)
+    at = of_parts().index("small 8")
+    assert texts(added) == [*of_parts()[:at], "added", *of_parts()[at:]]
+    assert len(list(cache.iterdir())) == count + 1
+    assert {path: written(cache)[path] for path in first} == first
+    (parts / "30b.jsonl").write_text('{"text": "short"}')
+    assert "short" in texts(build(parts, cache))
+    fingerprints = {one.documents.fingerprint for one in (whole, added)}
+    assert len(fingerprints) == 2
+    with pytest.raises(AssertionError):  # a slice lies within one cache
+        whole.documents.all_tokens[0 : len(whole.documents.all_tokens)]
+
+
+def test_progress_goes_over_all_caches_that_are_missing(parts, tmp_path):
+    progress = Silent()
+    build(parts, tmp_path / "cache", progress)
+    _, done, total, _ = zip(*progress.works, strict=True)
+    assert set(total) == {1 + sum(path.stat().st_size for path in parts.iterdir())}
+    assert sorted(done) == list(done) and done[-1] == total[0] and len(done) > 10
+    (parts / "07c.txt").write_text("added")
+    progress = Silent()
+    build(parts, tmp_path / "cache", progress)
+    assert progress.works[-1][2] < 2000
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"train_on": "answers", "weight_key": "weight"}]
+)
+def test_processes_make_the_same_caches(parts, tmp_path, options):
+    (parts / "12.jsonl").write_text(
+        json.dumps({"messages": CHAT, "id": 1}) + '\n{"text": ""}\n{'
+    )
+    options |= {"on_malformed": "skip", "save_tokens": 100}
+    one = build(parts, tmp_path / "one", **options)
+    two = build(parts, tmp_path / "two", processes=2, **options)
+    assert one.counts == two.counts
+    assert (one.counts.num_malformed, [*one.counts.unread][-1:]) == (1, ["id"])
+    assert one.documents.fingerprint == two.documents.fingerprint
+    for own, other in zip(
+        *(sorted(written(tmp_path / name)) for name in ("one", "two")), strict=True
+    ):
+        assert own.is_dir() or own.read_bytes() == other.read_bytes()
+
+
+def test_an_error_in_a_process_is_that_of_the_record(parts, tmp_path):
+    (parts / "12.jsonl").write_text("{")
+    with pytest.raises(DataError, match=r"12.jsonl:1 is not JSON .*on_malformed: skip"):
+        build(parts, tmp_path / "cache", processes=2)
+    (parts / "12.jsonl").write_text('{"text": "fixed"}')
+    assert "fixed" in texts(build(parts, tmp_path / "cache", processes=2))
+
+
+def test_a_process_that_is_killed_is_named(parts, tmp_path, monkeypatch):
+    program = "import os; os.kill(os.getpid(), 9)"
+    monkeypatch.setattr(encoding_processes, "_PROGRAM", program)
+    with pytest.raises(DataError, match=r"has ended, with the status -9; .*to fewer"):
+        build(parts, tmp_path / "cache", processes=2)
+    monkeypatch.undo()
+    assert len(texts(build(parts, tmp_path / "cache"))) == 640
+
+
+class Own(ByteTokenizer):
+    """A tokenizer that another process can't import."""
+
+
+def test_a_tokenizer_of_ones_own_encodes_in_this_process(folder, tmp_path):
+    cached = build(folder, tmp_path / "cache", processes=2, tokenizer=Own())
+    assert texts(cached) == expected()
+
+
+def test_each_of_several_processes_builds_its_share(parts, tmp_path):
+    source, cache = SourceConfig(("-",)), tmp_path / "cache"
+    request = CacheRequest("te/xts", find_files([str(parts)], "k"), source, TOKENIZER)
+    with EncodingProcesses() as processes:
+        for index in range(3):
+            share = ProcessShare(index, 3)
+            build_share(request, cache, Silent(), processes, share)
+            built = sum(path.name == "checksums" for path in cache.rglob("*"))
+            assert built == sum(
+                len(request.parts()[other::3]) for other in range(index + 1)
+            )
+    progress = Silent()
+    assert texts(build(parts, cache, progress)) == of_parts() and not progress.works
 
 
 def test_one_process_builds_and_others_wait(folder, tmp_path):
@@ -236,6 +376,44 @@ def test_chats_go_through_the_template_and_only_answers_count_if_asked(tmp_path)
         DataError, match=r"a.jsonl:2 does not fit the chat template: system first"
     ):
         build(folder, tmp_path / "cache", tokenizer=tokenizer)
+
+
+def test_of_a_prompt_with_its_completion_the_completion_counts(tmp_path):
+    record = json.dumps({"prompt": "2+2=", "completion": "4"})
+    folder = lines_in(tmp_path / "sums", record)
+    whole = build(folder, tmp_path / "cache")
+    assert texts(whole) == ["2+2=4"] and whole.documents.counted is None
+    documents = build(folder, tmp_path / "cache", train_on="answers").documents
+    counted = np.asarray(documents.weights(0, 0, int(documents.lengths[0])), bool)
+    assert documents.tokens(0, 0, 7)[counted].tolist() == [ord("4"), 256]
+
+
+def test_records_have_weights_and_those_of_weight_zero_are_left_out(tmp_path):
+    lines = [
+        '{"text": "one", "weight": 0.5}',
+        '{"text": "two", "weight": 0}',
+        '{"text": "three"}',
+        json.dumps({"messages": CHAT, "weight": 2}),
+    ]
+    folder = lines_in(tmp_path / "texts", *lines)
+    plain = build(folder, tmp_path / "cache")
+    assert plain.documents.weight_factors is None
+    assert [*plain.counts.unread] == ["weight"]
+    for train_on in ("all", "answers"):
+        options = {"weight_key": "weight", "train_on": train_on}
+        cached = build(folder, tmp_path / "cache", **options)
+        documents = cached.documents
+        assert texts(cached)[:2] == ["one", "three"] and cached.counts.num_empty == 1
+        assert not cached.counts.unread
+        weights = [
+            np.max(documents.weights(at, 0, int(documents.lengths[at])))
+            for at in range(3)
+        ]
+        assert weights == [0.5, 1.0, 2.0]
+        chosen = documents.select(np.array([False, True, True]))
+        assert chosen.weight_factors.tolist() == [1.0, 2.0]
+        packed = PackedDocuments(chosen, 99, "split")
+        assert set(packed[0]["weights"].tolist()) == {0.0, 1.0, 2.0}
 
 
 def test_files_of_a_cache_that_are_cut_or_missing_are_named(folder, tmp_path):
@@ -335,14 +513,16 @@ def test_damage_before_the_cache_is_complete_is_found(
 @pytest.mark.parametrize(
     "changed",
     [
-        {"num_tokens": -1},
-        {"num_documents": -1},
-        {"num_tokens": 542.0},
+        {"counts": {"num_tokens": -1}},
+        {"counts": {"num_documents": -1}},
+        {"counts": {"num_tokens": 542.0}},
         {"next_record": True},
         {"fingerprint": None},
         {"complete": "no"},
-        {"unread": 3},
-        {"problems": [1]},
+        {"counts": {"unread": 3}},
+        {"counts": {"problems": [1]}},
+        {"counts": 3},
+        {"counts": {"other": 1}},
         {"file_checksums": {"tokens": "1"}},
         {"other": 1},
         "[" * 100_000,
@@ -354,7 +534,11 @@ def test_a_state_that_no_cache_is_saved_with_is_damaged(folder, tmp_path, change
     (root,) = (tmp_path / "cache").iterdir()
     text = changed
     if isinstance(changed, dict):
-        text = json.dumps(json.loads((root / "state.json").read_text()) | changed)
+        saved = json.loads((root / "state.json").read_text())
+        counts = changed.get("counts")
+        if isinstance(counts, dict):
+            changed = {"counts": saved["counts"] | counts}
+        text = json.dumps(saved | changed)
     (root / "state.json").write_text(text)
     with pytest.raises(DataError, match="state.json is damaged. Delete the token"):
         build(folder, tmp_path / "cache")

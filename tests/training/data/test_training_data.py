@@ -1,5 +1,6 @@
 """Tests of stacked_remat/training/data/training_data.py."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -10,6 +11,7 @@ from stacked_remat.training import (
     DataConfig,
     DataError,
     SourceConfig,
+    first_examples,
     load_tokenizer,
     open_training_data,
 )
@@ -149,17 +151,49 @@ def test_skipped_records_are_reported_with_examples(tmp_path):
         open_data(tmp_path, sources=source, held_out_fraction=0.2)
 
 
-@pytest.mark.parametrize("number", [1, 0])
-def test_too_few_documents_to_split_are_refused(tmp_path, number):
-    (tmp_path / "only.txt").write_text("one file" * number)
+def test_documents_too_few_to_hold_any_out_are_all_trained_on(tmp_path):
+    (tmp_path / "only.txt").write_text("one file")
     source = {"one": SourceConfig((str(tmp_path / "only.txt"),))}
-    message = (
-        r"data.sources.one has 1 documents: . to train on and . held out"
-        if number
-        else "have no text"
+    # The share of the document's hash, 0.63, is above the first and below the second.
+    for fraction in (0.05, 0.99):
+        progress = Silent()
+        options = {"sources": source, "held_out_fraction": fraction, "batch_size": 1}
+        data = open_data(tmp_path, progress=progress, packing="whole", **options)
+        assert training_text(data, 1) == ["one file"] and len(data.held_out) == 0
+        assert data.held_out_by_source == {}
+        assert progress.messages == [
+            f"one: none of its 1 documents is held out by data.held_out_fraction ="
+            f" {fraction}; name some under data.sources.one.held_out to evaluate on"
+        ]
+
+
+def test_nothing_is_held_out_by_a_fraction_of_zero(folder, tmp_path):
+    progress = Silent()
+    data = open_data(
+        tmp_path,
+        sources={"all": SourceConfig((str(folder),))},
+        held_out_fraction=0,
+        packing="whole",
+        batch_size=1,
+        progress=progress,
     )
-    with pytest.raises(DataError, match=message):
-        open_data(tmp_path, sources=source)
+    assert training_text(data, 10) == sorted(f"text {n}" for n in range(40))
+    assert len(data.held_out) == 0 and not progress.messages
+    assert "0 in 0 held out" in data.summary
+
+
+def test_a_source_without_text_to_train_on_is_refused(folder, tmp_path):
+    (tmp_path / "none.txt").write_text("")
+    with pytest.raises(DataError, match="have no text"):
+        open_data(
+            tmp_path, sources={"one": SourceConfig((str(tmp_path / "none.txt"),))}
+        )
+    exam = {"held_out": (str(folder),)}
+    with pytest.raises(
+        DataError, match=r"data.sources.one has 14 documents, and none to train on: all"
+    ):
+        sources = {"one": SourceConfig((str(folder / "part0"),), **exam)}
+        open_data(tmp_path, sources=sources)
 
 
 def chats(path, role):
@@ -241,8 +275,8 @@ def test_keys_that_nothing_reads_and_open_answers_are_said_once(tmp_path):
         " of messages, thoughts"
     )
     assert (
-        progress.messages[0].startswith(unread)
-        and "end token ends 40 chats" in progress.messages[1]
+        progress.messages[1].startswith(unread)
+        and "end token ends 40 chats" in progress.messages[2]
     )
     batch = data.training.next()
     last = int(np.asarray(batch.documents.array[0] == 1).sum()) - 1
@@ -250,6 +284,52 @@ def test_keys_that_nothing_reads_and_open_answers_are_said_once(tmp_path):
         batch.targets.array[0][last] == tokenizer.end
         and batch.weights.array[0][last] == 1
     )
+
+
+def test_the_targets_of_the_first_example_are_said_before_anything_is_tokenized(
+    tmp_path,
+):
+    (tmp_path / "b.txt").write_text("never odd")
+    named = {"held_out": (str(tmp_path / "b.txt"),)}
+    answers = chats(tmp_path / "a.jsonl", "assistant")["chats"]
+    answers = dataclasses.replace(answers, **named)
+    first = f"in the first example, {tmp_path}/a.jsonl:1, "
+    told = {
+        "answers": f"{first}15 of 71 tokens are targets: 'me 0<|im_end|>\\n'",
+        "all": f"{first}71 of 71 tokens are targets, those of prompts too",
+    }
+    for train_on, line in told.items():
+        progress = Silent()
+        source = dataclasses.replace(answers, train_on=train_on)
+        open_data(tmp_path, sources={"c": source}, progress=progress)
+        assert progress.messages[0] == f"c: {line}"
+    plain = SourceConfig((str(tmp_path / "b.txt"),))
+    config = DataConfig({"c": answers, "plain": plain})
+    one, other = first_examples(config, TOKENIZER)
+    prompt = "<|end|><|im_start|>user\nwho?<|im_end|>\n<|im_start|>assistant\n"
+    assert one.runs == (
+        (prompt, False),
+        ("me 0<|im_end|>\n", True),
+        ("<|end|>", False),
+    )
+    assert other.runs == (("<|end|>never odd<|end|>", True),) and other.is_text
+    (tmp_path / "empty.jsonl").write_text('{"text": ""}\n' * 100)
+    empty = DataConfig({"c": SourceConfig((str(tmp_path / "empty.jsonl"),))})
+    assert list(first_examples(empty, TOKENIZER)) == []
+
+
+def test_an_answer_whose_targets_do_not_end_it_is_said_at_the_start(tmp_path):
+    template = (
+        "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}"
+        "</turn>{% endfor %}"
+    )
+    tokenizer = load_tokenizer(str(save(tmp_path / "words", template=template)))
+    chat = {"messages": [{"role": "assistant", "content": "even"}]}
+    (tmp_path / "a.jsonl").write_text(json.dumps(chat))
+    source = SourceConfig((str(tmp_path / "a.jsonl"),), train_on="answers")
+    (example,) = first_examples(DataConfig({"a": source}), tokenizer)
+    assert str(example).endswith(" targets: 'even'; none of them ends an answer")
+    assert example.runs[-1] == ("</turn>", False)
 
 
 def test_answers_whose_ends_are_not_marked_are_said_once(tmp_path):
@@ -327,6 +407,6 @@ def test_a_source_most_of_whose_sequences_have_no_target_is_refused(tmp_path, pr
         True
     ] * 9
     left_out = {10: "2 of 22", 60: "20 of 40"}[prompt]
-    assert progress.messages == [
+    assert progress.messages[1:] == [
         f"chats: {left_out} sequences have no target and are left out"
     ]

@@ -17,9 +17,9 @@ from models.parts.cache import LayerCache
 from models.parts.config import LayerKind, SparseDecoderConfig, rotated_width
 from models.parts.decoder import DecoderLayer, LayerOutput, residual
 from models.parts.delta_net import GatedDeltaNet
-from models.parts.experts import SparseExperts
+from models.parts.experts import init_feed_forward
 from models.parts.hybrid import HybridDecoderConfig
-from models.parts.mlp import GatedMlp
+from models.parts.mlp import FeedForward
 from models.parts.norms import Norm, offset_rms_norm
 from models.parts.remat_presets import ATTENTION_NAMES
 from models.parts.sections import ExpertsConfig, LinearAttentionConfig
@@ -37,13 +37,13 @@ class Qwen3NextLayer(DecoderLayer):
     attention: Attention | None
     linear_attention: GatedDeltaNet | None
     post_attention_norm: Norm
-    mlp: GatedMlp | SparseExperts
+    mlp: FeedForward
 
     @staticmethod
     def init(
         config: "GatedHybridConfig",
         kind: LayerKind,
-        mlp: GatedMlp | SparseExperts,
+        mlp: FeedForward,
         *,
         key: PRNGKeyArray,
     ) -> "Qwen3NextLayer":
@@ -123,12 +123,9 @@ class Qwen3NextConfig(GatedHybridConfig, SparseDecoderConfig):
     def init_layer(self, kind: LayerKind, *, key: PRNGKeyArray) -> Qwen3NextLayer:
         """Makes a layer from `key`."""
         mixer_key, mlp_key = jax.random.split(key)
-        if kind.sparse:
-            mlp = SparseExperts.init(
-                self, shared_dim=self.shared_dim, shared_gate=True, key=mlp_key
-            )
-        else:
-            mlp = GatedMlp.init(self, self.Mlp, key=mlp_key)
+        mlp = init_feed_forward(
+            self, kind, shared_dim=self.shared_dim, shared_gate=True, key=mlp_key
+        )
         return Qwen3NextLayer.init(self, kind, mlp, key=mixer_key)
 
 
@@ -185,7 +182,6 @@ SHARED_TENSORS = {
     "linear_attention.decay": "",
     "linear_attention.decay.a_log": "A_log",
     "linear_attention.o_proj": "out_proj",
-    "mlp.router": "gate",
     "mlp.shared": "shared_expert",
     "mlp.shared_gate": "shared_expert_gate",
 }

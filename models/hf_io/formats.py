@@ -30,8 +30,15 @@ DECODER_TENSORS: TensorTable = {
     "input_norm": "input_layernorm",
     "post_attention_norm": "post_attention_layernorm",
     "attention": "self_attn",
+    # Of latent attention; the second is of the vector and one key for all heads
+    "attention.q_a_norm": "q_a_layernorm",
+    "attention.kv_a_proj": "kv_a_proj_with_mqa",
+    "attention.kv_a_norm": "kv_a_layernorm",
+    "mlp.router": "gate",
+    "mlp.bias": "gate.e_score_correction_bias",
+    "mlp.shared": "shared_experts",
 }
-"""The names that most architectures have."""
+"""The names that most architectures have, of parts that they have."""
 
 
 ALTERNATING = AttentionConfig(window=3, layer_types=(FULL, SLIDING))

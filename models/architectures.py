@@ -18,6 +18,7 @@ from models.minimax_m2 import MiniMaxM2Config as MiniMaxM2Config
 from models.mistral import MistralConfig as MistralConfig
 from models.mixtral import MixtralConfig as MixtralConfig
 from models.olmo3 import Olmo3Config as Olmo3Config
+from models.olmo_hybrid import OlmoHybridConfig as OlmoHybridConfig
 from models.phi3 import Phi3Config as Phi3Config
 from models.qwen2 import Qwen2Config as Qwen2Config
 from models.qwen3 import Qwen3Config as Qwen3Config, Qwen3MoeConfig as Qwen3MoeConfig

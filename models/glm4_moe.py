@@ -11,7 +11,11 @@ from models.hf_io import config_fields as hf
 from models.hf_io.formats import HfFormat, register_format
 from models.parts.attention import Attention
 from models.parts.cache import LayerCache
-from models.parts.config import GroupedDecoderConfig, LayerKind, rotated_width
+from models.parts.config import (
+    GroupedDecoderConfig,
+    LayerKind,
+    PartialRotaryConfig,
+)
 from models.parts.decoder import DecoderLayer, LayerOutput, residual
 from models.parts.experts import init_feed_forward
 from models.parts.mlp import FeedForward
@@ -40,11 +44,10 @@ class Glm4MoeLayer(DecoderLayer):
 
 
 @dataclass(frozen=True)
-class Glm4MoeConfig(GroupedDecoderConfig):
+class Glm4MoeConfig(PartialRotaryConfig, GroupedDecoderConfig):
     """A GLM-4.5 decoder; attention's last projection has no bias.
 
     Attributes:
-        partial_rotary_factor: the part of a head that is rotated.
         qk_norm: whether queries and keys are normalised.
     """
 
@@ -53,10 +56,6 @@ class Glm4MoeConfig(GroupedDecoderConfig):
     )
     partial_rotary_factor: float = 0.5
     qk_norm: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        rotated_width(self.head_dim, self.partial_rotary_factor)
 
     def init_layer(self, kind: LayerKind, *, key: PRNGKeyArray) -> Glm4MoeLayer:
         """Makes a layer from `key`."""
@@ -76,7 +75,7 @@ class Glm4MoeConfig(GroupedDecoderConfig):
                 rotary=self.rotary,
                 window=kind.window,
                 # The first coordinates of a head; the others tell nothing of positions.
-                rotary_dim=rotated_width(self.head_dim, self.partial_rotary_factor),
+                rotary_dim=self.rotated_dim,
                 q_norm=q_norm,
                 k_norm=k_norm,
                 # Glm4MoeAttention: `attention_bias` is of the other three projections.

@@ -1,5 +1,7 @@
-"""Granite 4 (Granite team 2025): nine layers of Mamba-2 to one of attention, with a
-shared MLP in all and experts besides, and Granite's factors.
+"""Granite 4 (Granite team 2025): Mamba-2 and attention, an MLP beside experts.
+
+Nine layers of Mamba-2 to one of attention; a shared MLP in all and experts besides, and
+Granite's factors.
 """
 
 import math

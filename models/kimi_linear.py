@@ -1,5 +1,7 @@
-"""Kimi Linear (Kimi team 2025): three layers of Kimi Delta Attention to one of latent
-attention without positions, and experts as DeepSeek V3's.
+"""Kimi Linear (Kimi team 2025): Kimi Delta Attention, latent attention, and experts.
+
+Three layers of Kimi Delta Attention to one of latent attention without positions, and
+experts as DeepSeek V3's.
 """
 
 from dataclasses import dataclass, field, replace
@@ -59,6 +61,8 @@ class KimiLinearConfig(LatentDecoderConfig, HybridDecoderConfig):
     Attributes:
         linear: sizes of layers with Kimi Delta Attention.
     """
+
+    linear_names = ("query", "key", "value", "decay", "gate")
 
     linear: LinearAttentionConfig = field(
         default_factory=lambda: LinearAttentionConfig(num_key_heads=4)
@@ -133,7 +137,7 @@ FIELDS |= {
 
 def from_hf(given: hf.ConfigFields) -> hf.Found:
     """Reads a `config.json`; defaults are those of transformers."""
-    given.ignore("head_dim", "qk_head_dim")  # follow from others
+    given.ignore("head_dim", "qk_head_dim")  # of nothing, and a sum
     given.ignore("rope_theta", "rope_scaling", "rope_parameters")  # of no rotation
     given.ignore("num_nextn_predict_layers")  # of no tensor
     given.only("mla_use_nope", True)
@@ -191,8 +195,6 @@ TENSORS = {
     "linear_attention.gate_proj": "",
     "linear_attention.gate_proj.down": "g_a_proj",
     "linear_attention.gate_proj.up": "g_b_proj",
-    "linear_attention.decay": "",
-    "linear_attention.decay.a_log": "A_log",
     "linear_attention.norm": "o_norm",
     "mlp": "",
     "mlp.gate_proj": "mlp.gate_proj",

@@ -15,7 +15,6 @@ from models.parts.attention import Attention
 from models.parts.cache import LayerCache
 from models.parts.config import LayerKind
 from models.parts.decoder import DecoderLayer, LayerOutput, residual
-from models.parts.experts import SparseExperts
 from models.parts.gated_convolution import CONVOLUTION_NAMES, GatedConvolution
 from models.parts.hybrid import HybridDecoderConfig
 from models.parts.mlp import GatedMlp
@@ -26,50 +25,18 @@ from stacked_remat.training.config_checks import check_positive
 
 
 class Lfm2Layer(DecoderLayer):
-    """A layer of LFM2, with attention or a convolution, and an MLP or experts."""
+    """A layer of LFM2, with attention or a convolution."""
 
     input_norm: Norm
     attention: Attention | None
     conv: GatedConvolution | None
     post_attention_norm: Norm
-    mlp: GatedMlp | SparseExperts
-
-    @staticmethod
-    def init(
-        config: HybridDecoderConfig,
-        kind: LayerKind,
-        mlp: GatedMlp | SparseExperts,
-        *,
-        conv_size: int,
-        conv_bias: bool,
-        key: PRNGKeyArray,
-    ) -> "Lfm2Layer":
-        """Makes the mixer of a layer from `key`."""
-        attention = conv = None
-        if kind.linear:
-            conv = GatedConvolution.init(config, conv_size, bias=conv_bias, key=key)
-        else:
-            attention = Attention.init(
-                config,
-                rotary=config.rotary,
-                q_norm=rms_norm(config.HeadDim, config.rms_norm_eps),
-                k_norm=rms_norm(config.HeadDim, config.rms_norm_eps),
-                key=key,
-            )
-        return Lfm2Layer(
-            input_norm=config.init_norm(),
-            attention=attention,
-            conv=conv,
-            post_attention_norm=config.init_norm(),
-            mlp=mlp,
-        )
+    mlp: GatedMlp
 
     def forward(
         self, x: NamedArray, tokens: Tokens, cache: LayerCache | None = None
     ) -> LayerOutput:
-        """Adds attention or a convolution, then the MLP or experts, each of normalised
-        input.
-        """
+        """Adds the mixer, then the MLP, each of normalised input."""
         # Lfm2DecoderLayer of transformers
         mixed, cache = self.mixer(self.input_norm(x), tokens, cache)
         x = residual(x + mixed)
@@ -98,13 +65,25 @@ class Lfm2Config(HybridDecoderConfig):
     def init_layer(self, kind: LayerKind, *, key: PRNGKeyArray) -> Lfm2Layer:
         """Makes a layer from `key`."""
         mixer_key, mlp_key = jax.random.split(key)
-        return Lfm2Layer.init(
-            self,
-            kind,
-            GatedMlp.init(self, self.Mlp, key=mlp_key),
-            conv_size=self.conv_size,
-            conv_bias=self.conv_bias,
-            key=mixer_key,
+        attention = conv = None
+        if kind.linear:
+            conv = GatedConvolution.init(
+                self, self.conv_size, bias=self.conv_bias, key=mixer_key
+            )
+        else:
+            attention = Attention.init(
+                self,
+                rotary=self.rotary,
+                q_norm=rms_norm(self.HeadDim, self.rms_norm_eps),
+                k_norm=rms_norm(self.HeadDim, self.rms_norm_eps),
+                key=mixer_key,
+            )
+        return Lfm2Layer(
+            input_norm=self.init_norm(),
+            attention=attention,
+            conv=conv,
+            post_attention_norm=self.init_norm(),
+            mlp=GatedMlp.init(self, self.Mlp, key=mlp_key),
         )
 
 

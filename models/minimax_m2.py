@@ -11,7 +11,7 @@ from models.hf_io import config_fields as hf
 from models.hf_io.formats import HfFormat, register_format
 from models.parts.attention import Attention
 from models.parts.cache import LayerCache
-from models.parts.config import LayerKind, SparseDecoderConfig, rotated_width
+from models.parts.config import LayerKind, PartialRotaryConfig, SparseDecoderConfig
 from models.parts.decoder import DecoderLayer, LayerOutput, residual
 from models.parts.experts import SparseExperts
 from models.parts.norms import Norm, rms_norm
@@ -38,20 +38,10 @@ class MiniMaxM2Layer(DecoderLayer):
 
 
 @dataclass(frozen=True)
-class MiniMaxM2Config(SparseDecoderConfig):
-    """A MiniMax-M2 decoder, whose routers have biases that are not trained.
-
-    Attributes:
-        partial_rotary_factor: the part of a head that is rotated.
-    """
+class MiniMaxM2Config(PartialRotaryConfig, SparseDecoderConfig):
+    """A MiniMax-M2 decoder, whose routers have biases that are not trained."""
 
     all_sparse = True
-
-    partial_rotary_factor: float = 1.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        rotated_width(self.head_dim, self.partial_rotary_factor)
 
     def init_layer(self, kind: LayerKind, *, key: PRNGKeyArray) -> MiniMaxM2Layer:
         """Makes a layer from `key`."""
@@ -64,7 +54,7 @@ class MiniMaxM2Config(SparseDecoderConfig):
                 self,
                 rotary=self.rotary,
                 window=kind.window,
-                rotary_dim=rotated_width(self.head_dim, self.partial_rotary_factor),
+                rotary_dim=self.rotated_dim,
                 # Over all heads together, so attention is not cut into tiles of heads
                 q_norm=rms_norm(self.QueryHeads, self.rms_norm_eps),
                 k_norm=rms_norm(self.KeyHeads, self.rms_norm_eps),

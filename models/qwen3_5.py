@@ -5,54 +5,36 @@ Qwen3-Next with other tensors.
 from dataclasses import dataclass
 from typing import Any
 
-import jax
-from jaxtyping import PRNGKeyArray
-
 from models.hf_io import config_fields as hf
 from models.hf_io.formats import HfFormat, register_format
-from models.parts.config import LayerKind
-from models.parts.mlp import GatedMlp
 from models.qwen3_next import (
-    LINEAR_FIELDS,
+    HEAD_DIM,
     SHARED_TENSORS,
     GatedHybridConfig,
     Qwen3NextConfig,
-    Qwen3NextLayer,
-    read_layers,
 )
 
 
 @dataclass(frozen=True)
 class Qwen3_5Config(GatedHybridConfig):
-    """A dense Qwen3.5 decoder."""
-
-    def init_layer(self, kind: LayerKind, *, key: PRNGKeyArray) -> Qwen3NextLayer:
-        """Makes a layer of Qwen3-Next with an MLP from `key`."""
-        mixer_key, mlp_key = jax.random.split(key)
-        mlp = GatedMlp.init(self, self.Mlp, key=mlp_key)
-        return Qwen3NextLayer.init(self, kind, mlp, key=mixer_key)
+    """A dense Qwen3.5 decoder, of layers of Qwen3-Next."""
 
 
 @dataclass(frozen=True)
 class Qwen3_5MoeConfig(Qwen3NextConfig):
-    """A Qwen3.5 decoder with experts in every layer."""
+    """A Qwen3.5 decoder with experts in every layer, of layers of Qwen3-Next."""
 
     all_sparse = True
 
 
-HEAD_DIM = hf.Field("attention.head_dim", 256, written="head_dim")
-FIELDS = hf.DENSE_SIZES | LINEAR_FIELDS | {"head_dim": HEAD_DIM}
-MOE_FIELDS = (
-    hf.SIZES
-    | LINEAR_FIELDS
-    | {
-        "head_dim": HEAD_DIM,
-        "num_experts": hf.Field("experts.num_experts", 256),
-        "num_experts_per_tok": hf.Field("experts.experts_per_token", 8),
-        "moe_intermediate_size": hf.Field("experts.intermediate_dim", 512),
-        "shared_expert_intermediate_size": hf.Field("shared_dim", 512),
-    }
-)
+FIELDS = hf.DENSE_SIZES | hf.LINEAR_SIZES | HEAD_DIM
+MOE_FIELDS = hf.SIZES | hf.LINEAR_SIZES | HEAD_DIM
+MOE_FIELDS |= {
+    "num_experts": hf.Field("experts.num_experts", 256),
+    "num_experts_per_tok": hf.Field("experts.experts_per_token", 8),
+    "moe_intermediate_size": hf.Field("experts.intermediate_dim", 512),
+    "shared_expert_intermediate_size": hf.Field("shared_dim", 512),
+}
 
 
 def from_hf(given: hf.ConfigFields) -> hf.Found:
@@ -76,13 +58,16 @@ def moe_to_hf(config: Qwen3_5MoeConfig) -> dict[str, Any]:
 
 
 def _from_hf(given: hf.ConfigFields, fields: hf.Fields, kv_heads: int) -> hf.Found:
-    # Always float32 here
-    given.ignore("mamba_ssm_dtype")
+    given.only("attn_output_gate", True)
+    given.only("output_gate_type", "swish")
+    # Of states, which are float32 here, and of heads that predict further tokens
+    given.ignore("mamba_ssm_dtype", "mlp_only_layers")
+    given.ignore("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")
     # Sections of the frequencies for time, height and width, which of a text are equal
     without = ("mrope_section", "mrope_interleaved")
     found = hf.read_decoder(given, fields, kv_heads=kv_heads)
     found |= hf.read_rotary(given, partial=0.25, without=without)
-    return found | read_layers(given, found["num_layers"])
+    return found | hf.read_hybrid_layers(given, found["num_layers"])
 
 
 def _to_hf(config: GatedHybridConfig, fields: hf.Fields) -> dict[str, Any]:

@@ -169,6 +169,15 @@ DENSE_SIZES: Fields = SIZES | {
 }
 """The same, with that of an MLP."""
 
+LINEAR_SIZES: Fields = {
+    "linear_num_key_heads": Field("linear.num_key_heads", 16),
+    "linear_num_value_heads": Field("linear.num_value_heads", 32),
+    "linear_key_head_dim": Field("linear.key_dim", 128),
+    "linear_value_head_dim": Field("linear.value_dim", 128),
+    "linear_conv_kernel_dim": Field("linear.conv_size", 4),
+}
+"""Those of layers with linear attention."""
+
 
 def without(fields: Fields, *names: str) -> Fields:
     """The fields but for some."""
@@ -388,15 +397,21 @@ def layer_types(config: DecoderConfig) -> list[str]:
 def read_hybrid_layers(
     given: ConfigFields,
     num_layers: int,
-    usual: Sequence[str],
+    usual: Sequence[str] | None = None,
     linear: str = LINEAR,
     full: str = FULL,
 ) -> Found:
-    """The mixer of each layer of a hybrid decoder: `layer_types`, `usual` where it is
-    absent.
+    """The mixer of each layer of a hybrid decoder: `layer_types`.
 
-    `linear` and `full` are what the file calls the two.
+    Args:
+        usual: those where the field is absent; attention in every fourth if not given,
+            or by `full_attention_interval`.
+        linear, full: what the file calls the two.
     """
+    if usual is None:
+        every = given("full_attention_interval", 4)
+        numbers = range(1, num_layers + 1)
+        usual = [linear if number % every else full for number in numbers]
     kinds = given("layer_types", list(usual))
     if len(kinds) != num_layers:  # a shorter list would be repeated
         raise ValueError(

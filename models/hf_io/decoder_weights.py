@@ -53,12 +53,16 @@ def read_decoder(root: Path, like: Decoder) -> Decoder:
     Cost: one tensor in host memory, or where experts are fused those of one expert,
     besides the decoder.
     """
-    folder, known = SafetensorsFolder.open(root), format_of(like.config)
+    folder, known = _text_tensors(root), format_of(like.config)
     folder = folder.renamed(known.read_name)
     # As some training code saves what transformers has in memory
     if any(name.endswith(".experts.gate_up_proj") for name in folder.shapes):
         known = known.in_memory
         folder = folder.renamed(known.loaded_name)
+    elif known.joined:
+        # Where transformers cuts such a tensor does not say whose a part is.
+        folder = folder.joined(known.joined).renamed(known.loaded_name)
+        known = replace(known, is_loaded=True)
     folder = _without_unused(
         _with_head_of(like.config, folder, known), like.config, known
     )
@@ -90,7 +94,7 @@ def with_own_head(config: DecoderConfig, root: Path) -> DecoderConfig:
         (root / file).is_file() for file in weight_files(root)
     ):
         return config
-    if not _has_own_head(SafetensorsFolder.open(root), format_of(config)):
+    if not _has_own_head(_text_tensors(root), format_of(config)):
         return config
     warnings.warn(
         f"{root}: config.json ties the head to the embedding, and the files have a head"
@@ -233,6 +237,16 @@ def _parts(
             if len(same) == 1
             else replace(one, tensor_shape=tuple(shape), outputs=outputs)
         )
+
+
+def _text_tensors(root: Path) -> SafetensorsFolder:
+    """The tensors of a folder, those of a text decoder in a larger model under the
+    names that they have without it.
+    """
+    folder = SafetensorsFolder.open(root)
+    return folder.renamed(
+        lambda name: re.sub(r"^model\.language_model\.", "model.", name)
+    )
 
 
 def _has_own_head(folder: SafetensorsFolder, known: HfFormat) -> bool:

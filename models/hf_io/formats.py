@@ -37,6 +37,12 @@ DECODER_TENSORS: TensorTable = {
     "mlp.router": "gate",
     "mlp.bias": "gate.e_score_correction_bias",
     "mlp.shared": "shared_experts",
+    "linear_attention": "linear_attn",
+    "linear_attention.decay": "",
+    "linear_attention.decay.a_log": "A_log",
+    "linear_attention.q_conv": "conv1d",
+    "linear_attention.k_conv": "conv1d",
+    "linear_attention.v_conv": "conv1d",
 }
 """The names that most architectures have, of parts that they have."""
 
@@ -64,6 +70,8 @@ class HfFormat:
             head.
         loaded: parts of names, with dots in them or not, that transformers has
             otherwise in memory, as adapters have them.
+        joined: by a part of a name in memory, those of the files' tensors that are one
+            there, joined along their first axis; `loaded` gives them this name.
         also_read: parts of names that some files have for others, which are written.
         shapes: by the path of an array the shape of its tensor, where that has axes of
             size 1; -1 for the other one.
@@ -88,6 +96,7 @@ class HfFormat:
     fields: Fields
     tensors: TensorTable = field(default_factory=dict)
     loaded: Mapping[str, str] = field(default_factory=dict)
+    joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     also_read: Mapping[str, str] = field(default_factory=dict)
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     is_loaded: bool = False
@@ -220,6 +229,7 @@ def config_from_hf(
     A field that is not known gives a warning; one that is missing or has an unsupported
     value, a ValueError.
     """
+    document = _text_fields(document)
     given = ConfigFields(document)
     model_type = given("model_type", "")
     if model_type not in _FORMATS:
@@ -267,6 +277,17 @@ def config_from_hf(
         )
         raise ValueError(text) from error
     return config, vocab_size
+
+
+def _text_fields(document: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The fields of a text decoder, which may be a section of those of a model that
+    reads images too.
+    """
+    section = document.get("text_config")
+    if not isinstance(section, dict) or section.get("model_type") not in _FORMATS:
+        return document
+    around = ("tie_word_embeddings", "quantization_config")
+    return {name: document[name] for name in around if name in document} | section
 
 
 def config_to_hf(

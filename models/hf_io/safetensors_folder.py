@@ -11,8 +11,8 @@ import math
 import mmap
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Set
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -57,7 +57,7 @@ class SafetensorsFolder:
     """
 
     root: Path
-    stored: Mapping[str, "StoredTensor"]
+    stored: Mapping[str, "StoredTensor | JoinedTensor"]
     shapes: Mapping[str, tuple[int, ...]]
     dtypes: Mapping[str, str]
     files: Set[mmap.mmap]
@@ -94,6 +94,25 @@ class SafetensorsFolder:
 
         new = under_new(self.stored), under_new(self.shapes), under_new(self.dtypes)
         return SafetensorsFolder(self.root, *new, self.files)
+
+    def joined(self, wholes: Mapping[str, Sequence[str]]) -> "SafetensorsFolder":
+        """The same tensors, but that some are one, joined along their first axis.
+
+        `wholes` has for a part of a name, that of the joined tensor, the parts in its
+        place in the names of the others.
+        """
+        stored: dict[str, StoredTensor | JoinedTensor] = dict(self.stored)
+        for whole, parts in wholes.items():
+            first = f".{parts[0]}."
+            for name in [name for name in stored if first in name]:
+                names = [name.replace(first, f".{part}.") for part in parts]
+                if all(own in stored for own in names):
+                    tensors = [stored.pop(own) for own in names]
+                    joined = JoinedTensor(tuple(tensors))
+                    stored[name.replace(first, f".{whole}.")] = joined
+        shapes = {name: tensor.shape for name, tensor in stored.items()}
+        dtypes = {name: tensor.dtype for name, tensor in stored.items()}
+        return replace(self, stored=stored, shapes=shapes, dtypes=dtypes)
 
     def are_equal(self, first: str, second: str) -> bool:
         """Whether two tensors have the same values. Cost: reads both, some rows at a
@@ -149,6 +168,28 @@ class StoredTensor:
             if self.mapped.size() < len(self.mapped):
                 raise ValueError("it was truncated")
             return np.ndarray(self.shape, _DTYPES[self.dtype], self.mapped, self.offset)
+
+
+@dataclass(frozen=True)
+class JoinedTensor:
+    """Tensors of files joined along their first axis."""
+
+    parts: tuple[Any, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the whole, of parts that differ in the first axis alone."""
+        rows = sum(part.shape[0] for part in self.parts)
+        return rows, *self.parts[0].shape[1:]
+
+    @property
+    def dtype(self) -> str:
+        """That of the first part."""
+        return self.parts[0].dtype
+
+    def view(self) -> Shaped[np.ndarray, "..."]:
+        """The whole, a copy."""
+        return np.concatenate([part.view() for part in self.parts])
 
 
 @contextlib.contextmanager

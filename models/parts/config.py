@@ -353,6 +353,34 @@ class SparseDecoderConfig(DecoderConfig):
 
 
 @dataclass(frozen=True)
+class PartialRotaryConfig(DecoderConfig):
+    """A decoder that rotates a part of each head.
+
+    Attributes:
+        partial_rotary_factor: the part of a head that is rotated, its first
+            coordinates.
+    """
+
+    partial_rotary_factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        width, head_dim = self.rotated_dim, self.head_dim
+        # Coordinates are rotated in pairs.
+        if not 0 < width <= head_dim or width % 2:
+            raise ValueError(
+                f"model.partial_rotary_factor = {self.partial_rotary_factor} of the"
+                f" head width {head_dim} is {width} coordinates. An even number from 2"
+                f" to {head_dim} can be rotated."
+            )
+
+    @property
+    def rotated_dim(self) -> int:
+        """How many coordinates of a head are rotated."""
+        return int(self.head_dim * self.partial_rotary_factor)
+
+
+@dataclass(frozen=True)
 class GroupedDecoderConfig(SparseDecoderConfig):
     """A decoder whose routers score experts by a sigmoid, have a bias, and choose among
     groups of experts (arXiv:2412.19437, section 2.1.2).
@@ -437,7 +465,7 @@ class LatentDecoderConfig(GroupedDecoderConfig):
     num_heads: int = 4
     num_kv_heads: int = 4
     experts: ExpertsConfig = field(
-        # DeepseekV3TopkRouter of transformers multiplies in float32.
+        # The routers of these models multiply in float32.
         default_factory=lambda: ExpertsConfig(router_dtype="float32")
     )
     latent: LatentConfig = field(default_factory=LatentConfig)
@@ -467,17 +495,3 @@ def check_layer_numbers(key: str, numbers: Sequence[int], num_layers: int) -> No
             f"{key} = {list(numbers)} must be from 0 to {num_layers - 1}, in increasing"
             " order."
         )
-
-
-def rotated_width(head_dim: int, factor: float) -> int:
-    """How many coordinates of a head are rotated, from the first on, where the config
-    has a `partial_rotary_factor`.
-    """
-    width = int(head_dim * factor)
-    # Coordinates are rotated in pairs.
-    if not 0 < width <= head_dim or width % 2:
-        raise ValueError(
-            f"model.partial_rotary_factor = {factor} of the head width {head_dim} is"
-            f" {width} coordinates. An even number from 2 to {head_dim} can be rotated."
-        )
-    return width

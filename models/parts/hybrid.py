@@ -22,13 +22,7 @@ class HybridDecoderConfig(DecoderConfig):
             list repeats.
     """
 
-    linear_names: ClassVar[tuple[str, ...]] = (
-        "query",
-        "key",
-        "value",
-        "decay",
-        "gate",
-    )
+    linear_names: ClassVar[tuple[str, ...]] = ("query", "key", "value", "gate")
 
     layer_types: tuple[Literal["linear_attention", "full_attention"], ...] = (
         LINEAR,
@@ -39,10 +33,10 @@ class HybridDecoderConfig(DecoderConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.layer_types:
+        if {*self.layer_types} - {LINEAR, FULL} or not self.layer_types:
             raise ValueError(
-                "model.layer_types is empty: give linear_attention or full_attention"
-                " for each layer, or a shorter list, which repeats."
+                f"model.layer_types = {[*self.layer_types]} must have {LINEAR!r} or"
+                f" {FULL!r} for each layer; a shorter list repeats."
             )
         # The default repeats, and may be longer than a shallow decoder.
         types, default = self.layer_types, HybridDecoderConfig.layer_types

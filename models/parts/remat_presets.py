@@ -53,6 +53,10 @@ def decoder_remat_presets(names: Sequence[str]) -> RematPresets:
     derivatives reads. Of experts it also keeps the router's logits, and a few integers
     a choice.
 
+    Of gated attention `projections_saved` keeps the gate too, and of linear attention
+    `query`, `key`, `value` and `gate`, as wide as they are; what it computes of them is
+    computed again.
+
     docs/long-context.md has the cost at 65,536 tokens.
     """
     # The probabilities come from the logits, and nothing reads the output.

@@ -40,5 +40,5 @@ def document_begins(
     """
     first = documents[Pos.name, 0].broadcast_axis(Pos.resize(before))
     documents = with_positions_before(documents, first, Pos, context)
-    later = documents[Pos.name, 1:]
-    return later != documents[Pos.name, :-1]
+    earlier, later = documents[Pos.name, :-1], documents[Pos.name, 1:]
+    return NamedArray(later.array != earlier.array, later.axes)

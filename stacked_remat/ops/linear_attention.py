@@ -1,16 +1,12 @@
 """Linear attention with decays on named axes: the gated delta rule, of whole sequences
 and of one position.
 
-A sequence is cut into chunks, within which it is matrix products
-(`_delta_chunks.py`), and chunks are taken in groups. The loop over groups has the
-policy `"nested"`: for the backward pass it keeps about as many states as the square
-root of the number of groups, and what a group computes exists for one group at a time.
+A sequence is cut into chunks, within which it is matrix products (`_delta_chunks.py`).
+A loop goes over groups of chunks (`_linear_groups.py`).
 """
 
 import functools
-import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import haliax as hax
 import jax.numpy as jnp
@@ -18,42 +14,11 @@ from haliax import Axis, AxisSelector, NamedArray
 from jax import lax
 from jaxtyping import Array
 
-from .. import scan
 from .._messages import axes_text
-from ._delta_chunks import delta_chunks
+from ._linear_groups import HeadAxes, Inputs, attend_in_groups
 from ._named import FLOATS, INTEGERS, check_named
-from ._padding import pad_axis
 from ._positions import document_begins
 from .per_device import align_varying_axes, mesh_axes, per_device
-
-_CHUNK = 64
-"""Positions in a chunk, a power of two. With more of them, products within a chunk are
-larger, and fewer steps follow each other.
-"""
-
-_GROUP = 512
-"""Chunks in a group, those of each head counted: their intermediates exist at once."""
-
-
-class _Axes(NamedTuple):
-    """The axes of a call, each once."""
-
-    # The positions; none in a call for one position
-    along: tuple[Axis, ...]
-    Key: Axis
-    Value: Axis
-    # Of query, key and value
-    batch: tuple[Axis, ...]
-    # Of value alone: value heads that share a key head
-    group: tuple[Axis, ...]
-
-    @property
-    def heads(self) -> tuple[Axis, ...]:
-        return (*self.batch, *self.group)
-
-    @property
-    def state(self) -> tuple[Axis, ...]:
-        return (*self.heads, self.Key, self.Value)
 
 
 def linear_attention(
@@ -115,16 +80,20 @@ def linear_attention(
     Cost: `_delta_chunks.py` counts the FLOPs; none grow with the square of `Pos`. For
     the gradient the products are computed once more, those of states twice. Memory
     beside arguments, results and their gradients: about `2 * sqrt(Pos / 1024)` states,
-    and the intermediates of 1,024 positions. Where axes of more than one entry come
-    before `Pos`, arrays are copied.
+    and the intermediates of 1,024 positions. Arrays are copied where axes of more
+    than one entry come before `Pos`, or where groups of chunks do not divide it.
 
-    On several devices: each computes the heads and batch entries that Haliax's axis
-    mapping gives it.
+    On several devices: each computes the heads, the batch entries and the positions
+    that Haliax's axis mapping gives it. Where positions are divided, a device goes
+    through its own twice, first without queries, and gathers `Key * (Key + Value)`
+    numbers of each head from all devices.
     """
+    check_named("key", key, FLOATS, ())
+    Pos = _resolved(Pos, key)
     axes = _axes_of(key, value, Key, Value, Pos)
-    _check(axes, query, key, log_decay, beta)
+    _check(axes, query, key, log_decay, beta, Pos)
     if documents is not None:
-        check_named("documents", documents, INTEGERS, axes.along, axes.batch)
+        check_named("documents", documents, INTEGERS, (Pos,), axes.batch)
     if lengths is not None:
         check_named("lengths", lengths, INTEGERS, (), axes.batch)
     wide = _wide_dtype(query, key, value, log_decay, beta, state)
@@ -134,13 +103,11 @@ def linear_attention(
     state = state.astype(wide).rearrange(axes.state)
     if value.size == 0 or axes.Key.size == 0:
         return hax.zeros_like(value), state
-    names = axes.Key.name, axes.Value.name, axes.along[0].name
-    return per_device(
-        functools.partial(_attend, names=names, context=mesh_axes(axes.along[0])),
-        *(query, key, value, log_decay, beta, documents, lengths, state),
-        over=(*axes.heads, *axes.along),
-        out=(value.axes, axes.state),
-    )
+    names = axes.Key.name, axes.Value.name, Pos.name
+    attend = functools.partial(_attend, names=names, context=mesh_axes(Pos))
+    arrays = query, key, value, log_decay, beta, documents, lengths, state
+    over = (*axes.heads, Pos)
+    return per_device(attend, *arrays, over=over, out=(value.axes, axes.state))
 
 
 def linear_attention_step(
@@ -183,28 +150,26 @@ def _axes_of(
     value: NamedArray,
     Key: AxisSelector,
     Value: AxisSelector,
-    Pos: AxisSelector | None = None,
-) -> _Axes:
-    """The axes of a call; without `Pos`, of one for one position."""
+    *positions: Axis,
+) -> HeadAxes:
+    """The axes of a call, which has an axis of positions or none."""
     check_named("key", key, FLOATS, ())
     check_named("value", value, FLOATS, ())
     Key = _resolved(Key, key)
     Value = _resolved(Value, value)
-    along = () if Pos is None else (_resolved(Pos, key),)
-    check_named("key", key, FLOATS, (*along, Key))
-    batch = tuple(axis for axis in key.axes if axis not in (*along, Key))
-    shared = (*batch, *along, Value)
+    check_named("key", key, FLOATS, (*positions, Key))
+    batch = tuple(axis for axis in key.axes if axis not in (*positions, Key))
+    shared = (*batch, *positions, Value)
     check_named("value", value, FLOATS, shared)
     group = tuple(axis for axis in value.axes if axis not in shared)
-    in_both = {Key.name} & {axis.name for axis in value.axes}
-    in_both |= {Value.name} & {axis.name for axis in key.axes}
-    if in_both:
-        raise ValueError(
-            f"`key` has {axes_text(key.axes)}, and `value` {axes_text(value.axes)}: the"
-            f" axis {in_both.pop()!r} of channels must be in one of them. Rename it in"
-            " the other."
-        )
-    return _Axes(along, Key, Value, batch, group)
+    for channels, other in ((Key, value), (Value, key)):
+        if channels.name in {axis.name for axis in other.axes}:
+            raise ValueError(
+                f"`key` has {axes_text(key.axes)}, and `value` {axes_text(value.axes)}:"
+                f" the axis {channels.name!r} of channels must be in one of them."
+                " Rename it in the other."
+            )
+    return HeadAxes(Key, Value, batch, group)
 
 
 def _resolved(axis: AxisSelector, x: NamedArray) -> Axis:
@@ -212,16 +177,17 @@ def _resolved(axis: AxisSelector, x: NamedArray) -> Axis:
 
 
 def _check(
-    axes: _Axes,
+    axes: HeadAxes,
     query: NamedArray,
     key: NamedArray,
     log_decay: NamedArray,
     beta: NamedArray | None,
+    *positions: Axis,
 ) -> None:
     check_named("query", query, FLOATS, key.axes, ())
-    check_named("log_decay", log_decay, FLOATS, axes.along, (*axes.heads, axes.Key))
+    check_named("log_decay", log_decay, FLOATS, positions, (*axes.heads, axes.Key))
     if beta is not None:
-        check_named("beta", beta, FLOATS, axes.along, axes.heads)
+        check_named("beta", beta, FLOATS, positions, axes.heads)
 
 
 def _wide_dtype(*arrays: NamedArray | None) -> Any:
@@ -251,157 +217,53 @@ def _attend(
     query, key, value, log_decay, beta, documents, lengths, state = align_varying_axes(
         "linear_attention", arguments
     )
-    axes = _axes_of(key, value, *names)
-    (Pos,) = axes.along
+    Pos = key.resolve_axis(names[2])
+    axes = _axes_of(key, value, names[0], names[1], Pos)
     begins = is_padding = None
     if documents is not None:
         begins = document_begins(documents, Pos, 1, context)
     if lengths is not None:
-        first = lax.axis_index(context) * Pos.size if context else 0
-        position = hax.arange(Pos, start=first).broadcast_axis(lengths.axes)
-        is_padding = position >= lengths.astype(position.dtype)
-    division = _Division.of(Pos, heads=math.prod(axis.size for axis in axes.heads))
-    parts = []
-    for x in (query, key, value, log_decay, beta, begins, is_padding):
-        parts.append(None if x is None else division.cut(x))
-    group = functools.partial(_attend_group, axes=axes, division=division)
-    loop = scan(group, division.Groups, remat="nested")
+        position = hax.arange(Pos, dtype=jnp.int32)
+        if context:
+            position = position + lax.axis_index(context) * Pos.size
+        position = position.broadcast_axis(lengths.axes)
+        is_padding = position >= lengths.astype(jnp.int32)
+    inputs = Inputs(query, key, value, log_decay, beta, begins, is_padding)
     last = None
     if context:
-        state, last = _states_by_device(loop, state, parts, axes, context)
-    after, outputs = loop(state, *parts)
-    return division.joined(outputs, value.axes), after if last is None else last
+        state, last = _states_by_device(state, inputs, Pos, axes, context)
+    after, output = attend_in_groups(state, inputs, Pos, axes)
+    assert output is not None  # there are queries
+    return output, after if last is None else last
 
 
 def _states_by_device(
-    loop: Callable,
     state: NamedArray,
-    parts: Sequence[NamedArray | None],
-    axes: _Axes,
+    inputs: Inputs,
+    Pos: Axis,
+    axes: HeadAxes,
     context: tuple[str, ...],
 ) -> tuple[NamedArray, NamedArray]:
     """The state before this device's positions, and that after those of all devices.
 
-    A device's positions map a state S to `A S + B`. With the identity beside a state of
-    zeros, and values in the columns of the latter alone, the loop over them gives B and
-    A. All devices gather those of all, which are small, and pass the state through.
+    A device's positions map a state S to `A S + B`. A loop over them finds both: it
+    starts with zeros, which become B, and beside them the identity, which becomes A.
+    All devices gather the maps of all, and apply one after the other.
     """
-    Columns = axes.Value.resize(axes.Value.size + axes.Key.size)
-    extended = jnp.eye(axes.Key.size, Columns.size, axes.Value.size, state.dtype)
-    start = NamedArray(extended, (axes.Key, Columns)).broadcast_axis(axes.heads)
-    _, *without_query = parts
-    maps, _ = loop(
-        start.rearrange((*axes.heads, axes.Key, Columns)), None, *without_query
-    )
-    gathered = lax.all_gather(maps.array, context)
+    width = axes.Value.size
+    Columns = axes.Value.resize(width + axes.Key.size)
+    zeros_and_identity = jnp.eye(axes.Key.size, Columns.size, width, state.dtype)
+    start = NamedArray(zeros_and_identity, (axes.Key, Columns))
+    start = start.broadcast_to((*axes.heads, axes.Key, Columns))
+    without_query = inputs._replace(query=None)
+    maps, _ = attend_in_groups(start, without_query, Pos, axes)
 
-    def through(state: Array, device_maps: Array) -> tuple[Array, Array]:
-        added, factor = jnp.split(device_maps, [axes.Value.size], -1)
+    def apply_map(state: Array, device_map: Array) -> tuple[Array, Array]:
+        added, factor = device_map[..., :width], device_map[..., width:]
         return factor @ state + added, state
 
-    last, states = lax.scan(through, state.array, gathered)
-    own = lax.dynamic_index_in_dim(states, lax.axis_index(context), keepdims=False)
+    gathered = lax.all_gather(maps.array, context)
+    last, before = lax.scan(apply_map, state.array, gathered)
+    device = lax.axis_index(context)
+    own = lax.dynamic_index_in_dim(before, device, keepdims=False)
     return NamedArray(own, axes.state), NamedArray(last, axes.state)
-
-
-class _Division(NamedTuple):
-    """How positions are divided into groups of chunks."""
-
-    Pos: Axis
-    Groups: Axis
-    # The positions of a group, named as `Pos`
-    Own: Axis
-    # Positions in a chunk
-    chunk: int
-
-    @staticmethod
-    def of(Pos: Axis, heads: int) -> "_Division":
-        chunk = min(_CHUNK, 1 << (Pos.size - 1).bit_length())
-        chunks = -(-Pos.size // chunk)
-        groups = -(-chunks // max(1, _GROUP // heads))
-        own = -(-chunks // groups) * chunk
-        # No axis of a caller has such a name
-        Groups = Axis("groups of chunks", groups)
-        return _Division(Pos, Groups, Pos.resize(own), chunk)
-
-    def cut(self, x: NamedArray) -> NamedArray:
-        """With groups; zeros may follow, which do not change the state."""
-        position = x.axes.index(self.Pos)
-        size = self.Groups.size * self.Own.size
-        array = pad_axis(x.array, position, size)
-        shape = (*array.shape[:position], self.Groups.size, self.Own.size)
-        array = array.reshape(*shape, *array.shape[position + 1 :])
-        return NamedArray(array, self._with_groups(x.axes))
-
-    def joined(self, x: NamedArray, axes: Sequence[Axis]) -> NamedArray:
-        """Without groups, with the axes in this order."""
-        x = x.rearrange(self._with_groups(axes))
-        x = x.flatten_axes((self.Groups, self.Own), self.Pos.name)
-        return x[self.Pos.name, : self.Pos.size]
-
-    def _with_groups(self, axes: Sequence[Axis]) -> tuple[Axis, ...]:
-        position = list(axes).index(self.Pos)
-        own = self.Groups, self.Own
-        return (*axes[:position], *own, *axes[position + 1 :])
-
-
-def _attend_group(
-    state: NamedArray,
-    query: NamedArray | None,
-    key: NamedArray,
-    value: NamedArray,
-    log_decay: NamedArray,
-    beta: NamedArray | None,
-    begins: NamedArray | None,
-    is_padding: NamedArray | None,
-    *,
-    axes: _Axes,
-    division: _Division,
-) -> tuple[NamedArray, NamedArray | None]:
-    """The state after a group of chunks, and the outputs of its positions, where there
-    are queries.
-    """
-    wide = state.dtype
-    _, Key, Value, batch, group = axes
-
-    def chunks(x: NamedArray, *last: Axis, of_values: bool = False) -> Array:
-        """`[chunk, head, group, token, last]`; the axes are 1 where the array has
-        none.
-        """
-        of_group = group if of_values else ()
-        order = (division.Own, *batch, *of_group, *last)
-        array = x.broadcast_to(order).rearrange(order).array
-        sizes = [
-            math.prod(axis.size for axis in some) for some in (batch, of_group, last)
-        ]
-        array = array.reshape(-1, division.chunk, *sizes)
-        return jnp.moveaxis(array, 1, 3)
-
-    query_chunks = beta_chunks = None
-    if query is not None:
-        query_chunks = chunks(query, Key).astype(wide)
-    key_chunks = chunks(key, Key).astype(wide)
-    value_chunks = chunks(value, Value, of_values=True).astype(wide)
-    channels = [axis for axis in log_decay.axes if axis == Key]
-    decay_chunks = chunks(log_decay, *channels, of_values=True).astype(wide)
-    if beta is not None:
-        beta_chunks = chunks(beta, of_values=True).astype(wide)
-    if begins is not None:
-        # A decay of zero forgets all that was before, exactly
-        decay_chunks = jnp.where(chunks(begins), -jnp.inf, decay_chunks)
-    if is_padding is not None:
-        decay_chunks = jnp.where(chunks(is_padding), 0.0, decay_chunks)
-        key_chunks = jnp.where(chunks(is_padding), 0.0, key_chunks)
-
-    by_head = key_chunks.shape[1], value_chunks.shape[2], Key.size, -1
-    after, outputs = delta_chunks(
-        state.array.reshape(by_head),
-        *(query_chunks, key_chunks, value_chunks, decay_chunks, beta_chunks),
-    )
-    state = NamedArray(after.reshape(state.array.shape), state.axes)
-    if outputs is None:
-        return state, None
-    order = (division.Own, *axes.heads, Value)
-    outputs = jnp.moveaxis(outputs, 3, 1).reshape([axis.size for axis in order])
-    outputs = NamedArray(outputs.astype(value.dtype), order)
-    return state, outputs.rearrange(value.axes)

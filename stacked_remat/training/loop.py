@@ -5,7 +5,7 @@ progress.
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import equinox as eqx
 import jax
@@ -139,7 +139,9 @@ def train(
     compiled = eqx.filter_jit(step, donate="all-except-first")
     scorer = None if scoring is None else StepScorer(scoring, step)
     shard = (step.partitioning or Partitioning.one_device()).shard_batch
-    last_traced = (config.profiler.start_step or 0) + config.profiler.num_steps - 1
+    traced, last_traced = config.profiler.start_step, None
+    if traced is not None:
+        last_traced = traced + config.profiler.num_steps - 1
     report = _Report(config, schedule, evaluators, outputs, position)
     done, stopped_by = report.position.step, None
     if position is None:
@@ -154,27 +156,35 @@ def train(
         closing.callback(outputs.progress.stop)
         while not report.is_over(done) and stopped_by is None:
             done += 1
-            if done == config.profiler.start_step:
+            if done == traced:
                 tracing.enter_context(jax.profiler.trace(str(outputs.folder.profile)))
             scores = scorer if scorer is not None and scorer.is_due(done) else None
+            targets = _num_targets(batch)
             state, metrics = (compiled if scores is None else scores.step)(batch, state)
             used, data = batch, training.get_state()
             if done < config.num_steps:
                 batch = shard(training.next())  # made while the device works
-            report.step(done, metrics, used)
+            # Waits for the step before, while the device does this one
+            report.dispatched(_Step(done, metrics, targets, used.num_tokens))
+            asked = should_stop()
+            is_evaluated = done == config.num_steps or (
+                config.eval_every and done % config.eval_every == 0
+            )
+            is_due = outputs.checkpoints.is_due(done)
+            is_read = is_evaluated or is_due or done == last_traced
+            if is_read or asked is not None or scores is not None:
+                report.catch_up()
             if scores is not None:
                 scores.log(done, used)
             if done == last_traced:
                 tracing.close()
-            asked = should_stop()
-            if done == config.num_steps or (
-                config.eval_every and done % config.eval_every == 0
-            ):
+            if is_evaluated:
                 report.evaluate(done, state.model)
                 asked = asked or should_stop()  # an evaluation may take long
             stopped_by = None if report.is_over(done) else asked
             is_last = report.is_over(done) or stopped_by is not None
-            report.save(done, data, state, scorer, is_last)
+            if is_last or is_due or report.is_best(done):
+                report.save(done, data, state, scorer, is_last)
     found = report.position
     return TrainingResult(
         state,
@@ -186,10 +196,22 @@ def train(
     )
 
 
+_RATES = 2**12  # learning rates in a table
+
+
 @eqx.filter_jit
 def _num_targets(batch: TokenBatch) -> Any:
     """The number of targets that count, over all processes."""
     return jnp.count_nonzero(batch.weights.array)
+
+
+class _Step(NamedTuple):
+    """A step that is dispatched; arrays may not be there yet."""
+
+    number: int
+    metrics: Metrics
+    targets: Any
+    num_tokens: int
 
 
 @final
@@ -214,7 +236,9 @@ class _Report:
                 " data.sources.NAME.held_out."
             )
         self._config, self._evaluators, self._outputs = config, evaluators, outputs
-        self._schedule, self._clock = jax.jit(schedule), Clock()
+        self._schedule, self._clock = jax.jit(jax.vmap(schedule)), Clock()
+        self._rates, self._table_number = np.empty(0), -1
+        self._pending: _Step | None = None
         self._seconds_at_peak: float | None = None
 
     def prepare(self, step: TrainStep, state: TrainState, batch: TokenBatch) -> None:
@@ -227,17 +251,26 @@ class _Report:
         if peak and flops:
             self._seconds_at_peak = flops / (peak * len(devices))
 
-    def step(self, done: int, metrics: Metrics, batch: TokenBatch) -> None:
-        """Waits for step `done` and reports it."""
+    def dispatched(self, step: _Step) -> None:
+        """Waits for the step before, and reports it."""
+        self.catch_up()
+        self._pending = step
+
+    def catch_up(self) -> None:
+        """Waits for the step that was dispatched last, and reports it."""
+        step, self._pending = self._pending, None
+        if step is not None:
+            self._report(step)
+
+    def _report(self, step: _Step) -> None:
+        done, metrics = step.number, step.metrics
         loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])
-        self._clock.tick(batch.num_tokens)
-        updates = done - 1 - self.position.skipped
-        learning_rate = float(self._schedule(np.int32(updates)))
+        self._clock.tick(step.num_tokens)
         memory = peak_memory_bytes()
         self._outputs.progress.advance(
             done, loss, self._clock.tokens_per_second, memory
         )
-        targets = int(_num_targets(batch))
+        targets = int(step.targets)
         if not targets:
             self._outputs.progress.message(
                 f"step {done} has no target: its loss is 0, and it teaches nothing"
@@ -257,13 +290,24 @@ class _Report:
                 {
                     **metrics,
                     "targets": targets,
-                    "learning_rate": learning_rate,
+                    "learning_rate": self._learning_rate(done),
                     **speed,
                 },
             )
             self._clock.restart()
         if not (np.isfinite(loss) and np.isfinite(norm)):
-            self._not_finite(done, metrics, learning_rate)
+            self._not_finite(done, metrics)
+
+    def _learning_rate(self, done: int) -> float:
+        """That of a step, from a table: to compute it, the device would first do the
+        step that is dispatched.
+        """
+        number, at = divmod(done - 1 - self.position.skipped, _RATES)
+        if number != self._table_number:
+            updates = number * _RATES + np.arange(_RATES, dtype=np.int32)
+            self._rates = np.asarray(self._schedule(updates))
+            self._table_number = number
+        return float(self._rates[at])
 
     def evaluate(self, done: int, model: Any) -> None:
         """Reports the losses on held-out text after step `done`, if there is any."""
@@ -301,6 +345,10 @@ class _Report:
         has_waited = patience is not None and waited >= patience
         return done == self._config.num_steps or has_waited
 
+    def is_best(self, done: int) -> bool:
+        """Whether the checkpoint of a step is the best, and such are kept."""
+        return self._config.checkpoint.keep_best and self.position.best_step == done
+
     def save(
         self,
         done: int,
@@ -309,13 +357,10 @@ class _Report:
         scorer: StepScorer | None,
         is_last: bool,
     ) -> None:
-        """Writes a checkpoint if one is due, after scores and metrics up to it; waits
-        for the last one.
+        """Writes a checkpoint, after scores and metrics up to it; waits for the last
+        one.
         """
         checkpoints, best = self._outputs.checkpoints, self.position.best_step
-        is_best = self._config.checkpoint.keep_best and best == done
-        if not (is_last or is_best or checkpoints.is_due(done)):
-            return
         self.position = replace(self.position, step=done, data=data)
         if scorer is not None:
             scorer.flush()
@@ -330,8 +375,9 @@ class _Report:
         for tracker in self._outputs.trackers:
             tracker.log(done, metrics)
 
-    def _not_finite(self, done: int, metrics: Metrics, learning_rate: float) -> None:
+    def _not_finite(self, done: int, metrics: Metrics) -> None:
         """Reports a skipped step, or raises."""
+        learning_rate = self._learning_rate(done)
         found = (
             f"loss {float(metrics['loss'])}, gradient norm"
             f" {float(metrics['grad_norm']):.3g}"

@@ -3,7 +3,8 @@ compare with it.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -324,6 +325,16 @@ CASES: dict[str, tuple[str, dict]] = {
         | dict(linear_num_key_heads=3, linear_num_value_heads=3)
         | dict(rope_parameters={"rope_theta": 100.0}),
     ),
+    "OLMo Hybrid": ("OlmoHybrid", _SHALLOW | _LINEAR | dict(num_hidden_layers=5)),
+    "OLMo Hybrid, tied, biases, not rotated, betas up to 1": (
+        "OlmoHybrid",
+        _SHALLOW
+        | _LINEAR
+        | dict(tie_word_embeddings=True, attention_bias=True)
+        | dict(layer_types=["full_attention"] + ["linear_attention"] * 2)
+        | dict(linear_allow_neg_eigval=False, linear_conv_kernel_dim=3)
+        | dict(rope_parameters={"rope_type": "default", "rope_theta": None}),
+    ),
     "Qwen3.5 MoE": ("Qwen3_5MoeText", _QWEN3_5_MOE),
     "LFM2": ("Lfm2", _LFM),
     "LFM2, untied, biases, wider convolutions and heads, attention first": (
@@ -381,6 +392,30 @@ def _latents_and_groups(rng: np.random.Generator, heads: int, layers: int) -> di
     )
 
 
+def _delta_net_fields(
+    family: str, mixers: list[str], of_experts: dict, one_of: Callable[..., Any]
+) -> dict:
+    """Fields of decoders with gated delta nets."""
+    key_heads = one_of(1, 2, 3)
+    fields = dict(
+        layer_types=mixers,
+        linear_num_key_heads=key_heads,
+        linear_num_value_heads=key_heads * one_of(1, 2, 3),
+        linear_key_head_dim=one_of(4, 7),
+        linear_value_head_dim=one_of(3, 8),
+        linear_conv_kernel_dim=one_of(2, 4),
+    )
+    if family != "OlmoHybrid":
+        fields |= dict(head_dim=one_of(8, 16))
+    if family in ("Qwen3Next", "Qwen3_5MoeText"):
+        fields |= of_experts | dict(moe_intermediate_size=one_of(6, 10))
+        fields |= dict(shared_expert_intermediate_size=one_of(5, 8))
+    if family == "Qwen3Next":
+        fields |= dict(norm_topk_prob=one_of(False, True))
+        fields |= dict(mlp_only_layers=one_of([], [0]))
+    return fields
+
+
 _NOT_IN_KIMI = (
     "n_routed_experts first_k_dense_replace num_nextn_predict_layers head_dim"
 )
@@ -403,17 +438,10 @@ def _with_own_fields(family: str, fields: dict, rng: np.random.Generator) -> dic
     if family in ("Mixtral", "GptOss"):
         fields |= chosen | dict(num_local_experts=experts) | _BALANCE
     elif family == "Qwen3Moe":
-        fields |= (
-            chosen
-            | dict(num_experts=experts, moe_intermediate_size=one_of(6, 10))
-            | _BALANCE
-        )
-        dense = sorted(
-            {
-                int(number)
-                for number in rng.integers(layers, size=one_of(0, 1, layers // 2))
-            }
-        )
+        fields |= chosen | dict(num_experts=experts) | _BALANCE
+        fields |= dict(moe_intermediate_size=one_of(6, 10))
+        numbers = rng.integers(layers, size=one_of(0, 1, layers // 2))
+        dense = sorted({*numbers.tolist()})
         fields |= dict(norm_topk_prob=one_of(False, True), mlp_only_layers=dense)
         fields |= dict(decoder_sparse_step=one_of(1, 1, 2))
     elif family == "SmolLM3":
@@ -433,8 +461,11 @@ def _with_own_fields(family: str, fields: dict, rng: np.random.Generator) -> dic
         fields |= dict(n_routed_experts=experts, use_qk_norm=one_of(False, True))
         fields |= chosen | dict(first_k_dense_replace=int(rng.integers(layers)))
         fields |= dict(norm_topk_prob=one_of(False, True))
-    elif family == "DeepseekV3":
-        fields = _DEEPSEEK | fields | _latents_and_groups(rng, heads, layers)
+    elif family in ("Qwen3Next", "Qwen3_5Text", "Qwen3_5MoeText", "OlmoHybrid"):
+        chosen |= dict(num_experts=experts) | _BALANCE
+        fields |= _delta_net_fields(family, mixers, chosen, one_of)
+        if family == "Qwen3_5MoeText":
+            fields.pop("intermediate_size")
     elif family == "KimiLinear":
         drawn = _DEEPSEEK | fields | _latents_and_groups(rng, heads, layers)
         fields = {
@@ -488,7 +519,7 @@ def drawn(seed: int, layer_counts: Sequence[int] = (2, 3)) -> tuple[str, dict]:
         tie_word_embeddings=one_of(False, True),
         rms_norm_eps=one_of(1e-6, 1e-3),
     )
-    if family not in ("Qwen2", "Olmo3", "DeepseekV3"):
+    if family not in ("Qwen2", "Olmo3", "OlmoHybrid", "DeepseekV3"):
         fields["head_dim"] = one_of(4, 6, 10)
     if family not in ("Qwen2", "Mistral", "Mixtral", "Phi3", "MiniMaxM2", "Lfm2"):
         fields["attention_bias"] = one_of(False, True)
@@ -513,7 +544,7 @@ def drawn(seed: int, layer_counts: Sequence[int] = (2, 3)) -> tuple[str, dict]:
         fields |= dict(sliding_window=one_of(2, 5), layer_types=kinds)
     elif family in ("Mistral", "Mixtral", "Phi3"):
         fields |= dict(sliding_window=one_of(None, 2, 5))
-    elif family.startswith("Qwen") and one_of(False, True):
+    elif family in ("Qwen2", "Qwen3", "Qwen3Moe") and one_of(False, True):
         fields |= dict(use_sliding_window=True, sliding_window=one_of(2, 5))
         if family != "Qwen3Moe":
             fields |= one_of(

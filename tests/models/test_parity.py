@@ -182,15 +182,15 @@ def test_logits(case):
 def test_the_round_trip_is_exact(case, tmp_path):
     reference, decoder, folder = case
     write_decoder(tmp_path / "again", decoder, max_file_bytes=4_000)
-    read_name = format_of(decoder.config).read_name
-    first = SafetensorsFolder.open(folder).renamed(read_name)
+    known = format_of(decoder.config)
+    first = SafetensorsFolder.open(folder).renamed(known.read_name)
     second = SafetensorsFolder.open(tmp_path / "again")
-    assert (
-        first.shapes == second.shapes
-        and len({tensor.path for tensor in second.stored.values()}) > 1
-    )
-    for name in first.shapes:
-        np.testing.assert_array_equal(first.read(name), second.read(name))
+    assert len({tensor.path for tensor in second.stored.values()}) > 1
+    # Transformers cuts what it has joined into equal parts.
+    if not known.joined:
+        assert first.shapes == second.shapes
+        for name in first.shapes:
+            np.testing.assert_array_equal(first.read(name), second.read(name))
     again = loaded(reference, tmp_path / "again")
     tensors = again.state_dict()
     for name, tensor in reference.state_dict().items():

@@ -15,31 +15,9 @@ from models.hf_io.formats import config_from_hf, config_to_hf, differing_fields
 from models.hf_io.safetensors_folder import WeightsError
 from models.parts.decoder import Decoder
 
+from .published_hybrids import HYBRIDS, sizes
+
 assert architectures  # registers them
-
-_COMMON = {
-    "attention_dropout": 0.0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "initializer_range": 0.02,
-}
-_COMMON |= {
-    "torch_dtype": "bfloat16",
-    "transformers_version": "4.43.0",
-    "use_cache": True,
-}
-
-
-def sizes(hidden, inner, layers, heads, kv_heads, vocab):
-    return _COMMON | {
-        "hidden_size": hidden,
-        "intermediate_size": inner,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "vocab_size": vocab,
-    }
-
 
 LLAMA3 = {
     "factor": 8.0,
@@ -374,42 +352,6 @@ PUBLISHED["MiniMax-M2"] = (
     MINIMAX | {"tie_word_embeddings": False} | sizes(3072, 1536, 62, 48, 8, 200_064),
     228_689_764_864,
 )
-
-# Sizes are under other names: those of the base, and those of the blocks.
-LFM = {"model_type": "lfm2", "conv_L_cache": 3, "conv_bias": False, "conv_dim": 2048}
-LFM |= {"block_auto_adjust_ff_dim": True, "block_dim": 2048, "block_ff_dim": 12_288}
-LFM |= {"block_ffn_dim_multiplier": 1.0, "block_mlp_init_scale": 1.0}
-LFM |= {"block_multiple_of": 256, "block_norm_eps": 1e-5, "block_out_init_scale": 1.0}
-LFM |= {"block_use_swiglu": True, "block_use_xavier_init": True, "norm_eps": 1e-5}
-LFM |= {"conv_dim_out": 2048, "conv_use_xavier_init": True, "use_pos_enc": True}
-LFM |= {"full_attn_idxs": [2, 5, 8, 10, 12, 14], "num_heads": 32, "pad_token_id": 0}
-LFM |= {"max_position_embeddings": 128_000, "rope_theta": 1_000_000.0}
-PUBLISHED["LFM2 1.2B"] = (
-    LFM | sizes(2048, 12_288, 16, 32, 8, 65_536),
-    1_170_340_608,
-)
-KIMI_LINEAR = {"model_type": "kimi_linear", "hidden_act": "silu", "head_dim": 72}
-KIMI_LINEAR |= {"first_k_dense_replace": 1, "kv_lora_rank": 512, "q_lora_rank": None}
-KIMI_LINEAR |= {"mla_use_nope": True, "model_max_length": 1_048_576}
-KIMI_LINEAR |= {"moe_intermediate_size": 1024, "moe_layer_freq": 1}
-KIMI_LINEAR |= {"moe_renormalize": True, "moe_router_activation_func": "sigmoid"}
-KIMI_LINEAR |= {"num_expert_group": 1, "num_experts": 256, "num_experts_per_token": 8}
-KIMI_LINEAR |= {"num_nextn_predict_layers": 0, "num_shared_experts": 1}
-KIMI_LINEAR |= {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
-KIMI_LINEAR |= {"rms_norm_eps": 1e-5, "rope_scaling": None, "rope_theta": 10_000.0}
-KIMI_LINEAR |= {"routed_scaling_factor": 2.446, "tie_word_embeddings": False}
-KIMI_LINEAR |= {"topk_group": 1, "use_grouped_topk": True, "pad_token_id": 163_839}
-KIMI_LINEAR["linear_attn_config"] = {
-    "full_attn_layers": [4, 8, 12, 16, 20, 24, 27],
-    "kda_layers": [n for n in range(1, 27) if n % 4],
-    "head_dim": 128,
-    "num_heads": 32,
-    "short_conv_kernel_size": 4,
-}
-PUBLISHED["Kimi Linear 48B"] = (
-    KIMI_LINEAR | sizes(2304, 9216, 27, 32, 32, 163_840),
-    49_122_681_728,
-)
 GRANITE_4 = GRANITE | {"model_type": "granitemoehybrid", "init_method": "mup"}
 GRANITE_4 |= {"layer_types": (["mamba"] * 5 + ["attention"] + ["mamba"] * 4) * 4}
 GRANITE_4 |= {"logits_scaling": 6, "mamba_chunk_size": 256, "mamba_conv_bias": True}
@@ -431,6 +373,7 @@ PUBLISHED["Granite 4 H Micro"] = (
     | sizes(2048, 8192, 40, 32, 8, 100_352),
     3_191_396_096,
 )
+PUBLISHED |= HYBRIDS
 
 
 def num_weights(config, rows):

@@ -1,6 +1,6 @@
 """Tests of linear attention against the recurrence, one position at a time."""
 
-import importlib
+from typing import Any
 
 import haliax as hax
 import jax
@@ -10,19 +10,28 @@ import pytest
 from haliax import Axis
 
 from stacked_remat import fold, memory
-from stacked_remat.ops import linear_attention, linear_attention_step
+from stacked_remat.ops import (
+    _linear_groups,
+    linear_attention,
+    linear_attention_step,
+)
 
 from ..blocks import POLICIES, assert_close_to_scale, is_by_name, quick_jit
 from ..random_arrays import normal
-
-module = importlib.import_module("stacked_remat.ops.linear_attention")
 
 Batch, Heads, Group = Axis("batch", 2), Axis("heads", 2), Axis("group", 3)
 Key, Value = Axis("key", 4), Axis("value", 5)
 Pos = Axis("position", 5)
 
 
-def arguments(Pos, *, by_channel=False, dtype=jnp.float32, scale=1.0):
+def arguments(
+    Pos: Axis,
+    *,
+    by_channel: bool = False,
+    has_beta: bool = True,
+    dtype: Any = jnp.float32,
+    scale: float = 1.0,
+) -> Any:
     """Query, key, value, log decays and strengths."""
     of_keys = (Batch, Pos, Heads, Key)
     query, key = (normal(seed, *of_keys, dtype=dtype) for seed in (0, 1))
@@ -30,8 +39,19 @@ def arguments(Pos, *, by_channel=False, dtype=jnp.float32, scale=1.0):
     value = normal(2, Batch, Pos, Group, Heads, Value, dtype=dtype)
     decayed = (Key,) if by_channel else ()
     log_decay = normal(3, Batch, Pos, Heads, Group, *decayed, dtype=dtype)
-    beta = hax.nn.sigmoid(normal(4, Batch, Pos, Heads, Group, dtype=dtype))
+    beta = None
+    if has_beta:
+        beta = hax.nn.sigmoid(normal(4, Batch, Pos, Heads, Group, dtype=dtype))
     return query, key / norm, value, -scale * hax.nn.softplus(log_decay), beta
+
+
+def attended(
+    arrays: Any, Pos: Axis, Key: Axis = Key, Value: Axis = Value, **options: Any
+) -> Any:
+    query, key, value, log_decay, beta = arrays
+    return linear_attention(
+        query, key, value, log_decay, beta, Pos, Key, Value, **options
+    )
 
 
 def recurrence(
@@ -79,9 +99,9 @@ def recurrence(
 
 @pytest.fixture
 def small_chunks(monkeypatch):
-    """Chunks of 8 positions in groups of 2."""
-    monkeypatch.setattr(module, "_CHUNK", 8)
-    monkeypatch.setattr(module, "_GROUP", 2)
+    """Chunks of 8 positions, two in a group."""
+    monkeypatch.setattr(_linear_groups, "_CHUNK", 8)
+    monkeypatch.setattr(_linear_groups, "_GROUP", 24)  # of 12 heads
 
 
 def with_gradients(attend, Pos):
@@ -122,8 +142,9 @@ def test_values_and_gradients_are_those_of_the_recurrence(
         with_gradients(attend, Pos) for attend in (linear_attention, recurrence)
     )
     with jax.enable_x64(True):
-        arrays = arguments(Pos, by_channel=by_channel, dtype=jnp.float64)
-        arrays = arrays if has_beta else (*arrays[:-1], None)
+        arrays = arguments(
+            Pos, by_channel=by_channel, has_beta=has_beta, dtype=jnp.float64
+        )
         options = {
             "documents": hax.named(jnp.array(DOCUMENTS), (Batch, Pos)),
             "lengths": hax.named(jnp.array([31, 20]), Batch),
@@ -166,27 +187,24 @@ def test_positions_one_by_one_or_in_parts_are_those_of_the_whole(
     has_beta, by_channel, small_chunks
 ):
     Pos = Axis("position", 12)
-    arrays = arguments(Pos, by_channel=by_channel)
-    arrays = arrays if has_beta else (*arrays[:-1], None)
-    expected, last = quick_jit(linear_attention, static_argnums=(5, 6, 7))(
-        *arrays, Pos, Key, Value
-    )
+    arrays = arguments(Pos, by_channel=by_channel, has_beta=has_beta)
+    expected, last = quick_jit(lambda arrays: attended(arrays, Pos))(arrays)
 
     @quick_jit
     def in_parts(arrays):
         """The first seven by one call, then one by one."""
-        first, state = linear_attention(
-            *(part(x, slice(0, 7)) for x in arrays), Pos.resize(7), Key, Value
-        )
+        first, state = attended(part(slice(0, 7)), Pos.resize(7))
         outputs = [first]
         for i in range(7, Pos.size):
-            one = [part(x, i) for x in arrays]
-            output, state = linear_attention_step(*one, Key, Value, state)
+            query, key, value, log_decay, beta = part(i)
+            output, state = linear_attention_step(
+                query, key, value, log_decay, beta, Key, Value, state
+            )
             outputs.append(output.broadcast_axis(Pos.resize(1)))
         return hax.concatenate(Pos.name, outputs).rearrange(value_axes), state
 
-    def part(x, where):
-        return None if x is None else x[Pos.name, where]
+    def part(where):
+        return [None if x is None else x[Pos.name, where] for x in arrays]
 
     value_axes = arrays[2].axes
     found, state = in_parts(arrays)
@@ -234,7 +252,7 @@ def test_without_positions_the_state_stays():
     Pos = Axis("position", 0)
     state = normal(0, Batch, Heads, Group, Key, Value)
     arrays = arguments(Pos)
-    output, after = linear_attention(*arrays, Pos, Key, Value, state=state)
+    output, after = attended(arrays, Pos, state=state)
     assert output.axes == arrays[2].axes
     np.testing.assert_array_equal(after.array, state.array)
 
@@ -255,7 +273,7 @@ def test_arguments_that_do_not_fit_are_refused(place, change, message):
     arrays = [*arguments(Pos)]
     arrays[place] = change(arrays[place])
     with pytest.raises(ValueError, match=message):
-        linear_attention(*arrays, Pos, Key, Value)
+        attended(arrays, Pos)
 
 
 @pytest.mark.parametrize(
@@ -269,7 +287,7 @@ def test_arguments_that_do_not_fit_are_refused(place, change, message):
 )
 def test_options_that_do_not_fit_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
-        linear_attention(*arguments(Pos), Pos, Key, Value, **options)
+        attended(arguments(Pos), Pos, **options)
 
 
 @pytest.mark.deep
@@ -286,9 +304,12 @@ def test_random_shapes_and_options(seed, small_chunks):
         with jax.enable_x64(True):
             scale = 10.0 ** rng.uniform(-2, 3)
             arrays = arguments(
-                Pos, by_channel=by_channel, dtype=jnp.float64, scale=scale
+                Pos,
+                by_channel=by_channel,
+                has_beta=has_beta,
+                dtype=jnp.float64,
+                scale=scale,
             )
-            arrays = arrays if has_beta else (*arrays[:-1], None)
             seeds = 5 + 10 * draw
             state = normal(seeds, Batch, Heads, Group, Key, Value, dtype=jnp.float64)
             options = {"state": state}
@@ -351,7 +372,7 @@ def test_under_vmap_and_in_forward_mode(by_channel, small_chunks):
     arrays = arguments(Pos, by_channel=by_channel)
 
     def attend(arrays):
-        return linear_attention(*arrays, Pos, Key, Value)
+        return attended(arrays, Pos)
 
     @quick_jit
     def both(arrays):
@@ -397,7 +418,7 @@ def long_layer(tokens, *, by_channel):
 
     def run(cotangent, *arrays):
         def attend(*arrays):
-            return linear_attention(*arrays, Pos, LONG_KEY, LONG_VALUE)[0]
+            return attended(arrays, Pos, LONG_KEY, LONG_VALUE)[0]
 
         output, pullback = jax.vjp(attend, *arrays)
         return output, pullback(cotangent)
@@ -449,7 +470,7 @@ def test_in_bfloat16_it_is_as_close_to_float64_as_transformers():
         def attend(query, key, value, log_decay, beta):
             # Theirs scales queries; by a power of two, which is exact
             arrays = query * Key.size**-0.5, key, value, log_decay, beta
-            return linear_attention(*arrays, Pos, Key, Value)[0]
+            return attended(arrays, Pos)[0]
 
         output, pullback = jax.vjp(attend, query, key, value, log_decay, beta)
         return [x.array for x in (output, *pullback(cotangent))]

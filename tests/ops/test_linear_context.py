@@ -8,16 +8,12 @@ import jax.numpy as jnp
 import pytest
 from haliax import Axis
 
-from stacked_remat.ops import (
-    UnsupportedCallError,
-    linear_attention,
-    short_convolution,
-)
+from stacked_remat.ops import UnsupportedCallError, short_convolution
 from tests.ops.test_per_device import mesh
 
 from ..blocks import assert_close_to_scale, quick_jit
 from ..random_arrays import normal
-from .test_linear_attention import Batch, Group, Heads, Key, Value, arguments
+from .test_linear_attention import Batch, Group, Heads, Key, Value, arguments, attended
 
 Pos, Tap = Axis("pos", 32), Axis("tap", 4)
 # Documents that end with a device's part, within it, and after several
@@ -67,7 +63,7 @@ def test_linear_attention(by_channel, mapping):
 
     def attend(arrays, options):
         *arrays, state = arrays
-        return linear_attention(*arrays, Pos, Key, Value, state=state, **options)
+        return attended(arrays, Pos, state=state, **options)
 
     run = with_gradients(attend)
     more = options() | {"lengths": hax.named(jnp.array([32, 17]), Batch)}

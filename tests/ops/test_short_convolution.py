@@ -50,7 +50,7 @@ def test_it_equals_one_position_at_a_time(has_documents):
         return short_convolution(x, WEIGHT, Pos, Tap, window=window, **options)
 
     y, after = quick_jit(convolve)(x, window)
-    expected = by_position(*(np.asarray(a.array) for a in (x, window)), documents)
+    expected = by_position(np.asarray(x.array), np.asarray(window.array), documents)
     assert y.axes == x.axes and after.axes == window.axes
     np.testing.assert_allclose(y.array, expected, atol=1e-5)
     last = np.array(x.array[:, -3:])

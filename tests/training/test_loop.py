@@ -3,7 +3,9 @@ are not finite.
 """
 
 import dataclasses
+import itertools
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -29,6 +31,7 @@ from stacked_remat.training import (
     checkpoint_run,
     held_out_evaluators,
     learning_rate_schedule,
+    loop,
     train,
 )
 
@@ -160,6 +163,51 @@ def test_training_lowers_the_held_out_loss_to_its_entropy(finished):
     np.testing.assert_allclose(result.held_out_before["held_out"], np.log(7), rtol=1e-5)
     assert result.held_out_after["held_out"] < np.log(2) + 0.15
     assert int(result.state.step) == 30 and result.stopped_by is None
+
+
+def test_a_step_is_dispatched_before_the_metrics_of_the_last_one_are_read(
+    tmp_path, monkeypatch
+):
+    """But for those before an evaluation or a checkpoint, which need its state."""
+    events = []
+    read = loop._Report._report
+    monkeypatch.setattr(
+        loop._Report,
+        "_report",
+        lambda self, step: (events.append(f"read {step.number}"), read(self, step)),
+    )
+    jitted = eqx.filter_jit
+
+    def recording(function, **options):
+        compiled = jitted(function, **options)
+        if not isinstance(function, TrainStep):
+            return compiled
+        count = itertools.count(1)
+        return lambda *arguments: (
+            events.append(f"do {next(count)}"),
+            compiled(*arguments),
+        )[1]
+
+    monkeypatch.setattr(loop.eqx, "filter_jit", recording)
+    checkpoint = CheckpointConfig(every_steps=5)
+    run(Recorder(), tmp_path, num_steps=8, checkpoint=checkpoint, eval_every=3)
+    assert events == [
+        *("do 1", "do 2", "read 1", "do 3", "read 2", "read 3"),  # evaluated
+        *("do 4", "do 5", "read 4", "read 5"),  # saved
+        *("do 6", "read 6", "do 7", "do 8", "read 7", "read 8"),
+    ]
+
+
+def test_the_learning_rate_is_that_of_the_schedule_in_every_table(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(loop, "_RATES", 8)
+    recorder = Recorder()
+    run(recorder, tmp_path, log_every=1)
+    schedule = learning_rate_schedule(OPTIMIZER, 30)
+    expected = [float(schedule(jnp.int32(step))) for step in range(30)]
+    rates = [rate for _, rate in recorder.of("learning_rate")]
+    np.testing.assert_allclose(rates, expected, rtol=1e-6)
 
 
 def test_metrics_come_at_the_start_the_end_and_in_between(finished):

@@ -1,7 +1,7 @@
-"""Caches of tokenized text: a folder for each version of the tokenizer and of a large
-file, or of a run of small ones.
+"""Caches of tokenized text, each in a folder: of a large file, or of some small ones.
 
-Its arrays are appended to files of raw numbers. `state.json` says how much of them is
+The name of a folder has a hash of the files, the tokenizer and how they are read. Its
+arrays are appended to files of raw numbers. `state.json` says how much of them is
 whole: what a killed process wrote beyond that is cut off, and its text tokenized again.
 It also has the checksum of what was written to each file, which is compared when a
 build resumes and when it ends, so that a damaged file never gets a valid checksum.

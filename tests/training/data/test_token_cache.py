@@ -21,7 +21,6 @@ from stacked_remat.training import (
 )
 from stacked_remat.training.data import (
     checked_array,
-    encoding_processes,
     token_cache,
 )
 from stacked_remat.training.data.checked_array import CheckedArray
@@ -31,46 +30,20 @@ from stacked_remat.training.data.hugging_face_tokenizer import HuggingFaceTokeni
 from stacked_remat.training.data.token_cache import (
     CacheRequest,
     build_share,
-    open_token_cache,
 )
 
+from .caches import (
+    CHAT,
+    TOKENIZER,
+    build,
+    lines_in,
+    of_parts,
+    texts,
+    write_parts,
+    written,
+)
 from .silent import Silent
 from .word_tokenizer import word_tokenizer
-
-TOKENIZER = ByteTokenizer()
-CHAT = [{"role": "user", "content": "odd?"}, {"role": "assistant", "content": "even"}]
-
-
-def build(
-    folder,
-    cache,
-    progress=None,
-    *,
-    save_tokens=2**24,
-    tokenizer=None,
-    train_on="all",
-    weight_key=None,
-    processes=None,
-    **changes,
-):
-    tokenizer = ByteTokenizer() if tokenizer is None else tokenizer
-    progress = Silent() if progress is None else progress
-    files = find_files([str(folder)], "key")
-    source = SourceConfig(("-",), train_on=train_on, weight_key=weight_key)
-    request = CacheRequest("te/xts", files, source, tokenizer, **changes)
-    with EncodingProcesses(processes) as started:
-        return open_token_cache(
-            request, cache, progress, started, save_tokens=save_tokens
-        )
-
-
-def texts(cached, tokenizer=None):
-    documents = cached.documents
-    decode = (ByteTokenizer() if tokenizer is None else tokenizer).decode
-    return [
-        decode(documents.tokens(at, 0, int(documents.lengths[at])))
-        for at in range(len(documents))
-    ]
 
 
 @pytest.fixture
@@ -94,15 +67,6 @@ def expected():
         for name in "ab"
         for number in range(600)
     ] + ["c"]
-
-
-def written(cache):
-    """The files of a cache and when they were written."""
-    return {
-        path: path.stat().st_mtime_ns
-        for path in cache.rglob("*")
-        if not path.name.startswith(".")
-    }
 
 
 def test_the_second_time_nothing_is_tokenized(folder, tmp_path):
@@ -186,27 +150,7 @@ def test_a_killed_build_resumes_with_the_same_result(folder, tmp_path, monkeypat
 
 @pytest.fixture
 def parts(tmp_path, monkeypatch):
-    """A folder of 40 small files and 2 large ones, for requests of several caches."""
-    monkeypatch.setattr(token_cache, "_LARGE_FILE", 4000)
-    monkeypatch.setattr(token_cache, "_FILES_TOGETHER", 8)
-    folder = tmp_path / "parts"
-    folder.mkdir()
-    for number in range(40):
-        record = {"text": f"small {number}", "weight": 1 + number % 2}
-        (folder / f"{number:02d}.jsonl").write_text(json.dumps(record))
-    for name in ("07b", "30b"):
-        lines = [json.dumps({"text": f"{name} {line}"}) for line in range(300)]
-        (folder / f"{name}.jsonl").write_text("\n".join(lines))
-    return folder
-
-
-def of_parts():
-    found = []
-    for number in range(40):
-        found.append(f"small {number}")
-        if number in (7, 30):
-            found += [f"{number:02d}b {line}" for line in range(300)]
-    return found
+    return write_parts(tmp_path, monkeypatch)
 
 
 def test_a_file_that_is_added_or_changed_builds_one_cache(parts, tmp_path):
@@ -243,51 +187,6 @@ def test_progress_goes_over_all_caches_that_are_missing(parts, tmp_path):
     assert progress.works[-1][2] < 2000
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"train_on": "answers", "weight_key": "weight"}]
-)
-def test_processes_make_the_same_caches(parts, tmp_path, options):
-    (parts / "12.jsonl").write_text(
-        json.dumps({"messages": CHAT, "id": 1}) + '\n{"text": ""}\n{'
-    )
-    options |= {"on_malformed": "skip", "save_tokens": 100}
-    one = build(parts, tmp_path / "one", **options)
-    two = build(parts, tmp_path / "two", processes=2, **options)
-    assert one.counts == two.counts
-    assert (one.counts.num_malformed, [*one.counts.unread][-1:]) == (1, ["id"])
-    assert one.documents.fingerprint == two.documents.fingerprint
-    for own, other in zip(
-        *(sorted(written(tmp_path / name)) for name in ("one", "two")), strict=True
-    ):
-        assert own.is_dir() or own.read_bytes() == other.read_bytes()
-
-
-def test_an_error_in_a_process_is_that_of_the_record(parts, tmp_path):
-    (parts / "12.jsonl").write_text("{")
-    with pytest.raises(DataError, match=r"12.jsonl:1 is not JSON .*on_malformed: skip"):
-        build(parts, tmp_path / "cache", processes=2)
-    (parts / "12.jsonl").write_text('{"text": "fixed"}')
-    assert "fixed" in texts(build(parts, tmp_path / "cache", processes=2))
-
-
-def test_a_process_that_is_killed_is_named(parts, tmp_path, monkeypatch):
-    program = "import os; os.kill(os.getpid(), 9)"
-    monkeypatch.setattr(encoding_processes, "_PROGRAM", program)
-    with pytest.raises(DataError, match=r"has ended, with the status -9; .*to fewer"):
-        build(parts, tmp_path / "cache", processes=2)
-    monkeypatch.undo()
-    assert len(texts(build(parts, tmp_path / "cache"))) == 640
-
-
-class Own(ByteTokenizer):
-    """A tokenizer that another process can't import."""
-
-
-def test_a_tokenizer_of_ones_own_encodes_in_this_process(folder, tmp_path):
-    cached = build(folder, tmp_path / "cache", processes=2, tokenizer=Own())
-    assert texts(cached) == expected()
-
-
 def test_each_of_several_processes_builds_its_share(parts, tmp_path):
     source, cache = SourceConfig(("-",)), tmp_path / "cache"
     request = CacheRequest("te/xts", find_files([str(parts)], "k"), source, TOKENIZER)
@@ -319,12 +218,6 @@ def test_one_process_builds_and_others_wait(folder, tmp_path):
         (tmp_path / "state.json").rename(state)
     waiting.join()
     assert texts(found[0]) == expected() and not progress.works
-
-
-def lines_in(folder, *lines):
-    folder.mkdir()
-    (folder / "a.jsonl").write_text("\n".join(lines))
-    return folder
 
 
 def test_a_malformed_record_is_an_error_or_is_counted(tmp_path):

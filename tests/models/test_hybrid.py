@@ -1,0 +1,166 @@
+"""Hybrid decoders: layers with attention among layers with linear attention."""
+
+import dataclasses
+import functools
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from haliax import Axis
+
+from models.hf_io.formats import written_out
+from models.lm import next_token_loss
+from models.olmo_hybrid import OlmoHybridConfig
+from models.parts.decoder import Decoder
+from models.parts.linear import cast_floating
+from models.parts.sections import (
+    FULL,
+    LINEAR,
+    AttentionConfig,
+    ExpertsConfig,
+    LinearAttentionConfig,
+)
+from models.qwen3_next import Qwen3NextConfig
+from stacked_remat.lora import LoraConfig, apply_lora
+from stacked_remat.training import SgdConfig, TokenBatch, build_optimizer
+
+from ..blocks import assert_close
+from .random_weights import random_weights
+
+Vocab, Batch, Pos = Axis("vocab", 19), Axis("batch", 2), Axis("position", 7)
+LINEAR_SIZES = LinearAttentionConfig(2, 4, 6, 5, conv_size=3)
+QWEN = Qwen3NextConfig(
+    hidden_dim=16,
+    num_layers=4,
+    num_heads=4,
+    num_kv_heads=2,
+    attention=AttentionConfig(head_dim=8),
+    linear=LINEAR_SIZES,
+    experts=ExpertsConfig(3, 2, 6, dense_layers=(0,)),
+    shared_dim=6,
+)
+OLMO = OlmoHybridConfig(
+    hidden_dim=16,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=4,
+    mlp_dim=24,
+    linear=LINEAR_SIZES,
+    layer_types=(LINEAR, LINEAR, FULL),
+)
+DOCUMENTS = hax.named(
+    jnp.array([[1, 1, 2, 2, 3, 0, 0], [1, 1, 1, 1, 1, 1, 2]]), (Batch, Pos)
+)
+
+
+@functools.cache
+def make(config=QWEN) -> Decoder:
+    return random_weights(Decoder.init, config, Vocab, spread=0.4)
+
+
+@functools.cache
+def tokens_of_batch():
+    return hax.random.randint(jax.random.key(1), (Batch, Pos), 0, Vocab.size)
+
+
+def test_kinds_have_names_and_stacks_of_their_own():
+    assert QWEN.pattern == ("linear_dense", "linear_sparse", "linear_sparse", "sparse")
+    model = make()
+    assert {name: stack.Layers.size for name, stack in model.stacks.items()} == {
+        "linear_dense": 1,
+        "linear_sparse": 2,
+        "sparse": 1,
+    }
+    assert model.rotary[0] is None and model.rotary[-1] is not None
+    whole = written_out(QWEN)
+    assert whole.layer_types == (LINEAR, LINEAR, LINEAR, FULL)
+    assert written_out(dataclasses.replace(QWEN, num_layers=5)).layer_types == (
+        *whole.layer_types,
+        LINEAR,
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"layer_types": ()}, r"model.layer_types = \[\] must have"),
+        ({"layer_types": (FULL,) * 5}, "5 entries for model.num_layers = 4"),
+        ({"layer_types": ("linear",)}, r"model.layer_types = \['linear'\] must have"),
+        ({"partial_rotary_factor": 0.1}, "model.partial_rotary_factor = 0.1 .* is 0"),
+        ({"shared_dim": 0}, "model.shared_dim"),
+    ],
+)
+def test_what_no_hybrid_has_is_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(QWEN, **fields)
+
+
+def test_value_heads_share_heads_of_keys_evenly():
+    with pytest.raises(ValueError, match="num_value_heads = 3 must be a multiple"):
+        LinearAttentionConfig(num_key_heads=2, num_value_heads=3)
+
+
+def test_a_packed_sequence_gives_what_its_documents_give():
+    model, tokens = make(), tokens_of_batch()
+    documents = hax.named(jnp.array([1, 1, 1, 2, 2, 3, 3]), Pos)
+    positions = hax.named(jnp.array([0, 1, 2, 0, 1, 0, 1]), Pos)
+    states = eqx.filter_jit(model.layer_states)
+    packed, _ = states(tokens, documents=documents, positions=positions)
+    for first, stop in ((0, 3), (3, 5), (5, 7)):
+        alone, _ = states(tokens[Pos, first:stop])
+        np.testing.assert_allclose(packed.array[:, first:stop], alone.array, atol=1e-5)
+
+
+@pytest.mark.parametrize("config", [QWEN, OLMO], ids=["experts", "dense"])
+def test_tiles_give_the_same_loss_and_gradients(config):
+    """With adapters, documents that begin in tiles, and a ragged last tile."""
+    tokens = tokens_of_batch()
+    batch = TokenBatch(
+        tokens, hax.roll(tokens, -1, Pos), hax.ones((Batch, Pos)), DOCUMENTS, DOCUMENTS
+    )
+
+    def adapted(tiles):
+        model = make(dataclasses.replace(config, tiles=tiles))
+        lora = LoraConfig(targets=("*_proj",), rank=2)
+        model = apply_lora(model, lora, key=jax.random.key(2))
+        return jax.tree.map(
+            lambda leaf: leaf + 0.01 if eqx.is_inexact_array(leaf) else leaf, model
+        )
+
+    @eqx.filter_jit
+    def run(models):
+        value_and_grad = eqx.filter_value_and_grad(next_token_loss, has_aux=True)
+        return [value_and_grad(model, batch) for model in models]
+
+    expected, found = run([adapted(tiles) for tiles in (1, 3)])
+    largest = max(float(np.abs(leaf).max()) for leaf in jax.tree.leaves(expected[1]))
+    assert_close(found, expected, rtol=1e-4, atol=2e-6 * largest)
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_decays_are_in_float32_and_get_no_weight_decay():
+    model = make()
+    layer = model.stacks["linear_sparse"].stacked.linear_attention
+    low = cast_floating(layer, jnp.bfloat16)
+    assert low.q_proj.weight.dtype == low.q_conv.weight.dtype == jnp.bfloat16
+    assert low.decay.a_log.dtype == low.decay.dt_bias.dtype == jnp.float32
+    optimizer = build_optimizer(SgdConfig(weight_decay=0.5, warmup=0), num_steps=10)
+    trained = eqx.filter(model, eqx.is_inexact_array)
+    nothing = jax.tree.map(jnp.zeros_like, trained)
+    updates, _ = optimizer.update(nothing, optimizer.init(trained), trained)
+    of_layer = updates.stacks["linear_sparse"].stacked.linear_attention
+    for kept in (of_layer.decay.a_log, of_layer.decay.dt_bias, of_layer.norm.weight):
+        assert not jnp.any(kept.array)
+    for decayed in (of_layer.q_conv.weight, of_layer.a_proj.weight):
+        assert jnp.all(decayed.array != 0)
+
+
+def test_the_names_in_linear_attention_are_those_of_policies():
+    assert QWEN.remat_names[:5] == ("query", "key", "value", "gate", "residual")
+    assert {"attention_lse", "router_logits"} <= {*QWEN.remat_names}
+    presets = QWEN.remat_presets
+    assert "gate" in presets["projections_saved"].save_block_internals
+    assert "gate" not in OLMO.attention_names

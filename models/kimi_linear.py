@@ -19,10 +19,10 @@ from models.parts.cache import LayerCache
 from models.parts.config import LatentDecoderConfig, LayerKind
 from models.parts.decoder import DecoderLayer, LayerOutput, residual
 from models.parts.delta_net import GatedDeltaNet
-from models.parts.experts import SparseExperts
+from models.parts.experts import init_feed_forward
 from models.parts.hybrid import HybridDecoderConfig
 from models.parts.latent_attention import LatentAttention
-from models.parts.mlp import GatedMlp
+from models.parts.mlp import FeedForward
 from models.parts.norms import Norm
 from models.parts.sections import (
     FULL,
@@ -41,7 +41,7 @@ class KimiLinearLayer(DecoderLayer):
     attention: LatentAttention | None
     linear_attention: GatedDeltaNet | None
     post_attention_norm: Norm
-    mlp: GatedMlp | SparseExperts
+    mlp: FeedForward
 
     def forward(
         self, x: NamedArray, tokens: Tokens, cache: LayerCache | None = None
@@ -103,18 +103,18 @@ class KimiLinearConfig(LatentDecoderConfig, HybridDecoderConfig):
             attention = LatentAttention.init(
                 self, self.latent, rotary=None, key=mixer_key
             )
-        if kind.sparse:
-            mlp = SparseExperts.init(
-                self, routing=self.routing, shared_dim=self.shared_dim, key=mlp_key
-            )
-        else:
-            mlp = GatedMlp.init(self, self.Mlp, key=mlp_key)
         return KimiLinearLayer(
             input_norm=self.init_norm(),
             attention=attention,
             linear_attention=linear_attention,
             post_attention_norm=self.init_norm(),
-            mlp=mlp,
+            mlp=init_feed_forward(
+                self,
+                kind,
+                routing=self.routing,
+                shared_dim=self.shared_dim,
+                key=mlp_key,
+            ),
         )
 
 

@@ -103,12 +103,13 @@ class GraniteMoeHybridConfig(
                 scale=self.attention_multiplier,
                 key=mixer_key,
             )
+        mlp = init_feed_forward(self, kind, shared_dim=self.shared_dim, key=mlp_key)
         return GraniteMoeHybridLayer(
             input_norm=self.init_norm(),
             attention=attention,
             mamba=mamba,
             post_attention_norm=self.init_norm(),
-            mlp=init_feed_forward(self, kind, shared_dim=self.shared_dim, key=mlp_key),
+            mlp=mlp,
             factor=self.residual_multiplier,
         )
 

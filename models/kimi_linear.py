@@ -12,7 +12,7 @@ import jax
 from haliax import NamedArray
 from jaxtyping import PRNGKeyArray
 
-from models.deepseek_v3 import LATENT_FIELDS, LATENT_TENSORS
+from models.deepseek_v3 import LATENT_FIELDS
 from models.hf_io import config_fields as hf
 from models.hf_io.formats import HfFormat, register_format
 from models.parts.cache import LayerCache
@@ -103,18 +103,15 @@ class KimiLinearConfig(LatentDecoderConfig, HybridDecoderConfig):
             attention = LatentAttention.init(
                 self, self.latent, rotary=None, key=mixer_key
             )
+        mlp = init_feed_forward(
+            self, kind, routing=self.routing, shared_dim=self.shared_dim, key=mlp_key
+        )
         return KimiLinearLayer(
             input_norm=self.init_norm(),
             attention=attention,
             linear_attention=linear_attention,
             post_attention_norm=self.init_norm(),
-            mlp=init_feed_forward(
-                self,
-                kind,
-                routing=self.routing,
-                shared_dim=self.shared_dim,
-                key=mlp_key,
-            ),
+            mlp=mlp,
         )
 
 
@@ -187,7 +184,7 @@ def to_hf(config: KimiLinearConfig) -> dict[str, Any]:
 
 # Dense layers have an `mlp`, the others a `block_sparse_moe`.
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
-TENSORS = LATENT_TENSORS | {
+TENSORS = {
     "linear_attention": "self_attn",
     "linear_attention.q_conv": "q_conv1d",
     "linear_attention.k_conv": "k_conv1d",

@@ -25,7 +25,12 @@ from models.parts.sections import (
 )
 from models.qwen3_next import Qwen3NextConfig
 from stacked_remat.lora import LoraConfig, apply_lora
-from stacked_remat.training import SgdConfig, TokenBatch, build_optimizer
+from stacked_remat.training import (
+    SgdConfig,
+    TokenBatch,
+    build_optimizer,
+    cast_parameters,
+)
 
 from ..blocks import assert_close
 from .random_weights import random_weights
@@ -147,6 +152,9 @@ def test_decays_are_in_float32_and_get_no_weight_decay():
     low = cast_floating(layer, jnp.bfloat16)
     assert low.q_proj.weight.dtype == low.q_conv.weight.dtype == jnp.bfloat16
     assert low.decay.a_log.dtype == low.decay.dt_bias.dtype == jnp.float32
+    stored = cast_parameters(layer, "bfloat16")
+    assert stored.q_conv.weight.dtype == jnp.bfloat16
+    assert stored.decay.a_log.dtype == jnp.float32
     optimizer = build_optimizer(SgdConfig(weight_decay=0.5, warmup=0), num_steps=10)
     trained = eqx.filter(model, eqx.is_inexact_array)
     nothing = jax.tree.map(jnp.zeros_like, trained)

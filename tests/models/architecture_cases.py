@@ -436,6 +436,17 @@ _NOT_IN_KIMI = (
 _NOT_IN_KIMI += " rope_theta rope_parameters rope_interleave tie_word_embeddings"
 
 
+def _kimi_fields(drawn: dict, mixers: Sequence[str], one_of: Callable) -> dict:
+    """The fields of Kimi Linear, from those of a DeepSeek V3 with as many layers."""
+    fields = {name: drawn[name] for name in drawn if name not in _NOT_IN_KIMI.split()}
+    fields |= dict(num_local_experts=drawn["n_routed_experts"])
+    fields |= dict(linear_num_heads=one_of(1, 3), linear_head_dim=one_of(4, 7))
+    fields |= dict(linear_conv_kernel_dim=one_of(2, 4))
+    first = drawn["first_k_dense_replace"]
+    kinds = ["dense"] * first + ["sparse"] * (len(mixers) - first)
+    return fields | dict(mlp_layer_types=kinds, layer_types=mixers)
+
+
 def _with_own_fields(family: str, fields: dict, rng: np.random.Generator) -> dict:
     """The fields with those that some architectures alone have."""
 
@@ -482,15 +493,7 @@ def _with_own_fields(family: str, fields: dict, rng: np.random.Generator) -> dic
             fields.pop("intermediate_size")
     elif family == "KimiLinear":
         drawn = _DEEPSEEK | fields | _latents_and_groups(rng, heads, layers)
-        fields = {
-            name: drawn[name] for name in drawn if name not in _NOT_IN_KIMI.split()
-        }
-        fields |= dict(num_local_experts=drawn["n_routed_experts"])
-        fields |= dict(linear_num_heads=one_of(1, 3), linear_head_dim=one_of(4, 7))
-        fields |= dict(linear_conv_kernel_dim=one_of(2, 4))
-        first = drawn["first_k_dense_replace"]
-        kinds = ["dense"] * first + ["sparse"] * (layers - first)
-        fields |= dict(mlp_layer_types=kinds, layer_types=mixers)
+        fields = _kimi_fields(drawn, mixers, one_of)
     elif family in ("Lfm2", "Lfm2Moe"):
         fields["norm_eps"] = fields.pop("rms_norm_eps")
         fields |= dict(conv_bias=one_of(False, True), conv_L_cache=one_of(2, 3))

@@ -47,6 +47,12 @@ COMMANDS = [
         ("total", "matmul_flops"),
     ),
     (
+        f"gathered_ahead {MLP} --target local --policies nested",
+        "gathered_ahead_local_8",
+        2,
+        ("temporaries", "collectives in loops"),
+    ),
+    (
         "long_loops --steps 30 --size 3 --leaves 4 --rounds 1 --only prime",
         "long_loops_cpu",
         len(VARIANTS),

@@ -1,11 +1,11 @@
-"""FLOPs of the forward pass by kinds of layers, at each context; traced only, nothing is
-compiled or run:
+"""FLOPs of the forward pass by kinds of layers, at each context; nothing is compiled.
 
-    python -m benchmarks.layer_flops --configs models/configs/kimi_linear_48b_65k_lora.yaml
+    python -m benchmarks.layer_flops
+        --configs models/configs/kimi_linear_48b_65k_lora.yaml
 
-A decoder's layers are of a few kinds, such as `linear_sparse`. A row has one kind at one
-context: how many layers are of it, the FLOPs of one of them in matrix products, and the
-share of them all in those of the layers. Writes `results/layer_flops.json`.
+A decoder's layers are of a few kinds, such as `linear_sparse`. A row has one kind at
+one context: how many layers are of it, the FLOPs of one of them in matrix products, and
+the share of them all in those of the layers. Writes `results/layer_flops.json`.
 """
 
 from pathlib import Path

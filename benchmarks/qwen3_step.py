@@ -3,7 +3,7 @@ allocated memory.
 
     python -m benchmarks.qwen3_step --tokens 16384 65536 --profile
     python -m benchmarks.qwen3_step --check 0 --tokens 65536 --model.num_layers 4
-    python -m benchmarks.qwen3_step --tokens 65536 --model.num_layers 4 \\
+    python -m benchmarks.qwen3_step --tokens 65536 --model.num_layers 4
         --documents 8 --name of_documents
 
 For a GPU that holds the weights (an H200), which are random; other options are those of

@@ -2,7 +2,7 @@
 or talks with it.
 
     python -m models.generate --run_dir runs/mine --prompt "Once upon a time"
-    python -m models.generate --model exported --chat --prompt "Who are you?" \\
+    python -m models.generate --model exported --chat --prompt "Who are you?"
         --temperature 0
     python -m models.generate --model exported --chat
 

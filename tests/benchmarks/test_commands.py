@@ -59,6 +59,12 @@ COMMANDS = [
         ("ratio",),
     ),
     (
+        f"layer_flops --configs {CONFIG.with_name('qwen3_moe_tiny.yaml')} --tokens 64",
+        "layer_flops",
+        1,
+        ("matmul_flops",),
+    ),
+    (
         f"qwen3_context {CONTEXT} --tokens 64 --policies nested --tiles 2",
         "qwen3_moe_65k_cpu_tiles_local",
         1,

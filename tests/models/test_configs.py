@@ -47,6 +47,7 @@ AS_PUBLISHED = {
     "lfm2_1_2b_65k_lora": "LFM2 1.2B",
     "lfm2_8b_a1b_65k_lora": "LFM2 8B-A1B",
     "kimi_linear_48b_65k_lora": "Kimi Linear 48B",
+    "qwen3_next_80b_a3b_65k_lora": "Qwen3-Next 80B-A3B",
     "granite_4_h_tiny_65k_lora": "Granite 4 H Tiny",
 }
 

@@ -4,17 +4,21 @@ longest that fits.
 Forward and backward are compiled for a device that need not be attached, and nothing is
 run:
 
-    python -m benchmarks.qwen3_context --target h200 python -m benchmarks.qwen3_context
-    longest --target h200 --budgets 80GiB 139GiB python -m benchmarks.qwen3_context
-    --target h200 --presets auto blockwise --tokens 65536 python -m
-    benchmarks.qwen3_context --target v5p --devices 8 --tokens 65536 --policies nested
+    python -m benchmarks.qwen3_context --target h200
+    python -m benchmarks.qwen3_context longest --target h200 --budgets 80GiB 139GiB
+    python -m benchmarks.qwen3_context --target h200 --presets auto blockwise
+        --tokens 65536
+    python -m benchmarks.qwen3_context --target v5p --devices 8 --tokens 65536
+        --policies nested
     python -m benchmarks.qwen3_context --target h200 --devices 8 --tokens 1048576
-    --divide positions python -m benchmarks.qwen3_context --target h200 --tokens 65536
-    --tiles 1 2 4 python -m benchmarks.qwen3_context --target h200 --tokens 65536
-    --policies nested --experts block tokamax python -m benchmarks.qwen3_context
-    --target h200 --tokens 65536 --documents 8 --policies True nested python -m
-    benchmarks.qwen3_context --target h200 --config
-    models/configs/gpt_oss_20b_65k_lora.yaml
+        --divide positions
+    python -m benchmarks.qwen3_context --target h200 --tokens 65536 --tiles 1 2 4
+    python -m benchmarks.qwen3_context --target h200 --tokens 65536
+        --policies nested --experts block tokamax
+    python -m benchmarks.qwen3_context --target h200 --tokens 65536 --documents 8
+        --policies True nested
+    python -m benchmarks.qwen3_context --target h200
+        --config models/configs/gpt_oss_20b_65k_lora.yaml
 
 Model and adapters are those of `models/configs/qwen3_30b_a3b_65k_lora.yaml`, with one
 sequence per device. Further options are those of the config, such as

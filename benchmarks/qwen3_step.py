@@ -1,10 +1,10 @@
 """Steps of Qwen3-30B-A3B at long context: gradients compared, then time, throughput and
 allocated memory.
 
-    python -m benchmarks.qwen3_step --tokens 16384 65536 --profile python -m
-    benchmarks.qwen3_step --check 0 --tokens 65536 --model.num_layers 4 python -m
-    benchmarks.qwen3_step --tokens 65536 --model.num_layers 4 --documents 8 --name
-    of_documents
+    python -m benchmarks.qwen3_step --tokens 16384 65536 --profile
+    python -m benchmarks.qwen3_step --check 0 --tokens 65536 --model.num_layers 4
+    python -m benchmarks.qwen3_step --tokens 65536 --model.num_layers 4
+        --documents 8 --name of_documents
 
 For a GPU that holds the weights (an H200), which are random; other options are those of
 the config, and policies may be presets of the model. At `--check` tokens, where all

@@ -4,9 +4,11 @@ send each other.
 The steps are compiled for devices that need not be attached, and nothing is run:
 
     python -m benchmarks.step_memory --target v5p --devices 16
-    --trainer.mesh.param_mapping '{embed: data}' python -m benchmarks.step_memory
-    --target h100 --devices 8 --layers 24 48 --updates after fused python -m
-    benchmarks.step_memory --target h200 --configs A.yaml B.yaml --context 65536 1048576
+        --trainer.mesh.param_mapping '{embed: data}'
+    python -m benchmarks.step_memory --target h100 --devices 8 --layers 24 48
+        --updates after fused
+    python -m benchmarks.step_memory --target h200 --configs A.yaml B.yaml
+        --context 65536 1048576
 
 With `--devices` each has one sequence; otherwise one device has the config's batch.
 Updates come after the backward pass or within it (`fused`). Where an option is not

@@ -12,6 +12,7 @@ from models.granitemoehybrid import (
 )
 from models.kimi_linear import KimiLinearConfig as KimiLinearConfig
 from models.lfm2 import Lfm2Config as Lfm2Config
+from models.lfm2_moe import Lfm2MoeConfig as Lfm2MoeConfig
 from models.llama import LlamaConfig as LlamaConfig
 from models.llama4 import Llama4Config as Llama4Config
 from models.minimax_m2 import MiniMaxM2Config as MiniMaxM2Config

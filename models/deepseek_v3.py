@@ -15,9 +15,9 @@ from models.hf_io.formats import HfFormat, register_format
 from models.parts.cache import LayerCache
 from models.parts.config import LatentDecoderConfig, LayerKind
 from models.parts.decoder import DecoderLayer, LayerOutput, residual
-from models.parts.experts import SparseExperts
+from models.parts.experts import init_feed_forward
 from models.parts.latent_attention import LatentAttention
-from models.parts.mlp import GatedMlp
+from models.parts.mlp import FeedForward
 from models.parts.norms import Norm
 from models.parts.sections import ExpertsConfig
 from models.parts.tokens import Tokens
@@ -30,7 +30,7 @@ class DeepseekV3Layer(DecoderLayer):
     input_norm: Norm
     attention: LatentAttention
     post_attention_norm: Norm
-    mlp: GatedMlp | SparseExperts
+    mlp: FeedForward
 
     def forward(
         self, x: NamedArray, tokens: Tokens, cache: LayerCache | None = None
@@ -52,12 +52,9 @@ class DeepseekV3Config(LatentDecoderConfig):
     def init_layer(self, kind: LayerKind, *, key: PRNGKeyArray) -> DeepseekV3Layer:
         """Makes a layer from `key`."""
         attention_key, mlp_key = jax.random.split(key)
-        if kind.sparse:
-            mlp = SparseExperts.init(
-                self, routing=self.routing, shared_dim=self.shared_dim, key=mlp_key
-            )
-        else:
-            mlp = GatedMlp.init(self, self.Mlp, key=mlp_key)
+        mlp = init_feed_forward(
+            self, kind, routing=self.routing, shared_dim=self.shared_dim, key=mlp_key
+        )
         return DeepseekV3Layer(
             input_norm=self.init_norm(),
             attention=LatentAttention.init(
@@ -142,18 +139,6 @@ def to_hf(config: DeepseekV3Config) -> dict[str, Any]:
     return written | hf.write_dense_prefix(config)
 
 
-# `with_mqa`: the narrow vector and, besides, one rotated key for all heads
-LATENT_TENSORS = {
-    "attention.q_a_norm": "q_a_layernorm",
-    "attention.kv_a_proj": "kv_a_proj_with_mqa",
-    "attention.kv_a_norm": "kv_a_layernorm",
-}
-TENSORS = LATENT_TENSORS | {
-    "mlp.router": "gate",
-    "mlp.bias": "gate.e_score_correction_bias",
-    "mlp.shared": "shared_experts",
-}
-
 register_format(
     HfFormat(
         "deepseek_v3",
@@ -161,7 +146,6 @@ register_format(
         from_hf,
         to_hf,
         FIELDS,
-        TENSORS,
         quant_methods=("fp8",),
         further_layers=True,
         probe={"experts": ExpertsConfig(dense_layers=(0,))},

@@ -1,8 +1,9 @@
 """Evaluates a model with EleutherAI's lm-eval.
 
     python -m models.eval_lm --run_dir runs/mine --tasks hellaswag,arc_easy
-    --num_fewshot 5 python -m models.eval_lm --model Qwen/Qwen3-0.6B --tasks gsm8k
-    --apply_chat_template --output_path scores
+        --num_fewshot 5
+    python -m models.eval_lm --model Qwen/Qwen3-0.6B --tasks gsm8k
+        --apply_chat_template --output_path scores
 
 Other options are those of lm-eval's own command (`lm-eval run --help`). Texts are
 scored and continued in batches, with a cache, and over devices with `--mesh`. Scores

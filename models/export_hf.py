@@ -1,8 +1,8 @@
 """Writes a model to a folder that Hugging Face's libraries load, and to its Hub.
 
-    python -m models.export_hf --run_dir runs/mine --out exported python -m
-    models.export_hf --run_dir runs/mine --out adapters --adapters --push_to_hub
-    me/adapters
+    python -m models.export_hf --run_dir runs/mine --out exported
+    python -m models.export_hf --run_dir runs/mine --out adapters --adapters
+        --push_to_hub me/adapters
 
 The first writes a whole model, adapters merged, that `transformers` loads; the second
 the adapters alone, for PEFT. The whole model comes with the files of its tokenizer and

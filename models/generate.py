@@ -1,8 +1,9 @@
 """Continues prompts with what a run trained, or with a model in Hugging Face's format,
 or talks with it.
 
-    python -m models.generate --run_dir runs/mine --prompt "Once upon a time" python -m
-    models.generate --model exported --chat --prompt "Who are you?" --temperature 0
+    python -m models.generate --run_dir runs/mine --prompt "Once upon a time"
+    python -m models.generate --model exported --chat --prompt "Who are you?"
+        --temperature 0
     python -m models.generate --model exported --chat
 
 The first reads the latest checkpoint of a run folder of `models.train_lm`, its adapters

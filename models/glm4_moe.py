@@ -17,8 +17,8 @@ from models.parts.config import (
     PartialRotaryConfig,
 )
 from models.parts.decoder import DecoderLayer, LayerOutput, residual
-from models.parts.experts import SparseExperts
-from models.parts.mlp import GatedMlp
+from models.parts.experts import init_feed_forward
+from models.parts.mlp import FeedForward
 from models.parts.norms import Norm, rms_norm
 from models.parts.sections import ExpertsConfig
 from models.parts.tokens import Tokens
@@ -30,7 +30,7 @@ class Glm4MoeLayer(DecoderLayer):
     input_norm: Norm
     attention: Attention
     post_attention_norm: Norm
-    mlp: GatedMlp | SparseExperts
+    mlp: FeedForward
 
     def forward(
         self, x: NamedArray, tokens: Tokens, cache: LayerCache | None = None
@@ -65,12 +65,9 @@ class Glm4MoeConfig(PartialRotaryConfig, GroupedDecoderConfig):
         if self.qk_norm:
             q_norm = rms_norm(self.HeadDim, self.rms_norm_eps)
             k_norm = rms_norm(self.HeadDim, self.rms_norm_eps)
-        if kind.sparse:
-            mlp = SparseExperts.init(
-                self, routing=self.routing, shared_dim=self.shared_dim, key=mlp_key
-            )
-        else:
-            mlp = GatedMlp.init(self, self.Mlp, key=mlp_key)
+        mlp = init_feed_forward(
+            self, kind, routing=self.routing, shared_dim=self.shared_dim, key=mlp_key
+        )
         return Glm4MoeLayer(
             input_norm=self.init_norm(),
             attention=Attention.init(
@@ -121,12 +118,6 @@ def to_hf(config: Glm4MoeConfig) -> dict[str, Any]:
     return written | {"partial_rotary_factor": config.partial_rotary_factor}
 
 
-TENSORS = {
-    "mlp.router": "gate",
-    "mlp.bias": "gate.e_score_correction_bias",
-    "mlp.shared": "shared_experts",
-}
-
 register_format(
     HfFormat(
         "glm4_moe",
@@ -134,7 +125,6 @@ register_format(
         from_hf,
         to_hf,
         FIELDS,
-        TENSORS,
         further_layers=True,
         probe={"qk_norm": True, "experts": ExpertsConfig(dense_layers=(0,))},
         checksum=0.44543,

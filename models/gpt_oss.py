@@ -130,6 +130,7 @@ def to_hf(config: GptOssConfig) -> dict[str, Any]:
 _GATE_UP = ExpertsTensor("gate_up_proj", transposed=True, interleaved=True)
 _GATE_UP_BIAS = ExpertsTensor("gate_up_proj_bias", interleaved=True)
 TENSORS = {
+    "mlp.router": "router",
     "mlp.experts.gate_proj.weight": _GATE_UP,
     "mlp.experts.gate_proj.bias": _GATE_UP_BIAS,
     "mlp.experts.up_proj.weight": _GATE_UP,

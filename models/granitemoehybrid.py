@@ -21,10 +21,10 @@ from models.parts.attention import Attention
 from models.parts.cache import LayerCache
 from models.parts.config import LayerKind, SparseDecoderConfig
 from models.parts.decoder import DecoderLayer, LayerOutput, residual
-from models.parts.experts import SparseExperts
+from models.parts.experts import init_feed_forward
 from models.parts.hybrid import HybridDecoderConfig
 from models.parts.mamba2 import MAMBA_NAMES, Mamba2, MambaConfig
-from models.parts.mlp import GatedMlp
+from models.parts.mlp import FeedForward
 from models.parts.norms import Norm
 from models.parts.sections import FULL, LINEAR, ExpertsConfig
 from models.parts.tokens import Tokens
@@ -40,7 +40,7 @@ class GraniteMoeHybridLayer(DecoderLayer):
     attention: Attention | None
     mamba: Mamba2 | None
     post_attention_norm: Norm
-    mlp: GatedMlp | SparseExperts
+    mlp: FeedForward
     factor: float = eqx.field(static=True)
 
     def forward(
@@ -103,10 +103,7 @@ class GraniteMoeHybridConfig(
                 scale=self.attention_multiplier,
                 key=mixer_key,
             )
-        if kind.sparse:
-            mlp = SparseExperts.init(self, shared_dim=self.shared_dim, key=mlp_key)
-        else:
-            mlp = GatedMlp.init(self, self.Mlp, key=mlp_key)
+        mlp = init_feed_forward(self, kind, shared_dim=self.shared_dim, key=mlp_key)
         return GraniteMoeHybridLayer(
             input_norm=self.init_norm(),
             attention=attention,

@@ -12,17 +12,17 @@ import jax
 from haliax import NamedArray
 from jaxtyping import PRNGKeyArray
 
-from models.deepseek_v3 import LATENT_FIELDS, LATENT_TENSORS
+from models.deepseek_v3 import LATENT_FIELDS
 from models.hf_io import config_fields as hf
 from models.hf_io.formats import HfFormat, register_format
 from models.parts.cache import LayerCache
 from models.parts.config import LatentDecoderConfig, LayerKind
 from models.parts.decoder import DecoderLayer, LayerOutput, residual
 from models.parts.delta_net import GatedDeltaNet
-from models.parts.experts import SparseExperts
+from models.parts.experts import init_feed_forward
 from models.parts.hybrid import HybridDecoderConfig
 from models.parts.latent_attention import LatentAttention
-from models.parts.mlp import GatedMlp
+from models.parts.mlp import FeedForward
 from models.parts.norms import Norm
 from models.parts.sections import (
     FULL,
@@ -41,7 +41,7 @@ class KimiLinearLayer(DecoderLayer):
     attention: LatentAttention | None
     linear_attention: GatedDeltaNet | None
     post_attention_norm: Norm
-    mlp: GatedMlp | SparseExperts
+    mlp: FeedForward
 
     def forward(
         self, x: NamedArray, tokens: Tokens, cache: LayerCache | None = None
@@ -103,12 +103,9 @@ class KimiLinearConfig(LatentDecoderConfig, HybridDecoderConfig):
             attention = LatentAttention.init(
                 self, self.latent, rotary=None, key=mixer_key
             )
-        if kind.sparse:
-            mlp = SparseExperts.init(
-                self, routing=self.routing, shared_dim=self.shared_dim, key=mlp_key
-            )
-        else:
-            mlp = GatedMlp.init(self, self.Mlp, key=mlp_key)
+        mlp = init_feed_forward(
+            self, kind, routing=self.routing, shared_dim=self.shared_dim, key=mlp_key
+        )
         return KimiLinearLayer(
             input_norm=self.init_norm(),
             attention=attention,
@@ -187,7 +184,7 @@ def to_hf(config: KimiLinearConfig) -> dict[str, Any]:
 
 # Dense layers have an `mlp`, the others a `block_sparse_moe`.
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
-TENSORS = LATENT_TENSORS | {
+TENSORS = {
     "linear_attention": "self_attn",
     "linear_attention.q_conv": "q_conv1d",
     "linear_attention.k_conv": "k_conv1d",

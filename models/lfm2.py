@@ -15,9 +15,10 @@ from models.parts.attention import Attention
 from models.parts.cache import LayerCache
 from models.parts.config import LayerKind
 from models.parts.decoder import DecoderLayer, LayerOutput, residual
+from models.parts.experts import init_feed_forward
 from models.parts.gated_convolution import CONVOLUTION_NAMES, GatedConvolution
 from models.parts.hybrid import HybridDecoderConfig
-from models.parts.mlp import GatedMlp
+from models.parts.mlp import FeedForward
 from models.parts.norms import Norm, rms_norm
 from models.parts.sections import FULL
 from models.parts.tokens import Tokens
@@ -25,18 +26,18 @@ from stacked_remat.training.config_checks import check_positive
 
 
 class Lfm2Layer(DecoderLayer):
-    """A layer of LFM2, with attention or a convolution."""
+    """A layer of LFM2, with attention or a convolution, and an MLP or experts."""
 
     input_norm: Norm
     attention: Attention | None
     conv: GatedConvolution | None
     post_attention_norm: Norm
-    mlp: GatedMlp
+    mlp: FeedForward
 
     def forward(
         self, x: NamedArray, tokens: Tokens, cache: LayerCache | None = None
     ) -> LayerOutput:
-        """Adds the mixer, then the MLP, each of normalised input."""
+        """Adds the mixer, then the MLP or experts, each of normalised input."""
         # Lfm2DecoderLayer of transformers
         mixed, cache = self.mixer(self.input_norm(x), tokens, cache)
         x = residual(x + mixed)
@@ -45,8 +46,9 @@ class Lfm2Layer(DecoderLayer):
 
 
 @dataclass(frozen=True)
-class Lfm2Config(HybridDecoderConfig):
-    """An LFM2 decoder; of `layer_types` those that are linear have a convolution.
+class ConvolutionalConfig(HybridDecoderConfig):
+    """What decoders of LFM2 share; of `layer_types` those that are linear have a
+    convolution.
 
     Attributes:
         conv_size: how many tokens a convolution reads, the newest included.
@@ -61,6 +63,11 @@ class Lfm2Config(HybridDecoderConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_positive("model", self, "conv_size")
+
+    @property
+    def expert_options(self) -> dict[str, Any]:
+        """Options of `SparseExperts.init`."""
+        return {}
 
     def init_layer(self, kind: LayerKind, *, key: PRNGKeyArray) -> Lfm2Layer:
         """Makes a layer from `key`."""
@@ -83,8 +90,13 @@ class Lfm2Config(HybridDecoderConfig):
             attention=attention,
             conv=conv,
             post_attention_norm=self.init_norm(),
-            mlp=GatedMlp.init(self, self.Mlp, key=mlp_key),
+            mlp=init_feed_forward(self, kind, **self.expert_options, key=mlp_key),
         )
+
+
+@dataclass(frozen=True)
+class Lfm2Config(ConvolutionalConfig):
+    """An LFM2 decoder."""
 
 
 FIELDS = hf.without(hf.DENSE_SIZES, "attention_bias", "rms_norm_eps") | {

@@ -127,6 +127,7 @@ def to_hf(config: Llama4Config) -> dict[str, Any]:
 _GATE_UP = ExpertsTensor("gate_up_proj", transposed=True, swapped=True)
 TENSORS = {
     "mlp": "feed_forward",
+    "mlp.router": "router",
     "mlp.shared": "shared_expert",
     "mlp.experts.gate_proj.weight": _GATE_UP,
     "mlp.experts.up_proj.weight": _GATE_UP,

@@ -103,7 +103,6 @@ def to_hf(config: MiniMaxM2Config) -> dict[str, Any]:
 
 TENSORS = {
     "mlp": "block_sparse_moe",
-    "mlp.router": "gate",
     "mlp.bias": "e_score_correction_bias",
     "mlp.experts.gate_proj": "w1",
     "mlp.experts.up_proj": "w3",

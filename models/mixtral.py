@@ -85,7 +85,6 @@ def to_hf(config: MixtralConfig) -> dict[str, Any]:
 # As in Mistral's own files: w2 is the projection back to the residual stream.
 TENSORS = {
     "mlp": "block_sparse_moe",
-    "mlp.router": "gate",
     "mlp.experts.gate_proj": "w1",
     "mlp.experts.up_proj": "w3",
     "mlp.experts.down_proj": "w2",

@@ -1,10 +1,12 @@
 """Prints the memory that a training step needs under each remat policy: compiles it,
 and runs nothing.
 
-    python -m models.plan_lm --config_path my-model.yaml [--target h200] [--only
-    'False|True|nested'] python -m models.plan_lm --config_path my-model.yaml --remat
-    auto --budget 1GiB [--find context] python -m models.plan_lm --config_path
-    my-model.yaml --remat auto --budget 72GiB --find mesh --devices 8
+    python -m models.plan_lm --config_path my-model.yaml [--target h200]
+        [--only 'False|True|nested']
+    python -m models.plan_lm --config_path my-model.yaml --remat auto --budget 1GiB
+        [--find context]
+    python -m models.plan_lm --config_path my-model.yaml --remat auto --budget 72GiB
+        --find mesh --devices 8
 
 Takes the same config files as `models.train_lm`.
 """

@@ -146,8 +146,6 @@ def write_dense_layers(config: SparseDecoderConfig) -> dict[str, Any]:
     return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
 
 
-MOE_TENSORS = {"mlp.router": "gate"}
-
 register_format(
     HfFormat(
         "qwen3",
@@ -166,7 +164,6 @@ register_format(
         moe_from_hf,
         moe_to_hf,
         MOE_FIELDS,
-        MOE_TENSORS,
         probe={"attention": ALTERNATING, "experts": ExpertsConfig(dense_layers=(0,))},
         checksum=0.54457,
     )

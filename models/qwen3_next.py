@@ -142,7 +142,6 @@ SHARED_TENSORS = {
     "attention.q_proj": _QUERY_AND_GATE,
     "attention.gate_proj": _QUERY_AND_GATE,
     "linear_attention.o_proj": "out_proj",
-    "mlp.router": "gate",
     "mlp.shared": "shared_expert",
     "mlp.shared_gate": "shared_expert_gate",
 }

@@ -10,7 +10,7 @@ objects are in `_hijax.py`, and kernels of JAX in `ops/`.
 import contextlib
 import functools
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,20 +61,23 @@ def exchange(name: str, text: str, seconds: int) -> list[str] | None:
         raise
 
 
-def compiled_with_text(lowered: Any, platform: str) -> tuple[Any, str]:
-    """A lowered program, compiled, and the text of what it was compiled to.
+def compiled_with_text(
+    lowered: Any, platform: str, options: Mapping[str, Any] | None = None
+) -> tuple[Any, str]:
+    """A lowered program, compiled with these options of XLA, and the text of what it
+    was compiled to.
 
     Instead of the first, the error where memory is too small. libtpu (0.0.51) writes
     the text to a file then too, and JAX (0.10.2) can't read that of several devices.
     """
     if platform != "tpu":
         with _sources_in_cache_keys():
-            compiled = lowered.compile()
+            compiled = lowered.compile(compiler_options=options)
         return compiled, compiled.as_text() or ""
     with tempfile.TemporaryDirectory() as folder:
-        options = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
+        dumps = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
         try:
-            compiled = lowered.compile(compiler_options=options)
+            compiled = lowered.compile(compiler_options={**(options or {}), **dumps})
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise

@@ -214,16 +214,17 @@ def run_if(is_run: Array, body: Callable[[Any, T], T], index: Array, state: T) -
 # --- Transfers between host and device
 
 
-def first_read_after(number: int, cotangent: PyTree) -> tuple[Any, PyTree]:
-    """The number of the layer that a reverse sweep reads first from the host, once the
-    cotangent is there.
+def read_after(number: Any, arrays: PyTree) -> tuple[Any, PyTree]:
+    """The number of a layer that is read ahead, known once these arrays are there.
 
-    GPUs and TPUs: otherwise it is read before the forward sweep, and held meanwhile.
+    GPUs and TPUs: the first layer of a reverse sweep would be read before the forward
+    sweep, and held meanwhile. And the next one would be gathered while a visit waits
+    for its carry from the host, with no product beside it.
     """
     # H200, layers on the host updated by a visitor, "nested": 7.19 / 7.44 GiB.
     # JAX's own barrier would make the number vary over the devices of a
     # `jax.shard_map` as the cotangent does, and so the layer.
-    return _barrier_on(("cuda", "tpu"), (jnp.int32(number), cotangent))
+    return _barrier_on(("cuda", "tpu"), (jnp.int32(number), arrays))
 
 
 def copy_fetched(fetched: list[Array], index: Any) -> tuple[list[Array], Any]:
@@ -241,7 +242,9 @@ def copy_fetched(fetched: list[Array], index: Any) -> tuple[list[Array], Any]:
     copies = []
     for leaf in fetched:
         copies.append(jnp.where(index >= 0, leaf, jnp.zeros_like(leaf)))
-    return lax.optimization_barrier((copies, index))
+    # JAX's own barrier would make the number vary over the devices of a
+    # `jax.shard_map` as what was read does.
+    return _barrier_on(("cuda", "tpu"), (copies, index))
 
 
 def read_before_updates(ahead: list[Array], state: T) -> tuple[list[Array], T]:
@@ -280,6 +283,48 @@ def refused_offload(problem: str, inputs: T) -> T:
     that names nothing. On a CPU nothing moves.
     """
     return _barrier_on(("cuda", "tpu"), inputs, problem)
+
+
+# --- Collectives beside products
+
+
+def weight_after_gathers(weight: Any, gathered: list[Array]) -> Any:
+    """A weight that the transpose of a layer reads, there once that weight of the layer
+    that is visited next is gathered.
+
+    GPUs: one collective runs at a time, and gathers would run beside the last products
+    of a visit, which are all that is left to run beside the sum of gradients.
+    """
+    return _barrier_on(("cuda",), (weight, gathered))[0]
+
+
+def whole_cotangent(
+    transpose: Callable[[Array], Sequence[Array]], cotangent: Array
+) -> Array:
+    """The cotangent of a weight before a sharding constraint that gathers it:
+    `transpose` is that constraint, and says that the whole sum is on all devices.
+
+    TPUs: there it is summed so (all-reduce), and each device takes its part. Without
+    the constraint XLA finds that it is divided as the stack that it is written to, and
+    each device gets its part alone.
+    """
+    # v5p, `benchmarks.gathered_ahead`. It has no all-reduce then; GPUs have none
+    # either, but might gather activations instead.
+    return lax.platform_dependent(
+        cotangent,
+        tpu=lambda cotangent: cotangent,
+        default=lambda cotangent: transpose(cotangent)[0],
+    )
+
+
+def gradients_after_collectives(gradients: list[Array], done: PyTree) -> list[Array]:
+    """The gradients of one layer, summed over devices, once the cotangent of its input
+    is there and what the next visit reads is gathered.
+
+    GPUs: otherwise the optimizer may come before both, and no product be left to run
+    beside the sum and the gathers.
+    """
+    return _barrier_on(("cuda", "tpu"), (gradients, done))[0]
 
 
 # --- Barriers for some platforms, chosen as a program is lowered

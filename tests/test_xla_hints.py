@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from jax.core import eval_jaxpr
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from stacked_remat import (
     LayerResult,
@@ -98,12 +99,33 @@ def scored(weights, x):
     return ghost.grad_dot(layer, losses, x, direction=Tanh(weights[1]))[1].total
 
 
+def gathered(weights, x):
+    """Layers that gather their own weights."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    whole = NamedSharding(mesh, PartitionSpec())
+
+    def value(weights):
+        def gathering(x, weight):
+            return step(x, jax.lax.with_sharding_constraint(weight, whole))
+
+        return jnp.sum(fold(gathering, LAYERS, remat="nested")(x, weights))
+
+    return jax.grad(value)(weights)
+
+
 def same(*parts, **_):
     return parts
 
 
 def first(part, *_, **__):
     return part
+
+
+def same_on_all_platforms(transpose, cotangent):
+    def constrained(cotangent):
+        return transpose(cotangent)[0]
+
+    return jax.lax.platform_dependent(cotangent, tpu=constrained, default=constrained)
 
 
 # The hint, the program without it, a program that has it, and the platforms.
@@ -139,7 +161,7 @@ HINTS = [
         EVERYWHERE,
     ),
     (
-        "first_read_after",
+        "read_after",
         same,
         visited("nested", on_host=True),
         {"cuda", "tpu"},
@@ -149,6 +171,24 @@ HINTS = [
         same,
         visited("nested", on_host=True),
         EVERYWHERE,
+    ),
+    (
+        "weight_after_gathers",
+        first,
+        gathered,
+        {"cuda"},
+    ),
+    (
+        "whole_cotangent",
+        same_on_all_platforms,
+        gathered,
+        {"tpu"},
+    ),
+    (
+        "gradients_after_collectives",
+        first,
+        gathered,
+        {"cuda", "tpu"},
     ),
     (
         "read_before_updates",

@@ -30,6 +30,13 @@ DECODER_TENSORS: TensorTable = {
     "input_norm": "input_layernorm",
     "post_attention_norm": "post_attention_layernorm",
     "attention": "self_attn",
+    # Of latent attention; the second is of the vector and one key for all heads
+    "attention.q_a_norm": "q_a_layernorm",
+    "attention.kv_a_proj": "kv_a_proj_with_mqa",
+    "attention.kv_a_norm": "kv_a_layernorm",
+    "mlp.router": "gate",
+    "mlp.bias": "gate.e_score_correction_bias",
+    "mlp.shared": "shared_experts",
     "linear_attention": "linear_attn",
     "linear_attention.decay": "",
     "linear_attention.decay.a_log": "A_log",
@@ -37,7 +44,7 @@ DECODER_TENSORS: TensorTable = {
     "linear_attention.k_conv": "conv1d",
     "linear_attention.v_conv": "conv1d",
 }
-"""The names that most architectures have."""
+"""The names that most architectures have, of parts that they have."""
 
 
 ALTERNATING = AttentionConfig(window=3, layer_types=(FULL, SLIDING))

@@ -44,7 +44,7 @@ from stacked_remat.ops import (
     soft_capped,
 )
 from stacked_remat.ops.per_device import align_varying_axes
-from stacked_remat.training import POSITION_AXIS
+from stacked_remat.training import POSITION_AXIS, gathered
 
 LayerOutput: TypeAlias = tuple[NamedArray, LayerCache | None, RouterStatistics | None]
 """The residual stream, the layer's cache if it was given one, and the statistics of its
@@ -73,8 +73,11 @@ class Layer(eqx.Module):
         self, x: NamedArray, tokens: Tokens
     ) -> tuple[NamedArray, RouterStatistics | None]:
         """`forward` as a step of a scan over the layers in training."""
-        # Parameters stay in their own dtype outside: one layer is cast at a time.
-        x, _, statistics = cast_floating(self, x.dtype).forward(x, tokens)
+        # Parameters stay in their own dtype outside: one layer is cast at a time, and
+        # what devices send each other has the smaller type. Experts are gathered as
+        # they run: two layers of them would be most of a step's memory.
+        layer = gathered(cast_floating(self, x.dtype), leave=["experts"])
+        x, _, statistics = layer.forward(x, tokens)
         return x, statistics
 
     @abc.abstractmethod

@@ -42,13 +42,14 @@ def linear(
 
 
 class Float32Part(eqx.Module):
-    """Parameters that are float32 in a layer that is cast, and get no weight decay.
+    """Parameters that are float32 where others are cast, and get no weight decay.
 
     Such are those of a state's decay: their rounding errors add up over a sequence, and
     zero is no state to be pulled to.
     """
 
     weight_decay: ClassVar[bool] = False  # see `OptimizerConfig.weight_decay`
+    keeps_dtype: ClassVar[bool] = True  # see `PrecisionConfig.parameters`
 
     def cast_to(self, dtype: DTypeLike) -> Self:
         """In float32, whatever the dtype."""

@@ -158,6 +158,7 @@ def scan_layers(call: FoldCall, init: PyTree, arguments: PyTree) -> Any:
         # close over has no derivative: that is an error. In a loop of JAX it has one.
         is_swept = _needs_sweep(call, splits, remat)
         traced, static = trace_kinds(call, splits, first, remat, replays=is_swept)
+        is_swept = is_swept or _gathers_ahead(traced, remat)
         # Whether a loop would be a primitive here. Within a trace it is one of JAX, and
         # so it is with a `jax.Ref`, which a primitive does not take.
         is_primitive = is_eager() and not has_refs(traced.shared)
@@ -206,6 +207,17 @@ def _needs_sweep(call: FoldCall, splits: Sequence[Split], remat: Remat) -> bool:
     # A loop would keep what it reads from the host, and read nothing ahead.
     on_host = has_host_arrays([split.stacks for split in splits])
     return remat.form == "sweep" or on_host or call.until is not None
+
+
+def _gathers_ahead(traced: TracedLayers, remat: Remat) -> bool:
+    """Whether layers are swept because they gather: in a loop they would wait."""
+    # What `_needs_sweep` says of these, and what a sweep can't have.
+    if remat.carries is None or has_refs(traced.shared):
+        return False
+    # A number of layers that is not known (`jax.export`) has no schedule.
+    if not isinstance(remat.length, int):
+        return False
+    return any(kind.gathers_apart().gathers for kind in traced.kinds)
 
 
 def layers_at_once(

@@ -394,8 +394,10 @@ def _first_returned(
             index=first,
             row=first,
             inputs=(shared, carry, x),
+            x=x,
             saved=[],
             cotangents=cotangents,
+            ahead=(),
             writes_to_host=False,
         )
         _, returned, _ = visitor.call_user(visit, *states)

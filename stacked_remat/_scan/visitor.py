@@ -230,9 +230,9 @@ class SweepTypes:
     def visit(self, visit: LeafVisit, layer_state: PyTree) -> LayerVisit:
         """The same visit of a layer, with trees in the place of lists of arrays."""
         kind = visit.pullback.kind
-        shared, carry, x = visit.inputs
+        shared, carry, _ = visit.inputs
         (layer, *args), kwargs = self.layouts[kind.number].layer(
-            x, self.arguments(kind, shared)
+            visit.x, self.arguments(kind, shared)
         )
         carry = jtu.tree_unflatten(self.carry_tree, carry)
         carry_ct, y_ct = visit.cotangents

@@ -19,9 +19,9 @@ loop over layers in it, and to write the first input of each. Both are one loop 
 stretches (`_run_stretches`), those of the first way having one layer each.
 
 Weights are read from their stacks by layer number, within the innermost loop: no
-segment's weights are copied. Stacks on the host are read one layer ahead, so that the
-transfer overlaps the layer that runs. Layers are numbered as they run; `primitive.py`
-calls this file.
+segment's weights are copied. What comes from the host, and what is gathered from other
+devices, is read one layer ahead, beside the layer that runs. Layers are numbered as
+they run; `primitive.py` calls this file.
 """
 
 import itertools
@@ -61,7 +61,7 @@ class ForwardState(NamedTuple):
     # Outputs of each kind, stacked over all layers of the kind; zeros for those that
     # are still to run.
     ys: OfKinds
-    # What the layer that runs next reads of stacks on the host.
+    # What is read ahead for the layer that runs next (`SweepSpec.fetch`).
     fetched: Arrays
     # How many layers have run; None if none may stop.
     ran: Index | None
@@ -81,10 +81,12 @@ def primal(
     spec: SweepSpec, init: Carry, xs: OfKinds, shared: OfKinds
 ) -> tuple[Carry, OfKinds]:
     """Run all layers and keep nothing: the last carry, and the outputs of each kind."""
-    # One scan, unless layers are of several kinds, may stop, or are read from the host.
-    needs_steps = spec.pattern or spec.stops or has_host_arrays(xs)
-    if not spec.length or not needs_steps:
+    # One scan, unless layers are of several kinds, may stop, or are read ahead.
+    ahead = spec.gathers_apart()
+    reads_ahead = has_host_arrays(xs) or ahead.gathers
+    if not spec.length or not (spec.pattern or spec.stops or reads_ahead):
         return spec.plain(False, init, xs, shared)
+    spec = ahead
     step = _forward_step(spec, xs, shared, range(spec.length))
     state = spec.run(spec.length, step, _start(spec, init, xs))
     return state.carry, state.ys
@@ -143,6 +145,7 @@ def forward(
     spec: SweepSpec, perturbed: Perturbed, init: Carry, xs: OfKinds, shared: OfKinds
 ) -> tuple[Carry, OfKinds, Checkpoints]:
     """Run all layers, and keep the policy's checkpoints for the reverse sweep."""
+    spec = spec.gathers_apart()
     remat = spec.remat
     # What a user gives may be Python numbers.
     init = [on_mesh(jnp.asarray(leaf)) for leaf in init]

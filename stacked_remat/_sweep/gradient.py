@@ -25,6 +25,7 @@ overwrites one row; so the memory of one layer's gradients is all that a visit a
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
@@ -167,8 +168,9 @@ class LayerPullback:
 
         return jax.make_jaxpr(forward)(*map(list, inputs)), structure
 
-    def _pullback_alone(self, inputs: LayerInputs) -> Any:
-        """The pullback of `_linearize`, without what only the layer's results need.
+    def _pullback_alone(self, inputs: LayerInputs, ahead: Sequence[Any]) -> Any:
+        """The pullback of `_linearize`, without what only the layer's results need; it
+        reads gathered weights once those in `ahead` are there.
 
         In a derivative of the visit JAX could not lower the tangents of results where a
         `jax.custom_vjp` computes these, though nothing reads them.
@@ -178,6 +180,8 @@ class LayerPullback:
         is_read = [False] * results + [True] * structure.num_leaves
         jaxpr, _ = dce_jaxpr(closed.jaxpr, is_read, instantiate=True)
         leaves = eval_jaxpr(jaxpr, closed.consts, *sum(inputs, []))
+        if ahead:
+            leaves = _after_gathers(jaxpr, leaves, ahead)
         return jax.tree.unflatten(structure, leaves)
 
     def save(self, inputs: LayerInputs) -> tuple[tuple[Carry, Arrays], Arrays]:
@@ -215,6 +219,7 @@ class LayerPullback:
         saved: Arrays,
         cotangents: PyTree,
         totals: Sequence[PyTree] = (),
+        ahead: Sequence[Any] = (),
     ) -> LayerInputs:
         """The cotangents of the perturbed leaves; those of `x` are added to `totals` in
         place.
@@ -225,10 +230,12 @@ class LayerPullback:
             cotangents: of the perturbed leaves of carry and output.
             totals: for each perturbed leaf of `x` the array to add its cotangent to, or
                 None; () for none.
+            ahead: for each leaf of `x` what is gathered meanwhile for the layer that is
+                visited next, or None; () for none.
         """
         residuals = self.residuals
-        if residuals is None and self.kind.in_forward_mode:
-            pullback = self._pullback_alone(inputs)
+        if residuals is None and (self.kind.in_forward_mode or ahead):
+            pullback = self._pullback_alone(inputs, ahead)
         elif residuals is None:
             _, pullback = self._linearize(inputs)
         else:
@@ -318,6 +325,34 @@ class LayerPullback:
             return known[key]
 
 
+def _after_gathers(jaxpr: Jaxpr, leaves: list[Any], ahead: Sequence[Any]) -> list[Any]:
+    """The outputs `leaves` of a jaxpr, where those that depend on gathered weights
+    alone are there once these weights of the next layer are gathered.
+
+    The last inputs of the jaxpr are weights, with `ahead` for them.
+    """
+    variables = len(jaxpr.constvars) + len(jaxpr.invars)
+    others = variables - len(ahead)
+    is_gathered = [leaf is not None for leaf in ahead]
+
+    def depend(on: Sequence[bool]) -> list[bool]:
+        return active_outputs(jaxpr, on, counts=lambda _: True)
+
+    is_data = depend([*[True] * others, *inverted(is_gathered)])
+    waits_for: list[list[Any]] = [[] for _ in leaves]
+    for place, next_weight in enumerate(ahead):
+        on = [place == other - others for other in range(variables)]
+        if next_weight is not None:
+            for leaf_waits_for in itertools.compress(waits_for, depend(on)):
+                leaf_waits_for.append(next_weight)
+    after = []
+    for leaf, depends_on_data, gathered in zip(leaves, is_data, waits_for, strict=True):
+        if gathered and not depends_on_data:
+            leaf = xla_hints.weight_after_gathers(leaf, gathered)
+        after.append(leaf)
+    return after
+
+
 def _residuals(
     pullback: LayerPullback, types: LayerTypes, kept: Kept, flags: int
 ) -> Residuals:
@@ -367,10 +402,15 @@ class LeafVisit(NamedTuple):
     row: Index
     # What goes into it: what layers share, its carry, and its own inputs.
     inputs: LayerInputs
+    # Its own inputs as stacks have them, where `inputs` has them gathered.
+    x: Arrays
     # Its residuals that are saved; [] if there are none.
     saved: Arrays
     # Of the perturbed leaves of its carry and of its output.
     cotangents: tuple[Carry, Arrays]
+    # For each leaf of `x` what is gathered meanwhile for the next visit, or None; () if
+    # nothing is.
+    ahead: Sequence[Any]
     # Whether the visitor writes to the host.
     writes_to_host: bool
 
@@ -379,12 +419,25 @@ class LeafVisit(NamedTuple):
         its residuals are saved. `totals` as of `LayerPullback`.
         """
         compute = functools.partial(
-            self.pullback, self.inputs, self.saved, self.cotangents, totals
+            self.pullback,
+            self.inputs,
+            self.saved,
+            self.cotangents,
+            totals,
+            self.ahead,
         )
-        if not self.writes_to_host:
-            return compute()
-        zeros = jax.tree.map(zeros_of, jax.eval_shape(compute))
-        return xla_hints.apart_from_transfers(compute, zeros)
+        if self.writes_to_host:
+            zeros = jax.tree.map(zeros_of, jax.eval_shape(compute))
+            shared_ct, carry_ct, x_ct = xla_hints.apart_from_transfers(compute, zeros)
+        else:
+            shared_ct, carry_ct, x_ct = compute()
+        kind = self.pullback.kind
+        if kind.gathers:
+            is_perturbed = self.pullback.perturbed.xs[kind.number]
+            x_ct = kind.scattered(x_ct, is_perturbed)
+            done = carry_ct, self.ahead
+            x_ct = xla_hints.gradients_after_collectives(x_ct, done)
+        return shared_ct, carry_ct, x_ct
 
 
 class Gradients(NamedTuple):

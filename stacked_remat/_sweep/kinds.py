@@ -15,6 +15,7 @@ share, so that JAX sees it as arguments of the sweep.
 """
 
 import functools
+import itertools
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,6 +28,9 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from .. import _xla_hints as xla_hints
 from .._compat import without_constants
+from .._placement import is_on_host
+from .gathers import Gather, gathered, gathers_of, scattered, without_gathers
+from .programs import found_in
 from .slots import Arrays, Carry, Mask, OfKinds, inverted, types_of
 from .store import Index, write
 
@@ -52,6 +56,9 @@ class Kind:
     values_jaxpr: Jaxpr | None = None
     # Whether derivatives of its derivatives are computed, in forward mode.
     in_forward_mode: bool = False
+    # For each leaf of `x` how it is gathered before `jaxpr` takes it; None for one that
+    # isn't, and () where the jaxprs gather by themselves.
+    gathers: tuple[Gather | None, ...] = ()
     # What the forward sweep finds to save, for the reverse sweep, which must find the
     # same. It lives with the trace of the layer.
     residuals: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
@@ -85,6 +92,62 @@ class Kind:
         stop = len(inputs) - len(self.unsliced)
         start = stop - self.carries
         return inputs[:start], inputs[start:stop], inputs[stop:]
+
+    def gathers_apart(self) -> "Kind":
+        """The kind for loops that gather what their layers take; itself if layers
+        gather nothing.
+        """
+        gathers, jaxpr, values = found_in(
+            self.jaxpr, ("gathers", self.values_jaxpr), self._split_gathers
+        )
+        if not any(gathers):
+            return self
+        return replace(self, gathers=gathers, jaxpr=jaxpr, values_jaxpr=values)
+
+    def _split_gathers(self) -> tuple[tuple[Gather | None, ...], Jaxpr, Jaxpr | None]:
+        jaxpr, values = self.jaxpr, self.values_jaxpr
+        gathers = gathers_of(jaxpr, self.split(jaxpr.invars)[2])
+        if values is not None:
+            in_values = gathers_of(values, self.split(values.invars)[2])
+            # A rule may gather what the layer doesn't, or the other way round.
+            for place, pair in enumerate(zip(gathers, in_values, strict=True)):
+                if None in pair:
+                    gathers[place] = in_values[place] = None
+            values = without_gathers(values, in_values)
+        return tuple(gathers), without_gathers(jaxpr, gathers), values
+
+    def is_ahead(self, stacks: Arrays) -> list[bool]:
+        """Which entries of these stacks loops read a layer ahead, so that nothing waits
+        for them: those that come from the host, and those that are gathered.
+        """
+        mask = []
+        for stack, is_read, gather in zip(
+            stacks, self.read_entries, self._all_gathers, strict=True
+        ):
+            mask.append(is_read and (gather is not None or is_on_host(stack)))
+        return mask
+
+    def gathered(self, x: Sequence[Any]) -> list[Any]:
+        """Entries of stacks as `jaxpr` takes them; None for those that are None."""
+        return [*map(gathered, x, self._all_gathers)]
+
+    def gathered_types(self, types: Sequence[Any]) -> tuple[Any, ...]:
+        """The types of what `gathered` returns."""
+        whole = []
+        for type_, gather in zip(types, self._all_gathers, strict=True):
+            whole.append(type_ if gather is None else gather.outvars[0].aval)
+        return tuple(whole)
+
+    def scattered(self, x_ct: Arrays, is_perturbed: Sequence[bool]) -> Arrays:
+        """The cotangents of perturbed entries of stacks, from those of what they are
+        gathered to.
+        """
+        gathers = itertools.compress(self._all_gathers, is_perturbed)
+        return [*map(scattered, x_ct, gathers)]
+
+    @property
+    def _all_gathers(self) -> Sequence[Gather | None]:
+        return self.gathers or (None,) * len(self.unsliced)
 
     def with_layer(self, closed: ClosedJaxpr, shared: Arrays) -> "tuple[Kind, Arrays]":
         """The kind with another layer, and what that shares: its constants first."""

@@ -139,6 +139,7 @@ def visit_layers(
     Returns the cotangents of the perturbed leaves of the first carry, and the state.
     """
     remat = spec.remat
+    spec = spec.gathers_apart()
 
     def layers_of(
         program: Program, pullbacks: list[LayerPullback], saves: bool, is_read: Mask
@@ -228,7 +229,7 @@ class _Layers:
     xs_in: Callable[[Any], OfKinds]
 
     def fetch(self, state: PyTree, number: Index) -> Arrays:
-        """What a layer reads from the host; called one layer ahead."""
+        """What is read ahead for a layer."""
         return self.spec.fetch(self.xs_in(state), number)
 
     def inputs(
@@ -294,8 +295,10 @@ class _Layers:
                 index=spec.layer_index(number),
                 row=row,
                 inputs=(shared, carry, x),
+                x=spec.stored(kind, self.xs_in(state), row, x),
                 saved=residuals,
                 cotangents=cotangents,
+                ahead=spec.gathers_in(kind, self.xs_in(state), loop.fetched),
                 writes_to_host=has_host_arrays(state),
             )
             return self.visitor(visit, state)
@@ -313,7 +316,7 @@ class _Loop(NamedTuple):
     # Residuals of the layers that the run visits, stacked for each kind; None if visits
     # compute them.
     saved: OfKinds | None
-    # What the layer that runs or is visited next reads of stacks on the host.
+    # What is read ahead for the layer that runs or is visited next.
     fetched: Arrays
     # Of the perturbed leaves of the carry that the last visited layer took.
     cotangent: Carry
@@ -337,7 +340,7 @@ def _visit_scheduled(
     first: Index = program.runs_first[0]
     fetched = layers.fetch(state, first)
     if fetched:
-        first, cotangent = xla_hints.first_read_after(first, cotangent)
+        first, cotangent = xla_hints.read_after(first, cotangent)
         fetched = layers.fetch(state, first)
     saved = None
     if layers.saves:
@@ -487,7 +490,7 @@ def _save(layers: _Layers, r: Index, loop: _Loop) -> _Loop:
 
 def _visit(layers: _Layers, r: Index, loop: _Loop) -> _Loop:
     """Visit the layers from the top of the slots down."""
-    program = layers.program
+    program, spec = layers.program, layers.spec
     visits = entry_at(layers.visits, r)
     bottom = entry_at(program.bottom, r)
 
@@ -495,15 +498,17 @@ def _visit(layers: _Layers, r: Index, loop: _Loop) -> _Loop:
         # Counted from below: where layers stopped, the visits begin under the top.
         place = visits - 1 - k
         fetched, number = xla_hints.copy_fetched(loop.fetched, bottom + place)
+        slot = entry_at(program.bottom_slot, r) + place
+        held = spec.read_slot(loop.slots, slot)
         below: Index = 0
         if fetched:
             next_first = entry_at(program.runs_first, r + 1)
             below = jnp.where(place == 0, next_first, number - 1)
+            if spec.gathers and spec.remat.boundaries_on_host:
+                below, held = xla_hints.read_after(below, held)
         ahead = layers.fetch(loop.state, below)
         ahead, state = xla_hints.read_before_updates(ahead, loop.state)
         loop = loop._replace(fetched=ahead, state=state)
-        slot = entry_at(program.bottom_slot, r) + place
-        held = layers.spec.read_slot(loop.slots, slot)
         cotangent, state = layers.visit(number, bottom, held, loop, fetched)
         return loop._replace(cotangent=cotangent, state=state)
 

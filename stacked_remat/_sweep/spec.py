@@ -10,7 +10,7 @@ methods:
     repeat   a loop over layers or runs
     run      the same, which ends early where layers may stop
     inputs   a layer's weights and other own inputs, read from their stacks
-    fetch    the same of stacks on the host, for the layer that comes next
+    fetch    the same for the layer that comes next, where that has to wait for it
     plain    all layers as one `lax.scan`: for the values of layers of one kind,
              for policies that cut nothing, and for derivatives of derivatives
 
@@ -55,6 +55,7 @@ from .gradient import (
     Perturbed,
     merge,
     pick,
+    scatter_leaves,
 )
 from .kinds import Kind, Pattern
 from .rules import ruled
@@ -66,7 +67,6 @@ from .store import (
     entry_types,
     on_all_devices,
     read,
-    read_ahead,
     read_layer,
     write,
     zeros_of,
@@ -261,18 +261,50 @@ class SweepSpec:
         """The own inputs of the layer at a row: entries of stacks, or whole stacks
         where `kind.unsliced`. `fetched` are those that `fetch` has read.
         """
-        is_ahead = kind.read_entries if fetched else ()
-        return read_layer(xs[kind.number], row, kind.unsliced, fetched, is_ahead)
+        stacks = xs[kind.number]
+        is_ahead = kind.is_ahead(stacks)
+        x = read_layer(stacks, row, kind.unsliced, fetched, is_ahead)
+        return x if fetched else kind.gathered(x)
+
+    def stored(self, kind: Kind, xs: OfKinds, row: Index, x: Arrays) -> Arrays:
+        """The own inputs `x` of the layer at a row as they are in its stacks."""
+        if not kind.gathers:
+            return x
+        stacks = xs[kind.number]
+        is_gathered = [gather is not None for gather in kind.gathers]
+        return merge(x, read(pick(stacks, is_gathered), row), is_gathered)
 
     def fetch(self, xs: OfKinds, number: Index) -> Arrays:
-        """The inputs of a layer that are read ahead from the host.
+        """The inputs of a layer that are read ahead: in the carry of a loop they are
+        transferred or gathered while the iteration before computes.
 
-        Empty where nothing is on the host, and where it isn't known beforehand which
-        kind of layer runs next, or whether one does.
+        Empty where nothing is on the host or gathered, and where it isn't known
+        beforehand which kind of layer runs next, or whether one does.
         """
         if self.pattern or self.stops:
             return []
-        return read_ahead(xs[0], self.layer_index(number), self.kinds[0].read_entries)
+        kind, stacks = self.kinds[0], xs[0]
+        is_ahead = kind.is_ahead(stacks)
+        entries = read(pick(stacks, is_ahead), self.layer_index(number))
+        return pick(kind.gathered(scatter_leaves(entries, is_ahead)), is_ahead)
+
+    def gathers_in(self, kind: Kind, xs: OfKinds, fetched: Arrays) -> Sequence[Any]:
+        """For each own input of a layer what `fetch` has gathered, or None; () if
+        nothing.
+        """
+        if not kind.gathers or not fetched:
+            return ()
+        return scatter_leaves(fetched, kind.is_ahead(xs[kind.number]))
+
+    @property
+    def gathers(self) -> bool:
+        """Whether the loops gather what layers take; see `gathers_apart`."""
+        return any(kind.gathers for kind in self.kinds)
+
+    def gathers_apart(self) -> "SweepSpec":
+        """The sweep for loops that gather what their layers take."""
+        kinds = [kind.gathers_apart() for kind in self.kinds]
+        return replace(self, kinds=tuple(kinds))
 
     def plain(
         self, recomputes: bool, init: Carry, xs: OfKinds, shared: OfKinds
@@ -409,7 +441,7 @@ class SweepSpec:
         types = []
         for kind in self.kinds:
             shared_types = tuple(map(jax.typeof, shared[kind.number]))
-            x_types = tuple(entry_types(xs[kind.number], kind.unsliced))
+            x_types = kind.gathered_types(entry_types(xs[kind.number], kind.unsliced))
             types.append((shared_types, tuple(self.carry_types), x_types))
         return types
 

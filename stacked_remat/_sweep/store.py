@@ -227,14 +227,15 @@ def read_layer(
 ) -> list[Array]:
     """A layer's part of each stack, the whole where unsliced.
 
-    `ahead` is what `read_ahead` has read of the stacks in the mask `is_ahead`.
+    `ahead` has the entries of the stacks in the mask `is_ahead`, where they were read
+    before.
     """
     entries = iter(ahead)
     parts = []
     for place, stack in enumerate(stacks):
         if unsliced[place]:
             part = stack
-        elif ahead and is_ahead[place] and is_on_host(stack):
+        elif ahead and is_ahead[place]:
             part = next(entries)
         else:
             part = read(stack, index)
@@ -252,21 +253,6 @@ def entry_types(stacks: list[Array], unsliced: Sequence[bool]) -> list[ShapedArr
             entry = mapped_aval(stack.shape[0], 0, jax.typeof(stack))
             types.append(entry.update(memory_space=jax.memory.Space.Device))
     return types
-
-
-def read_ahead(
-    stacks: list[Array], index: Index, is_read: Sequence[bool]
-) -> list[Array]:
-    """The entries at `index` of the stacks on the host that are read, for `read_layer`
-    an iteration later.
-
-    In the carry of a loop they are transferred while the iteration before computes.
-    """
-    entries = []
-    for stack, reads in zip(stacks, is_read, strict=True):
-        if reads and is_on_host(stack):
-            entries.append(read(stack, index))
-    return entries
 
 
 def at_least_one(stack: Array) -> Array:

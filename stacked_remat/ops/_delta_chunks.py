@@ -27,18 +27,21 @@ and the outputs `o = (d(i, 0) q_i)^T S + sum over j <= i of (q_i^T d(i, j) k_j) 
 again batched. Without `beta` nothing is erased and `u = v`: Mamba-2's dual form (Dao
 and Gu 2024, arXiv:2405.21060).
 
-Decays without overflow: `d(i, j)` is never a quotient `d(i, 0) / d(j, 0)`. A chunk is
-halved until it has one position. A position i of a second half and j of a first half
-have `d(i, j) = after_i before_j`, with `after_i` from the middle to i and `before_j`
-from j to the middle: exponentials of sums of decays, all at most 1. No difference of
-sums is taken, so nothing is lost to rounding where decays are extreme, and a decay of
-zero (`g = -inf`), by which a document begins anew, is exact. By channel, a level of
-this needs the keys times `before`, and no `[chunk, chunk, Key]` array.
+Decays: `d(i, j)` is no quotient `d(i, 0) / d(j, 0)`, which would overflow, nor the
+exponential of a difference of sums, which would lose weak decays beside strong ones. So
+any decay is exact, also one of zero (`g = -inf`), by which a document begins anew. By
+head, the sums for all pairs of positions are the product of `g` with an array of zeros
+and ones. By channel there is no array of `[chunk, chunk, Key]`: a chunk is halved until
+it has one position. A position i of a second half and j of a first half have `d(i, j) =
+after_i before_j`, where `after_i` is the decay from the middle to i, and `before_j`
+that from j to the middle. So products across the middle are those of rows times `after`
+with keys times `before`.
 
 FLOPs per position and head, for chunks of n positions, keys of d and values of e: `n d`
 for `k^T d k` and as many for `q^T d k` (twice that by head, whose whole square is
-computed), `2 n (d + e)` for `T [K, v]`, `6 d e` for `W S`, `S'` and `q^T S`, `2 n e`
-for the sum over `u`, and about `n^2 / 3` for T.
+computed), `2 n (d + e)` for `T [K, v]`, `6 d e` for `W S`, `S'` and `q^T S`, and `2 n
+e` for the sum over `u`; and of less weight, about `2 n^2` for T, and as many by head
+for the sums of decays.
 """
 
 from typing import NamedTuple
@@ -57,14 +60,13 @@ Values = Float[Array, "chunk head group token value"]
 LogDecays = Float[Array, "chunk head group token decay"]
 Strengths = Float[Array, "chunk head group token 1"]
 State = Float[Array, "head group key value"]
-# Of all chunks and heads, or parts of them. Their rank is that of the loop over halves,
-# and of `jax.vmap`: XLA's CPU backend (0.10.2) ends the process at a product of rank 8
+# Of all chunks and heads, or parts of them. Of low rank, also under `jax.vmap`, since
+# XLA's CPU backend (jaxlib 0.10.2) ends the process at products of rank 8
 Block = Float[Array, "block token channel"]
 Square = Float[Array, "block token token"]
 
 _DIRECT = 16
 """Up to so many tokens a triangle is inverted by products of whole squares."""
-
 
 _LEAST = -1e30
 """A finite log decay of zero; so are sums of as many as a chunk has."""
@@ -130,8 +132,7 @@ def _decays_by_head(
     is_between = jnp.asarray((column < token) & (token <= row), log_decay.dtype)
     # Zero times -inf would be NaN
     log_decay = jnp.maximum(log_decay, _LEAST)
-    # Sums by a product with zeros and ones: differences of sums from the start would
-    # lose weak decays beside strong ones
+    # Sums of decays are in full float32 whatever matrix products are
     sums = jnp.einsum(
         "ijt,...t->...ij", is_between, log_decay[..., 0], precision="highest"
     )
@@ -160,27 +161,31 @@ def _decays_by_channel(rows: list[Keys], key: Keys, log_decay: LogDecays) -> Dec
 
 
 def _decays_by_halves(rows: list[Block], key: Block, log_decay: Block) -> Decays:
-    """By channel, of blocks of a power of two of tokens."""
+    """By channel, of blocks of a power of two of tokens: of each half, and across the
+    middle.
+    """
     tokens = log_decay.shape[1]
     if tokens == 1:
         own = [jnp.sum(row * key, -1, keepdims=True) for row in rows]
         return Decays(log_decay, jnp.zeros_like(log_decay), own)
     halves = [_halves(row) for row in rows]
-    after, before, own = _decays_by_halves(halves, _halves(key), _halves(log_decay))
-    first_after, second_after = _first_and_second(after)
-    first_before, second_before = _first_and_second(before)
-    first_key, _ = _first_and_second(_halves(key))
-    to_middle = jnp.swapaxes(first_key * jnp.exp(first_before), 1, 2)
+    within = _decays_by_halves(halves, _halves(key), _halves(log_decay))
+    first_after, second_after = _first_and_second(within.after)
+    first_before, second_before = _first_and_second(within.before)
+    half = tokens // 2
+    to_middle = key[:, :half] * jnp.exp(first_before)
     from_middle = jnp.exp(second_after)
     products = []
-    for row, within in zip(halves, own, strict=True):
-        _, second_row = _first_and_second(row)
-        across = (second_row * from_middle) @ to_middle
-        products.append(_lower_triangle(within, across))
-    first_whole, second_whole = first_after[:, -1:], second_after[:, -1:]
-    after = [first_after, first_whole + second_after]
-    before = [first_before + second_whole, second_before]
-    return Decays(jnp.concatenate(after, 1), jnp.concatenate(before, 1), products)
+    for row, diagonal in zip(rows, within.products, strict=True):
+        later_row = row[:, half:] * from_middle
+        across = later_row @ jnp.swapaxes(to_middle, 1, 2)
+        products.append(_lower_triangle(diagonal, across))
+    whole_second = second_after[:, -1:]
+    second_after = first_after[:, -1:] + second_after
+    first_before = first_before + whole_second
+    after = jnp.concatenate([first_after, second_after], 1)
+    before = jnp.concatenate([first_before, second_before], 1)
+    return Decays(after, before, products)
 
 
 def inverse_of_unit_lower(
@@ -204,8 +209,8 @@ def _inverse_by_halves(lower: Square) -> Square:
     halves = jnp.stack(diagonal, 1).reshape(-1, half, half)
     inverses = _inverse_by_halves(halves)
     first, second = _first_and_second(inverses)
-    across = -(second @ lower[:, half:, :half] @ first)
-    return _lower_triangle(inverses, across)
+    across = _precise_product(second, lower[:, half:, :half], first)
+    return _lower_triangle(inverses, -across)
 
 
 def _inverse_of_blocks(lower: Square) -> Square:
@@ -220,9 +225,15 @@ def _inverse_of_blocks(lower: Square) -> Square:
         # Whether an entry is below the diagonal blocks of two that become one
         is_across = (row // size == column // size + 1) & (row // size % 2 == 1)
         across = jnp.where(is_across, lower, 0.0)
-        inverse = inverse - inverse @ across @ inverse
+        inverse = inverse - _precise_product(inverse, across, inverse)
         size *= 2
     return inverse
+
+
+def _precise_product(left: Square, middle: Square, right: Square) -> Square:
+    """Of few FLOPs; an error in an inverse would be in all that follows."""
+    product = jnp.matmul(left, middle, precision="highest")
+    return jnp.matmul(product, right, precision="highest")
 
 
 def _halves(blocks: Block) -> Block:

@@ -30,15 +30,19 @@ def with_positions_before(
     return hax.concatenate(Pos.resize(before + Pos.size), [first, x])
 
 
-def document_begins(
+def document_runs(
     documents: NamedArray, Pos: Axis, before: int, context: Sequence[str]
 ) -> NamedArray:
-    """Whether each position is the first of a document, after `before - 1` positions
-    more.
+    """A number for each document, equal for its positions alone, with as many positions
+    in front as `before`.
 
     What is before the first position of all belongs to the first document.
     """
     first = documents[Pos.name, 0].broadcast_axis(Pos.resize(before))
     documents = with_positions_before(documents, first, Pos, context)
-    earlier, later = documents[Pos.name, :-1], documents[Pos.name, 1:]
-    return NamedArray(later.array != earlier.array, later.axes)
+    place = documents.axes.index(Pos.resize(before + Pos.size))
+    changes = jnp.diff(documents.array, axis=place) != 0
+    first_run = [(0, 0)] * changes.ndim
+    first_run[place] = (1, 0)
+    runs = jnp.cumsum(jnp.pad(changes, first_run), place, dtype=jnp.int32)
+    return NamedArray(runs, documents.axes)

@@ -17,7 +17,7 @@ from jaxtyping import Array
 from .._messages import axes_text
 from ._linear_groups import HeadAxes, Inputs, attend_in_groups
 from ._named import FLOATS, INTEGERS, check_named
-from ._positions import document_begins
+from ._positions import document_runs
 from .per_device import align_varying_axes, mesh_axes, per_device
 
 
@@ -221,7 +221,8 @@ def _attend(
     axes = _axes_of(key, value, names[0], names[1], Pos)
     begins = is_padding = None
     if documents is not None:
-        begins = document_begins(documents, Pos, 1, context)
+        runs = document_runs(documents, Pos, 1, context)
+        begins = runs[Pos.name, 1:] > runs[Pos.name, :-1]
     if lengths is not None:
         position = hax.arange(Pos, dtype=jnp.int32)
         if context:

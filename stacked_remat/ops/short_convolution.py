@@ -11,7 +11,7 @@ from jax import lax
 
 from ._backends import UnsupportedCallError
 from ._named import FLOATS, INTEGERS, check_named
-from ._positions import document_begins, with_positions_before
+from ._positions import document_runs, with_positions_before
 from .per_device import align_varying_axes, mesh_axes, per_device
 
 
@@ -72,13 +72,11 @@ def short_convolution(
         window = hax.zeros(kept, x.dtype)
     check_named("window", window, FLOATS, kept, ())
     window = window.astype(x.dtype).rearrange(kept)
+    names = Pos.name, Tap.name
+    convolve = functools.partial(_convolve, names=names, context=mesh_axes(Pos))
+    arrays = x, weight, documents, lengths, window
     return per_device(
-        functools.partial(
-            _convolve, names=(Pos.name, Tap.name), context=mesh_axes(Pos)
-        ),
-        *(x, weight, documents, lengths, window),
-        over=(*batch, *channels, Pos),
-        out=(x.axes, kept),
+        convolve, *arrays, over=(*batch, *channels, Pos), out=(x.axes, kept)
     )
 
 
@@ -146,40 +144,29 @@ def _convolve(
             f"Each device has {Pos.size} positions of `{Pos.name}`, and {Tap.size} taps"
             f" reach back {before}. Divide positions over fewer devices."
         )
-    inputs = with_positions_before(x, window.rename({Tap.name: Pos.name}), Pos, context)
-    reach = None
+    window = window.rename({Tap.name: Pos.name})
+    inputs = with_positions_before(x, window, Pos, context)
+    runs = None
     if documents is not None and before:
-        reach = _reach(documents, Pos, before, context)
+        runs = document_runs(documents, Pos, before, context)
     wide = _wide_dtype(x, weight)
-    terms = []
+    y = hax.zeros(x.axes, wide)
     for tap in range(Tap.size):
-        term = inputs[Pos.name, tap : tap + Pos.size].astype(wide)
-        if reach is not None:
-            term = hax.where(reach >= before - tap, term, 0.0)
-        terms.append(term * weight[Tap.name, tap].astype(wide))
-    y = sum(terms[1:], terms[0])
+        # The inputs that this tap is of, for all positions
+        taken = slice(tap, tap + Pos.size)
+        term = inputs[Pos.name, taken].astype(wide) * weight[Tap.name, tap].astype(wide)
+        if runs is not None:
+            is_own = runs[Pos.name, taken] == runs[Pos.name, before:]
+            term = hax.where(is_own, term, 0.0)
+        y = y + term
+    after = _window_after(inputs, runs, lengths, Pos, Tap, context)
     kept = _with_window(x.axes, Pos, Tap)
-    after = _window_after(inputs, reach, lengths, Pos, Tap, context)
     return y.rearrange(x.axes).astype(x.dtype), after.rearrange(kept)
-
-
-def _reach(
-    documents: NamedArray, Pos: Axis, before: int, context: tuple[str, ...]
-) -> NamedArray:
-    """How many positions before each are of its document, at most `before`."""
-    begins = document_begins(documents, Pos, before, context)
-    reach = hax.zeros(documents.axes, jnp.int32)
-    is_within = hax.ones(documents.axes, bool)
-    for back in range(before):
-        start = before - 1 - back
-        is_within = is_within & ~begins[Pos.name, start : start + Pos.size]
-        reach = reach + is_within.astype(jnp.int32)
-    return reach
 
 
 def _window_after(
     inputs: NamedArray,
-    reach: NamedArray | None,
+    runs: NamedArray | None,
     lengths: NamedArray | None,
     Pos: Axis,
     Tap: Axis,
@@ -187,44 +174,40 @@ def _window_after(
 ) -> NamedArray:
     """The inputs before the end of each sequence that are of its last document.
 
-    `inputs` begin before the positions, by the size of the window.
+    `inputs` and `runs` begin before the positions, by the size of the window.
     """
     Kept = Tap.resize(Tap.size - 1)
     devices = lax.axis_size(context) if context else 1
     ends = hax.named(jnp.int32(devices * Pos.size), ())
     if lengths is not None:
         ends = lengths.astype(jnp.int32)
-    is_own = None
+    ends_here = None
     if context:
         device = lax.axis_index(context)
         ends = ends - device * Pos.size
         # A sequence of padding alone ends on the first device
-        is_own = ((ends > 0) | (device == 0)) & (ends <= Pos.size)
+        ends_here = ((ends > 0) | (device == 0)) & (ends <= Pos.size)
         ends = hax.clip(ends, 0, Pos.size)
-    back = hax.arange(Kept, start=Kept.size - 1, step=-1, dtype=jnp.int32)
-    back = back.broadcast_axis(ends.axes)
-    window = _entries(inputs, Pos, Kept.size - 1 - back + ends)
-    if reach is not None:
-        last_reach = _entries(
-            reach, Pos, hax.zeros_like(back) + hax.maximum(ends - 1, 0)
-        )
-        # What is before the first position was masked when it was given
-        is_kept = (last_reach >= back.broadcast_axis(last_reach.axes)) | (ends == 0)
-        window = hax.where(is_kept, window, 0.0)
-    if is_own is not None:
+    # The window begins where the inputs do, if the sequence ends before its first
+    # position; else so many entries later
+    entries = hax.arange(Kept, dtype=jnp.int32).broadcast_axis(ends.axes) + ends
+    window = _entries(inputs, Pos, entries)
+    if runs is not None:
+        last = entries[Kept.name, -1].broadcast_axis(Kept)
+        is_own = _entries(runs, Pos, entries) == _entries(runs, Pos, last)
         window = hax.where(is_own, window, 0.0)
+    if ends_here is not None:
+        window = hax.where(ends_here, window, 0.0)
         window = NamedArray(lax.psum(window.array, context), window.axes)
     return window
 
 
-def _entries(x: NamedArray, Pos: Axis, positions: NamedArray) -> NamedArray:
-    """The entries at these positions, which have the axes of a window; others along
-    axes that both have.
-    """
-    (Rows,) = (axis for axis in positions.axes if axis not in x.axes)
-    order = [Rows if axis.name == Pos.name else axis for axis in x.axes]
-    shared = [axis for axis in order if axis in positions.axes]
-    index = positions.rearrange(shared).array
-    index = index.reshape([axis.size if axis in shared else 1 for axis in order])
-    place = order.index(Rows)
-    return NamedArray(jnp.take_along_axis(x.array, index, place), tuple(order))
+def _entries(x: NamedArray, Pos: Axis, entries: NamedArray) -> NamedArray:
+    """Entries along the axis of positions; others along axes that both arrays have."""
+    (Rows,) = (axis for axis in entries.axes if axis not in x.axes)
+    order = tuple(Rows if axis.name == Pos.name else axis for axis in x.axes)
+    sizes = [axis.size if axis in entries.axes else 1 for axis in order]
+    index = entries.rearrange([axis for axis in order if axis in entries.axes])
+    index = index.array.reshape(sizes)
+    taken = jnp.take_along_axis(x.array, index, order.index(Rows))
+    return NamedArray(taken, order)

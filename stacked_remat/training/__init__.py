@@ -59,7 +59,11 @@ from .loop import (
     TrainingResult as TrainingResult,
     train as train,
 )
-from .mesh import Partitioning as Partitioning, mesh_sizes as mesh_sizes
+from .mesh import (
+    Partitioning as Partitioning,
+    gathered as gathered,
+    mesh_sizes as mesh_sizes,
+)
 from .optimizer import (
     build_optimizer as build_optimizer,
     learning_rate_schedule as learning_rate_schedule,

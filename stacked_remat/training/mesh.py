@@ -40,6 +40,9 @@ from .trainer_config import MeshConfig
 
 T = TypeVar("T")
 _HOST = "pinned_host"
+# The partitioning whose activations are sharded. Part of the keys of JAX's caches, so
+# that what was traced for one is not reused for another.
+_in_use = jax.make_user_context(default_value=None)
 
 
 @final
@@ -101,15 +104,16 @@ class Partitioning:
         ):
             yield
 
-    def activations(self) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def activations(self) -> Iterator[None]:
         """A context in which Haliax shards activations by `compute_mapping` over the
-        mesh in use.
+        mesh in use, and `gathered` gathers weights.
         """
-        return (
-            axis_mapping(self.compute_mapping)
-            if self.mesh.size > 1
-            else contextlib.nullcontext()
-        )
+        if self.mesh.size == 1:
+            yield
+            return
+        with axis_mapping(self.compute_mapping), _in_use(self):
+            yield
 
     def init_sharded(self, make: Callable[..., T], *args: Any) -> T:
         """The state `make(*args)`, with every array created sharded, never whole.
@@ -367,6 +371,46 @@ class Partitioning:
 
     def _parts(self, physical: Sequence[str]) -> int:
         return math.prod(self.mesh.shape[name] for name in physical)
+
+
+def gathered(layer: T, *, leave: Sequence[str] = ()) -> T:
+    """A layer with its weights divided as activations are, in a program of a
+    `Partitioning`; elsewhere the layer itself.
+
+    A block that begins with it says that its weights are gathered, and the loop over
+    layers gathers them one layer ahead.
+
+    ```python
+    def __call__(self, x):
+        layer = training.gathered(self)
+        return x + layer.mlp(x)
+    ```
+
+    Args:
+        layer: a tree with named arrays; others stay as they are.
+        leave: names of axes. Arrays that have one stay as they are too.
+
+    Returns:
+        The tree, with a sharding constraint on each array that `param_mapping` divides
+        otherwise than `compute_mapping`.
+    """
+    partitioning = _in_use.value
+    if partitioning is None:
+        return layer
+
+    def whole(leaf: Any) -> Any:
+        if not is_named_array(leaf) or not eqx.is_array(leaf.array):
+            return leaf
+        if any(axis.name in leave for axis in leaf.axes):
+            return leaf
+        spec = partitioning._spec(leaf.axes, "compute_mapping")
+        if spec == partitioning._spec(leaf.axes, "param_mapping"):
+            return leaf
+        sharding = NamedSharding(partitioning.mesh, spec)
+        array = jax.lax.with_sharding_constraint(leaf.array, sharding)
+        return NamedArray(array, leaf.axes)
+
+    return jax.tree.map(whole, layer, is_leaf=is_named_array)
 
 
 def mesh_sizes(config: MeshConfig, devices: int) -> dict[str, int]:

@@ -18,13 +18,25 @@ T = TypeVar("T")
 
 def cast_parameters(model: T, dtype: FloatName) -> T:
     """The model with its floating-point arrays in `dtype`; arrays of fewer bits are not
-    widened.
+    widened, and those of modules whose class has `keeps_dtype = True` not cast.
     """
-    return _cast(model, dtype, lambda bytes_: bytes_ >= jnp.dtype(dtype).itemsize)
+
+    def is_kept(node: Any) -> bool:
+        return getattr(node, "keeps_dtype", False) is True
+
+    size = jnp.dtype(dtype).itemsize
+    return _cast(model, dtype, lambda bytes_: bytes_ >= size, is_kept)
 
 
-def _cast(tree: T, dtype: FloatName, wanted: Callable[[int], bool]) -> T:
-    """The tree with its floating-point arrays of some sizes of numbers in `dtype`."""
+def _cast(
+    tree: T,
+    dtype: FloatName,
+    wanted: Callable[[int], bool],
+    is_kept: Callable[[Any], bool] | None = None,
+) -> T:
+    """The tree with its floating-point arrays of some sizes of numbers in `dtype`, but
+    for those in nodes that are kept.
+    """
 
     def cast(leaf: Any) -> Any:
         return (
@@ -33,7 +45,7 @@ def _cast(tree: T, dtype: FloatName, wanted: Callable[[int], bool]) -> T:
             else leaf
         )
 
-    return jax.tree.map(cast, tree)
+    return jax.tree.map(cast, tree, is_leaf=is_kept)
 
 
 def in_float32(

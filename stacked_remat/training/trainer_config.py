@@ -49,7 +49,8 @@ class PrecisionConfig:
     Losses and the optimizer's arithmetic are float32 in any case.
 
     Attributes:
-        parameters: the weights.
+        parameters: the weights, but for those of modules whose class has `keeps_dtype =
+            True`, such as decays of states.
         gradients: gradients as they are added up over microbatches and passed to the
             optimizer.
         optimizer_state: the optimizer's arrays that have the shape of a parameter.

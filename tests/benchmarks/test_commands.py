@@ -47,10 +47,22 @@ COMMANDS = [
         ("total", "matmul_flops"),
     ),
     (
+        f"gathered_ahead {MLP} --target local --policies nested",
+        "gathered_ahead_local_8",
+        2,
+        ("temporaries", "collectives in loops"),
+    ),
+    (
         "long_loops --steps 30 --size 3 --leaves 4 --rounds 1 --only prime",
         "long_loops_cpu",
         len(VARIANTS),
         ("ratio",),
+    ),
+    (
+        f"layer_flops --configs {CONFIG.with_name('qwen3_moe_tiny.yaml')} --tokens 64",
+        "layer_flops",
+        1,
+        ("matmul_flops",),
     ),
     (
         f"qwen3_context {CONTEXT} --tokens 64 --policies nested --tiles 2",

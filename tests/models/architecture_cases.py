@@ -119,6 +119,13 @@ _GRANITE_4 = (
         layer_types=["linear_attention", "full_attention", "linear_attention"],
     )
 )
+_LFM_MOE = _LFM | dict(
+    moe_intermediate_size=10,
+    num_dense_layers=1,
+    num_experts=4,
+    num_experts_per_tok=2,
+)
+del _LFM_MOE["block_multiple_of"]
 
 CASES: dict[str, tuple[str, dict]] = {
     "Llama 3.1": (
@@ -345,6 +352,13 @@ CASES: dict[str, tuple[str, dict]] = {
         | dict(block_ffn_dim_multiplier=1.5)
         | dict(rope_parameters={"rope_type": "default", "rope_theta": 100.0}),
     ),
+    "LFM2 MoE": ("Lfm2Moe", _LFM_MOE),
+    "LFM2 MoE, untied, no bias of experts, raw gates": (
+        "Lfm2Moe",
+        _LFM_MOE
+        | dict(tie_word_embeddings=False, use_expert_bias=False, norm_topk_prob=False)
+        | dict(num_dense_layers=0, routed_scaling_factor=2.5, conv_bias=True),
+    ),
     "Kimi Linear": ("KimiLinear", _KIMI),
     "Kimi Linear, query ranks, biases, groups, raw gates, no dense layer": (
         "KimiLinear",
@@ -422,6 +436,17 @@ _NOT_IN_KIMI = (
 _NOT_IN_KIMI += " rope_theta rope_parameters rope_interleave tie_word_embeddings"
 
 
+def _kimi_fields(drawn: dict, mixers: Sequence[str], one_of: Callable) -> dict:
+    """The fields of Kimi Linear, from those of a DeepSeek V3 with as many layers."""
+    fields = {name: drawn[name] for name in drawn if name not in _NOT_IN_KIMI.split()}
+    fields |= dict(num_local_experts=drawn["n_routed_experts"])
+    fields |= dict(linear_num_heads=one_of(1, 3), linear_head_dim=one_of(4, 7))
+    fields |= dict(linear_conv_kernel_dim=one_of(2, 4))
+    first = drawn["first_k_dense_replace"]
+    kinds = ["dense"] * first + ["sparse"] * (len(mixers) - first)
+    return fields | dict(mlp_layer_types=kinds, layer_types=mixers)
+
+
 def _with_own_fields(family: str, fields: dict, rng: np.random.Generator) -> dict:
     """The fields with those that some architectures alone have."""
 
@@ -468,19 +493,16 @@ def _with_own_fields(family: str, fields: dict, rng: np.random.Generator) -> dic
             fields.pop("intermediate_size")
     elif family == "KimiLinear":
         drawn = _DEEPSEEK | fields | _latents_and_groups(rng, heads, layers)
-        fields = {
-            name: drawn[name] for name in drawn if name not in _NOT_IN_KIMI.split()
-        }
-        fields |= dict(num_local_experts=drawn["n_routed_experts"])
-        fields |= dict(linear_num_heads=one_of(1, 3), linear_head_dim=one_of(4, 7))
-        fields |= dict(linear_conv_kernel_dim=one_of(2, 4))
-        first = drawn["first_k_dense_replace"]
-        kinds = ["dense"] * first + ["sparse"] * (layers - first)
-        fields |= dict(mlp_layer_types=kinds, layer_types=mixers)
-    elif family == "Lfm2":
+        fields = _kimi_fields(drawn, mixers, one_of)
+    elif family in ("Lfm2", "Lfm2Moe"):
         fields["norm_eps"] = fields.pop("rms_norm_eps")
         fields |= dict(conv_bias=one_of(False, True), conv_L_cache=one_of(2, 3))
-        fields |= dict(block_multiple_of=one_of(4, 6))
+        if family == "Lfm2":
+            fields |= dict(block_multiple_of=one_of(4, 6))
+        else:
+            fields |= chosen | dict(num_experts=experts, moe_intermediate_size=6)
+            fields |= dict(num_dense_layers=int(rng.integers(layers)))
+            fields |= dict(use_expert_bias=one_of(False, True))
         kinds = {"linear_attention": "conv", "full_attention": "full_attention"}
         fields |= dict(layer_types=[kinds[mixer] for mixer in mixers])
     elif family == "GraniteMoeHybrid":
@@ -521,7 +543,15 @@ def drawn(seed: int, layer_counts: Sequence[int] = (2, 3)) -> tuple[str, dict]:
     )
     if family not in ("Qwen2", "Olmo3", "OlmoHybrid", "DeepseekV3"):
         fields["head_dim"] = one_of(4, 6, 10)
-    if family not in ("Qwen2", "Mistral", "Mixtral", "Phi3", "MiniMaxM2", "Lfm2"):
+    if family not in (
+        "Qwen2",
+        "Mistral",
+        "Mixtral",
+        "Phi3",
+        "MiniMaxM2",
+        "Lfm2",
+        "Lfm2Moe",
+    ):
         fields["attention_bias"] = one_of(False, True)
     scaled = dict(rope_parameters=one_of(YARN, LINEAR, LLAMA3) | theta)
     if family in ("Gemma3Text", "Olmo3"):

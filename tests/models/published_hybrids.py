@@ -92,6 +92,20 @@ LFM |= {"block_use_swiglu": True, "block_use_xavier_init": True, "norm_eps": 1e-
 LFM |= {"conv_dim_out": 2048, "conv_use_xavier_init": True, "use_pos_enc": True}
 LFM |= {"full_attn_idxs": [2, 5, 8, 10, 12, 14], "num_heads": 32, "pad_token_id": 0}
 LFM |= {"max_position_embeddings": 128_000, "rope_theta": 1_000_000.0}
+LFM_MOE = {name: LFM[name] for name in ("conv_L_cache", "conv_bias", "norm_eps")}
+LFM_MOE |= {"model_type": "lfm2_moe", "max_position_embeddings": 128_000}
+LFM_MOE |= {"moe_intermediate_size": 1792, "norm_topk_prob": True, "num_experts": 32}
+LFM_MOE |= {"num_dense_layers": 2, "num_experts_per_tok": 4, "pad_token_id": 0}
+LFM_MOE |= {"rope_theta": 1_000_000.0, "routed_scaling_factor": 1.0}
+LFM_MOE |= {"use_expert_bias": True}
+_ATTENDING = (2, 6, 10, 14, 18, 21)
+LFM_MOE["layer_types"] = [
+    "full_attention" if number in _ATTENDING else "conv" for number in range(24)
+]
+HYBRIDS["LFM2 8B-A1B"] = (
+    LFM_MOE | sizes(2048, 7168, 24, 32, 8, 65_536),
+    8_339_930_560,
+)
 HYBRIDS["LFM2 1.2B"] = (
     LFM | sizes(2048, 12_288, 16, 32, 8, 65_536),
     1_170_340_608,

@@ -45,7 +45,9 @@ AS_PUBLISHED = {
     "glm_4_5_air_65k_lora": "GLM-4.5-Air",
     "minimax_m2_65k_lora": "MiniMax-M2",
     "lfm2_1_2b_65k_lora": "LFM2 1.2B",
+    "lfm2_8b_a1b_65k_lora": "LFM2 8B-A1B",
     "kimi_linear_48b_65k_lora": "Kimi Linear 48B",
+    "qwen3_next_80b_a3b_65k_lora": "Qwen3-Next 80B-A3B",
     "granite_4_h_tiny_65k_lora": "Granite 4 H Tiny",
 }
 

@@ -10,8 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from haliax import Axis
+from safetensors.numpy import save_file
 
+from models.hf_io.adapters import load_adapters, save_adapters
+from models.hf_io.decoder_weights import read_decoder, write_decoder
 from models.hf_io.formats import written_out
+from models.hf_io.safetensors_folder import SINGLE, SafetensorsFolder
 from models.lm import next_token_loss
 from models.olmo_hybrid import OlmoHybridConfig
 from models.parts.decoder import Decoder
@@ -24,10 +28,15 @@ from models.parts.sections import (
     LinearAttentionConfig,
 )
 from models.qwen3_next import Qwen3NextConfig
-from stacked_remat.lora import LoraConfig, apply_lora
-from stacked_remat.training import SgdConfig, TokenBatch, build_optimizer
+from stacked_remat.lora import LoraConfig, apply_lora, lora_filter
+from stacked_remat.training import (
+    SgdConfig,
+    TokenBatch,
+    build_optimizer,
+    cast_parameters,
+)
 
-from ..blocks import assert_close
+from ..blocks import assert_close, assert_equal
 from .random_weights import random_weights
 
 Vocab, Batch, Pos = Axis("vocab", 19), Axis("batch", 2), Axis("position", 7)
@@ -147,6 +156,9 @@ def test_decays_are_in_float32_and_get_no_weight_decay():
     low = cast_floating(layer, jnp.bfloat16)
     assert low.q_proj.weight.dtype == low.q_conv.weight.dtype == jnp.bfloat16
     assert low.decay.a_log.dtype == low.decay.dt_bias.dtype == jnp.float32
+    stored = cast_parameters(layer, "bfloat16")
+    assert stored.q_conv.weight.dtype == jnp.bfloat16
+    assert stored.decay.a_log.dtype == jnp.float32
     optimizer = build_optimizer(SgdConfig(weight_decay=0.5, warmup=0), num_steps=10)
     trained = eqx.filter(model, eqx.is_inexact_array)
     nothing = jax.tree.map(jnp.zeros_like, trained)
@@ -164,3 +176,67 @@ def test_the_names_in_linear_attention_are_those_of_policies():
     presets = QWEN.remat_presets
     assert "gate" in presets["projections_saved"].save_block_internals
     assert "gate" not in OLMO.attention_names
+
+
+def weights_of(folder):
+    """The tensors of a folder, by name."""
+    tensors = SafetensorsFolder.open(folder)
+    return {name: tensors.read(name) for name in tensors.shapes}
+
+
+def test_tensors_of_several_maps_have_them_head_by_head(tmp_path):
+    model = make()
+    write_decoder(tmp_path / "model", model)
+    tensors = weights_of(tmp_path / "model")
+    layer = model.stacks["linear_dense"].stacked.linear_attention
+    values = 2 * 5  # of the value heads of a key head
+    joint = tensors["model.layers.0.linear_attn.in_proj_qkvz.weight"]
+    by_head = joint.reshape(2, 2 * 6 + 2 * values, 16)
+    parts = np.split(by_head, [6, 12, 12 + values], axis=1)
+    maps = (layer.q_proj, layer.k_proj, layer.v_proj, layer.gate_proj)
+    for part, linear in zip(parts, maps, strict=True):
+        np.testing.assert_array_equal(part, linear.weight.array[0].reshape(part.shape))
+    attention = model.stacks["sparse"].stacked.attention
+    joint = tensors["model.layers.3.self_attn.q_proj.weight"]
+    gates = joint.reshape(4, 2 * 8, 16)[:, 8:]
+    expected = attention.gate_proj.weight.array[0].reshape(gates.shape)
+    np.testing.assert_array_equal(gates, expected)
+    assert_equal(read_decoder(tmp_path / "model", model), model)
+
+
+def test_adapters_of_maps_in_one_tensor_are_read_back(tmp_path):
+    targets = ("*.linear_attention.*_proj", "*.attention.*_proj")
+    shapes = apply_lora(make(), LoraConfig(2, 2.0, targets), key=jax.random.key(0))
+    rng = np.random.default_rng(0)
+    adapted = jax.tree.map(
+        lambda leaf, own: (
+            jnp.asarray(rng.normal(size=leaf.shape), jnp.float32) if own else leaf
+        ),
+        shapes,
+        lora_filter(shapes),
+    )
+    save_adapters(tmp_path, adapted)
+    assert_equal(load_adapters(make(), tmp_path), adapted)
+
+
+def test_convolutions_that_are_one_tensor_in_memory_may_be_cut_anywhere(tmp_path):
+    model = make(OLMO)
+    write_decoder(tmp_path / "model", model)
+    tensors, parts = weights_of(tmp_path / "model"), ("q", "k", "v")
+    for layer in (0, 1):
+        names = [
+            f"model.layers.{layer}.linear_attn.{part}_conv1d.weight" for part in parts
+        ]
+        assert [tensors[name].shape for name in names] == [
+            (12, 1, 3),
+            (12, 1, 3),
+            (20, 1, 3),
+        ]
+        # As transformers writes them, into equal parts
+        whole = np.concatenate([tensors[name] for name in names])
+        tensors |= dict(zip(names, np.array_split(whole, 3), strict=True))
+    save_file(
+        {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()},
+        tmp_path / "model" / SINGLE,
+    )
+    assert_equal(read_decoder(tmp_path / "model", model), model)

@@ -48,6 +48,7 @@ TOKENS = np.random.default_rng(0).integers(0, Vocab.size, (Batch.size, Pos.size)
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 ATTENTION = ["q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj"]
 ATTENTION += ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"]
+ROUTER_BIASES = ("e_score_correction_bias", "expert_bias")
 ATTENTION += ["out_proj", "in_proj"]
 ATTENTION += ["f_a_proj", "f_b_proj", "b_proj", "g_a_proj", "g_b_proj"]
 MLP = ["gate_proj", "up_proj", "gate_up_proj", "down_proj", "w1", "w2", "w3"]
@@ -77,7 +78,7 @@ def new_model(family: str, fields: dict):
                 + (offset if "norm" in name else 0.0)
             )
         for name, buffer in model.named_buffers():
-            if "e_score_correction" in name:
+            if name.endswith(ROUTER_BIASES):
                 buffer.copy_(torch.randn_like(buffer) * 0.1)
         if model.get_input_embeddings().padding_idx is not None:
             model.get_input_embeddings().padding_idx = None  # its gradient counts here
@@ -220,7 +221,7 @@ def expected_gradients(model, folder):
         for parameter in copied.parameters():
             parameter.copy_(parameter.grad)
         for name, buffer in copied.named_buffers():
-            if "e_score_correction" in name:
+            if name.endswith(ROUTER_BIASES):
                 buffer.zero_()
     return loss.item(), jax.tree.leaves(decoder_from(copied, folder))
 

@@ -42,7 +42,9 @@ def make_workplace(folder):
 
 
 def arguments_of(workplace, *overrides, run="run"):
-    """The arguments of a run; the last of overrides of one key counts."""
+    """The arguments of a run; the last of overrides of one key, or of a section that
+    has it, counts.
+    """
     given = {
         "--config_path": str(workplace / "config.yaml"),
         "--data.sources.text.paths": f"[{workplace}/text/*.txt]",
@@ -53,7 +55,9 @@ def arguments_of(workplace, *overrides, run="run"):
     while remaining:
         key = remaining.pop(0)
         is_alone = not remaining or remaining[0].startswith("--")
-        given.pop(key, None)
+        below = [name for name in given if f"{name}.".startswith(f"{key}.")]
+        for name in below:
+            del given[name]
         given[key] = None if is_alone else remaining.pop(0)
     pairs = ([key] if own is None else [key, own] for key, own in given.items())
     return [part for pair in pairs for part in pair]

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from haliax import Axis
-from jax.sharding import PartitionSpec, SingleDeviceSharding
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from stacked_remat import Stacked
 from stacked_remat.training import (
@@ -17,6 +17,7 @@ from stacked_remat.training import (
     MeshConfig,
     Partitioning,
     TokenBatch,
+    gathered,
     mesh_sizes,
 )
 from tests.jaxprs import primitives
@@ -246,3 +247,25 @@ def test_activations_are_sharded_while_it_is_active():
         )
     assert product.array.addressable_shards[0].data.shape == (1, 6)
     assert jax.sharding.get_abstract_mesh().empty
+
+
+def test_a_layer_gathers_what_weights_alone_are_divided_over():
+    layer = {"weight": hax.ones((Mlp, Embed)), "bias": hax.ones(Mlp), "absent": None}
+    assert gathered(layer) is layer
+    both = MeshConfig(
+        {"data": 4, "model": 2},
+        compute_mapping={"batch": "data", "mlp": "model"},
+        param_mapping={"embed": "data", "mlp": "model"},
+    )
+    for config, spec in ((MeshConfig(), ()), (both, ("model", None))):
+        partitioning = Partitioning.of(config)
+        with partitioning.active():
+            found = primitives(lambda: gathered(layer))
+            whole = jax.jit(gathered)(partitioning.shard_weights(layer))
+            left = primitives(lambda: gathered(layer, leave=["embed"]))
+        assert found["sharding_constraint"] == 1
+        assert not left["sharding_constraint"]
+        expected = NamedSharding(partitioning.mesh, PartitionSpec(*spec))
+        assert whole["weight"].array.sharding.is_equivalent_to(expected, 2)
+    with Partitioning.one_device().active():
+        assert gathered(layer) is layer

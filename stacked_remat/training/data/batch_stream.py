@@ -172,14 +172,14 @@ class HeldOutBatches:
     def batch(self, index: int) -> TokenBatch:
         """The batch of this index, or this process's rows of it."""
         chosen = self._order[index * self._batch_size :][: self._batch_size]
-        rows = [self._sequence(at) for at in chosen]
+        rows = [self._sequence(at) for at in chosen.tolist()]
         empty = {name: np.zeros_like(array) for name, array in rows[0].items()}
         own = (rows + [empty] * (self._batch_size - len(rows)))[self._own]
         arrays = {name: np.stack([row[name] for row in own]) for name in empty}
         return TokenBatch.of(**arrays, on_host=True)
 
-    def _sequence(self, at: np.int64) -> PackedSequence:
+    def _sequence(self, at: int) -> PackedSequence:
         """The sequence of an index among those of all sources."""
-        source = np.searchsorted(self._stops, at, side="right")
+        source = int(np.searchsorted(self._stops, at, side="right"))
         packed = self._sources[source]
-        return packed[at - self._stops[source] + len(packed)]
+        return packed[at - int(self._stops[source]) + len(packed)]

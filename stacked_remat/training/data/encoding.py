@@ -161,8 +161,8 @@ class RecordEncoder:
             problem = f"{record.place} does not fit the chat template: {rendered}"
         elif rendered is not None:
             texts = rendered
-        elif record.document is not None:
-            texts = [self._plain(record.document.content)]
+        elif isinstance(record.content, str | Completion):
+            texts = [self._plain(record.content)]
         try:
             "".join(text.text for text in texts).encode("utf-8")
         except UnicodeEncodeError:
@@ -175,10 +175,9 @@ class RecordEncoder:
             )
         return texts, problem
 
-    def _plain(self, content: Content) -> RenderedChat:
+    def _plain(self, content: str | Completion) -> RenderedChat:
         """A text, or a prompt with its completion."""
-        answers = None
-        text = "".join(content)
+        answers, text = None, "".join(content)
         if isinstance(content, Completion) and self.answers_only:
             answers = ((len(content.prompt), len(text)),)
         return RenderedChat(text, answers, is_open=True, is_plain=True)

@@ -143,7 +143,7 @@ class _Process:
             pickle.dump(records, to_process)
             to_process.flush()
             reply = pickle.load(from_process)
-        except (OSError, EOFError) as error:
+        except (OSError, EOFError, pickle.UnpicklingError) as error:
             raise DataError(
                 "A process that tokenizes has ended, with the status"
                 f" {self._process.wait()}; -9 is usually too little memory. Set"
@@ -177,7 +177,7 @@ def main() -> None:
     while True:
         try:
             request: Any = pickle.load(sys.stdin.buffer)
-        except EOFError:
+        except (EOFError, pickle.UnpicklingError):  # of a parent that was killed
             return
         if isinstance(request, bytes):
             encoder = pickle.loads(request)
@@ -187,8 +187,11 @@ def main() -> None:
             reply: Any = encoder(request)
         except Exception as error:
             reply = error
-        pickle.dump(reply, to_parent)
-        to_parent.flush()
+        try:
+            pickle.dump(reply, to_parent)
+            to_parent.flush()
+        except BrokenPipeError:
+            os._exit(1)
 
 
 def _num_cores() -> int:

@@ -137,13 +137,13 @@ class TokenizedDocuments:
 
     def weights(
         self, document: int, first: int, stop: int
-    ) -> Float32[np.ndarray, " tokens"] | float:
+    ) -> Float32[np.ndarray, " tokens"] | np.float32:
         """For each token from `first` to before `stop`, the document's weight if the
         token counts as a target, else 0.
         """
         start = int(self.starts[document])
         factors = self.weight_factors
-        factor = np.float32(1.0) if factors is None else factors[document]
+        factor = np.float32(1.0 if factors is None else factors[document])
         if self.counted is None:
             return factor
         return self.counted[start + first : start + stop] * factor

@@ -51,10 +51,9 @@ def test_a_process_that_is_killed_is_named(parts, tmp_path, monkeypatch):
     assert len(texts(build(parts, tmp_path / "cache"))) == 640
 
 
-class Own(ByteTokenizer):
-    """A tokenizer that another process can't import."""
-
-
-def test_a_tokenizer_of_ones_own_encodes_in_this_process(parts, tmp_path):
-    cached = build(parts, tmp_path / "cache", processes=2, tokenizer=Own())
+def test_a_tokenizer_of_ones_own_encodes_in_this_process(parts, tmp_path, monkeypatch):
+    """Another process can't import its class."""
+    monkeypatch.setattr(ByteTokenizer, "__module__", "__main__")
+    monkeypatch.setattr(encoding_processes, "_PROGRAM", "raise SystemExit")
+    cached = build(parts, tmp_path / "cache", processes=2)
     assert texts(cached) == of_parts()

@@ -1,0 +1,271 @@
+"""Whether devices wait for weights and gradients of fully sharded layers.
+
+The gradient of a residual MLP whose weights are divided over 8 devices, and an update
+within the backward pass (`fused_update`), compiled for devices that need not be
+attached, and not run:
+
+    python -m benchmarks.gathered_ahead --target h200
+    python -m benchmarks.gathered_ahead --target v5p
+
+The compiled program is a schedule: where no product runs between the start and the end
+of a collective, the devices wait for it. The rows count the collectives of weights and
+their gradients in loops, and those that are waited for; with weights that are gathered
+a layer ahead, and by each layer itself.
+
+Writes `results/gathered_ahead_<target>_8.json`.
+"""
+
+import dataclasses
+import itertools
+import math
+import re
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from stacked_remat import Stacked, fused_update
+from stacked_remat._compat import compiled_with_text
+from stacked_remat._placement import compiled_for
+from stacked_remat.memory import find_target
+
+from .command import Rows, benchmark
+from .residual_mlp import Sizes
+
+# 8,192 tokens for each of 8 devices.
+SIZES = Sizes(layers=16, tokens=65_536, width=2_048, inner=8_192)
+POLICIES = ("True", "nested", "offload", "fused")
+# With which gathers run beside products; docs/devices.md names them. XLA for GPUs runs
+# collectives beside products by default.
+OPTIONS = {
+    "v5p": {
+        "xla_tpu_enable_sparse_core_collective_offload_all_gather": True,
+        "xla_tpu_enable_sparse_core_collective_offload_3d_all_gather": True,
+    }
+}
+
+
+class Collective(NamedTuple):
+    """What devices send each other at a time.
+
+    Attributes:
+        kind: as XLA names it.
+        shape: of the largest array of its results, as `bf16[8192,2048]`.
+        in_loop: whether it is in a loop.
+        products: how many products there are between its start and its end; a loop with
+            some counts as one. None where it has no start, so that all devices wait.
+    """
+
+    kind: str
+    shape: str
+    in_loop: bool
+    products: int | None
+
+
+class Block(eqx.Module):
+    """`x + silu(x @ up) @ down`, with its own weights gathered."""
+
+    up: jax.Array
+    down: jax.Array
+    whole: NamedSharding = eqx.field(static=True)
+    ahead: bool = eqx.field(static=True)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """The next carry."""
+        return x + jax.nn.silu(x @ self._whole(self.up)) @ self._whole(self.down)
+
+    def _whole(self, weight: jax.Array) -> jax.Array:
+        def gather(weight: jax.Array) -> jax.Array:
+            return jax.lax.with_sharding_constraint(weight, self.whole)
+
+        # In a `jax.jit` of its own a gather is not seen: the layer waits for it.
+        return gather(weight) if self.ahead else jax.jit(gather)(weight)
+
+
+def program(
+    target: str, policy: str, sizes: Sizes, ahead: bool
+) -> tuple[Any, tuple[Any, ...]]:
+    """A function in `jax.jit`, and the shapes of its arguments."""
+    devices = np.array(find_target(target).devices(8), dtype=object)
+    mesh = Mesh(devices, ("data",), axis_types=(AxisType.Auto,))
+
+    def shape(dims: tuple[int, ...], *spec: str | None) -> Any:
+        sharding = NamedSharding(mesh, PartitionSpec(*spec))
+        return jax.ShapeDtypeStruct(dims, sizes.dtype, sharding=sharding)
+
+    up = shape((sizes.layers, sizes.width, sizes.inner), None, None, "data")
+    down = shape((sizes.layers, sizes.inner, sizes.width), None, "data", None)
+    block = Block(up, down, NamedSharding(mesh, PartitionSpec()), ahead)
+    remat: Any = {"True": True, "False": False, "fused": "nested"}.get(policy, policy)
+    blocks = Stacked(block, hax.Axis("layers", sizes.layers), remat)
+    x = shape((sizes.tokens, sizes.width), "data", None)
+
+    def loss(blocks: Stacked, x: jax.Array) -> jax.Array:
+        return jnp.sum(blocks.fold(x).astype(jnp.float32))
+
+    if policy != "fused":
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, blocks)
+        return jax.jit(jax.grad(loss), out_shardings=shardings), (blocks, x)
+    update = fused_update(loss, optax.sgd(0.1))
+
+    def step(blocks: Stacked, x: jax.Array) -> Stacked:
+        return update(blocks, update.init(blocks), x).model
+
+    return jax.jit(step, donate_argnums=0), (blocks, x)
+
+
+def compiled(
+    target: str, policy: str, sizes: Sizes = SIZES, *, ahead: bool = True
+) -> tuple[Any, str]:
+    """What `program` compiles to, and its text."""
+    fn, args = program(target, policy, sizes, ahead)
+    device = find_target(target).devices()[0]
+    with compiled_for(device):
+        lowered = fn.trace(*args).lower()
+    return compiled_with_text(lowered, device.platform, OPTIONS.get(target))
+
+
+# `%name (parameters) -> type {`, and `%name = types kind(operands), attributes`.
+_COMPUTATION = re.compile(r"^(?:ENTRY )?%([^\s(]+) ?\(.*\{$")
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%(\S+) = (.*?) ([a-z][\w\-]*)\((.*)$")
+_CALLED = re.compile(
+    r"(?:calls|body|to_apply)=%([\w.\-]+)|called_computations=\{%([\w.\-]+)\}"
+)
+_FIRST_OPERAND = re.compile(r"[^%]*%([\w.\-]+)")
+_PRODUCT_CALL = re.compile(r'custom_call_target="(?:__cublas|__triton_gemm)')
+_COLLECTIVE = re.compile(
+    r"^(all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(-start)?$"
+)
+
+
+class _Instruction(NamedTuple):
+    name: str
+    types: str  # of its results
+    kind: str
+    rest: str  # operands and attributes
+    called: list[str]  # names of computations
+
+
+class _Program:
+    """A compiled program, as a list of instructions for each computation."""
+
+    def __init__(self, text: str):
+        self.computations: dict[str, list[_Instruction]] = {}
+        self.loops = set()
+        body: list[_Instruction] = []
+        for line in text.splitlines():
+            if start := _COMPUTATION.match(line):
+                body = self.computations.setdefault(start[1], [])
+            elif match := _INSTRUCTION.match(line):
+                name, types, kind, rest = match.groups()
+                called = [one or other for one, other in _CALLED.findall(rest)]
+                body.append(_Instruction(name, types, kind, rest, called))
+                if kind == "while":
+                    self.loops.update(called)
+
+    def reached(self, names: list[str]) -> Iterator[_Instruction]:
+        """The instructions of computations, and of those that they call."""
+        for name in names:
+            for one in self.computations.get(name, ()):
+                yield one
+                yield from self.reached(one.called)
+
+    def has_product(self, one: _Instruction) -> bool:
+        """Whether it is a product, or a fusion or a loop with some."""
+        # What runs on its own ends with another instruction.
+        if one.kind.startswith("async"):
+            return False
+        return any(map(_is_product, (one, *self.reached(one.called))))
+
+    def collectives_of(self, name: str) -> Iterator[Collective]:
+        """The collectives of one computation, as they end."""
+        # By the name of the instruction that they were at last.
+        running: dict[str, Collective] = {}
+        for one in self.computations[name]:
+            operand = _FIRST_OPERAND.match(one.rest)
+            before = running.pop(operand[1], None) if operand else None
+            if before is not None and one.kind.endswith("-done"):
+                yield before
+            elif before is not None:
+                # TPUs: now it is given its operands.
+                running[one.name] = before._replace(products=0)
+            elif (found := self._collective(one, name in self.loops)) is None:
+                pass
+            elif found.products is None:
+                yield found
+            else:
+                running[one.name] = found
+            if self.has_product(one):
+                for key, collective in running.items():
+                    products = (collective.products or 0) + 1
+                    running[key] = collective._replace(products=products)
+
+    def _collective(self, one: _Instruction, in_loop: bool) -> Collective | None:
+        """The collective of a matrix that an instruction is, or starts."""
+        starts = one.kind == "async-start"
+        for inner in self.reached(one.called) if starts else [one]:
+            match, shape = _COLLECTIVE.match(inner.kind), _largest(inner.types)
+            if match and shape:
+                is_async = starts or match[2]
+                return Collective(match[1], shape, in_loop, 0 if is_async else None)
+        return None
+
+
+def _is_product(one: _Instruction) -> bool:
+    is_call = _PRODUCT_CALL.search(one.rest) is not None
+    return one.kind in ("dot", "convolution") or is_call
+
+
+def _largest(types: str) -> str:
+    """The largest matrix of an instruction's results; "" if there is none."""
+    matrices = {}
+    for dtype, sizes in re.findall(r"\b(\w+)\[([\d,]+)\]", types):
+        dims = [int(size) for size in sizes.split(",") if size != "1"]
+        if len(dims) > 1:
+            matrices[f"{dtype}[{sizes}]"] = math.prod(dims)
+    return max(matrices, key=matrices.__getitem__, default="")
+
+
+def collectives(text: str) -> Iterator[Collective]:
+    """The collectives of matrices in a scheduled program."""
+    read = _Program(text)
+    # What runs on its own is found where it starts.
+    apart = set()
+    for instructions in read.computations.values():
+        for one in instructions:
+            if one.kind == "async-start":
+                apart.update(map(id, read.reached(one.called)))
+    for name, instructions in read.computations.items():
+        if not apart.intersection(map(id, instructions)):
+            yield from read.collectives_of(name)
+
+
+@benchmark("gathered_ahead_{target}_8")
+def main(
+    target: str = "h200",
+    policies: tuple[str, ...] = POLICIES,
+    gathered: tuple[str, ...] = ("by the layer", "ahead"),
+    sizes: Sizes = SIZES,
+) -> Rows:
+    for policy, way in itertools.product(policies, gathered):
+        found, text = compiled(target, policy, sizes, ahead=way == "ahead")
+        in_loops = [one for one in collectives(text) if one.in_loop]
+        yield {
+            "policy": policy,
+            "weights gathered": way,
+            **dataclasses.asdict(sizes),
+            "collectives in loops": len(in_loops),
+            "waited for": sum(not one.products for one in in_loops),
+            "all-reduce": sum(one.kind == "all-reduce" for one in in_loops),
+            "temporaries": found.memory_analysis().temp_size_in_bytes,
+        }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""LFM2 with experts (Liquid AI 2025), such as LFM2-8B-A1B."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from models.hf_io import config_fields as hf
+from models.hf_io.formats import HfFormat, register_format
+from models.lfm2 import (
+    FIELDS as DENSE_FIELDS,
+    TENSORS as DENSE_TENSORS,
+    ConvolutionalConfig,
+)
+from models.parts.config import SparseDecoderConfig
+from models.parts.sections import FULL, ExpertsConfig, Routing
+from stacked_remat.training.config_checks import check_positive
+
+
+@dataclass(frozen=True)
+class Lfm2MoeConfig(SparseDecoderConfig, ConvolutionalConfig):
+    """An LFM2 decoder with experts.
+
+    Attributes:
+        expert_bias: whether a bias is added to the scores by which experts are chosen.
+        gate_scale: factor of the gates.
+    """
+
+    expert_bias: bool = True
+    gate_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive("model", self, "gate_scale")
+
+    @property
+    def expert_options(self) -> dict[str, Any]:
+        """How experts are chosen."""
+        # Lfm2MoeTopKRouter of transformers
+        bias = "frozen" if self.expert_bias else "none"
+        routing = Routing("sigmoid", bias=bias, gate_scale=self.gate_scale)
+        return {"routing": routing}
+
+
+FIELDS = DENSE_FIELDS | {
+    "intermediate_size": hf.Field("mlp_dim", 7_168, written="Mlp.size"),
+    "num_experts": hf.Field("experts.num_experts", 32),
+    "num_experts_per_tok": hf.Field("experts.experts_per_token", 4),
+    "moe_intermediate_size": hf.Field("experts.intermediate_dim", 1_792),
+    "norm_topk_prob": hf.Field("experts.norm_topk_prob", True),
+    "routed_scaling_factor": hf.Field("gate_scale", 1.0),
+    "use_expert_bias": hf.Field("expert_bias", True),
+}
+
+
+def from_hf(given: hf.ConfigFields) -> hf.Found:
+    """Reads a `config.json`; defaults are those of transformers."""
+    found = hf.read_decoder(given, FIELDS, kv_heads=8)
+    found |= hf.read_rotary(given, theta=1_000_000.0, longest=128_000)
+    num_layers = found["num_layers"]
+    first = min(given("num_dense_layers", 2), num_layers)
+    found["experts.dense_layers"] = [*range(first)]
+    usual = [FULL] * num_layers
+    return found | hf.read_hybrid_layers(given, num_layers, usual, linear="conv")
+
+
+def to_hf(config: Lfm2MoeConfig) -> dict[str, Any]:
+    """Writes a `config.json`."""
+    written = hf.write_decoder(config, FIELDS) | hf.write_rotary(config.rotary)
+    written |= hf.write_hybrid_layers(config, linear="conv")
+    return written | {"num_dense_layers": len(config.experts.dense_layers)}
+
+
+TENSORS = DENSE_TENSORS | {
+    "mlp.router": "gate",
+    "mlp.bias": "expert_bias",
+    "mlp.experts.gate_proj": "w1",
+    "mlp.experts.up_proj": "w3",
+    "mlp.experts.down_proj": "w2",
+}
+
+register_format(
+    HfFormat(
+        "lfm2_moe",
+        Lfm2MoeConfig,
+        from_hf,
+        to_hf,
+        FIELDS,
+        TENSORS,
+        probe={"gate_scale": 2.0, "experts": ExpertsConfig(dense_layers=(0,))},
+        checksum=0.38276,
+    )
+)

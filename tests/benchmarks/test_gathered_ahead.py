@@ -1,0 +1,67 @@
+"""Devices wait for no weights that layers gather, in the programs of the benchmark."""
+
+import pytest
+
+from benchmarks.gathered_ahead import POLICIES, SIZES, collectives, compiled
+from tests.recorded_on import ON_H200, ON_V5P, recorded
+
+# Of a layer, in bfloat16
+LAYER = 2 * SIZES.width * SIZES.inner * 2
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("target", [ON_H200, ON_V5P])
+def test_collectives_of_weights_and_gradients_run_beside_products(target, policy):
+    found, text = compiled(target, policy)
+    in_loops = [one for one in collectives(text) if one.in_loop]
+    kinds = {one.kind for one in in_loops}
+    assert "all-gather" in kinds and "all-reduce" not in kinds
+    assert all(one.products for one in in_loops), in_loops
+    # A gathered layer more, and the part of one that a device has
+    rows = recorded(f"gathered_ahead_{target}_8", "policy", "weights gathered")
+    of_layer = rows[policy, "by the layer"]["temporaries"]
+    most = of_layer + LAYER * 9 / 8
+    if target == "v5p":
+        # And buffers of products that go round, and of what SparseCores gather
+        most = 1.02 * rows[policy, "ahead"]["temporaries"]
+    assert found.memory_analysis().temp_size_in_bytes <= most
+
+
+PROGRAM = """
+%fused (a: bf16[8,8]) -> bf16[8,8] {
+  ROOT %dot.1 = bf16[8,8]{1,0} dot(%a, %a), lhs_contracting_dims={1}
+}
+
+%gathers (p: bf16[1,8]) -> bf16[8,8] {
+  ROOT %all-gather.3 = bf16[8,8]{1,0} all-gather(%p), dimensions={0}
+}
+
+%body (state: (s32[], bf16[8,8])) -> (s32[], bf16[8,8]) {
+  %start = (bf16[1,8]{1,0}, bf16[8,8]{1,0}) all-gather-start(%part), dimensions={0}
+  %one = bf16[8,8]{1,0} fusion(%x), kind=kCustom, calls=%fused
+  %two = bf16[8,8]{1,0} fusion(%x), kind=kCustom, calls=%fused
+  %done = bf16[8,8]{1,0} all-gather-done(%start)
+  %call-start = ((), bf16[8,8]{1,0}) async-start(), calls=%gathers
+  %three = bf16[8,8]{1,0} fusion(%x), kind=kCustom, calls=%fused
+  %call-update = ((), bf16[8,8]{1,0}) async-update(%call-start, %part)
+  %call-done = bf16[8,8]{1,0} async-done(%call-update)
+  %sum = f32[] all-reduce(%scalar), to_apply=%add
+  ROOT %all-reduce.1 = bf16[8,8]{1,0} all-reduce(%one), to_apply=%add
+}
+
+ENTRY %main (x: bf16[8,8]) -> bf16[8,8] {
+  %first = (bf16[1,8]{1,0}, bf16[8,8]{1,0}) all-gather-start(%part), dimensions={0}
+  %while = (s32[], bf16[8,8]) while(%state), condition=%condition, body=%body
+  ROOT %last = bf16[8,8]{1,0} all-gather-done(%first)
+}
+"""
+
+
+def test_products_are_counted_between_the_start_and_the_end_of_a_collective():
+    assert [tuple(one) for one in collectives(PROGRAM)] == [
+        ("all-gather", "bf16[8,8]", True, 2),
+        # It begins with what its second instruction is given.
+        ("all-gather", "bf16[8,8]", True, 0),
+        ("all-reduce", "bf16[8,8]", True, None),
+        ("all-gather", "bf16[8,8]", False, 1),
+    ]

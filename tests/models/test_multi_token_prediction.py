@@ -183,7 +183,9 @@ def test_microbatches_and_divided_positions_have_the_loss_of_a_batch():
         with jax.set_mesh(mesh), hax.axis_mapping(mapping):
             spread = hax.shard(batch, mapping)
             # Of another function, so that it is traced anew
-            anew: Any = eqx.filter_jit(lambda *given: next_token_loss(*given))
+            anew: Any = eqx.filter_jit(
+                lambda model, batch: next_token_loss(model, batch)
+            )
             found, _ = anew(model, spread)
         np.testing.assert_allclose(found, expected_loss, rtol=1e-5)
 

@@ -264,8 +264,10 @@ def whole_weights_in_loops(mesh_kind, remat):
     with jax.set_mesh(mesh):
         args = jax.device_put(ARGS, shardings)
         traced = jax.make_jaxpr(functools.partial(gradient, value))(*args)
+        # Primitives are expanded on the mesh that they are called on.
+        every = list(equations(traced.jaxpr))
     found = []
-    for equation in equations(traced.jaxpr):
+    for equation in every:
         if equation.primitive.name in ("scan", "while"):
             shapes = [getattr(var.aval, "shape", ()) for var in equation.outvars]
             found.append([shapes.count((WIDTH, INNER)), shapes.count((INNER, WIDTH))])

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import json
 import warnings
+from typing import Any
 
 import equinox as eqx
 import haliax as hax
@@ -171,7 +172,10 @@ def close_to_logits_of(model, found, tolerance=1e-5):
     error = np.abs(found - expected).max()
     if error > tolerance * np.abs(expected).max():
         others = map(hf_logits, rounded_otherwise(model))
-        assert error <= 2 * max(np.abs(other - expected).max() for other in others)
+        allowed = 2 * max(np.abs(other - expected).max() for other in others)
+        # Beside what transformers computes in float64, which has no rounding of its own
+        exact = hf_logits(copy.deepcopy(model).double())
+        assert min(error, np.abs(found - exact).max()) <= allowed
 
 
 def test_logits(case):
@@ -186,7 +190,8 @@ def test_the_round_trip_is_exact(case, tmp_path):
     known = format_of(decoder.config)
     first = SafetensorsFolder.open(folder).renamed(known.read_name)
     second = SafetensorsFolder.open(tmp_path / "again")
-    assert len({tensor.path for tensor in second.stored.values()}) > 1
+    stored: Any = second.stored.values()
+    assert len({tensor.path for tensor in stored}) > 1
     # Transformers cuts what it has joined into equal parts.
     if not known.joined:
         assert first.shapes == second.shapes
@@ -250,6 +255,11 @@ def test_loss_and_gradients(case, tmp_path):
         for place, leaf in enumerate(leaves):
             change = 2 * np.linalg.norm(leaf - expected[place])
             allowed[place] = max(allowed[place], change)
+    # Beside what transformers computes in float64, which has no rounding of its own
+    exact_model = copy.deepcopy(reference).double()
+    _, exact = expected_gradients(exact_model, tmp_path / "exact")
+    for place, (ours, _) in enumerate(pairs):
+        errors[place] = min(errors[place], np.linalg.norm(ours - exact[place]))
     assert all(np.asarray(errors) <= allowed)
 
 

@@ -35,7 +35,7 @@ _NEVER = (math.inf, math.inf, math.inf)
 # Policies whose FLOPs differ by less than this factor are taken for one.
 _ALIKE = 1.0005
 # A step that takes up to so much more than the budget, by the model, may fit.
-_SLACK = 1.05
+_SLACK = 1.1
 
 
 @dataclasses.dataclass(frozen=True)

@@ -30,16 +30,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxprs_in_params
-from jax.extend.source_info_util import summarize
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array
 
 from .._activity import CALLS, bytes_of, program_of
 from .._hijax import primitive_of
-from .._names import named
+from .._names import name_given_by, named
 from .._places import evaluate_named, is_place, without_dead_code
 from .._sweep.gradient import LayerPullback, Perturbed
 from .._sweep.kinds import Kind
@@ -65,9 +63,6 @@ class Operation:
     # The name of its result and its bytes, if it gives one; "" if not.
     name: str = ""
     size: int = 0
-    # The line of source, and the type of the result, for tables.
-    source: str = ""
-    type: str = ""
 
 
 @dataclass(frozen=True)
@@ -177,14 +172,8 @@ def _with_places(jaxpr: Jaxpr) -> Jaxpr:
     types = [var.aval for var in jaxpr.invars]
     jaxpr = without_dead_code(jaxpr)
 
-    def name(result: Any, place: str) -> Any:
-        is_array = isinstance(result, jax.Array) and not jnp.issubdtype(
-            result.dtype, jax.dtypes.extended
-        )
-        return named(result, place) if is_array else result
-
     def run(*inputs: Any) -> list[Any]:
-        return evaluate_named(jaxpr, inputs, name)
+        return evaluate_named(jaxpr, inputs, named)
 
     closed = jax.make_jaxpr(run)(*types)
     assert not closed.consts
@@ -227,27 +216,16 @@ class _Graph:
         reads_carry = _DATA in operands
         is_data = reads_carry or any(self.operations[i].is_data for i in reads)
         flops = _flops_of(jaxpr, equation)
-        if equation.primitive.name == "name":
-            type_ = equation.outvars[0].aval
-            operation = Operation(
-                flops,
-                reads,
-                is_data,
-                reads_carry,
-                equation.params["name"],
-                bytes_of(type_),
-                summarize(equation.source_info).rpartition("/")[2],
-                type_.str_short(short_dtypes=True),
-            )
-        else:
-            operation = Operation(flops, reads, is_data, reads_carry)
+        name = name_given_by(equation)
+        size = bytes_of(equation.outvars[0].aval) if name else 0
+        operation = Operation(flops, reads, is_data, reads_carry, name, size)
         self.operations.append(operation)
         return len(self.operations) - 1
 
 
 def _flops_of(jaxpr: Jaxpr, equation: Any) -> int:
     """The FLOPs of one equation of a jaxpr."""
-    if equation.primitive.name == "name":
+    if name_given_by(equation):
         return 0
     operands = [var for var in equation.invars if not isinstance(var, Literal)]
     alone = jaxpr.replace(

@@ -7,6 +7,8 @@ and runs nothing.
         [--find context]
     python -m models.plan_lm --config_path my-model.yaml --remat auto --budget 72GiB
         --find mesh --devices 8
+    python -m models.plan_lm --config_path my-model.yaml --remat auto --budget 72GiB
+        --find frontier [--picture curve.svg]
 
 Takes the same config files as `models.train_lm`.
 """
@@ -28,6 +30,7 @@ from rich.progress import Progress as RichProgress
 
 from models.candidate import STREAMED, Candidate
 from models.command import run_command, shown_on
+from models.frontier_chart import check_picture, write_picture
 from models.plan_search import KEYS, Budget, divided, find_meshes, find_size, planned
 from models.run_config import LmRunConfig
 from stacked_remat import ScanCheckpointPolicy
@@ -37,6 +40,7 @@ from stacked_remat.memory import (
     Plan,
     Trial,
     find_target,
+    parse_bytes,
     readable_bytes,
 )
 from stacked_remat.ops import backends_taken
@@ -91,6 +95,8 @@ class PlanLmConfig(LmRunConfig):
             that many devices can be, with the policy that fits, by FLOPs and by what
             devices send. Or the `frontier`: policies from the least memory to the
             fewest FLOPs, whether they fit `budget` or not.
+        picture: file that `find: frontier` draws its curve to too, `.png` or `.svg`
+            (needs matplotlib).
         json: whether to print JSON in place of the table, in bytes, FLOPs and seconds.
     """
 
@@ -98,6 +104,7 @@ class PlanLmConfig(LmRunConfig):
     devices: int | None = None
     only: str | bool | None = None
     find: Literal["policy", "context", "batch", "mesh", "frontier"] = "policy"
+    picture: str | None = None
     json: bool = False
 
     def __post_init__(self) -> None:
@@ -123,6 +130,10 @@ class PlanLmConfig(LmRunConfig):
                 "find: mesh divides the step over several devices: give devices, such"
                 " as 8."
             )
+        if self.picture is not None:
+            check_picture(self.picture)
+            if self.find != "frontier":
+                raise ValueError("picture is of the curve of find: frontier alone.")
         find_target(self.target)
 
     @property
@@ -269,8 +280,11 @@ def _find_frontier(config: PlanLmConfig, console: Console, budget: Budget) -> No
     step = config.candidate
     step.check(at_least=True)
     found = step.frontier(host_budget=budget.host, show=show)
+    limit = parse_bytes(budget.device)
+    if config.picture is not None:
+        write_picture(found.rows(), config.picture, limit)
     if config.json:
-        _print_json(config, console, rows=found.rows(), budget=budget.device)
+        _print_json(config, console, rows=found.rows(), budget=limit)
     else:
         shown_on(console)(str(found))
 

@@ -14,7 +14,7 @@ from .. import ScanCheckpointSpec
 from .._messages import parse_bytes
 from .._schedule import whole_number
 from .._static import PyTree
-from ._plan import CANDIDATES, check_options, check_policies, tracer
+from ._plan import CANDIDATES, check_options, check_policies, compared, tracer
 from ._report import Comparison, MemoryReport, Trial
 from ._search import Search, Step
 from ._table import readable_bytes
@@ -104,8 +104,9 @@ def frontier(
     ladder = search.ladder(candidates)
     policies = [step.policy for step in _spread(ladder, points)] or candidates
     for policy in policies:
-        search.trial(policy)
-    compiled = [trial for trial in search.compiled.values() if trial.report is not None]
+        search.taken(policy)
+    tried = compared(search.compiled.values())
+    compiled = [trial for trial in tried.trials if trial.report is not None]
 
     def order(trial: Trial) -> tuple[int, int]:
         assert trial.report is not None
@@ -115,7 +116,7 @@ def frontier(
     for trial in sorted(compiled, key=order):
         if not best or order(trial)[1] < order(best[-1])[1]:
             best.append(trial)
-    return Frontier(tuple(best), Comparison(tuple(search.compiled.values())))
+    return Frontier(tuple(best), tried)
 
 
 def _spread(ladder: Sequence[Step], points: int) -> list[Step]:

@@ -111,7 +111,7 @@ def compare(
     """
     check_policies(candidates)
     traced = tracer(fn_of_policy, args, kwargs, target, donate)
-    return _compared(map(Search(traced).trial, candidates))
+    return compared(map(Search(traced).trial, candidates))
 
 
 def plan(
@@ -171,9 +171,9 @@ def plan(
         found = search.least(candidates)
         trials += search.compiled.values()
         if found is not None and found.report is not None:
-            tried = _compared(trials)
+            tried = compared(trials)
             return Plan(found.policy, found.report, tried, most, is_streamed)
-    raise BudgetError(_nothing_fits(_compared(trials), most, most_on_host))
+    raise BudgetError(_nothing_fits(compared(trials), most, most_on_host))
 
 
 def check_options(layers: Any, streamed: Any, args: Sequence[PyTree]) -> None:
@@ -228,7 +228,7 @@ def check_policies(candidates: Any) -> None:
         )
 
 
-def _compared(trials: Iterable[Trial]) -> Comparison:
+def compared(trials: Iterable[Trial]) -> Comparison:
     """The trials side by side.
 
     If the compiler took no policy, and failed for one of them for another reason than

@@ -25,6 +25,7 @@ from pathlib import Path
 import jax
 
 from .. import ScanCheckpointPolicy, ScanCheckpointSpec
+from .._places import is_place
 from .._policy import resolve_policy
 from ._call import DoesNotFit, TracedCall
 from ._model import Cost, Model, measured_model, traced_model
@@ -101,7 +102,7 @@ class Search:
         # Of policies of JAX the model does not know what they keep.
         for policy in candidates if ladder else ():
             if callable(resolve_policy(policy).save_block_internals):
-                self._taken(policy)
+                self.taken(policy)
         # Others were compiled to measure them.
         policies = [*candidates, *(step.policy for step in ladder)]
         offered = {*map(resolve_policy, policies)}
@@ -146,38 +147,39 @@ class Search:
         model = self._model(self.layers)
         if model is None:
             return []
-        # Policies as they were given.
-        given = dict(zip(resolved, candidates, strict=True))
+        steps = self._steps(candidates, model)
+        best = _best(steps)
+        with_places = [step for step in best if keeps_places(step.policy)]
+        # Layers of another stack, which have other operations, may refuse them.
+        if with_places and self._cost(with_places[0].policy) == _NEVER:
+            return _best([step for step in steps if not keeps_places(step.policy)])
+        return best
+
+    def _steps(
+        self, candidates: Sequence[ScanCheckpointSpec], model: Model
+    ) -> "list[Step]":
+        """All variations with their costs by a model; candidates as they were given."""
+        given = {resolve_policy(policy): policy for policy in candidates}
         measured = self.trial(given.get(model.reference, model.reference)).report
-        if measured is None:
+        if measured is None or self.layers is None:
             return []
         # Of several devices each is taken to hold as much.
         devices = measured.devices
         common = measured.total - model.reference_cost.device / devices
         has_host = self._has_host
         steps = []
-        for policy in resolved:
+        for policy in given:
             for varied in variations(policy, self.layers, model):
                 cost = model.cost(varied).of_device(devices)
                 again = _runs_again(varied, self.layers)
                 # A CPU has one memory.
                 kept = cost.device if has_host else cost.device + cost.host
+                if cost.host > self.host_budget:
+                    continue
                 if varied in given or self._hides(varied, cost):
                     spec = given.get(varied, varied)
                     steps.append(Step(spec, cost, again, common + kept))
-        steps = [step for step in steps if step.cost.host <= self.host_budget]
-        steps.sort(key=lambda step: step.key)
-        ladder: list[Step] = []
-        first = None
-        for step in steps:
-            if ladder and step.total >= ladder[-1].total:
-                continue
-            if first is not None and step.is_like(first):
-                ladder[-1] = step
-            else:
-                ladder.append(step)
-                first = step
-        return ladder
+        return steps
 
     @property
     def _has_host(self) -> bool:
@@ -190,7 +192,7 @@ class Search:
             return None if self._cost(policy) == _NEVER else self._trace(policy)
 
         def report(policy: ScanCheckpointPolicy) -> MemoryReport | None:
-            trial = self._taken(policy)
+            trial = self.taken(policy)
             return None if trial is None else trial.report
 
         return traced_model(trace) or measured_model(report, layers)
@@ -229,7 +231,7 @@ class Search:
             if not likely and high < len(ladder):
                 return
             at = likely[0] if likely else high - 1
-            trial = self._taken(ladder[at].policy)
+            trial = self.taken(ladder[at].policy)
             if trial is not None and trial.report is not None:
                 error = trial.report.total - ladder[at].total
             if trial is not None and self.fits(trial):
@@ -237,7 +239,7 @@ class Search:
             else:
                 low = at
 
-    def _taken(self, policy: ScanCheckpointSpec) -> Trial | None:
+    def taken(self, policy: ScanCheckpointSpec) -> Trial | None:
         """The policy, compiled; None if the program does not take it."""
         return None if self._cost(policy) == _NEVER else self.trial(policy)
 
@@ -283,6 +285,31 @@ class Step:
     def key(self) -> tuple[float, float, float]:
         """What steps are ordered by, as `Search._cost`."""
         return self.cost.flops, self.cost.host, self.again
+
+
+def _best(steps: list[Step]) -> list[Step]:
+    """Of steps those that take less memory than all with fewer FLOPs, in this order;
+    of those that are alike, the one that takes the least.
+    """
+    best: list[Step] = []
+    first = None
+    for step in sorted(steps, key=lambda step: step.key):
+        if best and step.total >= best[-1].total:
+            continue
+        if first is not None and step.is_like(first):
+            best[-1] = step
+        else:
+            best.append(step)
+            first = step
+    return best
+
+
+def keeps_places(policy: ScanCheckpointSpec) -> bool:
+    """Whether a policy keeps values by their places in a layer."""
+    resolved = resolve_policy(policy)
+    saved = resolved.save_block_internals
+    names = saved if isinstance(saved, tuple) else ()
+    return any(map(is_place, (*names, *resolved.offload_block_internals)))
 
 
 _NESTED = ScanCheckpointPolicy(nested=True)

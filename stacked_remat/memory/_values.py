@@ -269,13 +269,29 @@ class LayerStack:
     def carry_bytes(self) -> int:
         return sum(map(bytes_of, self.spec.of_held(self.spec.carry_types)))
 
+    @property
+    def keepable(self) -> list[tuple[LayerValues, Operation]]:
+        """The operations of each kind whose results can be kept."""
+        found = []
+        for layer in self.layers:
+            found += [(layer, operation) for operation in layer.keepable]
+        return found
+
+    def again_flops(self, names: Collection[str]) -> float:
+        """FLOPs of what is computed again where values of these names are kept."""
+        total = 0
+        for layer in self.layers:
+            total += layer.count * layer.kept(names).again_flops
+        return self.times * total
+
 
 @dataclass(frozen=True)
 class ProgramValues:
     """The values inside all layers that a program differentiates."""
 
     stacks: tuple[LayerStack, ...]
-    # Bytes of all values that can be kept, by name.
+    # Bytes of all values that can be kept, by name. Places are those of the stack that
+    # computes the most again: others may have other operations.
     sizes: dict[str, int]
 
     @staticmethod
@@ -283,24 +299,26 @@ class ProgramValues:
         """Those of a program that was traced with a policy that cuts its layers; None
         if it has no sweep.
         """
-        stacks, sizes = [], Counter()
+        stacks = []
         for spec, perturbed, times in reverse_sweeps(closed.jaxpr):
             layers = []
             for kind in spec.kinds:
-                layer = layer_values(kind, perturbed, spec.rows(kind))
-                layers.append(layer)
-                for operation in layer.keepable:
-                    sizes[operation.name] += layer.count * operation.size
+                layers.append(layer_values(kind, perturbed, spec.rows(kind)))
             stacks.append(LayerStack(spec, tuple(layers), times))
-        return ProgramValues(tuple(stacks), sizes) if stacks else None
+        if not stacks:
+            return None
+        main = max(stacks, key=lambda stack: stack.again_flops(()))
+        places = {operation.name for _, operation in main.keepable}
+        sizes: Counter[str] = Counter()
+        for stack in stacks:
+            for layer, operation in stack.keepable:
+                if operation.name in places or not is_place(operation.name):
+                    sizes[operation.name] += layer.count * operation.size
+        return ProgramValues(tuple(stacks), dict(sizes))
 
     def again_flops(self, names: Collection[str]) -> float:
         """FLOPs of what is computed again where values of these names are kept."""
-        total = 0
-        for stack in self.stacks:
-            for layer in stack.layers:
-                total += stack.times * layer.count * layer.kept(names).again_flops
-        return total
+        return sum(stack.again_flops(names) for stack in self.stacks)
 
     def choices(
         self, required: Collection[str] = (), without: Collection[str] = ()
@@ -393,7 +411,7 @@ class _IntegerProgram:
             operation = layer.operations[number]
             self._flops.append(times * operation.flops)
             ways[number] = [(variable_of[number], 1.0)]
-            if operation.name and operation.is_data:
+            if operation.name in self._place_of and operation.is_data:
                 ways[number].append((self._place_of[operation.name], 1.0))
             if any(layer.operations[read].flops for read in operation.reads):
                 self._products.add(operation.name)

@@ -18,7 +18,14 @@ from models.qwen3 import Qwen3Config
 from models.run_state import state_shapes
 from stacked_remat import ScanCheckpointPolicy
 from stacked_remat.lora import LoraConfig
-from stacked_remat.memory import TARGETS, BudgetError, Comparison, Plan, Trial
+from stacked_remat.memory import (
+    TARGETS,
+    BudgetError,
+    Comparison,
+    Frontier,
+    Plan,
+    Trial,
+)
 from stacked_remat.ops._backends import Backend, choose_backend
 from stacked_remat.training import (
     ConfigError,
@@ -328,6 +335,22 @@ def test_tiles_and_weights_on_the_host_are_compared_whatever_the_config_keeps(
     assert [on_host for _, on_host in compiled] == [False, False, True]
 
 
+def test_the_frontier_is_a_table_json_and_a_picture(monkeypatch, reports, tmp_path):
+    trials = tuple(Trial(name, reports[str(name)]) for name in ("nested", True, False))
+    curve = Frontier(trials, Comparison(trials))
+    monkeypatch.setattr(Candidate, "frontier", lambda step, **_: curve)
+    auto = ("--remat", "auto", "--budget", "1GiB", "--find", "frontier")
+    pictures = [tmp_path / "curve.svg", tmp_path / "curve.png"]
+    text = shown(*auto, "--picture", str(pictures[0]))
+    assert "FLOPs beside the most" in text
+    found = json.loads(shown(*auto, "--json", "true", "--picture", str(pictures[1])))
+    assert found["budget"] == 2**30
+    assert [row["policy"] for row in found["rows"]] == ["'nested'", "True", "False"]
+    drawn = pictures[0].read_text()
+    assert "<svg" in drawn and "memory of a device, GiB" in drawn
+    assert pictures[1].read_bytes().startswith(b"\x89PNG")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -347,6 +370,11 @@ def test_tiles_and_weights_on_the_host_are_compared_whatever_the_config_keeps(
             "only has no effect with remat: auto",
         ),
         (["--find", "context"], "find: context looks for what fits a budget"),
+        (["--picture", "curve.svg"], "picture is of the curve of find: frontier alone"),
+        (
+            ["--picture", "curve.pdf"],
+            "picture is written as .png or .svg, by its name; got 'curve.pdf'",
+        ),
         (
             ["--find", "layers"],
             "`find` on the command line must be policy|context|batch|mesh",

@@ -1,0 +1,59 @@
+"""The picture of memory against FLOPs that `plan_lm --find frontier` writes."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from stacked_remat.training import ConfigError
+
+FORMATS = (".png", ".svg")
+
+
+def check_picture(path: str) -> None:
+    """Raises ValueError for a file of another format."""
+    if Path(path).suffix not in FORMATS:
+        raise ValueError(
+            f"picture is written as {' or '.join(FORMATS)}, by its name; got {path!r}."
+        )
+
+
+def write_picture(
+    rows: Sequence[Mapping[str, Any]], path: str, budget: int | None = None
+) -> None:
+    """Write a step curve through the policies of `Frontier.rows`, with a line at the
+    budget.
+    """
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError(
+            "picture is drawn by matplotlib, which is not installed: pip install"
+            " matplotlib."
+        ) from error
+    gib = [row["total"] / 2**30 for row in rows]
+    least = min((row["matmul_flops"] for row in rows), default=0) or 1
+    flops = [row["matmul_flops"] / least for row in rows]
+    figure = Figure((7, 4), layout="constrained")
+    axes = figure.subplots()
+    # Up to the next policy a larger budget plans the one before it.
+    axes.step(gib, flops, where="post", marker="o")
+    for row, x, y in zip(rows, gib, flops, strict=True):
+        axes.annotate(_short(row["policy"]), (x, y), (4, 4), **_LABEL)
+    if budget is not None:
+        axes.axvline(budget / 2**30, linestyle=":", color="gray")
+    axes.set_xlabel("memory of a device, GiB")
+    axes.set_ylabel("FLOPs beside the fewest")
+    axes.spines[["top", "right"]].set_visible(False)
+    # The words of an SVG are text.
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        figure.savefig(path, format=Path(path).suffix[1:])
+
+
+_LABEL: dict[str, Any] = {"textcoords": "offset points", "fontsize": 7}
+_LONGEST = 40
+
+
+def _short(policy: str) -> str:
+    """A policy's name as far as there is space for it."""
+    return policy if len(policy) <= _LONGEST else policy[: _LONGEST - 1] + "…"

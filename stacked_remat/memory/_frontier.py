@@ -22,6 +22,8 @@ from ._targets import Target
 
 # Characters of the longest bar of a chart.
 _BAR = 40
+# Policies with more than so many times the fewest FLOPs are left out.
+_MOST_FLOPS = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,9 +91,9 @@ def frontier(
     Args:
         fn_of_policy: as of `plan`, as are all other arguments and errors but
             `BudgetError`.
-        points: how many policies are compiled, at the most: in equal ratios of memory
-            from what keeps the least to what keeps the most. The candidates, where
-            there is no model of the program.
+        points: how many policies are compiled, at the most: the one with the fewest
+            FLOPs, and others with at most twice as many, in equal ratios of memory. The
+            candidates, where there is no model of the program.
 
     Cost: a compilation for each point, and one more.
     """
@@ -120,16 +122,17 @@ def frontier(
 
 
 def _spread(ladder: Sequence[Step], points: int) -> list[Step]:
-    """Steps of a ladder in about equal ratios of memory, the first and the last among
-    them.
+    """The first step of a ladder, which mostly takes far more memory than all others,
+    and of these some in about equal ratios of memory.
     """
     if not ladder:
         return []
-    most, least = ladder[0].total, ladder[-1].total
-    chosen: dict[Step, None] = {}
-    for number in range(points):
-        share = number / max(1, points - 1)
-        limit = most ** (1 - share) * least**share
-        fitting = [step for step in ladder if step.total <= limit]
-        chosen[fitting[0] if fitting else ladder[-1]] = None
+    most_flops = _MOST_FLOPS * ladder[0].cost.flops
+    first, *rest = [step for step in ladder if step.cost.flops <= most_flops]
+    chosen = {first: None}
+    for number in range(min(points - 1, len(rest))):
+        share = number / max(1, points - 2)
+        budget = rest[0].total ** (1 - share) * rest[-1].total ** share
+        fitting = [step for step in rest if step.total <= budget]
+        chosen[fitting[0] if fitting else rest[-1]] = None
     return [*chosen]

@@ -99,7 +99,7 @@ class Search:
             if trial.report is not None and trial.report.arguments > self.budget:
                 return None
         self._climb(ladder)
-        # Of policies of JAX the model does not know what they keep.
+        # Policies of JAX, of which the ladder has none.
         for policy in candidates if ladder else ():
             if callable(resolve_policy(policy).save_block_internals):
                 self.taken(policy)
@@ -169,6 +169,9 @@ class Search:
         has_host = self._has_host
         steps = []
         for policy in given:
+            # What a policy of JAX keeps the model does not know.
+            if callable(policy.save_block_internals):
+                continue
             for varied in variations(policy, self.layers, model):
                 cost = model.cost(varied).of_device(devices)
                 again = _runs_again(varied, self.layers)

@@ -39,6 +39,7 @@ from .._activity import CALLS, bytes_of, program_of
 from .._hijax import primitive_of
 from .._names import name_given_by, named
 from .._places import evaluate_named, is_place, without_dead_code
+from .._remat import EVERYTHING
 from .._sweep.gradient import LayerPullback, Perturbed
 from .._sweep.kinds import Kind
 from .._sweep.spec import SweepSpec
@@ -138,29 +139,25 @@ class KeptValues(NamedTuple):
 
 def layer_values(kind: Kind, perturbed: Perturbed, count: int) -> LayerValues:
     """The values of a layer of a kind, with a place for each that has no name."""
-    types = [var.aval for var in kind.jaxpr.invars]
+    of_inputs = kind.split([var.aval for var in kind.jaxpr.invars])
+    types = tuple(map(tuple, of_inputs))
+    whole = LayerPullback(kind, perturbed).residuals_of(types, EVERYTHING)
     named_kind = replace(kind, jaxpr=_with_places(kind.jaxpr), residuals={})
     pullback = LayerPullback(named_kind, perturbed)
-    closed, structure = pullback.traced(tuple(map(tuple, kind.split(types))))
+    closed, structure = pullback.traced(types)
     inputs = len(closed.jaxpr.invars)
     _, carry, _ = kind.split(range(inputs))
     graph = _Graph()
     sources = [_DATA if place in carry else _GIVEN for place in range(inputs)]
     outputs = graph.add(closed.jaxpr, sources)
     results = len(outputs) - structure.num_leaves
-    residuals = dict(
-        zip(outputs[results:], closed.jaxpr.outvars[results:], strict=True)
-    )
-    residual_bytes = 0
-    for number, var in residuals.items():
-        if number >= 0 and graph.operations[number].is_data:
-            residual_bytes += bytes_of(var.aval)
+    residuals = outputs[results:]
     return LayerValues(
         count,
         tuple(graph.operations),
         frozenset(number for number in residuals if number >= 0),
         _DATA in residuals,
-        residual_bytes,
+        sum(map(bytes_of, whole.types)),
         count_flops(ClosedJaxpr(kind.jaxpr, ())).matmul,
     )
 

@@ -33,7 +33,7 @@ from stacked_remat.ops._attention_rule import Blocks, Sight, attend_by
 from stacked_remat.ops._backends import choose_backend
 from stacked_remat.training import POSITION_AXIS
 
-from .command import Rows, benchmark
+from .command import Rows, agreeing, benchmark
 from .record import matmul_peak, timed
 
 KERNELS = tuple(name for name in BACKENDS if name != "exact")
@@ -163,16 +163,8 @@ def main(
     Raises:
         SystemExit: a kernel is wrong.
     """
-    wrong = []
-    for row in differences(heads, check):
-        yield row
-        wrong += (
-            []
-            if row.get("agrees", True)
-            else ["{kernel}, {case}: off by {off:.2g}".format_map(row)]
-        )
-    if wrong:
-        raise SystemExit(f"attention differs from the definition: {'; '.join(wrong)}")
+    problem = "attention differs from the definition"
+    yield from agreeing(differences(heads, check), problem)
     yield from times(heads, tokens, rounds)
 
 

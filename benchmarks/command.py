@@ -139,6 +139,20 @@ def one_of(**benchmarks: Benchmark) -> Callable[..., Path]:
     return main
 
 
+def agreeing(rows: Rows, problem: str) -> Rows:
+    """The rows of a comparison; raises SystemExit after the last one if any does not
+    agree, with `problem` and how far each of those is off.
+    """
+    wrong = []
+    for row in rows:
+        yield row
+        if not row.get("agrees", True):
+            compared = [row[key] for key in ("kernel", "case") if key in row]
+            wrong.append(f"{', '.join(compared)}: off by {row['off']:.2g}")
+    if wrong:
+        raise SystemExit(f"{problem}: {'; '.join(wrong)}")
+
+
 def _add_option(
     parser: argparse.ArgumentParser, name: str, kind: Any, default: Any
 ) -> None:

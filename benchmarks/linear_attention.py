@@ -25,7 +25,7 @@ from stacked_remat.memory import count_flops
 from stacked_remat.ops import linear_attention, linear_attention_step
 from stacked_remat.training import POSITION_AXIS
 
-from .command import Rows, benchmark
+from .command import Rows, agreeing, benchmark
 from .record import timed
 
 CASES = ("by_head", "by_channel", "documents", "nothing_erased")
@@ -156,15 +156,8 @@ def main(
     Raises:
         SystemExit: a gradient is wrong.
     """
-    wrong = []
-    for row in differences(heads, check):
-        yield row
-        if not row["agrees"]:
-            wrong.append("{case}: off by {off:.2g}".format_map(row))
-    if wrong:
-        raise SystemExit(
-            f"linear attention differs from the recurrence: {'; '.join(wrong)}"
-        )
+    problem = "linear attention differs from the recurrence"
+    yield from agreeing(differences(heads, check), problem)
     yield from times(heads, tokens, rounds)
 
 

@@ -3,7 +3,7 @@ chosen in groups.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -11,7 +11,7 @@ from haliax import NamedArray
 from jaxtyping import PRNGKeyArray
 
 from models.hf_io import config_fields as hf
-from models.hf_io.formats import HfFormat, register_format
+from models.hf_io.formats import FURTHER_LAYERS, HfFormat, register_format
 from models.parts.cache import LayerCache
 from models.parts.config import LatentDecoderConfig, LayerKind
 from models.parts.decoder import DecoderLayer, LayerOutput, residual
@@ -19,7 +19,7 @@ from models.parts.experts import init_feed_forward
 from models.parts.latent_attention import LatentAttention
 from models.parts.mlp import FeedForward
 from models.parts.norms import Norm
-from models.parts.sections import ExpertsConfig
+from models.parts.sections import ExpertsConfig, MtpConfig
 from models.parts.tokens import Tokens
 from stacked_remat.ops import YarnRotary
 
@@ -45,9 +45,19 @@ class DeepseekV3Layer(DecoderLayer):
 
 @dataclass(frozen=True)
 class DeepseekV3Config(LatentDecoderConfig):
-    """A DeepSeek V3 decoder."""
+    """A DeepSeek V3 decoder.
+
+    Attributes:
+        mtp: layers that predict further tokens.
+    """
 
     gate_scale: float = 2.5
+    mtp: MtpConfig = field(default_factory=MtpConfig)
+
+    @property
+    def further_tokens(self) -> MtpConfig:
+        """The layers that predict further tokens."""
+        return self.mtp
 
     def init_layer(self, kind: LayerKind, *, key: PRNGKeyArray) -> DeepseekV3Layer:
         """Makes a layer from `key`."""
@@ -102,13 +112,13 @@ FIELDS = (
         "routed_scaling_factor": hf.Field("gate_scale", 2.5),
         "n_shared_experts": hf.Field("shared_experts", 1),
     }
+    | hf.FURTHER_TOKENS
 )
 
 
 def from_hf(given: hf.ConfigFields) -> hf.Found:
     """Reads a `config.json`; defaults are those of transformers."""
     given.ignore("aux_loss_alpha", "seq_aux")  # of a loss in training
-    given.ignore("num_nextn_predict_layers", "num_mtp_layers")  # of no tensor here
     given.only("scoring_func", "sigmoid")
     given.only("topk_method", "noaux_tc")
     given.only("moe_layer_freq", 1)
@@ -147,9 +157,9 @@ register_format(
         to_hf,
         FIELDS,
         quant_methods=("fp8",),
-        further_layers=True,
-        probe={"experts": ExpertsConfig(dense_layers=(0,))},
-        checksum=-0.31644,
+        further=FURTHER_LAYERS,
+        probe={"experts": ExpertsConfig(dense_layers=(0,)), "mtp": MtpConfig(1, 1.0)},
+        checksum=0.10078,
     ),
     "kimi_k2",
 )

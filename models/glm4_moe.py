@@ -8,7 +8,7 @@ from haliax import NamedArray
 from jaxtyping import PRNGKeyArray
 
 from models.hf_io import config_fields as hf
-from models.hf_io.formats import HfFormat, register_format
+from models.hf_io.formats import FURTHER_LAYERS, HfFormat, register_format
 from models.parts.attention import Attention
 from models.parts.cache import LayerCache
 from models.parts.config import (
@@ -20,7 +20,7 @@ from models.parts.decoder import DecoderLayer, LayerOutput, residual
 from models.parts.experts import init_feed_forward
 from models.parts.mlp import FeedForward
 from models.parts.norms import Norm, rms_norm
-from models.parts.sections import ExpertsConfig
+from models.parts.sections import ExpertsConfig, MtpConfig
 from models.parts.tokens import Tokens
 
 
@@ -49,6 +49,7 @@ class Glm4MoeConfig(PartialRotaryConfig, GroupedDecoderConfig):
 
     Attributes:
         qk_norm: whether queries and keys are normalised.
+        mtp: layers that predict further tokens.
     """
 
     experts: ExpertsConfig = field(
@@ -56,6 +57,12 @@ class Glm4MoeConfig(PartialRotaryConfig, GroupedDecoderConfig):
     )
     partial_rotary_factor: float = 0.5
     qk_norm: bool = False
+    mtp: MtpConfig = field(default_factory=MtpConfig)
+
+    @property
+    def further_tokens(self) -> MtpConfig:
+        """The layers that predict further tokens."""
+        return self.mtp
 
     def init_layer(self, kind: LayerKind, *, key: PRNGKeyArray) -> Glm4MoeLayer:
         """Makes a layer from `key`."""
@@ -98,12 +105,12 @@ FIELDS = hf.DENSE_SIZES | {
     "topk_group": hf.Field("groups_per_token", 1),
     "routed_scaling_factor": hf.Field("gate_scale", 1.0),
     "n_shared_experts": hf.Field("shared_experts", 1),
+    **hf.FURTHER_TOKENS,
 }
 
 
 def from_hf(given: hf.ConfigFields) -> hf.Found:
     """Reads a `config.json`; defaults are those of transformers."""
-    given.ignore("num_nextn_predict_layers", "num_mtp_layers")  # of no tensor here
     found = hf.read_decoder(given, FIELDS, kv_heads=8)
     if found["attention.head_dim"] is None:  # rounded down, where it does not divide
         found["attention.head_dim"] = found["hidden_dim"] // found["num_heads"]
@@ -125,8 +132,12 @@ register_format(
         from_hf,
         to_hf,
         FIELDS,
-        further_layers=True,
-        probe={"qk_norm": True, "experts": ExpertsConfig(dense_layers=(0,))},
-        checksum=0.44543,
+        further=FURTHER_LAYERS,
+        probe={
+            "qk_norm": True,
+            "experts": ExpertsConfig(dense_layers=(0,)),
+            "mtp": MtpConfig(1, 1.0),
+        },
+        checksum=0.19804,
     )
 )

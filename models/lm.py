@@ -13,6 +13,7 @@ from haliax import NamedArray
 from jaxtyping import Array, Float
 
 from models.parts.decoder import Decoder
+from models.parts.multi_token_prediction import DEPTHS_AXIS, targets_ahead
 from models.parts.router_statistics import AuxiliaryLoss
 from stacked_remat.training import POSITION_AXIS, Metrics, TokenBatch
 
@@ -20,55 +21,53 @@ from stacked_remat.training import POSITION_AXIS, Metrics, TokenBatch
 def next_token_loss(
     model: Decoder, batch: TokenBatch, z_loss: float = 0.0
 ) -> tuple[Float[Array, ""], Metrics]:
-    """Mean cross entropy of the next token, in nats, plus the model's auxiliary losses.
+    """Mean cross entropy of the next token, in nats, plus that of further tokens where
+    the model has layers for them, and the model's auxiliary losses.
 
     Args:
         batch: all `[Batch, Pos]`; a target of weight 0 does not count, and documents do
             not see each other.
-        z_loss: as `chunked_cross_entropy` takes it; the cross entropy includes it.
+        z_loss: as `chunked_cross_entropy` takes it; the cross entropies include it.
 
-    The metrics have the cross entropy alone under `loss`.
+    The metrics have the cross entropy of the next token alone under `loss`, and that of
+    the token after it under `mtp_loss_1`.
     """
-    losses, auxiliary = _token_losses(model, batch, z_loss)
-    cross_entropy = hax.sum(losses).scalar() / _total_weight(batch)
-    return cross_entropy + auxiliary.loss, {"loss": cross_entropy, **auxiliary.metrics}
+    loss, auxiliary, metrics = _loss_of_all(model, batch, z_loss)
+    return loss + auxiliary.loss, {**metrics, **auxiliary.metrics}
 
 
 def example_losses(
     model: Decoder, batch: TokenBatch, z_loss: float = 0.0
 ) -> tuple[tuple[NamedArray, Any], Metrics]:
-    """`next_token_loss`, sequence by sequence.
+    """The cross entropy of the next token, sequence by sequence.
 
     Returns:
         Each sequence's part of the batch's mean cross entropy, `[Batch]` in nats, which
         add up to the metric `loss`, and the sums for `auxiliary_of_sums`; and the
-        metrics.
+        metrics. Layers that predict further tokens are left out.
     """
-    losses, auxiliary = _token_losses(model, batch, z_loss)
+    hidden, auxiliary = model.hidden_states(
+        batch.tokens, documents=batch.documents, positions=batch.positions
+    )
+    losses = _token_losses(model, hidden, batch, z_loss)
     parts = hax.sum(losses, POSITION_AXIS) / _total_weight(batch)
-    # Routers count all tokens but padding, whatever the weights of their targets.
-    real = hax.ones(batch.tokens.axes)
-    if batch.documents is not None:
-        real = hax.where(batch.documents != 0, real, 0.0)
-    count = hax.sum(real).scalar()
-    sums = jax.tree.map(lambda mean: mean * count, auxiliary.statistics), count
-    return (parts, sums), {"loss": hax.sum(parts).scalar(), **auxiliary.metrics}
+    metrics = {"loss": hax.sum(parts).scalar(), **auxiliary.metrics}
+    return (parts, _sums(auxiliary, batch)), metrics
 
 
 def loss_and_sums(
     model: Decoder, batch: TokenBatch, z_loss: float = 0.0
 ) -> tuple[tuple[Float[Array, ""], Any], Metrics]:
-    """The mean cross entropy of the next token, and the sums for `auxiliary_of_sums`;
-    the parts of a loss.
+    """`next_token_loss` without the auxiliary losses, and the sums for
+    `auxiliary_of_sums`; the parts of a loss.
     """
-    (parts, sums), _ = example_losses(model, batch, z_loss)
-    loss = hax.sum(parts).scalar()
-    return (loss, sums), {"loss": loss}
+    loss, auxiliary, metrics = _loss_of_all(model, batch, z_loss)
+    return (loss, _sums(auxiliary, batch)), metrics
 
 
 def auxiliary_of_sums(model: Decoder, sums: Any) -> tuple[Float[Array, ""], Metrics]:
     """The auxiliary losses of sequences together, and their metrics, by the sums of
-    `example_losses`.
+    `example_losses` or `loss_and_sums`.
     """
     of_statistics, count = sums
     means = jax.tree.map(lambda one: one / jnp.maximum(count, 1.0), of_statistics)
@@ -76,19 +75,67 @@ def auxiliary_of_sums(model: Decoder, sums: Any) -> tuple[Float[Array, ""], Metr
     return found.loss, found.metrics
 
 
-def _token_losses(
-    model: Decoder, batch: TokenBatch, z_loss: float
-) -> tuple[NamedArray, AuxiliaryLoss]:
-    """The weighted cross entropy of every token, `[Batch, Pos]`, and the model's
-    auxiliary losses.
+def _sums(auxiliary: AuxiliaryLoss, batch: TokenBatch) -> tuple[Any, Array]:
+    """The sums over tokens of which the statistics of routers are means, and how many
+    tokens there are, without padding.
     """
-    hidden, auxiliary = model.hidden_states(
+    # Routers count all tokens but padding, whatever the weights of their targets.
+    real = hax.ones(batch.tokens.axes)
+    if batch.documents is not None:
+        real = hax.where(batch.documents != 0, real, 0.0)
+    count = hax.sum(real).scalar()
+    return jax.tree.map(lambda mean: mean * count, auxiliary.statistics), count
+
+
+def _loss_of_all(
+    model: Decoder, batch: TokenBatch, z_loss: float
+) -> tuple[Array, AuxiliaryLoss, Metrics]:
+    """The mean cross entropy of the next token plus the weighted one of further tokens,
+    the model's auxiliary losses, and the metrics of the cross entropies.
+    """
+    hidden, further, auxiliary = model.further_states(
         batch.tokens, documents=batch.documents, positions=batch.positions
     )
-    losses = model.token_losses(
+    losses = _token_losses(model, hidden, batch, z_loss)
+    loss = hax.sum(losses).scalar() / _total_weight(batch)
+    metrics = {"loss": loss}
+    if further is not None:
+        of_further, more = _further_loss(model, further, batch, z_loss)
+        loss, metrics = loss + of_further, metrics | more
+    return loss, auxiliary, metrics
+
+
+def _token_losses(
+    model: Decoder, hidden: NamedArray, batch: TokenBatch, z_loss: float
+) -> NamedArray:
+    """The weighted cross entropy of every token, `[Batch, Pos]`."""
+    return model.token_losses(
         hidden, batch.targets, weights=batch.weights, z_loss=z_loss
     )
-    return losses, auxiliary
+
+
+def _further_loss(
+    model: Decoder, hidden: NamedArray, batch: TokenBatch, z_loss: float
+) -> tuple[Array, Metrics]:
+    """The weighted mean over depths of the cross entropies of further tokens, and the
+    mean of each depth over its own targets as a metric.
+
+    `hidden` is `[depths, Batch, Pos, Embed]`.
+    """
+    Depths = hidden.resolve_axis(DEPTHS_AXIS)
+    shifted = [targets_ahead(batch, 1 + depth) for depth in range(Depths.size)]
+    targets, weights = (
+        hax.stack(Depths, of_depths) for of_depths in zip(*shifted, strict=True)
+    )
+    losses = model.token_losses(hidden, targets, weights=weights, z_loss=z_loss)
+    total, count = (
+        hax.sum(each, batch.tokens.axes).rearrange((Depths,)).array
+        for each in (losses, weights)
+    )
+    means = jax.lax.stop_gradient(total / jnp.maximum(count, 1.0))
+    metrics = {f"mtp_loss_{1 + depth}": mean for depth, mean in enumerate(means)}
+    weight = model.config.further_tokens.weight
+    return weight * jnp.mean(total) / _total_weight(batch), metrics
 
 
 def _total_weight(batch: TokenBatch) -> Array:

@@ -1,6 +1,7 @@
 """The model of a command's arguments, and its weights."""
 
 import argparse
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -60,10 +61,13 @@ def model_of_arguments(options: argparse.Namespace) -> FoundModel:
 
 
 def load_model(found: FoundModel, partitioning: Partitioning | None = None) -> Decoder:
-    """The model with its adapters merged, in the dtype in which it computes."""
-    return Placement.of(found.run, partitioning).load_model(
+    """The model with its adapters merged, in the dtype in which it computes, without
+    layers that predict further tokens.
+    """
+    model = Placement.of(found.run, partitioning).load_model(
         found, found.config.compute_dtype
     )
+    return dataclasses.replace(model, mtp=None)
 
 
 def rows_that_fit(found: FoundModel, slots: int) -> int:

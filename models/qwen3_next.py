@@ -3,7 +3,7 @@ expert.
 """
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 from haliax import NamedArray
@@ -17,9 +17,9 @@ from models.parts.cache import LayerCache
 from models.parts.config import LayerKind, PartialRotaryConfig, SparseDecoderConfig
 from models.parts.decoder import DecoderLayer, LayerOutput, residual
 from models.parts.delta_net import GatedDeltaNet
-from models.parts.experts import SparseExperts
+from models.parts.experts import init_feed_forward
 from models.parts.hybrid import HybridDecoderConfig
-from models.parts.mlp import GatedMlp
+from models.parts.mlp import FeedForward
 from models.parts.norms import Norm, offset_rms_norm
 from models.parts.remat_presets import ATTENTION_NAMES
 from models.parts.sections import ExpertsConfig, LinearAttentionConfig
@@ -35,7 +35,7 @@ class Qwen3NextLayer(DecoderLayer):
     attention: Attention | None
     linear_attention: GatedDeltaNet | None
     post_attention_norm: Norm
-    mlp: GatedMlp | SparseExperts
+    mlp: FeedForward
 
     def forward(
         self, x: NamedArray, tokens: Tokens, cache: LayerCache | None = None
@@ -53,10 +53,12 @@ class GatedHybridConfig(PartialRotaryConfig, HybridDecoderConfig):
     """What the decoders of Qwen3-Next and Qwen3.5 share.
 
     Attributes:
+        shared_dim: as of `Qwen3NextConfig`; a dense decoder has none.
         linear: sizes of layers with linear attention.
     """
 
     attention_names = (*ATTENTION_NAMES, "gate")
+    shared_dim: ClassVar[Any] = None
 
     partial_rotary_factor: float = 0.25
     linear: LinearAttentionConfig = field(default_factory=LinearAttentionConfig)
@@ -85,12 +87,8 @@ class GatedHybridConfig(PartialRotaryConfig, HybridDecoderConfig):
                 gate=True,
                 key=mixer_key,
             )
-        if isinstance(self, Qwen3NextConfig) and kind.sparse:
-            mlp = SparseExperts.init(
-                self, shared_dim=self.shared_dim, shared_gate=True, key=mlp_key
-            )
-        else:
-            mlp = GatedMlp.init(self, self.Mlp, key=mlp_key)
+        shared = {"shared_dim": self.shared_dim, "shared_gate": True}
+        mlp = init_feed_forward(self, kind, **shared, key=mlp_key)
         return Qwen3NextLayer(
             input_norm=self.init_norm(),
             attention=attention,

@@ -157,6 +157,11 @@ def _checked(config: LmRunConfig) -> LmRunConfig:
             raise ConfigError(
                 f"A run with {key} can't be replayed: its steps have no derivatives."
             )
+    if config.model.further_tokens.trained_depths:
+        raise ConfigError(
+            "A run with model.mtp can't be replayed: the loss of further tokens is not"
+            " known by sequence. Train without it."
+        )
     if isinstance(config.optimizer, LionConfig):
         raise ConfigError(
             "A run with optimizer.type: lion can't be replayed: its updates are signs"

@@ -132,6 +132,7 @@ class LmRunConfig:
             )
         self._check_streaming()
         self._check_ghost()
+        self._check_further_tokens()
         if self.model.balances_by_bias and (self.lora or self.trainer.update.fused):
             raise ValueError(
                 "model.bias: by_load goes with neither lora, under which biases are"
@@ -168,6 +169,19 @@ class LmRunConfig:
                 "With trainer.streaming the backward pass reads each layer from the"
                 f" host again, and remat with {' and '.join(unread)} would keep all of"
                 " them on the device. Use true, offload, nested or max_carries."
+            )
+
+    def _check_further_tokens(self) -> None:
+        further = self.model.further_tokens
+        if further.depths and not further.weight:
+            raise ValueError(
+                f"model.mtp.depths = {further.depths} has no effect where"
+                " model.mtp.weight is 0. Give a weight, such as 0.3."
+            )
+        if further.weight and not further.depths and self.initialize_from_hf is None:
+            raise ValueError(
+                f"model.mtp.weight = {further.weight} has no effect where"
+                " model.mtp.depths is 0. Give the number of further tokens, such as 1."
             )
 
     def _check_ghost(self) -> None:
@@ -269,6 +283,11 @@ class LmRunConfig:
                     " take the folder's."
                 )
             model, rows = found, found_rows
+            if model.further_tokens.weight and not model.further_tokens.depths:
+                raise ConfigError(
+                    f"model.mtp.weight is given, and {begun.root} has no layers that"
+                    " predict further tokens. Leave it out."
+                )
         if tokenizer is not None and (
             rows is None or check_folder or tokenizer == _BYTES
         ):  # needs no file

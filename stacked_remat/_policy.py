@@ -365,7 +365,7 @@ def resolve_policy(spec: ScanCheckpointSpec) -> ScanCheckpointPolicy:
         )
     if spec not in ALIASES:
         names = [alias for alias in ALIASES if isinstance(alias, str)]
-        closest = did_you_mean(spec, names)
+        closest = did_you_mean(str(spec), names)
         raise ValueError(
             f"Unknown remat policy {spec!r}.{closest} Use one of"
             f" {', '.join(map(repr, ALIASES))}, a ScanCheckpointPolicy, or one of"

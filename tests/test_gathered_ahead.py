@@ -1,6 +1,7 @@
 """Layers that gather their own weights, which loops gather a layer ahead."""
 
 import functools
+from typing import Any
 
 import equinox as eqx
 import haliax as hax
@@ -55,7 +56,7 @@ SPECS = UP, DOWN, P("data", None)
 class Block(eqx.Module):
     up: jax.Array
     down: jax.Array
-    gather: object = eqx.field(static=True, default=lambda weight, axis: weight)
+    gather: Any = eqx.field(static=True, default=lambda weight, axis: weight)
 
     def __call__(self, x):
         up, down = self.gather(self.up, 1), self.gather(self.down, 0)
@@ -93,14 +94,14 @@ def by_stack(remat, blocks, x):
 
 def by_lax_scan(remat, blocks, x):
     def step(x, own):
-        return Block(*own, blocks.gather)(x), None
+        return Block(own[0], own[1], blocks.gather)(x), None
 
     return lax_scan(step, x, (blocks.up, blocks.down), remat=remat)[0]
 
 
 def by_pattern(remat, blocks, x):
     def part(rows):
-        return [leaf[rows] for leaf in (blocks.up, blocks.down)]
+        return blocks.up[rows], blocks.down[rows]
 
     a = Stacked(Block(*part(slice(0, 4)), blocks.gather), Layers.resize(4))
     b = Stacked(Scaled(*part(slice(4, 6)), blocks.gather), Layers.resize(2))
@@ -109,14 +110,14 @@ def by_pattern(remat, blocks, x):
 
 def unrolled(remat, blocks, x):
     def step(x, *own):
-        return Block(*own, blocks.gather)(x)
+        return Block(own[0], own[1], blocks.gather)(x)
 
     return fold(step, Layers, remat=remat, unroll=True)(x, blocks.up, blocks.down)
 
 
 def reversed_fold(remat, blocks, x):
     def step(x, *own):
-        return Block(*own, blocks.gather)(x)
+        return Block(own[0], own[1], blocks.gather)(x)
 
     return fold(step, Layers, remat=remat, reverse=True)(x, blocks.up, blocks.down)
 
@@ -263,8 +264,10 @@ def whole_weights_in_loops(mesh_kind, remat):
     with jax.set_mesh(mesh):
         args = jax.device_put(ARGS, shardings)
         traced = jax.make_jaxpr(functools.partial(gradient, value))(*args)
+        # Primitives are expanded on the mesh that they are called on.
+        every = list(equations(traced.jaxpr))
     found = []
-    for equation in equations(traced.jaxpr):
+    for equation in every:
         if equation.primitive.name in ("scan", "while"):
             shapes = [getattr(var.aval, "shape", ()) for var in equation.outvars]
             found.append([shapes.count((WIDTH, INNER)), shapes.count((INNER, WIDTH))])

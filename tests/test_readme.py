@@ -14,6 +14,7 @@ import typing
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 
 from scripts.charts import charts, write
@@ -79,7 +80,7 @@ def test_the_first_table_is_what_the_first_program_prints(capsys):
     (table,) = re.findall(r"^```text\n(.*?)^```$", page.read_text(), BLOCK.flags)
     exec(compile(_program(page), page, "exec"), {"__name__": page.stem})
     printed = capsys.readouterr().out
-    # The last column has seconds; sizes differ a little between versions of XLA.
+    # The last column has seconds; sizes are those of one version of XLA.
     row = re.compile(r"^(\S+) +([\d.]+) +([\d.]+) +([\d.]+) +[\d.]+$", re.MULTILINE)
     rows, found = row.findall(table), row.findall(printed)
     assert [name for name, *_ in rows] == ["False", "True", "'nested'"]
@@ -88,8 +89,11 @@ def test_the_first_table_is_what_the_first_program_prints(capsys):
         rows, found, strict=True
     ):
         assert name == printed_name
-        expected = [*map(float, figures)]
-        assert [*map(float, printed_figures)] == pytest.approx(expected, rel=0.02)
+        *sizes, flops = map(float, figures)
+        *printed_sizes, printed_flops = map(float, printed_figures)
+        assert printed_flops == flops
+        if f"JAX {jax.__version__})" in page.read_text():
+            assert printed_sizes == pytest.approx(sizes, rel=0.02)
 
 
 def test_type_checkers_know_the_values_on_first_pages(tmp_path):

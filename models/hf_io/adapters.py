@@ -1,5 +1,6 @@
 """Adapters of a decoder in PEFT's format."""
 
+import dataclasses
 import re
 from pathlib import Path
 from typing import Literal
@@ -25,7 +26,12 @@ from stacked_remat.lora import (
 def save_adapters(
     folder: Path, model: Decoder, *, base_model: str | None = None
 ) -> None:
-    """Writes the adapters of `model` for PEFT; see `stacked_remat.lora.save_peft`."""
+    """Writes the adapters of `model` for PEFT; see `stacked_remat.lora.save_peft`.
+
+    Those of layers that predict further tokens are left out: transformers has no such
+    layers.
+    """
+    model = dataclasses.replace(model, mtp=None)
     try:
         save_peft(
             folder,

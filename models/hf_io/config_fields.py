@@ -179,6 +179,16 @@ LINEAR_SIZES: Fields = {
 """Those of layers with linear attention."""
 
 
+FURTHER_TOKENS: Fields = {
+    "num_nextn_predict_layers": Field(
+        "mtp.depths", 0, ("num_mtp_layers",), written="mtp.trained_depths"
+    )
+}
+"""The number of layers that predict further tokens, which are files' own: transformers
+has none.
+"""
+
+
 def without(fields: Fields, *names: str) -> Fields:
     """The fields but for some."""
     return {name: field for name, field in fields.items() if name not in names}
@@ -456,11 +466,8 @@ def read_dense_prefix(given: ConfigFields, num_layers: int, usual: int) -> Found
 
 
 def write_dense_prefix(config: SparseDecoderConfig) -> dict[str, Any]:
-    """The inverse of `read_dense_prefix`, without layers that predict further
-    tokens.
-    """
-    dense = len(config.experts.dense_layers)
-    return {"first_k_dense_replace": dense, "num_nextn_predict_layers": 0}
+    """The inverse of `read_dense_prefix`."""
+    return {"first_k_dense_replace": len(config.experts.dense_layers)}
 
 
 def read_load_balance(given: ConfigFields) -> Found:

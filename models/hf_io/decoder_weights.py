@@ -66,6 +66,7 @@ def read_decoder(root: Path, like: Decoder) -> Decoder:
     folder = _without_unused(
         _with_head_of(like.config, folder, known), like.config, known
     )
+    folder = _without_copies(folder, _copies(like.config, known))
     maps = tensor_maps(like, known)
     # Before any is read: what is missing is said in a second.
     check_tensors([*maps.values()], folder)
@@ -128,11 +129,15 @@ def write_decoder(
     ), "merge adapters"
     # Layers that were changed are not what the `model_type` says.
     check_wiring(format_of(decoder.config))
+    known = format_of(decoder.config)
     maps = tensor_maps(decoder)
     leaves = jax.tree_util.tree_leaves_with_path(decoder, is_leaf=is_named_array)
-    pending = pending_tensors(
-        (maps[jax.tree_util.keystr(path)], leaf.array) for path, leaf in leaves
-    )
+    arrays = [(maps[jax.tree_util.keystr(path)], leaf.array) for path, leaf in leaves]
+    copies = _copies(decoder.config, known)
+    for copy, name in copies.items():
+        ((original, array),) = [pair for pair in arrays if pair[0].name == name]
+        arrays.append((replace(original, name=copy), array))
+    pending = pending_tensors(arrays)
     dtype = decoder.embedding.weight.dtype
     document = config_to_hf(
         decoder.config, decoder.Vocab.size, dtype=str(dtype)
@@ -164,12 +169,21 @@ def tensor_maps(
         if parts[0] == "layers" and is_mixed:  # .layers.stacks['dense'].stacked
             layers = tuple(decoder.config.layers_of(parts[2]))
             parts = ["layers", *parts[3:]]
-        name, own_path = _tensor_name(known, parts)
+        is_further = parts[0] == "mtp"  # .mtp.stacked.layer.mlp
+        if is_further:
+            name, own_path = _further_name(known, parts[2:])
+            layers = _further_layers(decoder.config, known)
+        else:
+            name, own_path = _tensor_name(known, parts)
+        # A part of the only layer that predicts further tokens, without its number
+        is_alone = is_further and "{}" not in name
+        layers = None if is_alone else layers
         for kind, named in _arrays(module).items():
             sizes = tuple(axis.size for axis in named.axes)
             # A name has a number for each stacking axis: layers, experts.
             stacked, layer_shape = sizes[: name.count("{}")], sizes[name.count("{}") :]
-            shape = _tensor_shape(module, kind, layer_shape)
+            own_shape = layer_shape[1:] if is_alone else layer_shape
+            shape = _tensor_shape(module, kind, own_shape)
             if (written := known.shapes.get(f"{own_path}{kind}")) is not None:
                 rest = math.prod(shape)
                 shape = tuple(rest if size == -1 else size for size in written)
@@ -216,6 +230,38 @@ def _tensor_name(known: HfFormat, parts: Sequence[str]) -> tuple[str, str]:
             path.append(part)
             names.append(known.name_of(".".join(path)))
     return ".".join(name for name in names if name), ".".join(path)
+
+
+def _further_name(known: HfFormat, parts: Sequence[str]) -> tuple[str, str]:
+    """`_tensor_name` of a module of an `MtpLayer`."""
+    part, *below = parts
+    if not below:
+        return known.further[part], part
+    name, path = _tensor_name(known, below)
+    return f"{known.further[part]}.{name}", path
+
+
+def _further_layers(config: DecoderConfig, known: HfFormat) -> tuple[int, ...]:
+    """The numbers of the layers that predict further tokens, in names of tensors."""
+    is_after_others = known.further["layer"].startswith(f"{known.name_of('layers')}.")
+    first = config.num_layers if is_after_others else 0
+    return tuple(range(first, first + config.further_tokens.trained_depths))
+
+
+def _copies(config: DecoderConfig, known: HfFormat) -> dict[str, str]:
+    """The tensors of layers that predict further tokens which are copies of others, and
+    the names of those.
+    """
+    head = "embedding" if config.tie_word_embeddings else "head"
+    of_parts = {"embedding": "embedding", "head": head}
+    found = {}
+    for part, original in of_parts.items():
+        if part not in known.further:
+            continue
+        for number in _further_layers(config, known):
+            copy = known.further[part].format(number)
+            found[f"{copy}.weight"] = f"{known.name_of(original)}.weight"
+    return found
 
 
 def _parts(
@@ -294,25 +340,49 @@ def _without_unused(
     """The folder without tensors that transformers does not use either.
 
     These are rotary tables, the head where it is the embedding, and layers that predict
-    further tokens.
+    further tokens, unless they are trained.
     """
     layer = re.compile(rf"{re.escape(known.name_of('layers'))}\.(\d+)\.")
+    num_further = config.further_tokens.trained_depths
+    num_read = config.num_layers + num_further
+    names = known.further.values() if num_further else ()
+    read = tuple(name.partition("{}")[0] for name in names)
 
     def is_used(name: str) -> bool:
         number = layer.match(name)
         is_further = (
-            known.further_layers
+            (known.further_layers or known.further)
             and number is not None
-            and int(number[1]) >= config.num_layers
+            and int(number[1]) >= num_read
         )
         is_tied = (
             config.tie_word_embeddings and name == f"{known.name_of('head')}.weight"
         )
-        is_of_other_part = name.startswith(known.not_read)
+        is_of_other_part = name.startswith(known.not_read) and not name.startswith(read)
         is_table = name.endswith(".rotary_emb.inv_freq")
         return not (is_further or is_tied or is_of_other_part or is_table)
 
     shapes = {name: shape for name, shape in folder.shapes.items() if is_used(name)}
+    return replace(folder, shapes=shapes)
+
+
+def _without_copies(
+    folder: SafetensorsFolder, copies: Mapping[str, str]
+) -> SafetensorsFolder:
+    """The folder without tensors that are copies of others; a warning if one has other
+    values.
+    """
+    for copy, name in copies.items():
+        has_both = {copy, name} <= folder.shapes.keys()
+        if has_both and not folder.are_equal(copy, name):
+            warnings.warn(
+                f"{folder.root}: {copy} has other values than {name}, which is used in"
+                " its place.",
+                stacklevel=3,
+            )
+    shapes = {
+        name: shape for name, shape in folder.shapes.items() if name not in copies
+    }
     return replace(folder, shapes=shapes)
 
 

@@ -14,7 +14,7 @@ from models.hf_io.safetensors_folder import WeightsError, read_json
 from models.hf_io.stacked_weights import ExpertsTensor, HeadsTensor
 from models.parts.config import DecoderConfig
 from models.parts.hybrid import HybridDecoderConfig
-from models.parts.sections import FULL, SLIDING, AttentionConfig
+from models.parts.sections import FULL, SLIDING, AttentionConfig, MtpConfig
 from stacked_remat._messages import shortened, shown
 from stacked_remat.training.config_file import decode_config, written_keys
 from stacked_remat.training.errors import ConfigError
@@ -51,6 +51,18 @@ ALTERNATING = AttentionConfig(window=3, layer_types=(FULL, SLIDING))
 """For `HfFormat.probe`: layers with a window and without one."""
 
 
+FURTHER_LAYERS: Mapping[str, str] = {
+    "layer": "model.layers.{}",
+    "embedding_norm": "model.layers.{}.enorm",
+    "hidden_norm": "model.layers.{}.hnorm",
+    "eh_proj": "model.layers.{}.eh_proj",
+    "norm": "model.layers.{}.shared_head.norm",
+    "embedding": "model.layers.{}.embed_tokens",
+    "head": "model.layers.{}.shared_head.head",
+}
+"""For `HfFormat.further`: layers that are numbered after the others."""
+
+
 @dataclass(frozen=True)
 class HfFormat:
     """An architecture in Hugging Face's files.
@@ -80,6 +92,10 @@ class HfFormat:
             read.
         further_layers: whether files may have layers after the last, which predict
             further tokens, and are not read.
+        further: the names of the parts of such layers, where they are read: of the
+            attributes of `models.parts.multi_token_prediction.MtpLayer`, whose `layer`
+            has the names of other layers below its own, and of the copies of the
+            decoder's embedding and head that each has.
         not_read: how the names of other tensors begin that files may have and this
             decoder does not.
         probe: fields of the config whose checksum is recorded: those that have no
@@ -102,6 +118,7 @@ class HfFormat:
     is_loaded: bool = False
     quant_methods: tuple[str, ...] = ()
     further_layers: bool = False
+    further: Mapping[str, str] = field(default_factory=dict)
     not_read: tuple[str, ...] = ()
     probe: Mapping[str, Any] = field(default_factory=dict)
     checksum: float | None = None
@@ -308,6 +325,8 @@ def config_to_hf(
     # Read again below: what comes back differs in what `to_hf` can't say.
     document |= known.to_hf(config)
     again, _ = config_from_hf(document)
+    # Layers that predict further tokens are there or not by their weight.
+    again = _with_fields_of_run(again, config, {"mtp.weight"})
     if differing := differing_fields("model", written_out(config), written_out(again)):
         raise WeightsError(
             f"Hugging Face's {known.model_type} can't have this decoder; its"
@@ -386,8 +405,8 @@ def _is_of_folder(config: Any, key: str) -> bool:
 
 
 def written_out(config: DecoderConfig) -> DecoderConfig:
-    """The config with sizes and windows written out, so that equal decoders have equal
-    configs.
+    """The config with sizes and windows written out, and without layers that it does
+    not train, so that equal decoders have equal configs.
     """
     types = layer_types(config)
     attention = dataclasses.replace(
@@ -400,6 +419,8 @@ def written_out(config: DecoderConfig) -> DecoderConfig:
     changes: dict[str, Any] = {"mlp_dim": config.Mlp.size if has_mlp else None}
     if isinstance(config, HybridDecoderConfig):
         changes["layer_types"] = config.types_of_layers
+    if not config.further_tokens.trained_depths and config.further_tokens.depths:
+        changes["mtp"] = MtpConfig()
     return dataclasses.replace(config, attention=attention, **changes)
 
 

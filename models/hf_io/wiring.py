@@ -28,7 +28,8 @@ _TOLERANCE = 3e-4  # devices round differently
 
 @functools.cache
 def checksum(config: DecoderConfig) -> float:
-    """A weighted sum of the logits of a decoder with fixed numbers in its weights.
+    """A weighted sum of the logits of a decoder with fixed numbers in its weights, and
+    of those for further tokens.
 
     Cost: a forward pass over five tokens and its compilation, once for each config in a
     process.
@@ -44,9 +45,11 @@ def checksum(config: DecoderConfig) -> float:
     @eqx.filter_jit
     def weighted(model: Decoder) -> Array:
         with jax.default_matmul_precision("float32"):
-            hidden, _ = model.hidden_states(tokens)
-            logits = model.logits(hidden)
-        return hax.sum(logits * weights).array
+            hidden, further, _ = model.further_states(tokens)
+            total = hax.sum(model.logits(hidden) * weights)
+            if further is not None:
+                total = total + hax.sum(model.logits(further) * weights)
+        return total.array
 
     return float(weighted(model))
 

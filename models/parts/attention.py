@@ -4,6 +4,7 @@ attention share.
 
 import abc
 import dataclasses
+from typing import Any
 
 import equinox as eqx
 import haliax as hax
@@ -165,9 +166,10 @@ def _numbered_chunks(tokens: Tokens, chunk: int, Pos: Axis) -> NamedArray | None
     if chunk >= Pos.size:
         return tokens.documents
     assert tokens.positions is not None
-    begins = tokens.positions % chunk == 0
+    begins: Any = hax.equal(hax.mod(tokens.positions, chunk), 0)
     if tokens.documents is not None:
-        begins = begins | (tokens.documents != hax.roll(tokens.documents, 1, Pos))
+        before = hax.roll(tokens.documents, 1, Pos)
+        begins = hax.logical_or(begins, hax.not_equal(tokens.documents, before))
     return hax.cumsum(begins.astype(jnp.int32), Pos)
 
 

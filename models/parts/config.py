@@ -22,6 +22,7 @@ from models.parts.sections import (
     AttentionConfig,
     ExpertsConfig,
     LatentConfig,
+    MtpConfig,
     RotaryConfig,
     Routing,
 )
@@ -240,6 +241,16 @@ class DecoderConfig(RecordsArguments, draccus.ChoiceRegistry):
         """The experts of the layers that have some; None if no layer has."""
         return None
 
+    @property
+    def further_tokens(self) -> MtpConfig:
+        """The layers that predict further tokens, of an architecture that has some."""
+        return MtpConfig()
+
+    @property
+    def further_kind(self) -> LayerKind:
+        """The kind of the layers that predict further tokens."""
+        return self.kind_of(self.num_layers)
+
     def init_layer(self, kind: LayerKind, *, key: PRNGKeyArray) -> Any:
         """Makes a layer of this kind; an architecture's own class."""
         raise NotImplementedError(f"{type(self).__name__} has no layer.")
@@ -268,12 +279,15 @@ class DecoderConfig(RecordsArguments, draccus.ChoiceRegistry):
 
     @property
     def has_auxiliary_losses(self) -> bool:
-        """Whether routers add to the cross entropy."""
+        """Whether routers, or layers that predict further tokens, add to the cross
+        entropy of the next token.
+        """
         experts = self.sparse
         weighted = experts is not None and (
             experts.load_balance_weight_used or experts.z_loss_weight
         )
-        return self.balances_by_bias or bool(weighted)
+        predicts_further = self.further_tokens.trained_depths > 0
+        return self.balances_by_bias or bool(weighted) or predicts_further
 
     @functools.cached_property
     def kinds(self) -> Mapping[str, LayerKind]:

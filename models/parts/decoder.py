@@ -21,6 +21,7 @@ from models.parts.config import DecoderConfig, LayerKind, SparseDecoderConfig
 from models.parts.experts import reading_in_stack
 from models.parts.linear import cast_floating, linear
 from models.parts.mixer import Mixer
+from models.parts.multi_token_prediction import DEPTHS_AXIS, MtpLayer, with_further
 from models.parts.norms import Norm
 from models.parts.remat_presets import check_remat_names
 from models.parts.rotary import RotaryEmbedding
@@ -132,6 +133,7 @@ class Decoder(eqx.Module):
         norm: of the last layer's output.
         head: None where the embedding is used in its place.
         rotary: the rotary embedding of each kind of layers.
+        mtp: the layers that predict further tokens; None for none.
     """
 
     embedding: hnn.Embedding
@@ -142,6 +144,7 @@ class Decoder(eqx.Module):
     config: DecoderConfig = eqx.field(static=True)
     # Not read from the layers: in a fused update they only scan and fold.
     rotary: tuple[RotaryEmbedding | None, ...] = eqx.field(static=True)
+    mtp: Stacked[Any] | None = None
 
     @staticmethod
     def init(
@@ -178,6 +181,14 @@ class Decoder(eqx.Module):
             layers = StackedPattern(stacks, config.pattern, config.Layers, remat)
         check_remat_names(config.remat_names, layers.remat)
         tied = config.tie_word_embeddings
+        further = None
+        if depths := config.further_tokens.trained_depths:
+            make_depths = init_stack(
+                Axis(DEPTHS_AXIS, depths), MtpLayer.init, remat=remat
+            )
+            # Of another key, so that the rest is the same without them
+            own = jax.random.split(jax.random.fold_in(layers_key, 1), depths)
+            further = make_depths(config, key=own)
         return Decoder(
             embedding=hnn.Embedding(weight, Vocab, config.Embed),
             layers=layers,
@@ -186,6 +197,7 @@ class Decoder(eqx.Module):
             Vocab=Vocab,
             config=config,
             rotary=tuple(stack.stacked.rotary for stack in stacks.values()),
+            mtp=further,
         )
 
     def layer_states(
@@ -198,10 +210,14 @@ class Decoder(eqx.Module):
         """As `hidden_states`, with router statistics `[layers, Experts]` of the layers
         that have experts.
         """
-        if positions is None:
-            positions = hax.arange(tokens.resolve_axis(POSITION_AXIS))
+        positions = _positions(tokens) if positions is None else positions
+        return self._through_layers(self._embedded(tokens), documents, positions)
+
+    def _through_layers(
+        self, x: NamedArray, documents: NamedArray | None, positions: NamedArray
+    ) -> tuple[NamedArray, RouterStatistics | None]:
         known = self._known(positions, documents=documents)
-        x, statistics = self.layers.scan(self._embedded(tokens), known)
+        x, statistics = self.layers.scan(x, known)
         if isinstance(statistics, dict):  # of several kinds of layers
             statistics = _in_order(statistics, self.config)
         return self._normalised(x), statistics
@@ -228,6 +244,30 @@ class Decoder(eqx.Module):
         )
         return hidden, self.auxiliary(statistics)
 
+    def further_states(
+        self,
+        tokens: NamedArray,
+        *,
+        documents: NamedArray | None = None,
+        positions: NamedArray | None = None,
+    ) -> tuple[NamedArray, NamedArray | None, AuxiliaryLoss]:
+        """As `hidden_states`, and in between the hidden states of the layers that
+        predict further tokens, `[depths, ..., position, Embed]`; None without such
+        layers.
+
+        Memory: of each depth, what is kept of a layer and its hidden states.
+        """
+        positions = _positions(tokens) if positions is None else positions
+        embedded = self._embedded(tokens)
+        hidden, statistics = self._through_layers(embedded, documents, positions)
+        further = None
+        if self.mtp is not None:
+            before = hidden, embedded
+            _, found = self.mtp.scan(before, positions, documents)
+            further, of_further = found
+            statistics = with_further(statistics, of_further)
+        return hidden, further, self.auxiliary(statistics)
+
     def auxiliary(self, statistics: RouterStatistics | None) -> AuxiliaryLoss:
         """The losses of the routers from their statistics, none where no layer has
         experts.
@@ -245,15 +285,17 @@ class Decoder(eqx.Module):
         # [layers, Experts]
         # 1 where more tokens than the mean chose an expert: descent lowers its bias.
         sign = jnp.sign(load.array - jnp.mean(load.array, axis=-1, keepdims=True))
-        term = jnp.zeros(())
+        routers = []
         for name in (name for name, kind in self.config.kinds.items() if kind.sparse):
-            rows = np.array(
-                [sparse.index(number) for number in self.config.layers_of(name)]
-            )
-            term += jnp.sum(
-                self.stacks[name].stacked.mlp.bias.array
-                * jax.lax.stop_gradient(sign[rows])
-            )
+            rows = [sparse.index(number) for number in self.config.layers_of(name)]
+            routers.append((self.stacks[name].stacked.mlp, rows))
+        if len(load.array) > len(sparse) and self.mtp is not None:
+            rows = range(len(sparse), len(load.array))
+            routers.append((self.mtp.stacked.layer.mlp, rows))
+        term = jnp.zeros(())
+        for router, rows in routers:
+            direction = jax.lax.stop_gradient(sign[np.array(rows)])
+            term += jnp.sum(router.bias.array * direction)
         # The value is zero, so that the reported loss is that of the model.
         return term - jax.lax.stop_gradient(term)
 
@@ -429,6 +471,11 @@ class Decoder(eqx.Module):
         they are tied.
         """
         return self.embedding.weight if self.head is None else self.head
+
+
+def _positions(tokens: NamedArray) -> NamedArray:
+    """The positions of tokens in sequences that are one document."""
+    return hax.arange(tokens.resolve_axis(POSITION_AXIS))
 
 
 def _in_order(

@@ -10,7 +10,11 @@ import draccus
 from haliax import Axis
 
 from stacked_remat.ops import RotaryScaling, rotary_from_hf, rotary_to_hf
-from stacked_remat.training.config_checks import check_choices, check_positive
+from stacked_remat.training.config_checks import (
+    check_at_least,
+    check_choices,
+    check_positive,
+)
 from stacked_remat.training.config_file import RecordsArguments
 
 OF_RUN = MappingProxyType({"of_run": True})
@@ -209,6 +213,35 @@ class LatentConfig(RecordsArguments):
                 f"model.latent.value_dim = {self.value_dim} must be at most plain_dim +"
                 f" rotary_dim = {self.plain_dim + self.rotary_dim}."
             )
+
+
+@dataclass(frozen=True)
+class MtpConfig(RecordsArguments):
+    """Layers after the last that predict further tokens (multi-token prediction,
+    arXiv:2412.19437, section 2.2).
+
+    Attributes:
+        depths: how many tokens after the next one are predicted, each by a layer of its
+            own.
+        weight: factor of the mean of their cross entropies in the loss of training; 0
+            leaves these layers out, so that they are neither made nor read nor
+            exported. The paper has 0.3, and 0.1 at the end of training.
+    """
+
+    depths: int = 0
+    weight: float = field(default=0.0, metadata=OF_RUN)
+
+    def __post_init__(self) -> None:
+        check_at_least(0, "model.mtp", self, "depths")
+        if not 0 <= self.weight < math.inf:
+            raise ValueError(
+                f"model.mtp.weight must not be negative or infinite, got {self.weight}."
+            )
+
+    @property
+    def trained_depths(self) -> int:
+        """The number of layers that a decoder has."""
+        return self.depths if self.weight else 0
 
 
 @dataclass(frozen=True)

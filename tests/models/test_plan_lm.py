@@ -194,7 +194,7 @@ def test_errors_of_a_model_are_not_errors_of_its_config(monkeypatch, config):
     def broken(self, *args, **kwargs):
         raise ValueError("operands do not fit")
 
-    monkeypatch.setattr(Decoder, "hidden_states", broken)
+    monkeypatch.setattr(Decoder, "further_states", broken)
     with pytest.raises(ValueError, match="operands do not fit") as raised:
         config.candidate.check_applies()
     assert type(raised.value) is ValueError and error_message(raised.value) is None

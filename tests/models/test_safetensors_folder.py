@@ -7,6 +7,7 @@ import random
 import re
 import resource
 import sys
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -60,7 +61,7 @@ def test_the_file_size_decides_the_number_of_files(tmp_path):
     write_safetensors(
         tmp_path / "x", pending(**ARRAYS), documents={}, max_file_bytes=50
     )
-    stored = SafetensorsFolder.open(tmp_path / "x").stored
+    stored: Any = SafetensorsFolder.open(tmp_path / "x").stored
     assert [stored[name].path.name[6:11] for name in "abc"] == [
         "00001",
         "00002",
@@ -93,8 +94,9 @@ def test_a_file_is_opened_once_and_entries_of_any_dtype_alone(tmp_path, monkeypa
             found = folder.read(name, at)
             assert found.dtype == array.dtype
             np.testing.assert_array_equal(found, array[at])
-    assert opened == {str(stored.path): 1 for stored in folder.stored.values()}
-    path = folder.stored["float64"].path
+    stored: Any = folder.stored
+    assert opened == {str(tensor.path): 1 for tensor in stored.values()}
+    path = stored["float64"].path
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(WeightsError, match="can't be read .*Fetch or save it again"):
         folder.read("float64")

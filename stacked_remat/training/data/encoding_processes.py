@@ -2,7 +2,8 @@
 its documents.
 
 A process is the same Python running `main`, until its standard input ends. Groups and
-documents are pickled: both ends are this library.
+documents are pickled: both ends are this library. The pools of Python's standard
+library would import the program that trains once more in each process.
 """
 
 import collections

@@ -7,7 +7,7 @@ A *place* is a name such as `"dot_general 2/7"`: the result of the second of the
 Counted are operations whose results something reads, in the order of the program, with
 those within functions that it calls (`jax.jit`). Not those within its loops,
 conditionals, custom derivatives and checkpoints: each of these is one operation. One
-with a custom derivative has the name of its function.
+with a custom derivative has the name of its function. `checkpoint_name` is none.
 
 So a place is the same in every process, and stays what it was when other lines of the
 block change. If the block has another number of such operations than the place says,
@@ -21,13 +21,14 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 from jax.core import eval_jaxpr
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from ._activity import CALLS, name_of, program_of
 from ._compat import without_constants
-from ._names import named
+from ._names import name_given_by, named
 from ._static import PyTree, with_leaves
 
 _PLACE = re.compile(r"(\S+) (\d+)/(\d+)")
@@ -85,7 +86,7 @@ class Places:
             raise ValueError(
                 f"The policy keeps {place!r}, but the layer has {has} {operation!r}"
                 " that something reads: it has changed since the policy was written."
-                " Write the place anew, or name the value by checkpoint_name."
+                " Plan it again (memory.plan), or name values by checkpoint_name."
             )
 
 
@@ -100,10 +101,10 @@ def operation_counts(jaxpr: Jaxpr) -> Counter[str]:
     counts: Counter[str] = Counter()
     for equation in jaxpr.eqns:
         called = _called(equation)
-        if called is None:
-            counts[_operation(equation)] += 1
-        else:
+        if called is not None:
             counts += operation_counts(called)
+        elif not name_given_by(equation):
+            counts[_operation(equation)] += 1
     return counts
 
 
@@ -124,23 +125,34 @@ def evaluate_named(
 
         for equation in jaxpr.eqns:
             called = _called(equation)
-            if called is None:
+            if called is not None:
+                results = evaluate(called, [*map(value, equation.invars)])
+            else:
                 # Each operand once: an equation may read a variable twice.
                 operands = [*dict.fromkeys(filter(_is_var, equation.invars))]
                 alone = jaxpr.replace(
                     invars=operands, eqns=[equation], outvars=equation.outvars
                 )
                 results = eval_jaxpr(alone, (), *map(value, operands))
-                operation = _operation(equation)
-                counts[operation] += 1
-                place = f"{operation} {counts[operation]}/{totals[operation]}"
-                results = [name(result, place) for result in results]
-            else:
-                results = evaluate(called, [*map(value, equation.invars)])
+                if not name_given_by(equation):
+                    results = with_place(equation, results)
             known |= zip(equation.outvars, results, strict=True)
         return [*map(value, jaxpr.outvars)]
 
+    def with_place(equation: JaxprEqn, results: Sequence[Any]) -> list[Any]:
+        operation = _operation(equation)
+        counts[operation] += 1
+        place = f"{operation} {counts[operation]}/{totals[operation]}"
+        return [name(x, place) if _can_be_kept(x) else x for x in results]
+
     return evaluate(jaxpr, inputs)
+
+
+def _can_be_kept(value: Any) -> bool:
+    """Whether it is an array of numbers, not of random keys."""
+    if not isinstance(value, jax.Array):
+        return False
+    return not jnp.issubdtype(value.dtype, jax.dtypes.extended)
 
 
 def _is_var(atom: Any) -> bool:
@@ -148,13 +160,21 @@ def _is_var(atom: Any) -> bool:
 
 
 def _called(equation: JaxprEqn) -> Jaxpr | None:
-    """The jaxpr of a function that is called without a rule of its own."""
-    if equation.primitive.name not in CALLS:
+    """The jaxpr of a function that is called without a rule of its own, and without
+    shardings, which would be lost.
+    """
+    if equation.primitive.name not in CALLS or _has_shardings(equation):
         return None
     called = program_of(equation)
     if getattr(called, "consts", ()):
         return None
     return getattr(called, "jaxpr", called)
+
+
+def _has_shardings(equation: JaxprEqn) -> bool:
+    params = equation.params
+    shardings = (*params.get("in_shardings", ()), *params.get("out_shardings", ()))
+    return any(type(one).__name__ != "UnspecifiedValue" for one in shardings)
 
 
 def _operation(equation: JaxprEqn) -> str:

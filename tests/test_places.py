@@ -14,6 +14,7 @@ from stacked_remat import (
     Stacked,
     StackedPattern,
     checkpoint,
+    checkpoint_name,
     lax_scan,
 )
 from stacked_remat._places import Places, operation_counts
@@ -171,7 +172,7 @@ def test_operations_within_calls_count_and_custom_derivatives_have_names():
     def block(x):
         y = jax.jit(lambda x: jnp.sin(x) * 2)(halved(x))
         jnp.cos(x)  # is read by nothing
-        return jax.nn.relu(jnp.sin(y))
+        return jax.nn.relu(checkpoint_name(jnp.sin(y), "hidden"))
 
     counts = operation_counts(jax.make_jaxpr(block)(1.0).jaxpr)
     assert counts == {"halved": 1, "sin": 2, "mul": 1, "relu": 1, "cos": 1}
@@ -179,11 +180,76 @@ def test_operations_within_calls_count_and_custom_derivatives_have_names():
     named = jax.make_jaxpr(places.named_in(block))(1.0)
     places.check()
     names = [
-        (before.primitive.name, after.params["name"])
+        (before.params.get("name", before.primitive.name), after.params["name"])
         for before, after in zip(named.eqns, named.eqns[1:], strict=False)
         if after.primitive.name == "name"
     ]
-    assert names == [("custom_vjp_call", "halved 1/1"), ("sin", "sin 2/2")]
+    assert names == [
+        ("custom_vjp_call", "halved 1/1"),
+        ("sin", "sin 2/2"),
+        ("sin 2/2", "hidden"),
+    ]
+
+
+def test_a_call_with_shardings_is_one_operation_and_keeps_them():
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    inner = jax.jit(jnp.sin, out_shardings=device)
+    places = Places(["jit 1/1"])
+    named = jax.make_jaxpr(places.named_in(lambda x: inner(x) * 2))(1.0)
+    places.check()
+    call, name, _ = named.eqns
+    assert call.params["out_shardings"] == (device,)
+    assert name.params["name"] == "jit 1/1"
+
+
+@jax.custom_vjp
+def product(x, weight):
+    return x @ weight
+
+
+product.defvjp(
+    lambda x, weight: (x @ weight, (x, weight)),
+    lambda kept, ct: (ct @ kept[1].T, kept[0].T @ ct),
+)
+
+
+def of_rule(block, x):
+    return x + jnp.sin(product(x, block.up)) @ block.down
+
+
+def of_loop(block, x):
+    def step(x, _):
+        return jnp.sin(x @ block.up) @ block.down, None
+
+    return jax.lax.scan(step, x, length=2)[0] @ block.up @ block.down
+
+
+def of_named_arrays(block, x):
+    Rows, In, Inner = hax.make_axes(rows=ROWS, inputs=WIDTH, inner=INNER)
+    up, down = hax.named(block.up, (In, Inner)), hax.named(block.down, (Inner, In))
+    hidden = hax.sin(hax.dot(hax.named(x, (Rows, In)), up, axis=In))
+    return hax.dot(hidden, down, axis=Inner).array
+
+
+@pytest.mark.remat3
+@pytest.mark.parametrize(
+    ("apply", "place"),
+    [(of_rule, "product 1/1"), (of_loop, UP), (of_named_arrays, UP)],
+)
+def test_gradients_of_other_blocks_under_transformations(apply, place):
+    block_class = type("Block", (Mlp,), {"__call__": apply})
+    blocks = stack(lambda key: block_class(*jax.tree.leaves(Mlp.init(key))))
+
+    def gradients(remat):
+        run = jax.jit(gradient(remat))
+        # Names of JAX's remat3 can't be batched.
+        if getattr(jax.config, "jax_remat3", False):
+            return run(blocks, X)
+        return jax.vmap(run, (None, 0))(blocks, jnp.stack([X, X + 1, X - 1]))
+
+    kept = ScanCheckpointPolicy(save_block_internals=[place])
+    assert_close(gradients(kept), gradients(False))
+    assert flops(kept, blocks) <= flops(True, blocks) - Layers.size * PRODUCT
 
 
 def test_a_policy_of_places_is_written_as_it_is_read():

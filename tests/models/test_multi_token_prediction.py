@@ -27,6 +27,7 @@ from models.parts.decoder import Decoder
 from models.parts.sections import ExpertsConfig, LatentConfig, MtpConfig
 from models.parts.tokens import Tokens
 from models.run_config import LmRunConfig, find_model
+from stacked_remat import ScanCheckpointPolicy
 from stacked_remat.training import ConfigError, TokenBatch, TrainState, TrainStep
 
 from ..blocks import assert_close, assert_equal
@@ -163,7 +164,6 @@ def test_the_loss_and_its_gradients_are_those_of_plain_loops(config):
     assert np.all(np.any(gradient.mtp.stacked.eh_proj.weight.array, axis=(1, 2)))
 
 
-@pytest.mark.deep
 def test_microbatches_and_divided_positions_have_the_loss_of_a_batch():
     model = random_weights(Decoder.init, DEEPSEEK, Vocab, spread=0.3)
     batch = packed_batch()
@@ -292,3 +292,14 @@ def test_copies_of_embedding_and_head_are_written_and_compared(folder):
 def test_numbers_without_effect_are_refused(mtp, message):
     with pytest.raises(ValueError, match=message):
         LmRunConfig(model=dataclasses.replace(DEEPSEEK, mtp=MtpConfig(*mtp)))
+
+
+def test_places_of_operations_are_those_of_the_other_layers():
+    remat = ScanCheckpointPolicy(save_block_internals=["residual", "dot_general 1/9"])
+    model = eqx.filter_eval_shape(
+        lambda key: Decoder.init(DEEPSEEK, Vocab, remat=remat, key=key),
+        jax.random.key(0),
+    )
+    assert model.layers.remat == remat
+    names = ScanCheckpointPolicy(save_block_internals=["residual"])
+    assert model.mtp.remat == names

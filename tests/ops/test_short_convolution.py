@@ -146,7 +146,13 @@ def test_arguments_that_do_not_fit_are_refused(x, options, message):
     [
         (inputs(), WEIGHT, "other", Tap, "`x` has .*, and no axis 'other'"),
         (inputs(), WEIGHT, Pos, "other", "`weight` has .*, and no axis 'other'"),
-        (inputs(), WEIGHT["tap", :0], Pos, "tap", "`weight` has .*tap=0: there are no"),
+        (
+            inputs(),
+            WEIGHT["tap", :0],
+            Pos,
+            "tap",
+            "`weight` has .*tap=0.*: there are no",
+        ),
         (inputs().rename({Batch: "tap"}), WEIGHT, Pos, Tap, "Rename it in `weight`"),
         (inputs(), WEIGHT.broadcast_axis(Pos), Pos, Tap, "axis of positions"),
     ],

@@ -209,7 +209,8 @@ def test_a_streamed_run_equals_a_resident_one_and_each_resumes_as_the_other(
     shown = capsys.readouterr().out
     assert (
         f", {adapters:,} of them trained;" in shown
-        and "attention: blockwise\n" in shown
+        and "attention runs by the backend blockwise (model.attention.backend)\n"
+        in shown
     )
     losses = [line["loss"] for line in expected if "loss" in line]
     assert losses[-1] < losses[0]

@@ -260,7 +260,9 @@ def config_from_hf(
     if method not in ("none", *known.quant_methods):
         supported = " or ".join(map(repr, known.quant_methods)) or "None"
         raise ValueError(
-            f"quant_method is {shown(method)}; only {supported} is supported."
+            f"quant_method is {shown(method)}; only {supported} is supported. Name the"
+            " model that was quantized: trainer.precision.frozen stores its weights in"
+            " 8 or 4 bits."
         )
     vocab_size = given("vocab_size", kind=int)
     if vocab_size is None:

@@ -1,5 +1,7 @@
 """Weights in 8 and 4 bits against NumPy, one entry at a time."""
 
+from typing import Any
+
 import equinox as eqx
 import haliax as hax
 import haliax.nn as hnn
@@ -64,7 +66,7 @@ def test_weights_are_the_nearest_values_times_the_scale_of_a_block(form, size):
     weight = normal(0, Layers, Out, Heads, In)
     weight = weight * hax.named([1.0, 0.0, 0.01], Layers)  # a layer of zeros
     linear = hnn.Linear(weight.astype(jnp.bfloat16), None, (Heads, In), Out)
-    quantized = quantize_linears({"map": linear}, form)["map"].weight
+    quantized: Any = quantize_linears({"map": linear}, form)["map"].weight
     assert quantized.axes == weight.axes
     found = quantized.cast_to(jnp.float32)
     assert found.axes == weight.axes
@@ -91,7 +93,7 @@ def test_a_stack_with_adapters_is_quantized_by_path_and_restored():
     assert has_quantized(adapted) and not has_quantized(model)
     again = quantize_linears(adapted, "nf4", where=lambda path: "first" in path)
     assert jax.tree.structure(again) == jax.tree.structure(adapted)
-    restored = dequantize_linears(adapted, jnp.float32)
+    restored: Any = dequantize_linears(adapted, jnp.float32)
     assert not has_quantized(restored)
     first, router = (restored.stacked.first.wrapped, restored.stacked.router.wrapped)
     np.testing.assert_array_equal(

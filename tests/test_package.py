@@ -75,7 +75,17 @@ def _public_names(package):
 
 @pytest.mark.parametrize(
     "package",
-    ["", ".ghost", ".lora", ".memory", ".nnx", ".ops", ".streaming", ".training"],
+    [
+        "",
+        ".ghost",
+        ".levanter",
+        ".lora",
+        ".memory",
+        ".nnx",
+        ".ops",
+        ".streaming",
+        ".training",
+    ],
 )
 def test_every_public_name_is_on_an_api_page(package):
     names = list(_public_names(importlib.import_module(f"stacked_remat{package}")))

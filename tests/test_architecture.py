@@ -45,6 +45,7 @@ LAYERS = {
     "lora": ("lora", "base sweep stacks"),
     "ops": ("ops", "compat base placement sweep public"),
     "streaming": ("streaming", "base placement policy sweep scan stacks"),
+    "levanter": ("levanter", "base policy scan stacks"),
     "nnx": ("nnx", "base public"),
     "ghost": ("ghost", CORE + " ops"),
     "memory": ("memory", "compat base schedule placement policy public"),

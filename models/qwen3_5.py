@@ -7,7 +7,9 @@ from typing import Any
 
 from models.hf_io import config_fields as hf
 from models.hf_io.formats import HfFormat, register_format
+from models.parts.sections import MtpConfig
 from models.qwen3_next import (
+    FURTHER_TENSORS,
     HEAD_DIM,
     SHARED_TENSORS,
     GatedHybridConfig,
@@ -27,8 +29,11 @@ class Qwen3_5MoeConfig(Qwen3NextConfig):
     all_sparse = True
 
 
-FIELDS = hf.DENSE_SIZES | hf.LINEAR_SIZES | HEAD_DIM
-MOE_FIELDS = hf.SIZES | hf.LINEAR_SIZES | HEAD_DIM
+FURTHER_TOKENS = {
+    "mtp_num_hidden_layers": hf.Field("mtp.depths", 0, written="mtp.trained_depths")
+}
+FIELDS = hf.DENSE_SIZES | hf.LINEAR_SIZES | HEAD_DIM | FURTHER_TOKENS
+MOE_FIELDS = hf.SIZES | hf.LINEAR_SIZES | HEAD_DIM | FURTHER_TOKENS
 MOE_FIELDS |= {
     "num_experts": hf.Field("experts.num_experts", 256),
     "num_experts_per_tok": hf.Field("experts.experts_per_token", 8),
@@ -60,9 +65,9 @@ def moe_to_hf(config: Qwen3_5MoeConfig) -> dict[str, Any]:
 def _from_hf(given: hf.ConfigFields, fields: hf.Fields, kv_heads: int) -> hf.Found:
     given.only("attn_output_gate", True)
     given.only("output_gate_type", "swish")
-    # Of states, which are float32 here, and of heads that predict further tokens
+    # Of states, which are float32 here
     given.ignore("mamba_ssm_dtype", "mlp_only_layers")
-    given.ignore("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")
+    given.only("mtp_use_dedicated_embeddings", False)
     # Sections of the frequencies for time, height and width, which of a text are equal
     without = ("mrope_section", "mrope_interleaved")
     found = hf.read_decoder(given, fields, kv_heads=kv_heads)
@@ -94,7 +99,9 @@ register_format(
         FIELDS,
         TENSORS,
         not_read=("mtp.", "model.visual."),
-        checksum=8.12627,
+        further=FURTHER_TENSORS,
+        probe={"mtp": MtpConfig(1, 1.0)},
+        checksum=7.40966,
     )
 )
 register_format(
@@ -106,6 +113,8 @@ register_format(
         MOE_FIELDS,
         TENSORS,
         not_read=("mtp.", "model.visual."),
-        checksum=4.20478,
+        further=FURTHER_TENSORS,
+        probe={"mtp": MtpConfig(1, 1.0)},
+        checksum=1.84082,
     )
 )

@@ -22,7 +22,7 @@ from models.parts.hybrid import HybridDecoderConfig
 from models.parts.mlp import FeedForward
 from models.parts.norms import Norm, offset_rms_norm
 from models.parts.remat_presets import ATTENTION_NAMES
-from models.parts.sections import ExpertsConfig, LinearAttentionConfig
+from models.parts.sections import ExpertsConfig, LinearAttentionConfig, MtpConfig
 from models.parts.tokens import Tokens
 from models.qwen3 import MOE_FIELDS, read_dense_layers, write_dense_layers
 from stacked_remat.training.config_checks import check_positive
@@ -55,6 +55,7 @@ class GatedHybridConfig(PartialRotaryConfig, HybridDecoderConfig):
     Attributes:
         shared_dim: as of `Qwen3NextConfig`; a dense decoder has none.
         linear: sizes of layers with linear attention.
+        mtp: a layer that predicts a further token; at most one.
     """
 
     attention_names = (*ATTENTION_NAMES, "gate")
@@ -62,6 +63,25 @@ class GatedHybridConfig(PartialRotaryConfig, HybridDecoderConfig):
 
     partial_rotary_factor: float = 0.25
     linear: LinearAttentionConfig = field(default_factory=LinearAttentionConfig)
+    mtp: MtpConfig = field(default_factory=MtpConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.mtp.depths > 1:
+            raise ValueError(
+                f"model.mtp.depths = {self.mtp.depths} must be at most 1: files of this"
+                " architecture have one layer that predicts a further token."
+            )
+
+    @property
+    def further_tokens(self) -> MtpConfig:
+        """The layer that predicts a further token."""
+        return self.mtp
+
+    @property
+    def further_kind(self) -> LayerKind:
+        """A layer with attention, and with experts where others have them."""
+        return LayerKind(sparse=self.sparse is not None)
 
     def init_norm(self) -> Norm:
         """Makes a norm over `Embed`."""
@@ -117,6 +137,10 @@ HEAD_DIM = {"head_dim": hf.Field("attention.head_dim", 256, written="head_dim")}
 FIELDS = MOE_FIELDS | hf.LINEAR_SIZES | HEAD_DIM
 FIELDS |= {"norm_topk_prob": hf.Field("experts.norm_topk_prob", True)}
 FIELDS |= {"shared_expert_intermediate_size": hf.Field("shared_dim", 512)}
+# Published files have the layer, and no field for it.
+FIELDS |= {
+    "num_nextn_predict_layers": hf.Field("mtp.depths", 1, written="mtp.trained_depths")
+}
 
 
 def from_hf(given: hf.ConfigFields) -> hf.Found:
@@ -153,6 +177,14 @@ TENSORS = SHARED_TENSORS | {
     "linear_attention.a_proj": _BA,
 }
 
+FURTHER_TENSORS = {
+    "layer": "mtp.layers.{}",
+    "embedding_norm": "mtp.pre_fc_norm_embedding",
+    "hidden_norm": "mtp.pre_fc_norm_hidden",
+    "eh_proj": "mtp.fc",
+    "norm": "mtp.norm",
+}
+
 register_format(
     HfFormat(
         "qwen3_next",
@@ -162,7 +194,8 @@ register_format(
         FIELDS,
         TENSORS,
         not_read=("mtp.",),
-        probe={"experts": ExpertsConfig(dense_layers=(0,))},
-        checksum=1.90600,
+        further=FURTHER_TENSORS,
+        probe={"experts": ExpertsConfig(dense_layers=(0,)), "mtp": MtpConfig(1, 1.0)},
+        checksum=-3.54478,
     )
 )

@@ -14,7 +14,12 @@ from models.hf_io.formats import HfFormat, register_format
 from models.hf_io.stacked_weights import HeadsTensor
 from models.parts.attention import Attention
 from models.parts.cache import LayerCache
-from models.parts.config import LayerKind, PartialRotaryConfig, SparseDecoderConfig
+from models.parts.config import (
+    LayerKind,
+    MtpDecoderConfig,
+    PartialRotaryConfig,
+    SparseDecoderConfig,
+)
 from models.parts.decoder import DecoderLayer, LayerOutput, residual
 from models.parts.delta_net import GatedDeltaNet
 from models.parts.experts import init_feed_forward
@@ -24,7 +29,7 @@ from models.parts.norms import Norm, offset_rms_norm
 from models.parts.remat_presets import ATTENTION_NAMES
 from models.parts.sections import ExpertsConfig, LinearAttentionConfig, MtpConfig
 from models.parts.tokens import Tokens
-from models.qwen3 import MOE_FIELDS, read_dense_layers, write_dense_layers
+from models.qwen3_moe import FIELDS as QWEN3_FIELDS
 from stacked_remat.training.config_checks import check_positive
 
 
@@ -49,35 +54,22 @@ class Qwen3NextLayer(DecoderLayer):
 
 
 @dataclass(frozen=True)
-class GatedHybridConfig(PartialRotaryConfig, HybridDecoderConfig):
+class GatedHybridConfig(PartialRotaryConfig, HybridDecoderConfig, MtpDecoderConfig):
     """What the decoders of Qwen3-Next and Qwen3.5 share.
 
     Attributes:
         shared_dim: as of `Qwen3NextConfig`; a dense decoder has none.
         linear: sizes of layers with linear attention.
-        mtp: a layer that predicts a further token; at most one.
     """
 
     attention_names = (*ATTENTION_NAMES, "gate")
     shared_dim: ClassVar[Any] = None
+    most_depths = 1
 
     partial_rotary_factor: float = 0.25
     linear: LinearAttentionConfig = field(default_factory=LinearAttentionConfig)
-    mtp: MtpConfig = field(default_factory=MtpConfig)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.mtp.depths > 1:
-            raise ValueError(
-                f"model.mtp.depths = {self.mtp.depths} must be at most 1: files of this"
-                " architecture have one layer that predicts a further token."
-            )
-
-    @property
-    def further_tokens(self) -> MtpConfig:
-        """The layer that predicts a further token."""
-        return self.mtp
-
+    # Whatever the pattern says of the layer after the last
     @property
     def further_kind(self) -> LayerKind:
         """A layer with attention, and with experts where others have them."""
@@ -100,6 +92,7 @@ class GatedHybridConfig(PartialRotaryConfig, HybridDecoderConfig):
             attention = Attention.init(
                 self,
                 rotary=self.rotary,
+                # A quarter of a head, its first coordinates
                 rotary_dim=self.rotated_dim,
                 window=kind.window,
                 q_norm=offset_rms_norm(self.HeadDim, self.rms_norm_eps),
@@ -107,6 +100,7 @@ class GatedHybridConfig(PartialRotaryConfig, HybridDecoderConfig):
                 gate=True,
                 key=mixer_key,
             )
+        # Qwen3NextSparseMoeBlock: beside the chosen experts, one times a sigmoid
         shared = {"shared_dim": self.shared_dim, "shared_gate": True}
         mlp = init_feed_forward(self, kind, **shared, key=mlp_key)
         return Qwen3NextLayer(
@@ -133,32 +127,22 @@ class Qwen3NextConfig(GatedHybridConfig, SparseDecoderConfig):
         check_positive("model", self, "shared_dim")
 
 
-HEAD_DIM = {"head_dim": hf.Field("attention.head_dim", 256, written="head_dim")}
-FIELDS = MOE_FIELDS | hf.LINEAR_SIZES | HEAD_DIM
-FIELDS |= {"norm_topk_prob": hf.Field("experts.norm_topk_prob", True)}
-FIELDS |= {"shared_expert_intermediate_size": hf.Field("shared_dim", 512)}
-# Published files have the layer, and no field for it.
-FIELDS |= {
-    "num_nextn_predict_layers": hf.Field("mtp.depths", 1, written="mtp.trained_depths")
+SIZES = hf.LINEAR_SIZES | {
+    "head_dim": hf.Field("attention.head_dim", 256, written="head_dim"),
+    "rope_theta": hf.Rotary(partial=0.25),
+    "layer_types": hf.HybridLayers(),
+}
+FIELDS = hf.without(QWEN3_FIELDS, "sliding_window", "max_window_layers", "use_qk_norm")
+FIELDS |= SIZES | {
+    "num_key_value_heads": hf.KeyValueHeads(2),
+    "norm_topk_prob": hf.Field("experts.norm_topk_prob", True),
+    "shared_expert_intermediate_size": hf.Field("shared_dim", 512),
+    # Published files have the layer, and no field for it.
+    "num_nextn_predict_layers": hf.Field("mtp.depths", 1, written="mtp.trained_depths"),
 }
 
-
-def from_hf(given: hf.ConfigFields) -> hf.Found:
-    """Reads a `config.json`; defaults are those of transformers."""
-    found = hf.read_decoder(given, FIELDS, kv_heads=2)
-    found |= hf.read_rotary(given, partial=0.25) | hf.read_load_balance(given)
-    found |= hf.read_hybrid_layers(given, found["num_layers"])
-    return found | read_dense_layers(given, found["num_layers"])
-
-
-def to_hf(config: Qwen3NextConfig) -> dict[str, Any]:
-    """Writes a `config.json`."""
-    written = hf.write_decoder(config, FIELDS) | hf.write_rotary(config.rotary)
-    written |= {"partial_rotary_factor": config.partial_rotary_factor}
-    written |= hf.write_hybrid_layers(config) | hf.write_load_balance(config)
-    return written | write_dense_layers(config)
-
-
+# Head by head: [query, gate] of attention, and of a group of linear attention its query
+# and key, then its values and gates, or its betas and decays.
 _QUERY_AND_GATE = HeadsTensor("q_proj", head_axes=2)
 SHARED_TENSORS = {
     "attention.q_proj": _QUERY_AND_GATE,
@@ -189,8 +173,6 @@ register_format(
     HfFormat(
         "qwen3_next",
         Qwen3NextConfig,
-        from_hf,
-        to_hf,
         FIELDS,
         TENSORS,
         not_read=("mtp.",),

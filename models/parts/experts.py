@@ -241,6 +241,7 @@ class SparseExperts(FeedForward):
         output = checkpoint_name(output, "expert_output")
         if self.shared is not None:
             shared = self.shared.down(self.shared.products(x))
+            # All tokens pass this expert; a sigmoid of each may scale what it gives.
             if self.shared_gate is not None:
                 shared = shared * hnn.sigmoid(self.shared_gate(x))
             output = output + shared.rearrange(x.axes)

@@ -26,6 +26,7 @@ from models.loading import load_model
 from models.parts.decoder import Decoder
 from models.parts.sections import ExpertsConfig, LatentConfig, MtpConfig
 from models.parts.tokens import Tokens
+from models.qwen3_5 import Qwen3_5Config
 from models.run_config import LmRunConfig, find_model
 from stacked_remat import ScanCheckpointPolicy
 from stacked_remat.training import ConfigError, TokenBatch, TrainState, TrainStep
@@ -303,3 +304,8 @@ def test_places_of_operations_are_those_of_the_other_layers():
     assert model.layers.remat == remat
     names = ScanCheckpointPolicy(save_block_internals=["residual"])
     assert model.mtp.remat == names
+
+
+def test_more_layers_than_files_have_are_refused():
+    with pytest.raises(ValueError, match="model.mtp.depths = 2 must be at most 1, as"):
+        Qwen3_5Config(mtp=MtpConfig(2, 0.3))

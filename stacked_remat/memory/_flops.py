@@ -35,6 +35,7 @@ from jax.interpreters import partial_eval
 
 from .._activity import active_carry, active_variables, bytes_of, expansion, is_in
 from .._hijax import primitive_of
+from .._names import name_given_by
 from .._placement import platform
 from .._trips import branches_in, products_in, trips_in
 
@@ -163,7 +164,8 @@ class _Count:
         cost: _Cost = Counter()
         for eqn in live.eqns:
             name = eqn.primitive.name
-            cost += Counter(("names", value) for value in _names_given(eqn))
+            if value_name := name_given_by(eqn):
+                cost["names", value_name] += 1
             operands = tuple(is_in(atom, active_vars) for atom in eqn.invars)
             # Names within a called jaxpr start anew, so what a scope around the call
             # says of kernels is handed down.
@@ -188,17 +190,6 @@ class _Count:
                 # more operands.
                 cost["matmul"] += forward["matmul"] * min(2, sum(operands))
         return cost
-
-
-def _names_given(eqn: Any) -> list[str]:
-    """The name that an equation gives its value, if it gives one."""
-    if eqn.primitive.name == "name":
-        return [eqn.params["name"]]
-    # JAX's own under `JAX_REMAT3=1`
-    primitive = primitive_of(eqn)
-    if type(primitive).__name__ == "CheckpointName":
-        return [primitive.params["name"]]
-    return []
 
 
 def _read(jaxpr: Any) -> set[Any]:

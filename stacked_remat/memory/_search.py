@@ -180,8 +180,10 @@ class Search:
                 if cost.host > self.host_budget:
                     continue
                 if varied in given or self._hides(varied, cost):
+                    total = common + kept
+                    is_candidate = varied in given
                     spec = given.get(varied, varied)
-                    steps.append(Step(spec, cost, again, common + kept))
+                    steps.append(Step(spec, cost, again, total, is_candidate))
         return steps
 
     @property
@@ -276,6 +278,8 @@ class Step:
     again: int
     # Bytes of device memory that the program takes, by the model.
     total: float
+    # Whether the user gave it, and not a variation of it.
+    is_candidate: bool
 
     def is_like(self, other: "Step") -> bool:
         """Whether it has hardly more FLOPs than another, and no other drawback."""
@@ -292,14 +296,15 @@ class Step:
 
 def _best(steps: list[Step]) -> list[Step]:
     """Of steps those that take less memory than all with fewer FLOPs, in this order;
-    of those that are alike, the one that takes the least.
+    of those that are alike, candidates and the one that takes the least.
     """
     best: list[Step] = []
     first = None
     for step in sorted(steps, key=lambda step: step.key):
         if best and step.total >= best[-1].total:
             continue
-        if first is not None and step.is_like(first):
+        is_alike = first is not None and step.is_like(first)
+        if is_alike and not best[-1].is_candidate:
             best[-1] = step
         else:
             best.append(step)

@@ -42,7 +42,7 @@ def test_what_is_printed(found):
         trial.report.total for trial in found.trials
     ]
     text = str(found)
-    assert text.startswith("frontier; sizes in ")
+    assert text.startswith("frontier\n")
     bars = [line for line in text.splitlines() if "# " in line]
     assert len(bars) == len(rows)
     assert bars[0].endswith("# 1.00")

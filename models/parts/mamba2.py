@@ -103,7 +103,7 @@ class GatedGroupNorm(eqx.Module):
         # The gate before the norm; those of gated delta nets are after it.
         gated = x * hnn.silu(gate.astype(jnp.float32))
         scale = hax.rsqrt(hax.mean(hax.square(gated), axis=Over) + self.eps)
-        # The weight after the cast: GraniteMoeHybridRMSNormGated of transformers
+        # The weight after the cast, as in transformers
         return (gated * scale).astype(gate.dtype) * self.weight
 
 

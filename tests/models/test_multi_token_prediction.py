@@ -28,6 +28,7 @@ from models.parts.sections import ExpertsConfig, LatentConfig, MtpConfig
 from models.parts.tokens import Tokens
 from models.qwen3_5 import Qwen3_5Config
 from models.run_config import LmRunConfig, find_model
+from stacked_remat import ScanCheckpointPolicy
 from stacked_remat.training import ConfigError, TokenBatch, TrainState, TrainStep
 
 from ..blocks import assert_close, assert_equal
@@ -164,7 +165,6 @@ def test_the_loss_and_its_gradients_are_those_of_plain_loops(config):
     assert np.all(np.any(gradient.mtp.stacked.eh_proj.weight.array, axis=(1, 2)))
 
 
-@pytest.mark.deep
 def test_microbatches_and_divided_positions_have_the_loss_of_a_batch():
     model = random_weights(Decoder.init, DEEPSEEK, Vocab, spread=0.3)
     batch = packed_batch()
@@ -298,3 +298,14 @@ def test_numbers_without_effect_are_refused(mtp, message):
 def test_more_layers_than_files_have_are_refused():
     with pytest.raises(ValueError, match="model.mtp.depths = 2 must be at most 1, as"):
         Qwen3_5Config(mtp=MtpConfig(2, 0.3))
+
+
+def test_places_of_operations_are_those_of_the_other_layers():
+    remat = ScanCheckpointPolicy(save_block_internals=["residual", "dot_general 1/9"])
+    model = eqx.filter_eval_shape(
+        lambda key: Decoder.init(DEEPSEEK, Vocab, remat=remat, key=key),
+        jax.random.key(0),
+    )
+    assert model.layers.remat == remat
+    names = ScanCheckpointPolicy(save_block_internals=["residual"])
+    assert model.mtp.remat == names

@@ -99,7 +99,6 @@ class GraniteMoeHybridConfig(
             attention = Attention.init(
                 self,
                 rotary=self.rotary if self.rotates else None,
-                window=kind.window,
                 scale=self.attention_multiplier,
                 key=mixer_key,
             )

@@ -83,7 +83,6 @@ class OlmoHybridConfig(HybridDecoderConfig):
             attention=Attention.init(
                 self,
                 rotary=self.rotary if self.rotates else None,
-                window=kind.window,
                 # Over all heads together
                 q_norm=rms_norm(self.QueryHeads, self.rms_norm_eps),
                 k_norm=rms_norm(self.KeyHeads, self.rms_norm_eps),

@@ -377,6 +377,15 @@ def config_to_hf(
     return document
 
 
+def why_not_exported(config: DecoderConfig, vocab_size: int | None) -> str | None:
+    """What of a config `config.json` can't say; None where it can say all."""
+    try:
+        config_to_hf(config, vocab_size or 1, dtype="float32")
+    except ValueError as error:
+        return str(error)
+    return None
+
+
 def differing_fields(path: str, config: object, found: object) -> list[str]:
     """A line for each field in which two configs differ, but for those that a run
     decides.

@@ -103,6 +103,23 @@ ATTACK_ARGS ?= --seeds 0:10000 --jobs $(WORKERS) --log runs/attack.jsonl
 attack: venv  ## compare 10,000 random programs with loops without the library, which takes hours; goes on where it ended
 	$(RUN) -m scripts.attack $(ATTACK_ARGS)
 
+# Branches of the core that the tests of `make test` take; processes that tests start count too.
+.PHONY: coverage
+coverage:  ## count the lines and branches of the core that its tests run, and list the others
+	@scripts/make_venv.sh "$(VENV)-coverage" "$(PYTHON)" test,coverage
+	$(VENV)-coverage/bin/python -m coverage erase
+	$(VENV)-coverage/bin/python -m coverage run -m pytest -n $(WORKERS) -m "not slow and not deep" \
+	    --ignore tests/models --ignore tests/training --ignore tests/benchmarks $(PYTEST_ARGS)
+	$(VENV)-coverage/bin/python -m coverage combine
+	$(VENV)-coverage/bin/python -m coverage report
+
+# MUTANTS changes of the core, drawn by SEED; MUTATION_ARGS="--only _schedule" for some files.
+MUTANTS ?= 100
+SEED ?= 0
+.PHONY: mutation
+mutation: venv  ## change the core in 100 places, one at a time, and count the changes that a test notices
+	$(RUN) -m scripts.mutate --mutants $(MUTANTS) --seed $(SEED) $(MUTATION_ARGS)
+
 # CONFIGS random configs of 5 to 12 layers from PARITY_SEED on.
 CONFIGS ?= 100
 .PHONY: parity-deep
@@ -158,5 +175,5 @@ constraints:  ## pin the newest versions for CI in constraints/
 
 .PHONY: clean
 clean:  ## remove virtual environments and build outputs (not runs/)
-	rm -rf .venv .venv-newest .venv-tools .venv-memory .venv-newest-memory .venv-parity build dist site .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-newest .venv-tools .venv-memory .venv-newest-memory .venv-parity .venv-coverage build dist site .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

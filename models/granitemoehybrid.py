@@ -99,7 +99,6 @@ class GraniteMoeHybridConfig(
             attention = Attention.init(
                 self,
                 rotary=self.rotary if self.rotates else None,
-                window=kind.window,
                 scale=self.attention_multiplier,
                 key=mixer_key,
             )
@@ -126,7 +125,7 @@ FIELDS = (
         "shared_intermediate_size": hf.Field("shared_dim", 1_024),
         "mamba_n_heads": hf.Field("mamba.num_heads", 128),
         "mamba_n_groups": hf.Field("mamba.num_groups", 1),
-        "mamba_d_head": hf.Field("mamba.head_dim", "auto"),
+        "mamba_d_head": hf.Field("mamba.head_dim", "auto", kind=object),
         "mamba_d_state": hf.Field("mamba.state_dim", 256),
         "mamba_d_conv": hf.Field("mamba.conv_size", 4),
         "mamba_conv_bias": hf.Field("mamba.conv_bias", True),

@@ -31,6 +31,7 @@ from models.parts.sections import (
     RotaryConfig,
 )
 from models.parts.tokens import Tokens
+from stacked_remat._messages import shown
 
 
 class KimiLinearLayer(DecoderLayer):
@@ -151,21 +152,37 @@ def from_hf(given: hf.ConfigFields) -> hf.Found:
     """Reads a `config.json`; defaults are those of transformers."""
     found = hf.read_decoder(given, FIELDS)
     # Transformers has the fields of this section beside others, under its own names.
-    section, last = given("linear_attn_config", {}), found["num_layers"]
-    heads = section.get("num_heads", given("linear_num_heads", 32))
-    width = section.get("head_dim", given("linear_head_dim", 128))
-    taps = given("linear_conv_kernel_dim", 4)
+    section = hf.ConfigFields(given("linear_attn_config", {}))
+    heads = section("num_heads", given("linear_num_heads", 32))
+    width = section("head_dim", given("linear_head_dim", 128))
+    taps = section("short_conv_kernel_size", given("linear_conv_kernel_dim", 4))
     found |= {"linear.num_key_heads": heads, "linear.num_value_heads": heads}
     found |= {"linear.key_dim": width, "linear.value_dim": width}
-    found["linear.conv_size"] = section.get("short_conv_kernel_size", taps)
-    # Layers are counted from 1 there.
-    full = section.get("full_attn_layers", range(5, last + 1, 4))
-    usual = [FULL if number in full else LINEAR for number in range(1, last + 1)]
+    found["linear.conv_size"] = taps
+    usual = _attention_types(section, found["num_layers"])
     found |= hf.HybridLayers().read_kinds(given("layer_types", usual), found)
+    section.check_left("kimi_linear", "linear_attn_config")
+    # Of transformers, where `first_k_dense_replace` can't say it
     if kinds := given("mlp_layer_types", []):
+        hf.check_length("mlp_layer_types", kinds, found["num_layers"])
+        hf.check_names("mlp_layer_types", kinds, ("dense", "sparse"))
         dense = [number for number, kind in enumerate(kinds) if kind == "dense"]
         found["experts.dense_layers"] = dense
     return found
+
+
+def _attention_types(section: hf.ConfigFields, last: int) -> list[str]:
+    """The attention of each layer by two lists of numbers, counted from 1."""
+    numbers = range(1, last + 1)
+    full, linear = section("full_attn_layers", []), section("kda_layers", [])
+    if not full and not linear:
+        full = [number for number in numbers if number % 4 == 1 and number > 1]
+    elif sorted(map(str, [*full, *linear])) != sorted(map(str, numbers)):
+        raise ValueError(
+            f"linear_attn_config: full_attn_layers {shown(full)} and kda_layers"
+            f" {shown(linear)} must have each of the layers 1 to {last} once."
+        )
+    return [FULL if number in full else LINEAR for number in numbers]
 
 
 def to_hf(config: KimiLinearConfig) -> dict[str, Any]:
@@ -178,7 +195,14 @@ def to_hf(config: KimiLinearConfig) -> dict[str, Any]:
         "full_attn_layers": [number for number, kind in types if kind == FULL],
         "kda_layers": [number for number, kind in types if kind == LINEAR],
     }
-    return hf.write_decoder(config, FIELDS) | {"linear_attn_config": section}
+    written = hf.write_decoder(config, FIELDS) | {"linear_attn_config": section}
+    dense = config.experts.dense_layers
+    if [*dense] != [*range(len(dense))]:
+        written["mlp_layer_types"] = [
+            "dense" if layer in dense else "sparse"
+            for layer in range(config.num_layers)
+        ]
+    return written
 
 
 # Dense layers have an `mlp`, the others a `block_sparse_moe`.
@@ -229,6 +253,11 @@ register_format(
         # Transformers writes those of dense layers so.
         also_read={f"block_sparse_moe.{name}": f"mlp.{name}" for name in _PROJECTIONS},
         shapes={"linear_attention.decay.a_log": (1, 1, -1, 1)},
+        names={
+            "linear.num_key_heads": "linear_attn_config.num_heads",
+            "linear.key_dim": "linear_attn_config.head_dim",
+            "linear.conv_size": "linear_attn_config.short_conv_kernel_size",
+        },
         probe={"num_layers": 4, "experts": ExpertsConfig(dense_layers=(0,))},
         checksum=-1.32539,
     )

@@ -22,6 +22,7 @@ from models.parts.mlp import FeedForward
 from models.parts.norms import Norm, rms_norm
 from models.parts.sections import FULL
 from models.parts.tokens import Tokens
+from stacked_remat._messages import shown
 from stacked_remat.training.config_checks import check_positive
 
 
@@ -129,13 +130,18 @@ def from_hf(given: hf.ConfigFields) -> hf.Found:
     layers = range(found["num_layers"])
     # An older name for the same, which counts where `layer_types` is absent
     full = given("full_attn_idxs", [*layers])
+    if strange := [layer for layer in full if layer not in layers]:
+        raise ValueError(
+            f"full_attn_idxs names layer {shown(strange[0])}; there are 0 to"
+            f" {layers[-1]}."
+        )
     usual = [FULL if layer in full else "conv" for layer in layers]
     return found | LAYERS.read_kinds(given("layer_types", usual), found)
 
 
 def _mlp_dim(given: hf.ConfigFields, width: int) -> int:
     """The inner width of MLPs: by default two thirds of that written, rounded up."""
-    multiple = given("block_multiple_of", 256)
+    multiple = given.at_least(1, "block_multiple_of", 256)
     factor = given("block_ffn_dim_multiplier", 1.0, kind=float, null=None)
     if not given("block_auto_adjust_ff_dim", True):
         return width

@@ -83,7 +83,6 @@ class OlmoHybridConfig(HybridDecoderConfig):
             attention=Attention.init(
                 self,
                 rotary=self.rotary if self.rotates else None,
-                window=kind.window,
                 # Over all heads together
                 q_norm=rms_norm(self.QueryHeads, self.rms_norm_eps),
                 k_norm=rms_norm(self.KeyHeads, self.rms_norm_eps),
@@ -116,7 +115,9 @@ FIELDS = (
 def from_hf(given: hf.ConfigFields) -> hf.Found:
     """Reads a `config.json`; defaults are those of transformers."""
     # A theta of null, beside the section or in it, stands for no rotation.
-    section = given.document.get("rope_parameters") or given.document
+    section = given.document.get("rope_parameters")
+    if not isinstance(section, dict) or not section:
+        section = given.document  # where the field is absent, or refused below
     rotates = section.get("rope_theta", 10_000.0) is not None
     if not rotates:
         given.ignore("rope_parameters")

@@ -94,7 +94,6 @@ class GatedHybridConfig(PartialRotaryConfig, HybridDecoderConfig, MtpDecoderConf
                 rotary=self.rotary,
                 # A quarter of a head, its first coordinates
                 rotary_dim=self.rotated_dim,
-                window=kind.window,
                 q_norm=offset_rms_norm(self.HeadDim, self.rms_norm_eps),
                 k_norm=offset_rms_norm(self.HeadDim, self.rms_norm_eps),
                 gate=True,

@@ -26,6 +26,7 @@ from rich.text import Text
 
 from models.candidate import STREAMED, Candidate
 from models.command import backend_lines, encodable, escaped, run_command, shown_on
+from models.hf_io.formats import why_not_exported
 from models.lm import next_token_loss
 from models.run_config import LmRunConfig, tokenizer_remark
 from models.run_scoring import check_scoring, run_scoring, scored_against
@@ -341,9 +342,11 @@ def _prepared(
         step.check_applies()
     for line in backend_lines(taken):
         progress.message(line)
+    rows = step.config.vocab_size
+    if (reason := why_not_exported(step.config.model, rows)) is not None:
+        progress.message(f"models.export_hf will refuse this model: {reason}")
     if step.policy.offloads:
         check_offload()
-    rows = step.config.vocab_size
     return step, load_tokenizer(
         step.config.tokenizer_name, config.data.chat_date, rows=rows
     )

@@ -37,6 +37,9 @@ THEMES = {
 }
 """Colours of text, of other libraries, and of this one."""
 
+OURS_IS: dict[str, Any] = {"hatch": "///", "edgecolor": "white", "linewidth": 0}
+"""How bars of this library look beside their colour, which not everyone can tell."""
+
 LOOPS = ("True", "nested", "max_carries=20")
 """The rows of this library in the chart of long loops, which shows those of all others
 too.
@@ -77,8 +80,11 @@ def memory_chart(result: Mapping[str, Any], colors: Sequence[str]) -> Figure:
         ),
     )
     shades = [ours if name.startswith("stacked_remat") else peers for name in names]
-    axes.barh(range(len(names)), device, color=shades)
+    bars = axes.barh(range(len(names)), device, color=shades)
     ends = axes.barh(range(len(names)), host, left=device, color=shades, alpha=0.35)
+    for bar, name in zip(bars, names, strict=True):
+        if name.startswith("stacked_remat"):
+            bar.set(**OURS_IS)
     values = [
         f"{a:.2f}" + (f" + {b:.2f}" if b else "")
         for a, b in zip(device, host, strict=True)
@@ -95,7 +101,9 @@ def memory_chart(result: Mapping[str, Any], colors: Sequence[str]) -> Figure:
     patches = {
         label: Patch(color=color, alpha=alpha) for label, (color, alpha) in keys.items()
     }
+    patches["stacked_remat"].set(**OURS_IS)
     _legend(figure, patches, text, "\n".join(about))
+    axes.set_xlabel("GiB", color=text)
     axes.set_xlim(0, max(a + b for a, b in zip(device, host, strict=True)) * 1.15)
     return figure
 
@@ -108,16 +116,20 @@ def loops_chart(result: Mapping[str, Any], colors: Sequence[str]) -> Figure:
     figure = Figure((6.6, 1 + 0.27 * len(names)), layout="constrained")
     every = figure.subplots(1, 2, sharey=True)
     columns = {
-        "milliseconds": "milliseconds",
-        "temporary_kib": "temporaries, KiB (logarithmic)",
+        "milliseconds": ("time", "milliseconds"),
+        "temporary_kib": ("temporaries", "KiB, logarithmic"),
     }
-    for axes, (key, label) in zip(every, columns.items(), strict=True):
+    for axes, (key, (label, unit)) in zip(every, columns.items(), strict=True):
         _bare(axes, text)
         values = [rows[name][key] for name in names]
         bars = axes.barh(
             names, values, color=[ours if name in LOOPS else peers for name in names]
         )
+        for bar, name in zip(bars, names, strict=True):
+            if name in LOOPS:
+                bar.set(**OURS_IS)
         axes.bar_label(bars, [f"{value:,}" for value in values], padding=4, color=text)
+        axes.set_xlabel(unit, color=text)
         axes.set_title(label, loc="left", color=text, fontsize=10)
         axes.set_xlim(0, 1.25 * max(values))
     memory = [rows[name]["temporary_kib"] for name in names]
@@ -129,7 +141,8 @@ def loops_chart(result: Mapping[str, Any], colors: Sequence[str]) -> Figure:
         f"Gradient of {result['steps']:,} steps of a state of {result['size']:,}"
         " numbers"
     )
-    keys = {"stacked_remat": Patch(color=ours), "others": Patch(color=peers)}
+    of_ours = Patch(facecolor=ours, **OURS_IS)
+    keys = {"stacked_remat": of_ours, "others": Patch(color=peers)}
     _legend(
         figure,
         keys,
@@ -150,9 +163,9 @@ def _axes(width: float, height: float, text: str) -> tuple[Figure, Axes]:
 
 def _bare(axes: Axes, text: str) -> None:
     axes.spines[:].set_visible(False)
-    axes.tick_params(length=0, colors=text)
+    axes.tick_params(which="both", length=0, colors=text)
     axes.xaxis.label.set_color(text)
-    axes.xaxis.set_visible(False)
+    axes.set_xticks([])  # each bar has its number
 
 
 def _legend(

@@ -3,6 +3,7 @@
 
 const calculator = (() => {
   const BYTES = { bfloat16: 2, float16: 2, float32: 4 };
+  const isTpu = (target) => target.startsWith("v");
 
   // ---- schedules: as in stacked_remat/_schedule.py, with which a test compares them ----
 
@@ -144,7 +145,7 @@ const calculator = (() => {
   /**
    * What a stack takes for one gradient or one update.
    *
-   * `input` has `layers`, `tokens`, `width`, `dtype`, `target` ("h200", "v5p"), `policy`, and either
+   * `input` has `layers`, `tokens`, `width`, `dtype`, `target` (a name of `TARGETS`), `policy`, and either
    * - `inner`, the inner width of each layer of the pattern's cycle, for a residual MLP; with `weights`, numbers in
    *   a layer, if they are not 2 * width * inner; `update`: "gradient", "frozen" or "fused"; `state`, bytes of
    *   optimizer state for a weight; `other`, bytes of all that is not the stack; or
@@ -213,7 +214,7 @@ const calculator = (() => {
   /** What XLA holds while one layer of the residual MLP is reversed, as docs/calculator.md says. */
   function visitOf(input, internals, weightsOf, carry, schedule) {
     const widest = Math.max(...internals);
-    if (input.target !== "v5p") return 2 * widest + carry + Math.max(...weightsOf);
+    if (!isTpu(input.target)) return 2 * widest + carry + Math.max(...weightsOf);
     const kinds = input.inner.length > 1 ? carry : 0;
     if (!schedule || input.update === "frozen") return 2 * widest + carry + kinds;
     const alike = input.policy.offload && new Set(schedule.segments).size === 1;
@@ -247,11 +248,14 @@ function policiesOf(k) {
 
 function readForm(form) {
   const value = (name) => form.elements[name].value;
-  const positive = (name) => {
-    const number = Math.floor(Number(value(name)));
-    if (!(number >= 1)) throw new Error(`${name} is a whole number, at least 1`);
+  const whole = (name, smallest) => {
+    const number = Number(value(name));
+    if (!(Number.isInteger(number) && number >= smallest) || value(name).trim() === "") {
+      throw new Error(`${name} is a whole number, at least ${smallest}`);
+    }
     return number;
   };
+  const positive = (name) => whole(name, 1);
   const least = (name) => {
     const number = Number(value(name));
     if (!(number >= 0)) throw new Error(`${name} is a number, at least 0`);
@@ -267,15 +271,18 @@ function readForm(form) {
     state: least("state"),
     other: least("other") * GIB,
   };
-  if (input.layers > 1000) throw new Error("layers: at most 1000 here");
+  if (input.layers > 1000) throw new Error("layers is at most 1000 here");
   if (value("block") === "mlp") {
     input.inner = value("pattern").split(",").map(Number);
-    if (!input.inner.every((inner) => inner >= 1)) throw new Error("pattern: inner widths, with commas between");
+    if (!input.inner.every((inner) => Number.isInteger(inner) && inner >= 1)) {
+      throw new Error("pattern is inner widths, whole numbers with commas between");
+    }
     if (least("weights")) input.weights = least("weights") * 1e6;
   } else {
     input.reported = { temporaries: least("temporaries") * GIB, constant: least("constant") * GIB };
   }
-  const first = Math.min(least("first_layers"), input.layers);
+  const first = whole("first_layers", 0);
+  if (first > input.layers) throw new Error(`first_layers is at most the ${input.layers} layers`);
   const policies = policiesOf(positive("k"));
   for (const policy of Object.values(policies)) {
     if (first && !policy.save_block_internals && Object.keys(policy).length) {
@@ -404,6 +411,11 @@ function showCalculator() {
   if (!form) return;
   const at = (id) => document.getElementById(id);
   const select = form.elements.policy;
+  const markStale = (isStale) => {
+    for (const block of document.querySelectorAll(".calculator-tables:has(#calculator-policies, #calculator-parts)")) {
+      block.classList.toggle("stale", isStale);
+    }
+  };
   const update = () => {
     try {
       const { input, policies, budget } = readForm(form);
@@ -422,8 +434,10 @@ function showCalculator() {
       showParts(at("calculator-parts"), result);
       draw(at("calculator-picture"), result.schedule, policies[name].offload);
       at("calculator-error").textContent = "";
+      markStale(false);
     } catch (error) {
       at("calculator-error").textContent = error.message;
+      markStale(true);
     }
   };
   form.addEventListener("input", update);

@@ -117,6 +117,7 @@ class HfFormat:
             decoder's embedding and head that each has.
         not_read: how the names of other tensors begin that files may have and this
             decoder does not.
+        names: of fields that `fields` lacks, by the path of the attribute, for errors.
         from_hf: reads a `config.json` where the table does not say all; None for
             `read_decoder`.
         to_hf: writes one; None for `write_decoder`.
@@ -140,6 +141,7 @@ class HfFormat:
     further_layers: bool = False
     further: Mapping[str, str] = field(default_factory=dict)
     not_read: tuple[str, ...] = ()
+    names: Mapping[str, str] = field(default_factory=dict)
     from_hf: Callable[[ConfigFields], Found] | None = None
     to_hf: Callable[[Any], dict[str, Any]] | None = None
     probe: Mapping[str, Any] = field(default_factory=dict)
@@ -307,7 +309,8 @@ def config_from_hf(
     except (ArithmeticError, AttributeError, TypeError) as error:
         name, value = given.latest
         raise ValueError(
-            f"{name} is {shown(value)}: this can't be used ({error})."
+            f"{name} is {shown(value)}: this can't be used, or a field that goes with"
+            f" it ({error})."
         ) from error
     given.check_left(model_type, place)
     # Files have the width of an MLP also where no layer has one.
@@ -323,7 +326,7 @@ def config_from_hf(
     except ConfigError as error:
         fields = known.fields.items()
         names = {one.path: name for name, one in fields if isinstance(one, Field)}
-        names |= _NAMES
+        names |= _NAMES | known.names
         # Users know the fields of the file, not the attributes that they are read into.
         text = re.sub(
             r"(?:model\.)?([a-z]\w*(?:\.[a-z]\w*)*)",
@@ -372,6 +375,15 @@ def config_to_hf(
             f" {shortened([line.partition(':')[0] for line in differing])}."
         )
     return document
+
+
+def why_not_exported(config: DecoderConfig, vocab_size: int | None) -> str | None:
+    """What of a config `config.json` can't say; None where it can say all."""
+    try:
+        config_to_hf(config, vocab_size or 1, dtype="float32")
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def differing_fields(path: str, config: object, found: object) -> list[str]:

@@ -204,7 +204,7 @@ class GatedDeltaNet(StatefulMixer):
             state,
         )
         gate = named_heads(self.gate_proj(x), "gate", x)
-        # The norm first, and the gate in float32: Qwen3NextRMSNormGated of transformers
+        # The norm first, then the gate in float32; Mamba-2 has it the other way round.
         gated = self.norm(output) * self.activation(gate.astype(jnp.float32))
         output = self.o_proj(gated.astype(x.dtype)).rearrange(x.axes)
         return output, (state, q_window, k_window, v_window)

@@ -38,6 +38,11 @@ class HybridDecoderConfig(DecoderConfig):
                 f"model.layer_types = {[*self.layer_types]} must have {LINEAR!r} or"
                 f" {FULL!r} for each layer; a shorter list repeats."
             )
+        if self.attention.window is not None or self.attention.layer_types is not None:
+            raise ValueError(
+                "Leave out model.attention.window and model.attention.layer_types:"
+                " attention of a hybrid decoder sees all positions."
+            )
         # The default repeats, and may be longer than a shallow decoder.
         types, default = self.layer_types, HybridDecoderConfig.layer_types
         if len(types) > self.num_layers and types != default:
@@ -55,10 +60,7 @@ class HybridDecoderConfig(DecoderConfig):
     def kind_of(self, number: int) -> LayerKind:
         """The kind of a layer."""
         kind = super().kind_of(number)
-        if self.types_of_layers[number] == FULL:
-            return kind
-        # A state has no window: it forgets by its decays.
-        return replace(kind, window=None, linear=True)
+        return replace(kind, linear=self.types_of_layers[number] == LINEAR)
 
     def mixer_names(self, kind: LayerKind) -> tuple[str, ...]:
         """The names inside the mixer of a layer of this kind."""

@@ -100,10 +100,10 @@ class GatedGroupNorm(eqx.Module):
         """Normalises over these axes; `x` is float32, the result has the dtype of
         `gate`.
         """
-        # The gate before the norm; those of gated delta nets are after it.
+        # The gate before the norm, in Mamba's code `norm_before_gate=False`
         gated = x * hnn.silu(gate.astype(jnp.float32))
         scale = hax.rsqrt(hax.mean(hax.square(gated), axis=Over) + self.eps)
-        # The weight after the cast: GraniteMoeHybridRMSNormGated of transformers
+        # The weight after the cast, as in transformers
         return (gated * scale).astype(gate.dtype) * self.weight
 
 

@@ -27,6 +27,12 @@ def resolved_axis(selector: AxisSelector, what: str, x: NamedArray) -> Axis:
     raise ValueError(f"`{what}` has {axes_text(x.axes)}, and no axis {selector!r}.")
 
 
+def wide_dtype(*arrays: NamedArray | None) -> Any:
+    """The dtype of sums and states: float32, or float64 if an array has it."""
+    is_double = any(x is not None and x.dtype == jnp.float64 for x in arrays)
+    return jnp.float64 if is_double else jnp.float32
+
+
 def check_named(
     what: str,
     x: Any,

@@ -6,7 +6,6 @@ A loop goes over groups of chunks (`_linear_groups.py`).
 """
 
 import functools
-from typing import Any
 
 import haliax as hax
 import jax.numpy as jnp
@@ -16,7 +15,7 @@ from jaxtyping import Array
 
 from .._messages import axes_text
 from ._linear_groups import HeadAxes, Inputs, attend_in_groups
-from ._named import FLOATS, INTEGERS, check_named, resolved_axis
+from ._named import FLOATS, INTEGERS, check_named, resolved_axis, wide_dtype
 from ._positions import document_runs
 from .per_device import align_varying_axes, mesh_axes, per_device
 
@@ -96,7 +95,7 @@ def linear_attention(
         check_named("documents", documents, INTEGERS, (Pos,), axes.batch)
     if lengths is not None:
         check_named("lengths", lengths, INTEGERS, (), axes.batch)
-    wide = _wide_dtype(query, key, value, log_decay, beta, state)
+    wide = wide_dtype(query, key, value, log_decay, beta, state)
     if state is None:
         state = hax.zeros(axes.state, wide)
     check_named("state", state, FLOATS, axes.state, ())
@@ -132,7 +131,7 @@ def linear_attention_step(
     axes = _axes_of(key, value, Key, Value)
     _check(axes, query, key, log_decay, beta)
     check_named("state", state, FLOATS, axes.state, ())
-    wide = _wide_dtype(query, key, value, log_decay, beta, state)
+    wide = wide_dtype(query, key, value, log_decay, beta, state)
     key = key.astype(wide)
     state = state.astype(wide) * hax.exp(log_decay.astype(wide))
     update = value.astype(wide)
@@ -184,12 +183,6 @@ def _check(
     check_named("log_decay", log_decay, FLOATS, positions, (*axes.heads, axes.Key))
     if beta is not None:
         check_named("beta", beta, FLOATS, positions, axes.heads)
-
-
-def _wide_dtype(*arrays: NamedArray | None) -> Any:
-    """The dtype of states and sums."""
-    is_double = any(x is not None and x.dtype == jnp.float64 for x in arrays)
-    return jnp.float64 if is_double else jnp.float32
 
 
 def _attend(

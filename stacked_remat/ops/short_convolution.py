@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import haliax as hax
 import jax.numpy as jnp
@@ -11,7 +10,7 @@ from jax import lax
 
 from .._messages import axes_text
 from ._backends import UnsupportedCallError
-from ._named import FLOATS, INTEGERS, check_named, resolved_axis
+from ._named import FLOATS, INTEGERS, check_named, resolved_axis, wide_dtype
 from ._positions import document_runs, with_positions_before
 from .per_device import align_varying_axes, mesh_axes, per_device
 
@@ -105,7 +104,7 @@ def short_convolution_step(
     check_named("x", x, FLOATS, _channels(x, weight, Tap))
     Kept = Tap.resize(Tap.size - 1)
     check_named("window", window, FLOATS, (*x.axes, Kept), ())
-    wide = _wide_dtype(x, weight)
+    wide = wide_dtype(x, weight)
     inputs = hax.concatenate(Tap.name, [window, x.broadcast_axis(Tap.resize(1))])
     y = hax.dot(inputs.astype(wide), weight.astype(wide), axis=Tap)
     after = inputs[Tap.name, 1:].rearrange(window.axes)
@@ -127,11 +126,6 @@ def _channels(x: NamedArray, weight: NamedArray, Tap: Axis) -> tuple[Axis, ...]:
 def _with_window(axes: Sequence[Axis], Pos: Axis, Tap: Axis) -> tuple[Axis, ...]:
     Kept = Tap.resize(Tap.size - 1)
     return tuple(Kept if axis == Pos else axis for axis in axes)
-
-
-def _wide_dtype(*arrays: NamedArray) -> Any:
-    is_double = any(x.dtype == jnp.float64 for x in arrays)
-    return jnp.float64 if is_double else jnp.float32
 
 
 def _convolve(
@@ -165,7 +159,7 @@ def _convolve(
     runs = None
     if documents is not None and before:
         runs = document_runs(documents, Pos, before, context)
-    wide = _wide_dtype(x, weight)
+    wide = wide_dtype(x, weight)
     y = hax.zeros(x.axes, wide)
     for tap in range(Tap.size):
         # The inputs that this tap is of, for all positions

@@ -283,6 +283,7 @@ class _Report:
             speed = {
                 "tokens_per_second": self._clock.tokens_per_second,
                 "step_seconds": self._clock.step_seconds,
+                "goodput": self._clock.goodput,
                 **({} if memory is None else {"peak_memory_bytes": memory}),
             }
             if (
@@ -294,6 +295,7 @@ class _Report:
                 {
                     **metrics,
                     "targets": targets,
+                    "tokens": done * step.num_tokens,
                     "learning_rate": self._learning_rate(done),
                     **speed,
                 },

@@ -23,6 +23,7 @@ class Clock:
     """
 
     def __init__(self) -> None:
+        self._began, self._in_steps = time.monotonic(), 0.0
         self._last: float | None = None
         self.restart()
 
@@ -33,6 +34,7 @@ class Clock:
         ended = time.monotonic() if ended is None else ended
         if self._last is not None:
             self._seconds += ended - self._last
+            self._in_steps += ended - self._last
             self._steps += 1
             self._tokens += tokens
         self._last = ended
@@ -53,6 +55,13 @@ class Clock:
     def step_seconds(self) -> float:
         """Mean time of a step; nan before the first one is counted."""
         return self._seconds / self._steps if self._steps else float("nan")
+
+    @property
+    def goodput(self) -> float:
+        """The share of the time since the clock was made that the counted steps
+        took.
+        """
+        return self._in_steps / (time.monotonic() - self._began)
 
     @property
     def tokens_per_second(self) -> float:

@@ -15,8 +15,9 @@ from safetensors.numpy import save_file
 
 from models.hf_io.adapters import load_adapters, save_adapters
 from models.hf_io.decoder_weights import read_decoder, write_decoder
-from models.hf_io.formats import written_out
+from models.hf_io.formats import why_not_exported, written_out
 from models.hf_io.safetensors_folder import SINGLE, SafetensorsFolder
+from models.lfm2 import Lfm2Config
 from models.lm import next_token_loss
 from models.olmo_hybrid import OlmoHybridConfig
 from models.parts.decoder import Decoder
@@ -99,11 +100,20 @@ def test_kinds_have_names_and_stacks_of_their_own():
         ({"layer_types": ("linear",)}, r"model.layer_types = \['linear'\] must have"),
         ({"partial_rotary_factor": 0.1}, "model.partial_rotary_factor = 0.1 .* is 0"),
         ({"shared_dim": 0}, "model.shared_dim"),
+        ({"attention": AttentionConfig(window=2)}, "Leave out model.attention.window"),
     ],
 )
 def test_what_no_hybrid_has_is_refused(fields, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(QWEN, **fields)
+
+
+def test_what_files_can_not_say_is_known_before_an_export():
+    config = Lfm2Config(hidden_dim=16, num_layers=2, num_heads=4, layer_types=(FULL,))
+    assert why_not_exported(config, 19) is None
+    biased = dataclasses.replace(config, attention=AttentionConfig(bias=True))
+    reason = why_not_exported(biased, 19)
+    assert reason is not None and "no such model.attention.bias" in reason
 
 
 def test_value_heads_share_heads_of_keys_evenly():

@@ -295,6 +295,11 @@ def test_numbers_without_effect_are_refused(mtp, message):
         LmRunConfig(model=dataclasses.replace(DEEPSEEK, mtp=MtpConfig(*mtp)))
 
 
+def test_more_layers_than_files_have_are_refused():
+    with pytest.raises(ValueError, match="model.mtp.depths = 2 must be at most 1, as"):
+        Qwen3_5Config(mtp=MtpConfig(2, 0.3))
+
+
 def test_places_of_operations_are_those_of_the_other_layers():
     remat = ScanCheckpointPolicy(save_block_internals=["residual", "dot_general 1/9"])
     model = eqx.filter_eval_shape(
@@ -304,8 +309,3 @@ def test_places_of_operations_are_those_of_the_other_layers():
     assert model.layers.remat == remat
     names = ScanCheckpointPolicy(save_block_internals=["residual"])
     assert model.mtp.remat == names
-
-
-def test_more_layers_than_files_have_are_refused():
-    with pytest.raises(ValueError, match="model.mtp.depths = 2 must be at most 1, as"):
-        Qwen3_5Config(mtp=MtpConfig(2, 0.3))

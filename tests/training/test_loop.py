@@ -239,10 +239,14 @@ def test_metrics_come_at_the_start_the_end_and_in_between(finished):
         "tokens_per_second",
         "step_seconds",
         "targets",
+        "tokens",
+        "goodput",
     }
     assert set(trained[0][1]) == names | {"peak_memory_bytes", "mfu"}
     np.testing.assert_allclose(trained[0][1]["learning_rate"], 0.15)
     assert [line["targets"] for _, line in trained] == [32] * 4
+    assert [line["tokens"] for _, line in trained] == [32, 320, 640, 960]
+    assert all(0 <= line["goodput"] <= 1 for _, line in trained)
     for _, line in trained[1:]:
         np.testing.assert_allclose(
             line["tokens_per_second"] * line["step_seconds"], 32, rtol=1e-6

@@ -31,6 +31,7 @@ def test_the_clock_leaves_out_the_first_step_and_pauses(monkeypatch):
         with clock.paused():
             now[0] += 50
     assert clock.step_seconds == 2.0 and clock.tokens_per_second == 3.0
+    assert clock.goodput == 4 / 204
     clock.restart()
     with clock.paused():
         now[0] += 50

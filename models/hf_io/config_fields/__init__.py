@@ -29,6 +29,8 @@ from models.hf_io.config_fields.layers import (
     DensePrefix as DensePrefix,
     HybridLayers as HybridLayers,
     Windows as Windows,
+    check_length as check_length,
+    check_names as check_names,
     layer_types as layer_types,
     read_rotated as read_rotated,
     read_windows as read_windows,

@@ -37,6 +37,7 @@ class Field(Entry):
         aliases: other names that are read.
         written: the path of what is written, where it is another.
         nullable: whether null is a value, and not the default.
+        kind: the type, where it is not that of the default; `object` for several.
     """
 
     path: str
@@ -44,12 +45,16 @@ class Field(Entry):
     aliases: tuple[str, ...] = ()
     written: str = ""
     nullable: bool = False
+    kind: type | None = None
 
     def read(self, given: ConfigFields, name: str, found: Found) -> Found:
         """The field under any of its names."""
         if self.nullable:
             return {self.path: given(name, self.default, null=None)}
-        kind = int if self.default is ... else object  # of sizes, which are needed
+        kind = self.kind
+        if kind is None:
+            usual = 0 if self.default is ... else self.default  # sizes have none
+            kind = object if usual is None else type(usual)
         # All are read, so that none is left over; the first in this order counts.
         values = [given(one, kind=kind) for one in (name, *self.aliases)]
         values = [value for value in values if value is not None]

@@ -83,6 +83,13 @@ class ConfigFields:
             raise ValueError(f"{name} must be {kind.__name__}, got {shown(value)}.")
         return value
 
+    def at_least(self, least: int, name: str, default: int) -> int:
+        """A whole number from `least` on; raises ValueError for a smaller one."""
+        value = self(name, default)
+        if value < least:
+            raise ValueError(f"{name} must be at least {least}, got {shown(value)}.")
+        return value
+
     def ignore(self, *names: str) -> None:
         """Fields of any value, which change nothing here."""
         for name in names:

@@ -1,6 +1,6 @@
 """The fields that say in what layers differ."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,7 +76,7 @@ def read_windows(
         given.only("layer_types", usual)
     # Absent in files of older versions, which had other fields for it
     kinds = given("layer_types", usual)
-    _check_layer_types(kinds, num_layers)
+    check_length("layer_types", kinds, num_layers)
     window = window if SLIDING in kinds else None
     all_alike = {*kinds} == {FULL if window is None else SLIDING}
     return {
@@ -90,11 +90,20 @@ def layer_types(config: DecoderConfig) -> list[str]:
     return [FULL if kind.window is None else SLIDING for kind in config.layer_kinds]
 
 
-def _check_layer_types(kinds: Sequence[str], num_layers: int) -> None:
+def check_names(name: str, kinds: Sequence[Any], known: Collection[str]) -> None:
+    """Raises ValueError for a kind of layer, in the field `name`, that is not known."""
+    for kind in kinds:
+        if kind not in known:
+            supported = " and ".join(known)
+            raise ValueError(
+                f"{name} has {shown(kind)}; only {supported} are supported."
+            )
+
+
+def check_length(name: str, kinds: Sequence[str], num_layers: int) -> None:
+    """Raises ValueError for a field `name` without an entry for each layer."""
     if len(kinds) != num_layers:  # a shorter list would be repeated
-        raise ValueError(
-            f"layer_types has {len(kinds)} entries for {num_layers} layers."
-        )
+        raise ValueError(f"{name} has {len(kinds)} entries for {num_layers} layers.")
 
 
 @dataclass(frozen=True)
@@ -116,19 +125,15 @@ class HybridLayers(Entry):
         """The mixers."""
         period, numbers = self.period, range(1, found["num_layers"] + 1)
         if self.period_name:
-            period = given(self.period_name, period)
+            period = given.at_least(1, self.period_name, period)
         usual = [self.linear if number % period else self.full for number in numbers]
         return self.read_kinds(given(name, usual), found)
 
     def read_kinds(self, kinds: Sequence[str], found: Found) -> Found:
         """The mixers that have these names."""
-        _check_layer_types(kinds, found["num_layers"])
+        check_length("layer_types", kinds, found["num_layers"])
         known = {self.linear: LINEAR, self.full: FULL}
-        if strange := [kind for kind in kinds if kind not in known]:
-            raise ValueError(
-                f"layer_types has {shown(strange[0])}; only {self.linear} and"
-                f" {self.full} are supported."
-            )
+        check_names("layer_types", kinds, known)
         return {"layer_types": [known[kind] for kind in kinds]}
 
     def write(self, config: HybridDecoderConfig, name: str) -> dict[str, Any]:
@@ -145,7 +150,7 @@ class DensePrefix(Entry):
 
     def read(self, given: ConfigFields, name: str, found: Found) -> Found:
         """The layers."""
-        first = given(name, self.default)
+        first = given.at_least(0, name, self.default)
         return {"experts.dense_layers": [*range(min(first, found["num_layers"]))]}
 
     def write(self, config: SparseDecoderConfig, name: str) -> dict[str, Any]:

@@ -104,8 +104,8 @@ def frontier(
     traced = tracer(fn_of_policy, args, kwargs, target, donate)
     search = Search(traced, math.inf, most_on_host, cache, show, layers=layers)
     ladder = search.ladder(candidates)
-    policies = [step.policy for step in _spread(ladder, points)] or candidates
-    for policy in policies:
+    chosen: list[ScanCheckpointSpec] = [step.policy for step in _spread(ladder, points)]
+    for policy in chosen or candidates:
         search.taken(policy)
     tried = compared(search.compiled.values())
     compiled = [trial for trial in tried.trials if trial.report is not None]

@@ -104,8 +104,8 @@ class Search:
             if callable(resolve_policy(policy).save_block_internals):
                 self.taken(policy)
         # Others were compiled to measure them.
-        policies = [*candidates, *(step.policy for step in ladder)]
-        offered = {*map(resolve_policy, policies)}
+        offered = {*map(resolve_policy, candidates)}
+        offered |= {resolve_policy(step.policy) for step in ladder}
         # Also where no step of the ladder fits: the model may be wrong.
         if not self._fitting(offered):
             for policy in self._in_order(candidates):
@@ -159,7 +159,9 @@ class Search:
         self, candidates: Sequence[ScanCheckpointSpec], model: Model
     ) -> "list[Step]":
         """All variations with their costs by a model; candidates as they were given."""
-        given = {resolve_policy(policy): policy for policy in candidates}
+        given: dict[ScanCheckpointPolicy, ScanCheckpointSpec] = {}
+        for policy in candidates:
+            given[resolve_policy(policy)] = policy
         measured = self.trial(given.get(model.reference, model.reference)).report
         if measured is None or self.layers is None:
             return []

@@ -12,7 +12,6 @@ import jax
 from haliax import NamedArray
 from jaxtyping import PRNGKeyArray
 
-from models.deepseek_v3 import LATENT_FIELDS
 from models.hf_io import config_fields as hf
 from models.hf_io.formats import HfFormat, register_format
 from models.parts.cache import LayerCache
@@ -32,6 +31,7 @@ from models.parts.sections import (
     RotaryConfig,
 )
 from models.parts.tokens import Tokens
+from stacked_remat._messages import shown
 
 
 class KimiLinearLayer(DecoderLayer):
@@ -95,11 +95,14 @@ class KimiLinearConfig(LatentDecoderConfig, HybridDecoderConfig):
                 self,
                 self.linear,
                 norm_eps=self.rms_norm_eps,
+                # Not SiLU, as gates of gated delta nets have
                 activation=hnn.sigmoid,
+                # As narrow as one head
                 rank=self.linear.key_dim,
                 key=mixer_key,
             )
         else:
+            # Linear layers know positions by their decays; here only the mask does.
             attention = LatentAttention.init(
                 self, self.latent, rotary=None, key=mixer_key
             )
@@ -115,7 +118,7 @@ class KimiLinearConfig(LatentDecoderConfig, HybridDecoderConfig):
         )
 
 
-FIELDS = hf.without(hf.DENSE_SIZES, "head_dim", "tie_word_embeddings") | LATENT_FIELDS
+FIELDS = hf.without(hf.DENSE_SIZES, "head_dim") | hf.LATENT_SIZES
 # The names of the published files, and those of transformers for the same
 FIELDS |= {
     "rms_norm_eps": hf.Field("rms_norm_eps", 1e-5),
@@ -132,37 +135,54 @@ FIELDS |= {
     "model_max_length": hf.Field(
         "rotary.max_position_embeddings", 1_048_576, ("max_position_embeddings",)
     ),
+    "first_k_dense_replace": hf.DensePrefix(1),
+    "tie_word_embeddings": hf.Only(False),  # without effect in transformers
+    "mla_use_nope": hf.Only(True, written=True),
+    "moe_router_activation_func": hf.Only("sigmoid", written=True),
+    "use_grouped_topk": hf.Only(True, written=True),
+    "moe_layer_freq": hf.Only(1, written=True),
+    "pad_token_id": hf.NoPadding(),
+    **hf.ignored("head_dim", "qk_head_dim"),  # of nothing, and a sum
+    **hf.ignored("rope_theta", "rope_scaling", "rope_parameters"),  # of no rotation
+    **hf.ignored("num_nextn_predict_layers"),  # of no tensor
 }
 
 
 def from_hf(given: hf.ConfigFields) -> hf.Found:
     """Reads a `config.json`; defaults are those of transformers."""
-    given.ignore("head_dim", "qk_head_dim")  # of nothing, and a sum
-    given.ignore("rope_theta", "rope_scaling", "rope_parameters")  # of no rotation
-    given.ignore("num_nextn_predict_layers")  # of no tensor
-    given.only("mla_use_nope", True)
-    given.only("moe_router_activation_func", "sigmoid")
-    given.only("use_grouped_topk", True)
-    given.only("moe_layer_freq", 1)
-    given.only("tie_word_embeddings", False)  # without effect in transformers
     found = hf.read_decoder(given, FIELDS)
     # Transformers has the fields of this section beside others, under its own names.
-    section, last = given("linear_attn_config", {}), found["num_layers"]
-    heads = section.get("num_heads", given("linear_num_heads", 32))
-    width = section.get("head_dim", given("linear_head_dim", 128))
-    taps = given("linear_conv_kernel_dim", 4)
+    section = hf.ConfigFields(given("linear_attn_config", {}))
+    heads = section("num_heads", given("linear_num_heads", 32))
+    width = section("head_dim", given("linear_head_dim", 128))
+    taps = section("short_conv_kernel_size", given("linear_conv_kernel_dim", 4))
     found |= {"linear.num_key_heads": heads, "linear.num_value_heads": heads}
     found |= {"linear.key_dim": width, "linear.value_dim": width}
-    found["linear.conv_size"] = section.get("short_conv_kernel_size", taps)
-    # Layers are counted from 1 there.
-    full = section.get("full_attn_layers", range(5, last + 1, 4))
-    usual = [FULL if number in full else LINEAR for number in range(1, last + 1)]
-    found |= hf.read_hybrid_layers(given, last, usual)
-    found |= hf.read_dense_prefix(given, last, 1)
+    found["linear.conv_size"] = taps
+    usual = _attention_types(section, found["num_layers"])
+    found |= hf.HybridLayers().read_kinds(given("layer_types", usual), found)
+    section.check_left("kimi_linear", "linear_attn_config")
+    # Of transformers, where `first_k_dense_replace` can't say it
     if kinds := given("mlp_layer_types", []):
+        hf.check_length("mlp_layer_types", kinds, found["num_layers"])
+        hf.check_names("mlp_layer_types", kinds, ("dense", "sparse"))
         dense = [number for number, kind in enumerate(kinds) if kind == "dense"]
         found["experts.dense_layers"] = dense
     return found
+
+
+def _attention_types(section: hf.ConfigFields, last: int) -> list[str]:
+    """The attention of each layer by two lists of numbers, counted from 1."""
+    numbers = range(1, last + 1)
+    full, linear = section("full_attn_layers", []), section("kda_layers", [])
+    if not full and not linear:
+        full = [number for number in numbers if number % 4 == 1 and number > 1]
+    elif sorted(map(str, [*full, *linear])) != sorted(map(str, numbers)):
+        raise ValueError(
+            f"linear_attn_config: full_attn_layers {shown(full)} and kda_layers"
+            f" {shown(linear)} must have each of the layers 1 to {last} once."
+        )
+    return [FULL if number in full else LINEAR for number in numbers]
 
 
 def to_hf(config: KimiLinearConfig) -> dict[str, Any]:
@@ -175,11 +195,14 @@ def to_hf(config: KimiLinearConfig) -> dict[str, Any]:
         "full_attn_layers": [number for number, kind in types if kind == FULL],
         "kda_layers": [number for number, kind in types if kind == LINEAR],
     }
-    written = hf.write_decoder(config, FIELDS) | hf.write_dense_prefix(config)
-    written |= {"linear_attn_config": section, "mla_use_nope": True}
-    written |= {"moe_router_activation_func": "sigmoid", "use_grouped_topk": True}
-    # Transformers' default is beyond the embedding of a smaller vocabulary.
-    return written | {"moe_layer_freq": 1, "pad_token_id": None}
+    written = hf.write_decoder(config, FIELDS) | {"linear_attn_config": section}
+    dense = config.experts.dense_layers
+    if [*dense] != [*range(len(dense))]:
+        written["mlp_layer_types"] = [
+            "dense" if layer in dense else "sparse"
+            for layer in range(config.num_layers)
+        ]
+    return written
 
 
 # Dense layers have an `mlp`, the others a `block_sparse_moe`.
@@ -222,14 +245,19 @@ register_format(
     HfFormat(
         "kimi_linear",
         KimiLinearConfig,
-        from_hf,
-        to_hf,
         FIELDS,
         TENSORS,
         loaded=LOADED,
+        from_hf=from_hf,
+        to_hf=to_hf,
         # Transformers writes those of dense layers so.
         also_read={f"block_sparse_moe.{name}": f"mlp.{name}" for name in _PROJECTIONS},
         shapes={"linear_attention.decay.a_log": (1, 1, -1, 1)},
+        names={
+            "linear.num_key_heads": "linear_attn_config.num_heads",
+            "linear.key_dim": "linear_attn_config.head_dim",
+            "linear.conv_size": "linear_attn_config.short_conv_kernel_size",
+        },
         probe={"num_layers": 4, "experts": ExpertsConfig(dense_layers=(0,))},
         checksum=-1.32539,
     )

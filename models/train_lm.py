@@ -20,6 +20,7 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 from rich.console import Console
 from rich.text import Text
 
@@ -30,6 +31,7 @@ from models.run_config import LmRunConfig, tokenizer_remark
 from models.run_scoring import check_scoring, run_scoring, scored_against
 from models.run_state import initial_state, saved_arrays, state_shapes
 from stacked_remat import check_offload
+from stacked_remat.lora import dequantize_linears
 from stacked_remat.memory import readable_bytes
 from stacked_remat.ops import backends_taken
 from stacked_remat.training import (
@@ -456,15 +458,20 @@ def _conclude(
     )
 
 
+def _is_inexact(leaf: Any) -> bool:
+    """Whether an array, or its shape, is of floating-point numbers."""
+    dtype = getattr(leaf, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
+
+
 def _summary(
     config: LmRunConfig, text: str, state: TrainState, folder: RunFolder
 ) -> str:
+    # Codes of weights in 4 bits are half as many as the weights.
+    weights = eqx.filter_eval_shape(dequantize_linears, state.model)
     parameters, trained = (
-        sum(
-            leaf.size
-            for leaf in jax.tree.leaves(eqx.filter(tree, eqx.is_inexact_array))
-        )
-        for tree in (state.model, state.trained)
+        sum(leaf.size for leaf in jax.tree.leaves(tree) if _is_inexact(leaf))
+        for tree in (weights, state.trained)
     )
     some = "" if parameters == trained else f", {trained:,} of them trained"
     step_tokens = config.data.batch_size * config.data.seq_len

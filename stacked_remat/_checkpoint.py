@@ -21,6 +21,7 @@ from jax.core import eval_jaxpr
 from ._compat import nothing_is_traced
 from ._messages import shown
 from ._names import named
+from ._places import Places
 from ._remat import EVERYTHING, JaxPolicy, Kept
 from ._scan.marks import is_array
 from ._static import PyTree, Static, with_leaves
@@ -87,9 +88,13 @@ def checkpoint(
         # `fun`, which `jax.checkpoint` would trace.
         if nothing_is_traced() or kept == EVERYTHING:
             return fun(*args, **kwargs)
-        region = recomputed(fun, kept.policy(), offloads=bool(kept.offloaded))
+        places = Places(kept.names)
+        offloads = bool(kept.offloaded)
+        region = recomputed(fun, kept.policy(), offloads=offloads, places=places)
         with saving_internals(kept.names):
-            return region(*args, **kwargs)
+            results = region(*args, **kwargs)
+        places.check()
+        return results
 
     return checkpointed
 
@@ -129,10 +134,14 @@ def internals_are_saved(name: str | None = None) -> bool:
 
 
 def recomputed(
-    fun: Callable[..., Any], policy: JaxPolicy | None, *, offloads: bool = False
+    fun: Callable[..., Any],
+    policy: JaxPolicy | None,
+    *,
+    offloads: bool = False,
+    places: Places | None = None,
 ) -> Callable[..., Any]:
     """`jax.checkpoint` of a function of trees with leaves of all kinds; keeps none
-    alive after a call.
+    alive after a call. Operations within it get the names of `places`.
     """
 
     def checkpointed(*args: PyTree, **kwargs: PyTree) -> PyTree:
@@ -146,7 +155,8 @@ def recomputed(
             results, rest = eqx.partition(results, eqx.is_array)
             return results, Static(rest)
 
-        run = _without_ordered_effects(of_arrays, arrays) if offloads else of_arrays
+        run = of_arrays if places is None else places.named_in(of_arrays)
+        run = _without_ordered_effects(run, arrays) if offloads else run
         results, rest = jax.checkpoint(run, policy=policy)(arrays)
         # Outside of jit JAX gives constants among the results back as Python numbers.
         return eqx.combine(jax.tree.map(jnp.asarray, results), rest.value)

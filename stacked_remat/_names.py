@@ -16,6 +16,7 @@ from jax.extend.core import JaxprEqn, Primitive, Var
 from jax.extend.core.primitives import name_p
 from jax.interpreters import ad, batching, mlir, partial_eval
 
+from ._hijax import primitive_of
 from ._placement import to_device, to_host
 
 
@@ -27,6 +28,17 @@ def named(array: Any, name: str) -> Any:
     if getattr(jax.config, "jax_remat3", False):  # whose names are no such equations
         return jax.ad_checkpoint.checkpoint_name(array, name)
     return _name_p.bind(array, name=name)
+
+
+def name_given_by(equation: JaxprEqn) -> str:
+    """The name that an equation gives to a value; "" if it gives none."""
+    if equation.primitive.name == "name":
+        return equation.params["name"]
+    primitive = primitive_of(equation)
+    # With `JAX_REMAT3=1`.
+    if type(primitive).__name__ == "CheckpointName":
+        return primitive.params["name"]
+    return ""
 
 
 def _tangent(

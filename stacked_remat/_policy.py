@@ -113,11 +113,12 @@ class ScanCheckpointPolicy(_haliax_names.HaliaxFields):
             backward pass first replays the stack, from its input and the internals that
             were saved.
         save_block_internals: names given by `checkpoint_name` inside the block that are
-            kept, or `True` for everything that the backward pass reads: no
-            checkpointing at all. With `nested`, they are kept for the segment being
-            reversed. One of `jax.checkpoint_policies` (`dots_saveable`, ...), or any
-            function of that kind, chooses by operation; `JAX_REMAT3=1` takes only those
-            that go by names.
+            kept, or places of operations (`"dot_general 2/7"`, the second of the
+            layer's seven matrix products), or `True` for everything that the backward
+            pass reads: no checkpointing at all. With `nested`, they are kept for the
+            segment being reversed. One of `jax.checkpoint_policies` (`dots_saveable`,
+            ...), or any function of that kind, chooses by operation; `JAX_REMAT3=1`
+            takes only those that go by names.
         offload_block_internals: names that are moved to the host instead. For GPUs and
             TPUs none may be given inside a `lax.scan` of the layer.
         nested: cut the layers into segments, keep the carry at the start of each, and

@@ -30,7 +30,7 @@ LAYERS = {
         "compat",
     ),
     "schedule": ("_schedule", "base"),
-    "placement": ("_names _xla_hints", "compat base"),
+    "placement": ("_names _places _xla_hints", "compat base"),
     "remat": ("_remat", "compat base schedule"),
     "policy": ("_haliax_names _policy", "compat base schedule remat"),
     "sweep": ("_sweep", "compat base schedule placement remat"),

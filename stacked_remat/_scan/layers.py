@@ -29,6 +29,7 @@ from haliax import Axis
 from .._checkpoint import checkpoint_name, recomputed, saving_internals
 from .._compat import is_eager, nothing_is_traced
 from .._placement import has_host_arrays, on_device
+from .._places import Places
 from .._remat import EVERYTHING, NOTHING, Kept, Remat
 from .._schedule import Tree
 from .._static import PyTree, Static
@@ -76,11 +77,12 @@ def trace_kinds(
     """
     # It is the same from layer to layer (`check_carry`)
     arrays, static = eqx.partition(first, eqx.is_array_like)
+    names = remat.kept.names
+    places = Places(names)
     bodies = []
     for split in splits:
-        bodies.append(
-            array_step(call, static, remat.kept.names, split.layout.arguments)
-        )
+        step = array_step(call, static, names, split.layout.arguments)
+        bodies.append(places.named_in(step))
     traced = trace_layers(
         bodies,
         arrays,
@@ -90,6 +92,7 @@ def trace_kinds(
         offloads=remat.offloads,
         replays=replays,
     )
+    places.check()
     return traced, static
 
 
@@ -310,11 +313,12 @@ def scan_unrolled(
         # The values are known in a layer then, which jax.checkpoint would trace.
         remat = Remat(axis.size, EVERYTHING)
     count = remat.first_layers
+    places = Places(remat.kept.names)
     parts = range(count, axis.size)
     if remat.schedule is not None:
         parts = remat.schedule.tree
     first = _checkpointed_step(step, Remat(count, EVERYTHING), axis)
-    layer = _checkpointed_step(step, remat, axis)
+    layer = _checkpointed_step(step, remat, axis, places=places)
     alone = layer
     if remat.schedule is not None and remat.schedule.segments:
         # A segment of one layer: until it is reversed only its carry is kept, which is
@@ -342,14 +346,19 @@ def scan_unrolled(
     with jax.named_scope(f"scan({axis.name})"):
         run_all = functools.partial(run, [*range(count), *parts], alone)
         carry, outputs = _replayed_whole(run_all, remat)(init)
+    places.check()
     return carry, outputs[::backwards]
 
 
 def _checkpointed_step(
-    step: Callable, remat: Remat, axis: Axis, told: Kept | None = None
+    step: Callable,
+    remat: Remat,
+    axis: Axis,
+    told: Kept | None = None,
+    places: Places | None = None,
 ) -> Callable:
     """A step of a Python loop, which knows what is kept of its internals: `told`, by
-    default what `remat` says.
+    default what `remat` says; its operations get the names of `places`.
     """
     known = remat.kept if told is None else told
 
@@ -361,7 +370,8 @@ def _checkpointed_step(
     named = _with_named_carry(run, carry_name) if carry_name else run
     if remat.kept == EVERYTHING:
         return named
-    return recomputed(named, remat.kept.policy(carry_name), offloads=remat.offloads)
+    policy = remat.kept.policy(carry_name)
+    return recomputed(named, policy, offloads=remat.offloads, places=places)
 
 
 def _carry_name(remat: Remat, axis: Axis) -> str:

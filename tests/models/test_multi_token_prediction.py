@@ -26,7 +26,9 @@ from models.loading import load_model
 from models.parts.decoder import Decoder
 from models.parts.sections import ExpertsConfig, LatentConfig, MtpConfig
 from models.parts.tokens import Tokens
+from models.qwen3_5 import Qwen3_5Config
 from models.run_config import LmRunConfig, find_model
+from stacked_remat import ScanCheckpointPolicy
 from stacked_remat.training import ConfigError, TokenBatch, TrainState, TrainStep
 
 from ..blocks import assert_close, assert_equal
@@ -291,3 +293,19 @@ def test_copies_of_embedding_and_head_are_written_and_compared(folder):
 def test_numbers_without_effect_are_refused(mtp, message):
     with pytest.raises(ValueError, match=message):
         LmRunConfig(model=dataclasses.replace(DEEPSEEK, mtp=MtpConfig(*mtp)))
+
+
+def test_more_layers_than_files_have_are_refused():
+    with pytest.raises(ValueError, match="model.mtp.depths = 2 must be at most 1, as"):
+        Qwen3_5Config(mtp=MtpConfig(2, 0.3))
+
+
+def test_places_of_operations_are_those_of_the_other_layers():
+    remat = ScanCheckpointPolicy(save_block_internals=["residual", "dot_general 1/9"])
+    model = eqx.filter_eval_shape(
+        lambda key: Decoder.init(DEEPSEEK, Vocab, remat=remat, key=key),
+        jax.random.key(0),
+    )
+    assert model.layers.remat == remat
+    names = ScanCheckpointPolicy(save_block_internals=["residual"])
+    assert model.mtp.remat == names

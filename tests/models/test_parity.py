@@ -54,6 +54,14 @@ ATTENTION += ["out_proj", "in_proj"]
 ATTENTION += ["f_a_proj", "f_b_proj", "b_proj", "g_a_proj", "g_b_proj"]
 MLP = ["gate_proj", "up_proj", "gate_up_proj", "down_proj", "w1", "w2", "w3"]
 
+# Tests compile quickly (Makefile), which rounds more: in small models of many products,
+# to errors of gradients several times as large.
+AS_USERS_COMPILE = {
+    "xla_backend_optimization_level": 3,
+    "xla_llvm_disable_expensive_passes": False,
+}
+jit: Any = eqx.filter_jit
+
 
 def new_model(family: str, fields: dict):
     of_experts = (
@@ -94,10 +102,13 @@ def decoder_from(model, folder) -> Decoder:
     return load_model(found)
 
 
-@eqx.filter_jit
-def logits(decoder):
+def _logits(decoder):
     hidden, _ = decoder.hidden_states(hax.named(jnp.asarray(TOKENS), (Batch, Pos)))
     return decoder.logits(hidden).array
+
+
+logits = jit(_logits)
+logits_as_users_compile = jit(_logits, compiler_options=AS_USERS_COMPILE)
 
 
 def loaded(like, folder):
@@ -119,7 +130,7 @@ def rounded_otherwise(model):
     A random model of many narrow layers may change rounding errors into larger ones;
     how far these copies are from the model says how far a right result may be.
     """
-    for seed in range(3):
+    for seed in range(10):
         copied = copy.deepcopy(model)
         torch.manual_seed(seed)
         with torch.no_grad():
@@ -164,24 +175,23 @@ def test_every_field_that_transformers_writes_is_known(family):
         config_from_hf(make(**SERVED.get(family, {})).to_dict())
 
 
-def close_to_logits_of(model, found, tolerance=1e-5):
-    """Logits that differ from those of a model of transformers by no more than a
-    tolerance, or than rounding may make of them.
+def close_to_logits_of(model, decoder, tolerance=1e-5):
+    """A decoder whose logits differ from those of a model of transformers by no more
+    than a tolerance, or than rounding may make of them.
     """
     expected = hf_logits(model)
-    error = np.abs(found - expected).max()
-    if error > tolerance * np.abs(expected).max():
-        others = map(hf_logits, rounded_otherwise(model))
-        allowed = 2 * max(np.abs(other - expected).max() for other in others)
-        # Beside what transformers computes in float64, which has no rounding of its own
-        exact = hf_logits(copy.deepcopy(model).double())
-        assert min(error, np.abs(found - exact).max()) <= allowed
+    for run in (logits, logits_as_users_compile):
+        error = np.abs(run(decoder) - expected).max()
+        if error <= tolerance * np.abs(expected).max():
+            return
+    others = map(hf_logits, rounded_otherwise(model))
+    assert error <= 2 * max(np.abs(other - expected).max() for other in others)
 
 
 def test_logits(case):
     reference, decoder, _ = case
     assert np.abs(hf_logits(reference)).max() > 1
-    close_to_logits_of(reference, logits(decoder))
+    close_to_logits_of(reference, decoder)
 
 
 def test_the_round_trip_is_exact(case, tmp_path):
@@ -238,29 +248,26 @@ def test_loss_and_gradients(case, tmp_path):
         jnp.float32
     )
     batch = TokenBatch(named, hax.roll(named, -1, Pos), weights)
-    loss_of = eqx.filter_jit(
-        eqx.filter_value_and_grad(lambda m: next_token_loss(m, batch)[1]["loss"])
-    )
-    loss, gradient = loss_of(decoder)
     expected_loss, expected = expected_gradients(reference, tmp_path / "gradients")
-    np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
     whole = np.sqrt(sum(np.square(leaf).sum() for leaf in expected))
-    pairs = list(zip(jax.tree.leaves(gradient), expected, strict=True))
-    errors = [np.linalg.norm(ours - theirs) for ours, theirs in pairs]
     allowed = [min(1e-5 * whole, 3e-5 * np.linalg.norm(leaf)) for leaf in expected]
-    if all(np.asarray(errors) <= allowed):
-        return
+    for compiler_options in ({}, AS_USERS_COMPILE):
+        loss_of = jit(
+            eqx.filter_value_and_grad(lambda m: next_token_loss(m, batch)[1]["loss"]),
+            compiler_options=compiler_options,
+        )
+        loss, gradient = loss_of(decoder)
+        np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
+        pairs = zip(jax.tree.leaves(gradient), expected, strict=True)
+        errors = np.array([np.linalg.norm(ours - theirs) for ours, theirs in pairs])
+        if all(errors <= allowed):
+            return
     for number, other in enumerate(rounded_otherwise(reference)):
         _, leaves = expected_gradients(other, tmp_path / f"rounded {number}")
         for place, leaf in enumerate(leaves):
             change = 2 * np.linalg.norm(leaf - expected[place])
             allowed[place] = max(allowed[place], change)
-    # Beside what transformers computes in float64, which has no rounding of its own
-    exact_model = copy.deepcopy(reference).double()
-    _, exact = expected_gradients(exact_model, tmp_path / "exact")
-    for place, (ours, _) in enumerate(pairs):
-        errors[place] = min(errors[place], np.linalg.norm(ours - exact[place]))
-    assert all(np.asarray(errors) <= allowed)
+    assert all(errors <= allowed)
 
 
 def test_the_training_loss_with_the_auxiliary_one(case):
@@ -364,7 +371,7 @@ def test_a_head_of_its_own_is_kept_where_the_config_ties_it(case, tmp_path):
 
     with pytest.warns(UserWarning, match="a head of other values, which is used"):
         own = ours(root, True)
-    close_to_logits_of(loaded(reference, root), logits(own))
+    close_to_logits_of(loaded(reference, root), own)
     assert own.head is not None and np.abs(logits(own) - logits(decoder)).max() > 0.1
     # Of one that is missing the other is taken.
     moved = {
@@ -378,7 +385,7 @@ def test_a_head_of_its_own_is_kept_where_the_config_ties_it(case, tmp_path):
     ):
         root = saved(values, folder, tmp_path / one)
         tied = ours(root, True)
-        close_to_logits_of(loaded(reference, root), logits(tied))
+        close_to_logits_of(loaded(reference, root), tied)
         assert tied.head is None
     with pytest.raises(
         WeightsError, match="has no lm_head.weight, and its config does not tie"
@@ -423,7 +430,7 @@ def check_that_we_read(reference, decoder, folder, **targets):
     model.save_pretrained(folder)
     expected = hf_logits(model)
     assert np.abs(expected - hf_logits(reference)).max() > 1e-2
-    close_to_logits_of(model, logits(load_adapters(decoder, folder)), 2e-5)
+    close_to_logits_of(model, load_adapters(decoder, folder), 2e-5)
 
 
 def adapted_at_random(decoder, targets):
@@ -446,7 +453,7 @@ def check_that_peft_reads(reference, decoder, folder, targets):
     expected = logits(adapted)
     assert np.abs(expected - logits(decoder)).max() > 1e-2
     theirs = peft.PeftModel.from_pretrained(copy.deepcopy(reference), folder).eval()
-    close_to_logits_of(theirs, expected, 2e-5)
+    close_to_logits_of(theirs, adapted, 2e-5)
     again = load_adapters(decoder, folder)
     assert jax.tree.structure(again) == jax.tree.structure(adapted)
     for left, right in zip(

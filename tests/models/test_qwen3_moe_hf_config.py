@@ -162,7 +162,7 @@ def test_all_spellings_of_rope_scaling_are_read(fields):
         ({"num_hidden_layers": "x"}, "num_hidden_layers must be int, got 'x'"),
         (
             {"tie_word_embeddings": "x"},
-            "`tie_word_embeddings` in config.json must be bool, got 'x'",
+            "tie_word_embeddings must be bool, got 'x'",
         ),
         (
             {"num_attention_heads": 3},

@@ -275,7 +275,8 @@ class ArrayStacked(eqx.Module, Generic[M]):
         unroll: int | bool | None,
         in_axes: InAxes,
     ) -> Callable[..., Any]:
-        if unroll is not None and int(unroll) < (not isinstance(unroll, bool)):
+        is_count = isinstance(unroll, int) and not isinstance(unroll, bool)
+        if is_count and unroll < 1:
             raise ValueError(f"unroll is at least 1; got {unroll}.")
 
         def run(init: PyTree, /, *args: PyTree, **kwargs: PyTree) -> PyTree:

@@ -277,7 +277,8 @@ class ArrayStacked(eqx.Module, Generic[M]):
         unroll: int | bool | None,
         in_axes: InAxes,
     ) -> Callable[..., Any]:
-        is_count = isinstance(unroll, int) and not isinstance(unroll, bool)
+        # None and False are one layer at a time, True all of them.
+        is_count = unroll is not None and not isinstance(unroll, bool)
         if is_count and unroll < 1:
             raise ValueError(f"unroll is at least 1; got {unroll}.")
 

@@ -278,8 +278,7 @@ class ArrayStacked(eqx.Module, Generic[M]):
         in_axes: InAxes,
     ) -> Callable[..., Any]:
         # None and False are one layer at a time, True all of them.
-        is_count = unroll is not None and not isinstance(unroll, bool)
-        if is_count and unroll < 1:
+        if unroll is not None and not isinstance(unroll, bool) and unroll < 1:
             raise ValueError(f"unroll is at least 1; got {unroll}.")
 
         def run(init: PyTree, /, *args: PyTree, **kwargs: PyTree) -> PyTree:

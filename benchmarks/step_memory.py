@@ -11,7 +11,8 @@ The steps are compiled for devices that need not be attached, and nothing is run
         --context 65536 1048576
 
 With `--devices` each has one sequence; otherwise one device has the config's batch.
-Updates come after the backward pass or within it (`fused`). Where an option is not
+Updates come after the backward pass or within it (`fused`). With `--frozen`, weights
+under adapters are stored in these forms (`trainer.precision.frozen`). Where an option is not
 given, the config says it. Further options are those of the config, such as
 `--model.experts.backend block`. Writes `results/<config>_<target>_<devices>.json` or
 `results/streaming_steps_<target>.json`: bytes of each device.
@@ -51,6 +52,7 @@ def main(
     context: tuple[int, ...] = (),
     policies: tuple[str, ...] = (),
     updates: tuple[str, ...] = (),
+    frozen: tuple[str, ...] = (),
     overrides: tuple[str, ...] = (),
 ) -> Rows:
     compared = itertools.product(
@@ -58,14 +60,16 @@ def main(
         layers or [None],
         context or [None],
         updates or [None],
+        frozen or [None],
         policies or [""],
     )
-    for file, depth, tokens, update, policy in compared:
+    for file, depth, tokens, update, stored, policy in compared:
         varied = {
             "model.num_layers": depth,
             "data.seq_len": tokens,
             "data.batch_size": devices or None,
             "trainer.update.fused": update and str(update == "fused").lower(),
+            "trainer.precision.frozen": stored,
         }
         given = [
             part
@@ -87,6 +91,9 @@ def main(
             "update": "fused" if config.trainer.update.fused else "after",
             "weights divided by": ", ".join(config.trainer.mesh.param_mapping),
         }
+        if stored:
+            precision = config.trainer.precision
+            row["frozen weights"] = precision.frozen or precision.parameters
         try:
             found = (step.having({}, POLICIES[policy]) if policy else step).report()
         except memory.DoesNotFit as error:

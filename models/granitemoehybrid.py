@@ -156,7 +156,8 @@ def from_hf(given: hf.ConfigFields) -> hf.Found:
             f" must be mamba_expand * hidden_size = {width} wide."
         )
     num_layers = found["num_layers"]
-    kinds = given("layer_types", given("layers_block_type", [LINEAR] * num_layers))
+    usual = given("layers_block_type", [LINEAR] * num_layers)
+    kinds: list[str] = given("layer_types", usual)
     found |= LAYERS.read_kinds([_TYPES.get(kind, kind) for kind in kinds], found)
     if found["experts.num_experts"] == 0:
         del found["experts.num_experts"], found["experts.experts_per_token"]

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from haliax.state_dict import StateDict, with_prefix
+from jax.core import Tracer
 
 from ._haliax_names import settings_of
 from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
@@ -153,7 +154,8 @@ class ArrayStacked(eqx.Module, Generic[M]):
         **kwargs: PyTree,
     ) -> tuple[T, PyTree]:
         """As `fold`, for layers that return `(carry, output)`; stacks the outputs."""
-        run = self.scan_via(operator.call, unroll=unroll, in_axes=in_axes)
+        call: Callable[..., Any] = operator.call
+        run = self.scan_via(call, unroll=unroll, in_axes=in_axes)
         return run(init, *args, **kwargs)
 
     def fold_via(
@@ -210,7 +212,7 @@ class ArrayStacked(eqx.Module, Generic[M]):
         """One layer, by an integer that may be traced; negative ones count from the
         end.
         """
-        if not isinstance(index, jax.core.Tracer):
+        if not isinstance(index, Tracer):
             index = range(self.num_layers)[index]
         of_layers, of_all = _divided(self.stacked, self.num_layers)
         return eqx.combine(jax.tree.map(lambda leaf: leaf[index], of_layers), of_all)
@@ -275,7 +277,8 @@ class ArrayStacked(eqx.Module, Generic[M]):
         unroll: int | bool | None,
         in_axes: InAxes,
     ) -> Callable[..., Any]:
-        if unroll is not None and int(unroll) < (not isinstance(unroll, bool)):
+        # None and False are one layer at a time, True all of them.
+        if unroll is not None and not isinstance(unroll, bool) and unroll < 1:
             raise ValueError(f"unroll is at least 1; got {unroll}.")
 
         def run(init: PyTree, /, *args: PyTree, **kwargs: PyTree) -> PyTree:

@@ -54,10 +54,10 @@ class Block(eqx.Module):
         for weight in self.inner.weights:
             x = x + self.scale * jnp.tanh(x @ weight + self.inner.pair[0] * self.offset)
         for value in (*args, *kwargs.values()):
-            if callable(value):
-                x = value(x)
-            elif value is not None:
+            if isinstance(value, jax.Array):
                 x = x * jnp.cos(jnp.sum(value)) + self.by_name["a"]
+            elif value is not None:
+                x = value(x)
         return (x, jnp.mean(x) + self.by_name["b"]) if self.has_output else x
 
 

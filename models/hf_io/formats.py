@@ -326,7 +326,7 @@ def config_from_hf(
     except ConfigError as error:
         fields = known.fields.items()
         names = {one.path: name for name, one in fields if isinstance(one, Field)}
-        names |= _NAMES | known.names
+        names |= {**_NAMES, **known.names}
         # Users know the fields of the file, not the attributes that they are read into.
         text = re.sub(
             r"(?:model\.)?([a-z]\w*(?:\.[a-z]\w*)*)",

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from haliax import Axis, NamedArray
 from jax import lax
+from jax.core import Tracer
 from jaxtyping import Array, DTypeLike, Float, Int8, UInt8
 
 from .._paths import map_modules
@@ -135,7 +136,7 @@ def quantize_linears(
         if not where(path) or isinstance(node.weight, QuantizedWeight):
             return node
         weight = _quantized(node.weight, form)
-        if donate and not isinstance(node.weight.array, jax.core.Tracer):
+        if donate and not isinstance(node.weight.array, Tracer):
             jax.block_until_ready(weight)
             node.weight.array.delete()
         return eqx.tree_at(lambda node: node.weight, node, weight)

@@ -163,7 +163,8 @@ def train(
             targets = _num_targets(batch)
             state, metrics = (compiled if scores is None else scores.step)(batch, state)
             # A CPU may do the step before the call returns.
-            ended = time.monotonic() if metrics["loss"].is_ready() else None
+            loss: Any = metrics["loss"]
+            ended = time.monotonic() if loss.is_ready() else None
             used, data = batch, training.get_state()
             if done < config.num_steps:
                 batch = shard(training.next())  # made while the device works

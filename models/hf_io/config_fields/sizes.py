@@ -21,7 +21,7 @@ DENSE_SIZES: Fields = SIZES | {
 }
 """The same, with that of an MLP."""
 
-LINEAR_SIZES: Fields = {
+LINEAR_SIZES: dict[str, Field] = {
     "linear_num_key_heads": Field("linear.num_key_heads", 16),
     "linear_num_value_heads": Field("linear.num_value_heads", 32),
     "linear_key_head_dim": Field("linear.key_dim", 128),

@@ -12,8 +12,8 @@ The steps are compiled for devices that need not be attached, and nothing is run
 
 With `--devices` each has one sequence; otherwise one device has the config's batch.
 Updates come after the backward pass or within it (`fused`). With `--frozen`, weights
-under adapters are stored in these forms (`trainer.precision.frozen`). Where an option is not
-given, the config says it. Further options are those of the config, such as
+under adapters are stored in these forms (`trainer.precision.frozen`). Where an option
+is not given, the config says it. Further options are those of the config, such as
 `--model.experts.backend block`. Writes `results/<config>_<target>_<devices>.json` or
 `results/streaming_steps_<target>.json`: bytes of each device.
 """

@@ -69,21 +69,26 @@ class _File:
         self._size = 0
         self._file = open_nameless(folder)
         self._thread = ThreadPoolExecutor(1, "stacked_remat carries")
-        # The write that was submitted last.
+        # The write that was submitted last, and what it writes.
         self._writing: Future[None] | None = None
+        self._copies: list[np.ndarray] | None = None
         # The place of the carry that is read ahead, and the read.
         self._ahead: tuple[int, Future[list[np.ndarray]]] | None = None
 
     def write(self, place: int, leaves: Sequence[np.ndarray]) -> None:
-        # The program overwrites its buffers once this returns.
-        copies = [np.array(leaf) for leaf in leaves]
-        self._size = sum(leaf.nbytes for leaf in copies)
-        # At most one carry is in memory for the thread, beside the one just copied.
         self._wait_for_writes()
-        self._writing = self._thread.submit(self._write, place, copies)
+        # A copy, since the program overwrites its buffers once this returns.
+        if self._copies is None:
+            self._copies = [np.array(leaf) for leaf in leaves]
+            self._size = sum(leaf.nbytes for leaf in leaves)
+        else:
+            for copy, leaf in zip(self._copies, leaves, strict=True):
+                np.copyto(copy, leaf)
+        self._writing = self._thread.submit(self._write, place, self._copies)
 
     def read(self, place: int, types: Sequence[Any]) -> list[np.ndarray]:
         self._wait_for_writes()
+        self._copies = None
         if self._ahead is not None and self._ahead[0] == place:
             reading = self._ahead[1]
         else:
@@ -177,7 +182,7 @@ def _error(action: str, folder: str, error: OSError) -> OSError:
 
 def _bytes_of(leaf: np.ndarray) -> memoryview:
     """The bytes of an array, of a dtype that NumPy may not know."""
-    return memoryview(leaf.reshape(-1).view(np.uint8))
+    return leaf.reshape(-1).view(np.uint8).data
 
 
 def _file_of(tickets: np.ndarray) -> _File:

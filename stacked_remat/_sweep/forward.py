@@ -267,7 +267,8 @@ def _run_stretches(
         return stretch(place, state), to_host(spec.of_held(state.carry))
 
     def written(state: ForwardState, place: Index) -> tuple[ForwardState, None]:
-        ticket = disk.write(*state.inputs, place, spec.of_held(state.carry))
+        (ticket,) = state.inputs
+        ticket = disk.write(ticket, place, spec.of_held(state.carry))
         return stretch(place, state._replace(inputs=[ticket])), None
 
     if slots is None:

@@ -390,8 +390,8 @@ def _loop_over_boundaries(layers: _Layers, boundaries: Carry, loop: _Loop) -> _L
     def fetch_and_run(loop: _Loop, at: tuple[Index, Any]) -> tuple[_Loop, None]:
         r, boundary = at
         if is_on_disk:
-            types = spec.of_held(spec.carry_types)
-            boundary = disk.read(*boundaries, boundary, types)
+            (ticket,) = boundaries
+            boundary = disk.read(ticket, boundary, spec.of_held(spec.carry_types))
         slots = spec.write_slot(loop.slots, 0, to_device(boundary))
         return _run(layers, r, loop._replace(slots=slots)), None
 

@@ -48,6 +48,7 @@ demo:  ## train a small Qwen3 MoE on real text, let it write, and show what rema
 KEPT ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/stacked_remat_tests
 test deep docs parity parity-deep: export JAX_COMPILATION_CACHE_DIR := $(KEPT)/compiled
 memory compiles: export KEPT_REPORTS := $(KEPT)/reports
+docs: export KEPT_GALLERY := $(KEPT)/gallery
 test deep docs parity parity-deep: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS := 0.1
 test deep docs parity parity-deep: export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES := 0
 # Each worker would compile all tests again.
@@ -65,8 +66,8 @@ TESTS := $(RUN) -m pytest -n $(WORKERS) --dist worksteal
 # tests of a file run in one process and share what they compile.
 .PHONY: test deep test-all
 test: venv  ## run the tests (PYTEST_ARGS="tests/test_x.py -k name" for some of them)
-	@mkdir -p "$(REPORTS)" "$(KEPT)"/{compiled,reports} && rm -f "$(REPORTS)"/*.xml
-	@find "$(KEPT)"/{compiled,reports} -type f -atime +14 -delete
+	@mkdir -p "$(REPORTS)" "$(KEPT)"/{compiled,reports,gallery} && rm -f "$(REPORTS)"/*.xml
+	@find "$(KEPT)"/{compiled,reports,gallery} -type f -atime +14 -delete
 	@status=0; \
 	$(TESTS) --junitxml="$(REPORTS)/suite.xml" -m "not slow and not deep" $(PYTEST_ARGS) || status=$$?; \
 	JAX_REMAT3=1 $(TESTS) --junitxml="$(REPORTS)/remat3.xml" -m "remat3 and not slow and not deep" \

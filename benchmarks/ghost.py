@@ -20,7 +20,8 @@ from haliax import Axis, NamedArray
 from models.parts.config import DecoderConfig
 from models.parts.decoder import Decoder
 from models.parts.sections import ExpertsConfig
-from models.qwen3 import Qwen3Config, Qwen3MoeConfig
+from models.qwen3 import Qwen3Config
+from models.qwen3_moe import Qwen3MoeConfig
 from models.run_config import LmRunConfig
 from models.run_state import with_adapters
 from stacked_remat import ghost, memory

@@ -30,7 +30,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from models.qwen3 import Qwen3MoeConfig
+from models.qwen3_moe import Qwen3MoeConfig
 from models.run_config import LmRunConfig
 from stacked_remat import ScanCheckpointSpec
 from stacked_remat.ops import backends_taken

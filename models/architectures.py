@@ -22,10 +22,11 @@ from models.olmo3 import Olmo3Config as Olmo3Config
 from models.olmo_hybrid import OlmoHybridConfig as OlmoHybridConfig
 from models.phi3 import Phi3Config as Phi3Config
 from models.qwen2 import Qwen2Config as Qwen2Config
-from models.qwen3 import Qwen3Config as Qwen3Config, Qwen3MoeConfig as Qwen3MoeConfig
+from models.qwen3 import Qwen3Config as Qwen3Config
 from models.qwen3_5 import (
     Qwen3_5Config as Qwen3_5Config,
     Qwen3_5MoeConfig as Qwen3_5MoeConfig,
 )
+from models.qwen3_moe import Qwen3MoeConfig as Qwen3MoeConfig
 from models.qwen3_next import Qwen3NextConfig as Qwen3NextConfig
 from models.smollm3 import SmolLM3Config as SmolLM3Config

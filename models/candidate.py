@@ -99,7 +99,8 @@ class Candidate:
         trainer = self.config.trainer
         combines = self.config.lora is not None or trainer.update.fused
         # Otherwise the optimizer needs all layers on the device: see `LmRunConfig`.
-        return not trainer.streaming and combines and self._sizes_host
+        may_stream = combines and trainer.precision.frozen is None
+        return not trainer.streaming and may_stream and self._sizes_host
 
     @property
     def leaner(self) -> list[dict[str, Any]]:

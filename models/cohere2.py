@@ -1,7 +1,6 @@
 """Command R7B and Command A (Cohere 2025): attention and MLP beside each other."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 from haliax import NamedArray
@@ -84,36 +83,20 @@ FIELDS = hf.without(hf.DENSE_SIZES, "rms_norm_eps") | {
     "layer_norm_eps": hf.Field("rms_norm_eps", 1e-5),
     "tie_word_embeddings": hf.Field("tie_word_embeddings", True),
     "logit_scale": hf.Field("logit_scale", 0.0625),
-}
-
-
-def from_hf(given: hf.ConfigFields) -> hf.Found:
-    """Reads a `config.json`; defaults are those of transformers."""
-    found = hf.read_decoder(given, FIELDS) | hf.read_rotary(given, longest=8_192)
-    given.only("position_embedding_type", "rope_gptj")
-    given.only("order_of_interleaved_layers", "local_attn_first")
-    for name in ("use_gated_activation", "use_parallel_block"):
-        given.only(name, True)
+    "rope_theta": hf.Rotary(longest=8_192),
+    "sliding_window": hf.Windows(4_096, period=4, period_name="sliding_window_pattern"),
+    "position_embedding_type": hf.Only("rope_gptj"),
+    "order_of_interleaved_layers": hf.Only("local_attn_first"),
+    "use_gated_activation": hf.Only(True),
+    "use_parallel_block": hf.Only(True),
     # The second is that of `tie_word_embeddings` in other implementations.
-    given.ignore("layer_switch", "use_embedding_sharing", "use_parallel_embedding")
-    period = given("sliding_window_pattern", 4)
-    return found | hf.read_windows(
-        given, found["num_layers"], 4_096, lambda layer: (layer + 1) % period != 0
-    )
-
-
-def to_hf(config: Cohere2Config) -> dict[str, Any]:
-    """Writes a `config.json`."""
-    written = hf.write_decoder(config, FIELDS) | hf.write_windows(config)
-    return written | hf.write_rotary(config.rotary)
-
+    **hf.ignored("layer_switch", "use_embedding_sharing", "use_parallel_embedding"),
+}
 
 register_format(
     HfFormat(
         "cohere2",
         Cohere2Config,
-        from_hf,
-        to_hf,
         FIELDS,
         probe={"attention": ALTERNATING},
         checksum=-0.02488,

@@ -12,7 +12,7 @@ import re
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +123,20 @@ def shown_on(console: Console) -> Callable[[str], None]:
         )
 
     return show
+
+
+def backend_lines(taken: Mapping[str, str]) -> list[str]:
+    """A line for each operation whose backend was chosen, with the key that chooses it.
+
+    `taken` is what `stacked_remat.ops.backends_taken` yields.
+    """
+    lines = []
+    for what, backend in taken.items():
+        operation = what.partition(",")[0]
+        lines.append(
+            f"{what} runs by the backend {backend} (model.{operation}.backend)"
+        )
+    return lines
 
 
 def escaped(text: str) -> str:

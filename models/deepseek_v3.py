@@ -3,8 +3,7 @@ chosen in groups.
 """
 
 import math
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import jax
 from haliax import NamedArray
@@ -13,7 +12,7 @@ from jaxtyping import PRNGKeyArray
 from models.hf_io import config_fields as hf
 from models.hf_io.formats import FURTHER_LAYERS, HfFormat, register_format
 from models.parts.cache import LayerCache
-from models.parts.config import LatentDecoderConfig, LayerKind
+from models.parts.config import LatentDecoderConfig, LayerKind, MtpDecoderConfig
 from models.parts.decoder import DecoderLayer, LayerOutput, residual
 from models.parts.experts import init_feed_forward
 from models.parts.latent_attention import LatentAttention
@@ -44,24 +43,15 @@ class DeepseekV3Layer(DecoderLayer):
 
 
 @dataclass(frozen=True)
-class DeepseekV3Config(LatentDecoderConfig):
-    """A DeepSeek V3 decoder.
-
-    Attributes:
-        mtp: layers that predict further tokens.
-    """
+class DeepseekV3Config(LatentDecoderConfig, MtpDecoderConfig):
+    """A DeepSeek V3 decoder."""
 
     gate_scale: float = 2.5
-    mtp: MtpConfig = field(default_factory=MtpConfig)
-
-    @property
-    def further_tokens(self) -> MtpConfig:
-        """The layers that predict further tokens."""
-        return self.mtp
 
     def init_layer(self, kind: LayerKind, *, key: PRNGKeyArray) -> DeepseekV3Layer:
         """Makes a layer from `key`."""
         attention_key, mlp_key = jax.random.split(key)
+        # The first layers have an MLP, the others experts, some of them for all tokens.
         mlp = init_feed_forward(
             self, kind, routing=self.routing, shared_dim=self.shared_dim, key=mlp_key
         )
@@ -72,6 +62,7 @@ class DeepseekV3Config(LatentDecoderConfig):
                 self.latent,
                 rotary=self.rotary,
                 window=kind.window,
+                # Of whole heads, rotated coordinates or not
                 scale=self._scale(),
                 key=attention_key,
             ),
@@ -89,39 +80,28 @@ class DeepseekV3Config(LatentDecoderConfig):
         return self.head_dim**-0.5 * temperature**2
 
 
-LATENT_FIELDS = {
-    "q_lora_rank": hf.Field("latent.query_rank", None),
-    "kv_lora_rank": hf.Field("latent.key_value_rank", 512),
-    "qk_nope_head_dim": hf.Field("latent.plain_dim", 128),
-    "qk_rope_head_dim": hf.Field("latent.rotary_dim", 64),
-    "v_head_dim": hf.Field("latent.value_dim", 128),
+FIELDS = hf.without(hf.DENSE_SIZES, "head_dim") | hf.LATENT_SIZES | hf.FURTHER_TOKENS
+FIELDS |= {
+    "rope_interleave": hf.Field("latent.interleaved", True),
+    "n_routed_experts": hf.Field("experts.num_experts", 256, ("num_local_experts",)),
+    "num_experts_per_tok": hf.Field("experts.experts_per_token", 8),
+    "moe_intermediate_size": hf.Field("experts.intermediate_dim", 2_048),
+    "norm_topk_prob": hf.Field("experts.norm_topk_prob", True),
+    "n_group": hf.Field("num_groups", 8),
+    "topk_group": hf.Field("groups_per_token", 4),
+    "routed_scaling_factor": hf.Field("gate_scale", 2.5),
+    "n_shared_experts": hf.Field("shared_experts", 1),
+    "first_k_dense_replace": hf.DensePrefix(3),
+    "rope_theta": hf.Rotary(longest=4_096),
+    "scoring_func": hf.Only("sigmoid"),
+    "topk_method": hf.Only("noaux_tc"),
+    "moe_layer_freq": hf.Only(1),
+    **hf.ignored("aux_loss_alpha", "seq_aux"),  # of a loss in training
 }
-FIELDS = (
-    hf.without(hf.DENSE_SIZES, "head_dim")
-    | LATENT_FIELDS
-    | {
-        "rope_interleave": hf.Field("latent.interleaved", True),
-        "n_routed_experts": hf.Field(
-            "experts.num_experts", 256, ("num_local_experts",)
-        ),
-        "num_experts_per_tok": hf.Field("experts.experts_per_token", 8),
-        "moe_intermediate_size": hf.Field("experts.intermediate_dim", 2_048),
-        "norm_topk_prob": hf.Field("experts.norm_topk_prob", True),
-        "n_group": hf.Field("num_groups", 8),
-        "topk_group": hf.Field("groups_per_token", 4),
-        "routed_scaling_factor": hf.Field("gate_scale", 2.5),
-        "n_shared_experts": hf.Field("shared_experts", 1),
-    }
-    | hf.FURTHER_TOKENS
-)
 
 
 def from_hf(given: hf.ConfigFields) -> hf.Found:
     """Reads a `config.json`; defaults are those of transformers."""
-    given.ignore("aux_loss_alpha", "seq_aux")  # of a loss in training
-    given.only("scoring_func", "sigmoid")
-    given.only("topk_method", "noaux_tc")
-    given.only("moe_layer_freq", 1)
     found = hf.read_decoder(given, FIELDS)
     rotated = found["latent.rotary_dim"]
     whole = found["latent.plain_dim"] + rotated
@@ -130,8 +110,6 @@ def from_hf(given: hf.ConfigFields) -> hf.Found:
     for name, width in (("head_dim", rotated), ("qk_head_dim", whole)):
         if given.document.get(name) == width:
             given.ignore(name)
-    found |= hf.read_dense_prefix(given, found["num_layers"], 3)
-    found |= hf.read_rotary(given, longest=4_096)
     document = given.document
     section = document.get("rope_scaling") or document.get("rope_parameters") or {}
     scaling = found["rotary.scaling"]
@@ -143,21 +121,14 @@ def from_hf(given: hf.ConfigFields) -> hf.Found:
     return found
 
 
-def to_hf(config: DeepseekV3Config) -> dict[str, Any]:
-    """Writes a `config.json`."""
-    written = hf.write_decoder(config, FIELDS) | hf.write_rotary(config.rotary)
-    return written | hf.write_dense_prefix(config)
-
-
 register_format(
     HfFormat(
         "deepseek_v3",
         DeepseekV3Config,
-        from_hf,
-        to_hf,
         FIELDS,
         quant_methods=("fp8",),
         further=FURTHER_LAYERS,
+        from_hf=from_hf,
         probe={"experts": ExpertsConfig(dense_layers=(0,)), "mtp": MtpConfig(1, 1.0)},
         checksum=0.10078,
     ),

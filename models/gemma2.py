@@ -3,12 +3,11 @@ bounded scores and logits.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 from jaxtyping import PRNGKeyArray
 
-from models.gemma3 import ACTIVATION, FIELDS, TENSORS, Gemma3Layer
+from models.gemma3 import SIZES, TENSORS, Gemma3Layer
 from models.hf_io import config_fields as hf
 from models.hf_io.formats import ALTERNATING, HfFormat, register_format
 from models.parts.attention import Attention
@@ -75,38 +74,17 @@ class Gemma2Config(DecoderConfig):
         )
 
 
-def from_hf(given: hf.ConfigFields) -> hf.Found:
-    """Reads a `config.json`; defaults are those of transformers."""
-    given.only("hidden_activation", ACTIVATION)
-    found = hf.read_decoder(given, FIELDS, kv_heads=4, activations=[ACTIVATION])
-    found |= hf.read_rotary(given, longest=8_192)
-    for name, path, default in (
-        ("attn_logit_softcapping", "score_softcap", 50.0),
-        ("final_logit_softcapping", "output_softcap", 30.0),
-    ):
-        found[path] = given(name, default, kind=float, null=None)
-    return found | hf.read_windows(
-        given, found["num_layers"], 4_096, lambda layer: layer % 2 == 0
-    )
-
-
-def to_hf(config: Gemma2Config) -> dict[str, Any]:
-    """Writes a `config.json`."""
-    activation = {"hidden_activation": ACTIVATION}
-    written = hf.write_decoder(config, FIELDS, activation) | hf.write_windows(config)
-    written |= hf.write_rotary(config.rotary)
-    return written | {
-        "attn_logit_softcapping": config.score_softcap,
-        "final_logit_softcapping": config.output_softcap,
-    }
-
+FIELDS = SIZES | {
+    "attn_logit_softcapping": hf.Field("score_softcap", 50.0, nullable=True),
+    "final_logit_softcapping": hf.Field("output_softcap", 30.0, nullable=True),
+    "rope_theta": hf.Rotary(longest=8_192),
+    "sliding_window": hf.Windows(4_096, period=2),
+}
 
 register_format(
     HfFormat(
         "gemma2",
         Gemma2Config,
-        from_hf,
-        to_hf,
         FIELDS,
         TENSORS,
         probe={

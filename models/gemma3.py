@@ -3,7 +3,6 @@ norms a layer.
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax
 from haliax import NamedArray
@@ -99,34 +98,19 @@ class Gemma3Config(DecoderConfig):
         )
 
 
-ACTIVATION = "gelu_pytorch_tanh"
-FIELDS = hf.DENSE_SIZES | {
+_GELU = "gelu_pytorch_tanh"
+SIZES = hf.DENSE_SIZES | {
     "head_dim": hf.Field("attention.head_dim", 256, written="head_dim"),
     "tie_word_embeddings": hf.Field("tie_word_embeddings", True),
+    "num_key_value_heads": hf.KeyValueHeads(4),
+    "hidden_act": hf.Only(_GELU),
+    "hidden_activation": hf.Only(_GELU, written=True),
     "query_pre_attn_scalar": hf.Field("query_pre_attn_scalar", 256),
 }
-
-
-def from_hf(given: hf.ConfigFields) -> hf.Found:
-    """Reads a `config.json`; defaults are those of transformers."""
-    given.only("hidden_activation", ACTIVATION)
-    found = hf.read_decoder(given, FIELDS, kv_heads=4, activations=[ACTIVATION])
-    found |= hf.read_rotary_by_kind(
-        given, theta=1_000_000.0, longest=131_072, local_theta="local_theta"
-    )
-    period = given("sliding_window_pattern", 6)
-    return found | hf.read_windows(
-        given, found["num_layers"], 4_096, lambda layer: (layer + 1) % period != 0
-    )
-
-
-def to_hf(config: Gemma3Config) -> dict[str, Any]:
-    """Writes a `config.json`."""
-    activation = {"hidden_activation": ACTIVATION}
-    written = hf.write_decoder(config, FIELDS, activation) | hf.write_windows(config)
-    written |= hf.write_rotary_by_kind(config.rotary, config.local_theta)
-    return written | {"rope_local_base_freq": config.local_theta}
-
+FIELDS = SIZES | {
+    "rope_theta": hf.RotaryByKind(1_000_000.0, 131_072, local_theta="local_theta"),
+    "sliding_window": hf.Windows(4_096, period=6, period_name="sliding_window_pattern"),
+}
 
 # What a Llama calls `post_attention_layernorm` is before its MLP; here that name is
 # of the norm of attention's output.
@@ -140,8 +124,6 @@ register_format(
     HfFormat(
         "gemma3_text",
         Gemma3Config,
-        from_hf,
-        to_hf,
         FIELDS,
         TENSORS,
         probe={"attention": ALTERNATING, "query_pre_attn_scalar": 9},

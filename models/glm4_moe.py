@@ -1,7 +1,6 @@
 """GLM-4.5 and GLM-4.6 (GLM team 2025): heads rotated by half, and a sigmoid router."""
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import jax
 from haliax import NamedArray
@@ -14,6 +13,7 @@ from models.parts.cache import LayerCache
 from models.parts.config import (
     GroupedDecoderConfig,
     LayerKind,
+    MtpDecoderConfig,
     PartialRotaryConfig,
 )
 from models.parts.decoder import DecoderLayer, LayerOutput, residual
@@ -44,12 +44,11 @@ class Glm4MoeLayer(DecoderLayer):
 
 
 @dataclass(frozen=True)
-class Glm4MoeConfig(PartialRotaryConfig, GroupedDecoderConfig):
+class Glm4MoeConfig(PartialRotaryConfig, GroupedDecoderConfig, MtpDecoderConfig):
     """A GLM-4.5 decoder; attention's last projection has no bias.
 
     Attributes:
         qk_norm: whether queries and keys are normalised.
-        mtp: layers that predict further tokens.
     """
 
     experts: ExpertsConfig = field(
@@ -57,12 +56,6 @@ class Glm4MoeConfig(PartialRotaryConfig, GroupedDecoderConfig):
     )
     partial_rotary_factor: float = 0.5
     qk_norm: bool = False
-    mtp: MtpConfig = field(default_factory=MtpConfig)
-
-    @property
-    def further_tokens(self) -> MtpConfig:
-        """The layers that predict further tokens."""
-        return self.mtp
 
     def init_layer(self, kind: LayerKind, *, key: PRNGKeyArray) -> Glm4MoeLayer:
         """Makes a layer from `key`."""
@@ -72,6 +65,8 @@ class Glm4MoeConfig(PartialRotaryConfig, GroupedDecoderConfig):
         if self.qk_norm:
             q_norm = rms_norm(self.HeadDim, self.rms_norm_eps)
             k_norm = rms_norm(self.HeadDim, self.rms_norm_eps)
+        # As DeepSeek V3's: sigmoids, a bias of the choice alone, and one expert for all
+        # tokens
         mlp = init_feed_forward(
             self, kind, routing=self.routing, shared_dim=self.shared_dim, key=mlp_key
         )
@@ -95,6 +90,7 @@ class Glm4MoeConfig(PartialRotaryConfig, GroupedDecoderConfig):
 
 
 FIELDS = hf.DENSE_SIZES | {
+    "num_key_value_heads": hf.KeyValueHeads(8),
     "rms_norm_eps": hf.Field("rms_norm_eps", 1e-5),
     "use_qk_norm": hf.Field("qk_norm", False),
     "n_routed_experts": hf.Field("experts.num_experts", 128, ("num_local_experts",)),
@@ -105,34 +101,27 @@ FIELDS = hf.DENSE_SIZES | {
     "topk_group": hf.Field("groups_per_token", 1),
     "routed_scaling_factor": hf.Field("gate_scale", 1.0),
     "n_shared_experts": hf.Field("shared_experts", 1),
+    "first_k_dense_replace": hf.DensePrefix(1),
+    "rope_theta": hf.Rotary(longest=131_072, partial=0.5),
     **hf.FURTHER_TOKENS,
 }
 
 
 def from_hf(given: hf.ConfigFields) -> hf.Found:
     """Reads a `config.json`; defaults are those of transformers."""
-    found = hf.read_decoder(given, FIELDS, kv_heads=8)
+    found = hf.read_decoder(given, FIELDS)
     if found["attention.head_dim"] is None:  # rounded down, where it does not divide
         found["attention.head_dim"] = found["hidden_dim"] // found["num_heads"]
-    found |= hf.read_dense_prefix(given, found["num_layers"], 1)
-    return found | hf.read_rotary(given, longest=131_072, partial=0.5)
-
-
-def to_hf(config: Glm4MoeConfig) -> dict[str, Any]:
-    """Writes a `config.json`."""
-    written = hf.write_decoder(config, FIELDS) | hf.write_rotary(config.rotary)
-    written |= hf.write_dense_prefix(config)
-    return written | {"partial_rotary_factor": config.partial_rotary_factor}
+    return found
 
 
 register_format(
     HfFormat(
         "glm4_moe",
         Glm4MoeConfig,
-        from_hf,
-        to_hf,
         FIELDS,
         further=FURTHER_LAYERS,
+        from_hf=from_hf,
         probe={
             "qk_norm": True,
             "experts": ExpertsConfig(dense_layers=(0,)),

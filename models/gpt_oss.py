@@ -97,34 +97,19 @@ _YARN = {
 FIELDS = hf.SIZES | {
     "intermediate_size": hf.Field("experts.intermediate_dim"),
     "head_dim": hf.Field("attention.head_dim", 64, written="head_dim"),
+    "num_key_value_heads": hf.KeyValueHeads(8),
     "attention_bias": hf.Field("attention.bias", True),
     "rms_norm_eps": hf.Field("rms_norm_eps", 1e-5),
     "num_local_experts": hf.Field("experts.num_experts", 128, ("num_experts",)),
     "num_experts_per_tok": hf.Field("experts.experts_per_token", 4),
-}
-
-
-def from_hf(given: hf.ConfigFields) -> hf.Found:
-    """Reads a `config.json`; defaults are those of transformers."""
+    "rope_theta": hf.Rotary(150_000.0, _YARN, longest=131_072),
+    "router_aux_loss_coef": hf.LoadBalance(),
+    "sliding_window": hf.Windows(128, period=2),
+    "swiglu_alpha": hf.Only(_SLOPE, written=True),
+    "swiglu_limit": hf.Only(_LIMIT, written=True),
     # Transformers ignores these: `rope_scaling` has its own length.
-    given.ignore("initial_context_length", "experts_per_token")
-    given.only("swiglu_alpha", _SLOPE)
-    given.only("swiglu_limit", _LIMIT)
-    found = hf.read_decoder(given, FIELDS, kv_heads=8)
-    found |= hf.read_rotary(given, theta=150_000.0, scaling=_YARN, longest=131_072)
-    found |= hf.read_load_balance(given)
-    return found | hf.read_windows(
-        given, found["num_layers"], 128, lambda layer: layer % 2 == 0
-    )
-
-
-def to_hf(config: GptOssConfig) -> dict[str, Any]:
-    """Writes a `config.json`."""
-    written = hf.write_decoder(config, FIELDS) | hf.write_windows(config)
-    written |= hf.write_rotary(config.rotary, has_default=True)
-    written |= hf.write_load_balance(config)
-    return written | {"swiglu_alpha": _SLOPE, "swiglu_limit": _LIMIT}
-
+    **hf.ignored("initial_context_length", "experts_per_token"),
+}
 
 # Rows of gate and up alternate in one tensor of all experts, `[expert, in, out]`.
 _GATE_UP = ExpertsTensor("gate_up_proj", transposed=True, interleaved=True)
@@ -143,8 +128,6 @@ register_format(
     HfFormat(
         "gpt_oss",
         GptOssConfig,
-        from_hf,
-        to_hf,
         FIELDS,
         TENSORS,
         quant_methods=("mxfp4",),

@@ -1,9 +1,6 @@
-"""Granite 3 (Granite team 2024): a Llama with factors of embeddings, scores, logits and
-what layers add.
-"""
+"""Granite 3 (Granite team 2024): a Llama with four factors."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -99,41 +96,20 @@ class GraniteConfig(MultipliedConfig):
 
 
 MULTIPLIERS = {
-    name: hf.Field(name, 1.0)
-    for name in (
-        "embedding_multiplier",
-        "attention_multiplier",
-        "residual_multiplier",
-        "logits_scaling",
-    )
+    "embedding_multiplier": hf.Field("embedding_multiplier", 1.0),
+    "attention_multiplier": hf.Field("attention_multiplier", 1.0),
+    "residual_multiplier": hf.Field("residual_multiplier", 1.0),
+    "logits_scaling": hf.Field("logits_scaling", 1.0),
 }
-FIELDS = hf.DENSE_SIZES | MULTIPLIERS
-
-
-def from_hf(given: hf.ConfigFields) -> hf.Found:
-    """Reads a `config.json`; defaults are those of transformers."""
-    found = hf.read_decoder(given, FIELDS)
-    return found | hf.read_rotary(given, longest=2_048)
-
-
-def to_hf(config: GraniteConfig) -> dict[str, Any]:
-    """Writes a `config.json`."""
-    return hf.write_decoder(config, FIELDS) | hf.write_rotary(config.rotary)
-
+# Each other than 1, with which a factor that is left out would not be seen
+PROBE = {
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.4,
+    "logits_scaling": 2.0,
+}
+FIELDS = hf.DENSE_SIZES | MULTIPLIERS | {"rope_theta": hf.Rotary(longest=2_048)}
 
 register_format(
-    HfFormat(
-        "granite",
-        GraniteConfig,
-        from_hf,
-        to_hf,
-        FIELDS,
-        probe={
-            "embedding_multiplier": 3.0,
-            "attention_multiplier": 0.2,
-            "residual_multiplier": 0.4,
-            "logits_scaling": 2.0,
-        },
-        checksum=-0.59671,
-    )
+    HfFormat("granite", GraniteConfig, FIELDS, probe=PROBE, checksum=-0.59671)
 )

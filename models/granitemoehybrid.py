@@ -13,7 +13,7 @@ import jax
 from haliax import Axis, NamedArray
 from jaxtyping import PRNGKeyArray
 
-from models.granite import MULTIPLIERS, MultipliedConfig
+from models.granite import MULTIPLIERS, PROBE, MultipliedConfig
 from models.hf_io import config_fields as hf
 from models.hf_io.formats import HfFormat, register_format
 from models.hf_io.stacked_weights import ExpertsTensor
@@ -103,6 +103,8 @@ class GraniteMoeHybridConfig(
                 scale=self.attention_multiplier,
                 key=mixer_key,
             )
+        # GraniteMoeHybridDecoderLayer adds the shared MLP to the experts, or has it
+        # alone.
         mlp = init_feed_forward(self, kind, shared_dim=self.shared_dim, key=mlp_key)
         return GraniteMoeHybridLayer(
             input_norm=self.init_norm(),
@@ -129,19 +131,21 @@ FIELDS = (
         "mamba_d_conv": hf.Field("mamba.conv_size", 4),
         "mamba_conv_bias": hf.Field("mamba.conv_bias", True),
         "mamba_proj_bias": hf.Field("mamba.bias", False),
+        "rope_theta": hf.Rotary(longest=2_048),
+        "router_aux_loss_coef": hf.LoadBalance(),
+        "normalization_function": hf.Only("rmsnorm"),
+        "time_step_limit": hf.Only([0.0, math.inf], [0.0, {"__float__": "Infinity"}]),
+        **hf.ignored("mamba_chunk_size", "init_method"),  # change no result
     }
 )
-# Transformers reads both names of a type, and other libraries those on the left.
-_TYPES = {"mamba": LINEAR, "attention": FULL}
+LAYERS = hf.HybridLayers(linear="mamba", full="attention")
+# Transformers reads both names of a type, and other libraries those of `LAYERS`.
+_TYPES = {LINEAR: LAYERS.linear, FULL: LAYERS.full}
 
 
 def from_hf(given: hf.ConfigFields) -> hf.Found:
     """Reads a `config.json`; defaults are those of transformers."""
-    given.ignore("mamba_chunk_size", "init_method")  # change no result
-    given.only("normalization_function", "rmsnorm")
-    given.only("time_step_limit", [0.0, math.inf], [0.0, {"__float__": "Infinity"}])
-    found = hf.read_decoder(given, FIELDS) | hf.read_rotary(given, longest=2_048)
-    found |= hf.read_load_balance(given)
+    found = hf.read_decoder(given, FIELDS)
     found["rotates"] = given("position_embedding_type", "nope") == "rope"
     width = given("mamba_expand", 2) * found["hidden_dim"]
     heads = found["mamba.num_heads"]
@@ -154,8 +158,7 @@ def from_hf(given: hf.ConfigFields) -> hf.Found:
         )
     num_layers = found["num_layers"]
     kinds = given("layer_types", given("layers_block_type", [LINEAR] * num_layers))
-    kinds = hf.ConfigFields({"layer_types": [_TYPES.get(kind, kind) for kind in kinds]})
-    found |= hf.read_hybrid_layers(kinds, num_layers, ())
+    found |= LAYERS.read_kinds([_TYPES.get(kind, kind) for kind in kinds], found)
     if found["experts.num_experts"] == 0:
         del found["experts.num_experts"], found["experts.experts_per_token"]
         found["experts.dense_layers"] = [*range(num_layers)]
@@ -164,9 +167,7 @@ def from_hf(given: hf.ConfigFields) -> hf.Found:
 
 def to_hf(config: GraniteMoeHybridConfig) -> dict[str, Any]:
     """Writes a `config.json`."""
-    written = hf.write_decoder(config, FIELDS) | hf.write_rotary(config.rotary)
-    written |= hf.write_hybrid_layers(config, linear="mamba", full="attention")
-    written |= hf.write_load_balance(config)
+    written = hf.write_decoder(config, FIELDS) | LAYERS.write(config, "layer_types")
     mamba = config.mamba
     written["mamba_expand"] = mamba.num_heads * mamba.head_dim // config.hidden_dim
     written["position_embedding_type"] = "rope" if config.rotates else "nope"
@@ -175,21 +176,9 @@ def to_hf(config: GraniteMoeHybridConfig) -> dict[str, Any]:
     return written
 
 
-# The MLP of all tokens is beside the experts. Fused are, in this order, Mamba's
-# projections, its convolutions, and the first two of MLPs and experts.
+# The MLP of all tokens is beside the experts. The first two maps of an MLP and of the
+# experts are one tensor each, in this order.
 TENSORS = {
-    "mamba.gate_proj": "in_proj",
-    "mamba.v_proj": "in_proj",
-    "mamba.k_proj": "in_proj",
-    "mamba.q_proj": "in_proj",
-    "mamba.dt_proj": "in_proj",
-    "mamba.v_conv": "conv1d",
-    "mamba.k_conv": "conv1d",
-    "mamba.q_conv": "conv1d",
-    "mamba.step": "",
-    "mamba.step.a_log": "A_log",
-    "mamba.step.d": "D",
-    "mamba.o_proj": "out_proj",
     "mlp": "",
     "mlp.gate_proj": "shared_mlp.input_linear",
     "mlp.up_proj": "shared_mlp.input_linear",
@@ -214,16 +203,13 @@ register_format(
     HfFormat(
         "granitemoehybrid",
         GraniteMoeHybridConfig,
-        from_hf,
-        to_hf,
         FIELDS,
         TENSORS,
         loaded=LOADED,
+        from_hf=from_hf,
+        to_hf=to_hf,
         probe={
-            "embedding_multiplier": 3.0,
-            "attention_multiplier": 0.2,
-            "residual_multiplier": 0.4,
-            "logits_scaling": 2.0,
+            **PROBE,
             "rotates": True,
             "mamba": MambaConfig(num_groups=2),
             "experts": ExpertsConfig(dense_layers=(0,)),

@@ -12,7 +12,6 @@ import jax
 from haliax import NamedArray
 from jaxtyping import PRNGKeyArray
 
-from models.deepseek_v3 import LATENT_FIELDS
 from models.hf_io import config_fields as hf
 from models.hf_io.formats import HfFormat, register_format
 from models.parts.cache import LayerCache
@@ -95,11 +94,14 @@ class KimiLinearConfig(LatentDecoderConfig, HybridDecoderConfig):
                 self,
                 self.linear,
                 norm_eps=self.rms_norm_eps,
+                # Not SiLU, as gates of gated delta nets have
                 activation=hnn.sigmoid,
+                # As narrow as one head
                 rank=self.linear.key_dim,
                 key=mixer_key,
             )
         else:
+            # Linear layers know positions by their decays; here only the mask does.
             attention = LatentAttention.init(
                 self, self.latent, rotary=None, key=mixer_key
             )
@@ -115,7 +117,7 @@ class KimiLinearConfig(LatentDecoderConfig, HybridDecoderConfig):
         )
 
 
-FIELDS = hf.without(hf.DENSE_SIZES, "head_dim", "tie_word_embeddings") | LATENT_FIELDS
+FIELDS = hf.without(hf.DENSE_SIZES, "head_dim") | hf.LATENT_SIZES
 # The names of the published files, and those of transformers for the same
 FIELDS |= {
     "rms_norm_eps": hf.Field("rms_norm_eps", 1e-5),
@@ -132,19 +134,21 @@ FIELDS |= {
     "model_max_length": hf.Field(
         "rotary.max_position_embeddings", 1_048_576, ("max_position_embeddings",)
     ),
+    "first_k_dense_replace": hf.DensePrefix(1),
+    "tie_word_embeddings": hf.Only(False),  # without effect in transformers
+    "mla_use_nope": hf.Only(True, written=True),
+    "moe_router_activation_func": hf.Only("sigmoid", written=True),
+    "use_grouped_topk": hf.Only(True, written=True),
+    "moe_layer_freq": hf.Only(1, written=True),
+    "pad_token_id": hf.NoPadding(),
+    **hf.ignored("head_dim", "qk_head_dim"),  # of nothing, and a sum
+    **hf.ignored("rope_theta", "rope_scaling", "rope_parameters"),  # of no rotation
+    **hf.ignored("num_nextn_predict_layers"),  # of no tensor
 }
 
 
 def from_hf(given: hf.ConfigFields) -> hf.Found:
     """Reads a `config.json`; defaults are those of transformers."""
-    given.ignore("head_dim", "qk_head_dim")  # of nothing, and a sum
-    given.ignore("rope_theta", "rope_scaling", "rope_parameters")  # of no rotation
-    given.ignore("num_nextn_predict_layers")  # of no tensor
-    given.only("mla_use_nope", True)
-    given.only("moe_router_activation_func", "sigmoid")
-    given.only("use_grouped_topk", True)
-    given.only("moe_layer_freq", 1)
-    given.only("tie_word_embeddings", False)  # without effect in transformers
     found = hf.read_decoder(given, FIELDS)
     # Transformers has the fields of this section beside others, under its own names.
     section, last = given("linear_attn_config", {}), found["num_layers"]
@@ -157,8 +161,7 @@ def from_hf(given: hf.ConfigFields) -> hf.Found:
     # Layers are counted from 1 there.
     full = section.get("full_attn_layers", range(5, last + 1, 4))
     usual = [FULL if number in full else LINEAR for number in range(1, last + 1)]
-    found |= hf.read_hybrid_layers(given, last, usual)
-    found |= hf.read_dense_prefix(given, last, 1)
+    found |= hf.HybridLayers().read_kinds(given("layer_types", usual), found)
     if kinds := given("mlp_layer_types", []):
         dense = [number for number, kind in enumerate(kinds) if kind == "dense"]
         found["experts.dense_layers"] = dense
@@ -175,11 +178,7 @@ def to_hf(config: KimiLinearConfig) -> dict[str, Any]:
         "full_attn_layers": [number for number, kind in types if kind == FULL],
         "kda_layers": [number for number, kind in types if kind == LINEAR],
     }
-    written = hf.write_decoder(config, FIELDS) | hf.write_dense_prefix(config)
-    written |= {"linear_attn_config": section, "mla_use_nope": True}
-    written |= {"moe_router_activation_func": "sigmoid", "use_grouped_topk": True}
-    # Transformers' default is beyond the embedding of a smaller vocabulary.
-    return written | {"moe_layer_freq": 1, "pad_token_id": None}
+    return hf.write_decoder(config, FIELDS) | {"linear_attn_config": section}
 
 
 # Dense layers have an `mlp`, the others a `block_sparse_moe`.
@@ -222,11 +221,11 @@ register_format(
     HfFormat(
         "kimi_linear",
         KimiLinearConfig,
-        from_hf,
-        to_hf,
         FIELDS,
         TENSORS,
         loaded=LOADED,
+        from_hf=from_hf,
+        to_hf=to_hf,
         # Transformers writes those of dense layers so.
         also_read={f"block_sparse_moe.{name}": f"mlp.{name}" for name in _PROJECTIONS},
         shapes={"linear_attention.decay.a_log": (1, 1, -1, 1)},

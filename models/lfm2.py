@@ -74,6 +74,7 @@ class ConvolutionalConfig(HybridDecoderConfig):
         mixer_key, mlp_key = jax.random.split(key)
         attention = conv = None
         if kind.linear:
+            # No rotary embedding: a window's taps are positions.
             conv = GatedConvolution.init(
                 self, self.conv_size, bias=self.conv_bias, key=mixer_key
             )
@@ -81,6 +82,7 @@ class ConvolutionalConfig(HybridDecoderConfig):
             attention = Attention.init(
                 self,
                 rotary=self.rotary,
+                # Over each head, before rotation
                 q_norm=rms_norm(self.HeadDim, self.rms_norm_eps),
                 k_norm=rms_norm(self.HeadDim, self.rms_norm_eps),
                 key=mixer_key,
@@ -99,31 +101,36 @@ class Lfm2Config(ConvolutionalConfig):
     """An LFM2 decoder."""
 
 
-FIELDS = hf.without(hf.DENSE_SIZES, "attention_bias", "rms_norm_eps") | {
-    "intermediate_size": hf.Field("mlp_dim", 12_288, written="Mlp.size"),
+SIZES = hf.without(hf.DENSE_SIZES, "attention_bias", "rms_norm_eps") | {
+    "num_key_value_heads": hf.KeyValueHeads(8),
     "norm_eps": hf.Field("rms_norm_eps", 1e-5),
     "conv_L_cache": hf.Field("conv_size", 3),
     "conv_bias": hf.Field("conv_bias", False),
     "tie_word_embeddings": hf.Field("tie_word_embeddings", True, ("tie_embedding",)),
+    "rope_theta": hf.Rotary(theta=1_000_000.0, longest=128_000),
 }
+FIELDS = SIZES | {
+    "intermediate_size": hf.Field("mlp_dim", 12_288, written="Mlp.size"),
+    "block_use_swiglu": hf.Only(True),
+    "use_pos_enc": hf.Only(True),
+    # Of the first weights, and sizes under second names
+    **hf.ignored("block_mlp_init_scale", "block_out_init_scale"),
+    **hf.ignored("block_use_xavier_init", "conv_use_xavier_init"),
+    **hf.ignored("block_dim", "block_norm_eps", "conv_dim", "conv_dim_out"),
+    **hf.ignored("num_heads"),
+}
+LAYERS = hf.HybridLayers(linear="conv", period=1, period_name="")
 
 
 def from_hf(given: hf.ConfigFields) -> hf.Found:
     """Reads a `config.json`; defaults are those of transformers."""
-    # Of the first weights, and sizes under second names
-    given.ignore("block_mlp_init_scale", "block_out_init_scale")
-    given.ignore("block_use_xavier_init", "conv_use_xavier_init")
-    given.ignore("block_dim", "block_norm_eps", "conv_dim", "conv_dim_out", "num_heads")
-    given.only("block_use_swiglu", True)
-    given.only("use_pos_enc", True)
-    found = hf.read_decoder(given, FIELDS, kv_heads=8)
+    found = hf.read_decoder(given, FIELDS)
     found["mlp_dim"] = _mlp_dim(given, given("block_ff_dim", found["mlp_dim"]))
-    found |= hf.read_rotary(given, theta=1_000_000.0, longest=128_000)
     layers = range(found["num_layers"])
     # An older name for the same, which counts where `layer_types` is absent
     full = given("full_attn_idxs", [*layers])
     usual = [FULL if layer in full else "conv" for layer in layers]
-    return found | hf.read_hybrid_layers(given, len(layers), usual, linear="conv")
+    return found | LAYERS.read_kinds(given("layer_types", usual), found)
 
 
 def _mlp_dim(given: hf.ConfigFields, width: int) -> int:
@@ -139,12 +146,12 @@ def _mlp_dim(given: hf.ConfigFields, width: int) -> int:
 
 def to_hf(config: Lfm2Config) -> dict[str, Any]:
     """Writes a `config.json`."""
-    written = hf.write_decoder(config, FIELDS) | hf.write_rotary(config.rotary)
-    written |= hf.write_hybrid_layers(config, linear="conv")
+    written = hf.write_decoder(config, FIELDS) | LAYERS.write(config, "layer_types")
     return written | {"block_auto_adjust_ff_dim": False}
 
 
 TENSORS = {
+    # Despite its name it is of the last layer's output.
     "norm": "model.embedding_norm",
     "input_norm": "operator_norm",
     "post_attention_norm": "ffn_norm",
@@ -161,10 +168,10 @@ register_format(
     HfFormat(
         "lfm2",
         Lfm2Config,
-        from_hf,
-        to_hf,
         FIELDS,
         TENSORS,
+        from_hf=from_hf,
+        to_hf=to_hf,
         probe={"conv_bias": True},
         checksum=-0.40063,
     )

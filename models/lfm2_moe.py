@@ -6,12 +6,13 @@ from typing import Any
 from models.hf_io import config_fields as hf
 from models.hf_io.formats import HfFormat, register_format
 from models.lfm2 import (
-    FIELDS as DENSE_FIELDS,
+    LAYERS,
+    SIZES,
     TENSORS as DENSE_TENSORS,
     ConvolutionalConfig,
 )
 from models.parts.config import SparseDecoderConfig
-from models.parts.sections import FULL, ExpertsConfig, Routing
+from models.parts.sections import ExpertsConfig, Routing
 from stacked_remat.training.config_checks import check_positive
 
 
@@ -40,7 +41,7 @@ class Lfm2MoeConfig(SparseDecoderConfig, ConvolutionalConfig):
         return {"routing": routing}
 
 
-FIELDS = DENSE_FIELDS | {
+FIELDS = SIZES | {
     "intermediate_size": hf.Field("mlp_dim", 7_168, written="Mlp.size"),
     "num_experts": hf.Field("experts.num_experts", 32),
     "num_experts_per_tok": hf.Field("experts.experts_per_token", 4),
@@ -48,26 +49,9 @@ FIELDS = DENSE_FIELDS | {
     "norm_topk_prob": hf.Field("experts.norm_topk_prob", True),
     "routed_scaling_factor": hf.Field("gate_scale", 1.0),
     "use_expert_bias": hf.Field("expert_bias", True),
+    "num_dense_layers": hf.DensePrefix(2),
+    "layer_types": LAYERS,
 }
-
-
-def from_hf(given: hf.ConfigFields) -> hf.Found:
-    """Reads a `config.json`; defaults are those of transformers."""
-    found = hf.read_decoder(given, FIELDS, kv_heads=8)
-    found |= hf.read_rotary(given, theta=1_000_000.0, longest=128_000)
-    num_layers = found["num_layers"]
-    first = min(given("num_dense_layers", 2), num_layers)
-    found["experts.dense_layers"] = [*range(first)]
-    usual = [FULL] * num_layers
-    return found | hf.read_hybrid_layers(given, num_layers, usual, linear="conv")
-
-
-def to_hf(config: Lfm2MoeConfig) -> dict[str, Any]:
-    """Writes a `config.json`."""
-    written = hf.write_decoder(config, FIELDS) | hf.write_rotary(config.rotary)
-    written |= hf.write_hybrid_layers(config, linear="conv")
-    return written | {"num_dense_layers": len(config.experts.dense_layers)}
-
 
 TENSORS = DENSE_TENSORS | {
     "mlp.router": "gate",
@@ -81,8 +65,6 @@ register_format(
     HfFormat(
         "lfm2_moe",
         Lfm2MoeConfig,
-        from_hf,
-        to_hf,
         FIELDS,
         TENSORS,
         probe={"gate_scale": 2.0, "experts": ExpertsConfig(dense_layers=(0,))},

@@ -1,7 +1,6 @@
 """Llama 2 and 3 (Dubey et al. 2024, "The Llama 3 Herd of Models")."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 from haliax import NamedArray
@@ -72,18 +71,8 @@ class LlamaConfig(DecoderConfig):
         return LlamaLayer.init(self, kind, rotary=self.rotary, key=key)
 
 
-def from_hf(given: hf.ConfigFields) -> hf.Found:
-    """Reads a `config.json`; defaults are those of transformers."""
-    rotary = hf.read_rotary(given, longest=2_048)
-    return hf.read_decoder(given, hf.DENSE_SIZES) | rotary
-
-
-def to_hf(config: LlamaConfig) -> dict[str, Any]:
-    """Writes a `config.json`."""
-    rotary = hf.write_rotary(config.rotary)
-    return hf.write_decoder(config, hf.DENSE_SIZES) | rotary
-
+FIELDS = hf.DENSE_SIZES | {"rope_theta": hf.Rotary(longest=2_048)}
 
 register_format(
-    HfFormat("llama", LlamaConfig, from_hf, to_hf, hf.DENSE_SIZES, checksum=-1.41486)
+    HfFormat("llama", LlamaConfig, FIELDS, checksum=-1.41486),
 )

@@ -58,6 +58,8 @@ class Llama4Config(SparseDecoderConfig):
         attention_key, mlp_key = jax.random.split(key)
         options: dict[str, Any] = {"rotary": None, "temperature": self.temperature}
         if kind.window is not None:
+            # Chunks are cut from a document's first token on, and don't overlap as
+            # windows do.
             options = {"rotary": self.rotary, "interleaved": True, "chunk": kind.window}
             if self.qk_norm:
                 # Of rotated heads in transformers, whose mean square is the same
@@ -79,6 +81,7 @@ class Llama4Config(SparseDecoderConfig):
 CHUNKED = "chunked_attention"
 FIELDS = hf.SIZES | {
     "head_dim": hf.Field("attention.head_dim", 128, written="head_dim"),
+    "num_key_value_heads": hf.KeyValueHeads(8),
     "rms_norm_eps": hf.Field("rms_norm_eps", 1e-5),
     "intermediate_size": hf.Field("experts.intermediate_dim"),
     "intermediate_size_mlp": hf.Field("mlp_dim", 16_384, written="Mlp.size"),
@@ -87,14 +90,14 @@ FIELDS = hf.SIZES | {
     "use_qk_norm": hf.Field("qk_norm", True),
     "floor_scale": hf.Field("temperature.floor", 8_192),
     "attn_scale": hf.Field("temperature.scale", 0.1),
+    "rope_theta": hf.Rotary(theta=500_000.0, longest=131_072),
+    "router_aux_loss_coef": hf.LoadBalance(),
 }
 
 
 def from_hf(given: hf.ConfigFields) -> hf.Found:
     """Reads a `config.json`; defaults are those of transformers."""
-    found = hf.read_decoder(given, FIELDS, kv_heads=8) | hf.read_load_balance(given)
-    found |= hf.read_rotary(given, theta=500_000.0, longest=131_072)
-    found |= {"experts.norm_topk_prob": False}
+    found = hf.read_decoder(given, FIELDS) | {"experts.norm_topk_prob": False}
     if not given("attn_temperature_tuning", True, kind=int):
         found["temperature.scale"] = 0.0
     layers = range(found["num_layers"])
@@ -112,11 +115,9 @@ def from_hf(given: hf.ConfigFields) -> hf.Found:
 
 def to_hf(config: Llama4Config) -> dict[str, Any]:
     """Writes a `config.json`."""
-    written = hf.write_decoder(config, FIELDS) | hf.write_rotary(config.rotary)
-    written |= hf.write_load_balance(config)
     rotates = [kind.window is not None for kind in config.layer_kinds]
     sparse = [n for n, kind in enumerate(config.layer_kinds) if kind.sparse]
-    return written | {
+    return hf.write_decoder(config, FIELDS) | {
         "moe_layers": sparse,
         "no_rope_layers": [*map(int, rotates)],
         "attention_chunk_size": config.attention.window or 8_192,
@@ -138,10 +139,10 @@ register_format(
     HfFormat(
         "llama4_text",
         Llama4Config,
-        from_hf,
-        to_hf,
         FIELDS,
         TENSORS,
+        from_hf=from_hf,
+        to_hf=to_hf,
         probe={
             "attention": ALTERNATING,
             "temperature": TemperatureConfig(2, 0.5),

@@ -1,7 +1,6 @@
 """MiniMax-M2 (MiniMax 2025): experts in all layers, chosen by a sigmoid."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 from haliax import NamedArray
@@ -65,41 +64,25 @@ class MiniMaxM2Config(PartialRotaryConfig, SparseDecoderConfig):
         )
 
 
-FIELDS = hf.without(hf.SIZES, "attention_bias") | {
+FIELDS = hf.SIZES | {
     "head_dim": hf.Field("attention.head_dim", 128, written="head_dim"),
+    "num_key_value_heads": hf.KeyValueHeads(8),
+    "attention_bias": hf.Only(False),
     "intermediate_size": hf.Field("experts.intermediate_dim", 1_536),
     "num_local_experts": hf.Field("experts.num_experts", 256, ("num_experts",)),
     "num_experts_per_tok": hf.Field("experts.experts_per_token", 8),
-}
-
-
-def from_hf(given: hf.ConfigFields) -> hf.Found:
-    """Reads a `config.json`; defaults are those of transformers."""
-    given.only("attention_bias", False)
-    given.only("scoring_func", "sigmoid")
-    given.only("use_qk_norm", True)
-    given.only("qk_norm_type", "per_layer")
-    given.only("use_routing_bias", True)
-    # Tensors of these layers, which predict further tokens, are left out.
-    given.ignore("use_mtp", "num_mtp_modules", "mtp_transformer_layers")
-    found = hf.read_decoder(given, FIELDS, kv_heads=8) | hf.read_load_balance(given)
     # Files have a number of coordinates, transformers keeps a part of a head.
-    width = given("rotary_dim", kind=int)
-    head_dim = found["attention.head_dim"]
-    partial = 1.0 if width is None else width / head_dim
-    return found | hf.read_rotary(
-        given, theta=5_000_000.0, longest=196_608, partial=partial
-    )
-
-
-def to_hf(config: MiniMaxM2Config) -> dict[str, Any]:
-    """Writes a `config.json`."""
-    written = hf.write_decoder(config, FIELDS) | hf.write_rotary(config.rotary)
-    written |= hf.write_load_balance(config)
-    if config.partial_rotary_factor != 1:
-        written["partial_rotary_factor"] = config.partial_rotary_factor
-    return written
-
+    "rope_theta": hf.Rotary(
+        5_000_000.0, longest=196_608, partial=1.0, width="rotary_dim"
+    ),
+    "router_aux_loss_coef": hf.LoadBalance(),
+    "scoring_func": hf.Only("sigmoid"),
+    "use_qk_norm": hf.Only(True),
+    "qk_norm_type": hf.Only("per_layer"),
+    "use_routing_bias": hf.Only(True),
+    # Tensors of these layers, which predict further tokens, are left out.
+    **hf.ignored("use_mtp", "num_mtp_modules", "mtp_transformer_layers"),
+}
 
 TENSORS = {
     "mlp": "block_sparse_moe",
@@ -113,8 +96,6 @@ register_format(
     HfFormat(
         "minimax_m2",
         MiniMaxM2Config,
-        from_hf,
-        to_hf,
         FIELDS,
         TENSORS,
         loaded={"block_sparse_moe": "mlp"},

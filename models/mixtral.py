@@ -1,7 +1,6 @@
 """Mixtral (Jiang et al. 2024): a Mistral with experts in every layer."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 from haliax import NamedArray
@@ -58,30 +57,17 @@ class MixtralConfig(SparseDecoderConfig):
         )
 
 
-FIELDS = hf.without(hf.SIZES, "attention_bias") | {
+FIELDS = hf.SIZES | {
+    "num_key_value_heads": hf.KeyValueHeads(8),
+    "attention_bias": hf.Only(False),
     "rms_norm_eps": hf.Field("rms_norm_eps", 1e-5),
     "intermediate_size": hf.Field("experts.intermediate_dim"),
     "num_local_experts": hf.Field("experts.num_experts", 8, ("num_experts",)),
     "num_experts_per_tok": hf.Field("experts.experts_per_token", 2),
+    "rope_theta": hf.Rotary(theta=1_000_000.0, longest=131_072),
+    "sliding_window": hf.Windows(None),
+    "router_aux_loss_coef": hf.LoadBalance(),
 }
-
-
-def from_hf(given: hf.ConfigFields) -> hf.Found:
-    """Reads a `config.json`; defaults are those of transformers."""
-    given.only("attention_bias", False)
-    found = hf.read_decoder(given, FIELDS, kv_heads=8)
-    found |= hf.read_rotary(given, theta=1_000_000.0, longest=131_072)
-    found |= hf.read_windows(given, found["num_layers"], None)
-    return found | hf.read_load_balance(given)
-
-
-def to_hf(config: MixtralConfig) -> dict[str, Any]:
-    """Writes a `config.json`."""
-    written = hf.write_decoder(config, FIELDS) | hf.write_rotary(config.rotary)
-    written |= {"sliding_window": config.attention.window}
-    return written | hf.write_load_balance(config)
-
-
 # As in Mistral's own files: w2 is the projection back to the residual stream.
 TENSORS = {
     "mlp": "block_sparse_moe",
@@ -94,8 +80,6 @@ register_format(
     HfFormat(
         "mixtral",
         MixtralConfig,
-        from_hf,
-        to_hf,
         FIELDS,
         TENSORS,
         loaded={"block_sparse_moe": "mlp"},

@@ -3,7 +3,6 @@ heads.
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax
 from haliax import NamedArray
@@ -70,23 +69,11 @@ class Olmo3Config(DecoderConfig):
         )
 
 
-FIELDS = hf.DENSE_SIZES | {"rms_norm_eps": hf.Field("rms_norm_eps", 1e-5)}
-
-
-def from_hf(given: hf.ConfigFields) -> hf.Found:
-    """Reads a `config.json`; defaults are those of transformers."""
-    found = hf.read_decoder(given, FIELDS)
-    found |= hf.read_rotary_by_kind(given, theta=500_000.0, longest=2_048)
-    return found | hf.read_windows(
-        given, found["num_layers"], 4_096, lambda layer: (layer + 1) % 4 != 0
-    )
-
-
-def to_hf(config: Olmo3Config) -> dict[str, Any]:
-    """Writes a `config.json`."""
-    written = hf.write_decoder(config, FIELDS) | hf.write_windows(config)
-    return written | hf.write_rotary_by_kind(config.rotary, config.rotary.theta)
-
+FIELDS = hf.DENSE_SIZES | {
+    "rms_norm_eps": hf.Field("rms_norm_eps", 1e-5),
+    "rope_theta": hf.RotaryByKind(theta=500_000.0, longest=2_048),
+    "sliding_window": hf.Windows(4_096, period=4),
+}
 
 TENSORS = {
     "attention_output_norm": "post_attention_layernorm",
@@ -97,8 +84,6 @@ register_format(
     HfFormat(
         "olmo3",
         Olmo3Config,
-        from_hf,
-        to_hf,
         FIELDS,
         TENSORS,
         probe={"attention": ALTERNATING},

@@ -20,7 +20,7 @@ from models.parts.delta_net import GatedDeltaNet
 from models.parts.hybrid import HybridDecoderConfig
 from models.parts.mlp import GatedMlp
 from models.parts.norms import Norm, rms_norm
-from models.parts.sections import LINEAR, LinearAttentionConfig
+from models.parts.sections import FULL, LINEAR, LinearAttentionConfig
 from models.parts.tokens import Tokens
 
 
@@ -70,12 +70,15 @@ class OlmoHybridConfig(HybridDecoderConfig):
                     self,
                     self.linear,
                     norm_eps=1e-5,  # whatever that of other norms
+                    # Eigenvalues 1 - beta of a state's step are then from -1 to 1,
+                    # which tracks states that alternate (arXiv:2411.12537).
                     beta_scale=2.0 if self.negative_eigenvalues else 1.0,
                     key=mixer_key,
                 ),
                 post_attention_norm=self.init_norm(),
                 mlp=mlp,
             )
+        # Norms are before linear attention, and after attention.
         return Olmo3Layer(
             attention=Attention.init(
                 self,
@@ -93,33 +96,36 @@ class OlmoHybridConfig(HybridDecoderConfig):
 
 
 # Without defaults: transformers computes these sizes, and writes them.
-SIZES = {name: hf.Field(size.path) for name, size in hf.LINEAR_SIZES.items()}
-FIELDS = hf.DENSE_SIZES | SIZES
-FIELDS |= {"linear_allow_neg_eigval": hf.Field("negative_eigenvalues", True)}
-# Of the initial weights
-_INITIAL = "linear_a_log_min linear_a_log_max linear_dt_min linear_dt_max".split()
+_LINEAR = {name: hf.Field(size.path) for name, size in hf.LINEAR_SIZES.items()}
+FIELDS = (
+    hf.DENSE_SIZES
+    | _LINEAR
+    | {
+        "linear_allow_neg_eigval": hf.Field("negative_eigenvalues", True),
+        "linear_use_gate": hf.Only(True),
+        "rope_theta": hf.Rotary(longest=65_536),
+        "layer_types": hf.HybridLayers(),
+        "pad_token_id": hf.NoPadding(),
+        # Of the initial weights
+        **hf.ignored("linear_a_log_min", "linear_a_log_max", "linear_dt_init_floor"),
+        **hf.ignored("linear_dt_min", "linear_dt_max"),
+    }
+)
 
 
 def from_hf(given: hf.ConfigFields) -> hf.Found:
     """Reads a `config.json`; defaults are those of transformers."""
-    given.ignore(*_INITIAL, "linear_dt_init_floor")
-    given.only("linear_use_gate", True)
     # A theta of null, beside the section or in it, stands for no rotation.
     section = given.document.get("rope_parameters") or given.document
     rotates = section.get("rope_theta", 10_000.0) is not None
     if not rotates:
         given.ignore("rope_parameters")
-    found = hf.read_decoder(given, FIELDS) | hf.read_rotary(given, longest=65_536)
-    found |= hf.read_hybrid_layers(given, found["num_layers"])
-    return found | {"rotates": rotates}
+    return hf.read_decoder(given, FIELDS) | {"rotates": rotates}
 
 
 def to_hf(config: OlmoHybridConfig) -> dict[str, Any]:
     """Writes a `config.json`."""
-    written = hf.write_decoder(config, FIELDS) | hf.write_rotary(config.rotary)
-    written |= hf.write_hybrid_layers(config)
-    # Transformers' default is beyond the embedding of a smaller vocabulary.
-    written["pad_token_id"] = None
+    written = hf.write_decoder(config, FIELDS)
     if not config.rotates:
         written["rope_parameters"] = {"rope_type": "default", "rope_theta": None}
     return written
@@ -143,10 +149,10 @@ register_format(
     HfFormat(
         "olmo_hybrid",
         OlmoHybridConfig,
-        from_hf,
-        to_hf,
         FIELDS,
         TENSORS,
+        from_hf=from_hf,
+        to_hf=to_hf,
         loaded={
             "attention_layer_norm": "input_layernorm",
             "feedforward_layer_norm": "post_attention_layernorm",
@@ -156,7 +162,7 @@ register_format(
         },
         joined={"conv1d": ("q_conv1d", "k_conv1d", "v_conv1d")},
         not_read=("mtp.",),
-        probe={"layer_types": (LINEAR, hf.FULL), "rotates": True},
+        probe={"layer_types": (LINEAR, FULL), "rotates": True},
         checksum=-0.05680,
     )
 )

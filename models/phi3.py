@@ -3,7 +3,6 @@ values in one tensor.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 from jaxtyping import PRNGKeyArray
 
@@ -37,28 +36,16 @@ class Phi3Config(DecoderConfig):
         return LlamaLayer.init(self, kind, rotary=self.rotary, key=key)
 
 
-FIELDS = hf.without(hf.DENSE_SIZES, "attention_bias") | {
-    "rms_norm_eps": hf.Field("rms_norm_eps", 1e-5)
+FIELDS = hf.DENSE_SIZES | {
+    "attention_bias": hf.Only(False),
+    # Dropouts, which layers here do not have
+    "embd_pdrop": hf.Only(0),
+    "resid_pdrop": hf.Only(0),
+    "rms_norm_eps": hf.Field("rms_norm_eps", 1e-5),
+    "rope_theta": hf.Rotary(longest=4_096),
+    "sliding_window": hf.Windows(None),
+    "pad_token_id": hf.NoPadding(),
 }
-
-
-def from_hf(given: hf.ConfigFields) -> hf.Found:
-    """Reads a `config.json`; defaults are those of transformers."""
-    given.only("attention_bias", False)
-    given.only("embd_pdrop", 0)
-    given.only("resid_pdrop", 0)
-    given.ignore("pad_token_id")
-    found = hf.read_decoder(given, FIELDS) | hf.read_rotary(given, longest=4_096)
-    return found | hf.read_windows(given, found["num_layers"], None)
-
-
-def to_hf(config: Phi3Config) -> dict[str, Any]:
-    """Writes a `config.json`."""
-    written = hf.write_decoder(config, FIELDS) | hf.write_rotary(config.rotary)
-    # Transformers' default is beyond the embedding of a smaller vocabulary.
-    return written | {"sliding_window": config.attention.window, "pad_token_id": None}
-
-
 # Phi3Attention and Phi3MLP have their first projections in one tensor, in this order.
 TENSORS = {
     "attention.q_proj": "qkv_proj",
@@ -72,8 +59,6 @@ register_format(
     HfFormat(
         "phi3",
         Phi3Config,
-        from_hf,
-        to_hf,
         FIELDS,
         TENSORS,
         probe={"attention": AttentionConfig(window=3)},

@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.progress import Progress as RichProgress
 
 from models.candidate import STREAMED, Candidate
-from models.command import run_command, shown_on
+from models.command import backend_lines, run_command, shown_on
 from models.plan_search import KEYS, Budget, divided, find_meshes, find_size, planned
 from models.run_config import LmRunConfig
 from stacked_remat import ScanCheckpointPolicy
@@ -154,7 +154,7 @@ def compared(config: LmRunConfig) -> dict[str, ScanCheckpointPolicy]:
 
 
 def policy_table(config: PlanLmConfig, trials: Sequence[Trial]) -> Comparison:
-    """A row a policy, with FLOPs of matrix products as a multiple of the fewest."""
+    """A row a policy, with FLOPs of matrix products relative to `False`."""
     some = next(trial.report for trial in trials if trial.report is not None)
     # By value: the config may write out what an alias stands for.
     own = next(
@@ -208,8 +208,8 @@ def _plan(arguments: Sequence[str], console: Console) -> int:
         else:
             config.candidate.check(at_least=True)
             _compare(config, console)
-    for what, backend in taken.items():
-        quiet(f"{what}: {backend}")
+    for line in backend_lines(taken):
+        quiet(line)
     return 0
 
 

@@ -29,51 +29,43 @@ class Qwen2Config(DecoderConfig):
         )
 
 
-FIELDS = hf.without(hf.DENSE_SIZES, "attention_bias")
-
-
-def from_hf(given: hf.ConfigFields) -> hf.Found:
-    """Reads a `config.json`; defaults are those of transformers."""
-    # Qwen2Attention has these biases whatever a file says.
-    given.ignore("attention_bias")
-    found = hf.read_decoder(given, FIELDS, kv_heads=32) | hf.read_rotary(given)
-    found |= read_later_windows(given, found["num_layers"])
-    return found | {"attention.bias": True}
-
-
-def to_hf(config: Qwen2Config) -> dict[str, Any]:
-    """Writes a `config.json`."""
-    written = hf.write_decoder(config, FIELDS) | hf.write_rotary(config.rotary)
-    return written | write_later_windows(config)
-
-
-def read_later_windows(given: hf.ConfigFields, num_layers: int) -> hf.Found:
+class LaterWindows(hf.Entry):
     """Windows in the layers from one on."""
-    first = given("max_window_layers", 28)
-    is_on = given("use_sliding_window", False)
-    return hf.read_windows(
-        given, num_layers, 4_096, lambda layer: layer >= first, is_on
-    )
+
+    def read(self, given: hf.ConfigFields, name: str, found: hf.Found) -> hf.Found:
+        """The window, and the layers that have it."""
+        first, is_on = (
+            given("max_window_layers", 28),
+            given("use_sliding_window", False),
+        )
+        layers = range(found["num_layers"])
+        windowed = [layer >= first for layer in layers]
+        return hf.read_windows(given, name, 4_096, len(layers), windowed, is_on)
+
+    def write(self, config: DecoderConfig, name: str) -> dict[str, Any]:
+        """The fields that say the same."""
+        types, window = hf.layer_types(config), config.attention.window
+        return {
+            "layer_types": types,
+            name: window,
+            "use_sliding_window": window is not None,
+            # The number of the first layer with a window, or of layers if none has one
+            "max_window_layers": (*types, SLIDING).index(SLIDING),
+        }
 
 
-def write_later_windows(config: DecoderConfig) -> dict[str, Any]:
-    """The inverse of `read_later_windows`."""
-    types, window = hf.layer_types(config), config.attention.window
-    return {
-        "layer_types": types,
-        "sliding_window": window,
-        "use_sliding_window": window is not None,
-        # The number of the first layer with a window, or of layers if none has one
-        "max_window_layers": (*types, SLIDING).index(SLIDING),
-    }
-
+FIELDS = hf.DENSE_SIZES | {
+    "num_key_value_heads": hf.KeyValueHeads(32),
+    # Qwen2Attention has these biases whatever a file says.
+    "attention_bias": hf.Ignored({"attention.bias": True}),
+    "rope_theta": hf.Rotary(),
+    "sliding_window": LaterWindows(),
+}
 
 register_format(
     HfFormat(
         "qwen2",
         Qwen2Config,
-        from_hf,
-        to_hf,
         FIELDS,
         probe={"attention": ALTERNATING},
         checksum=0.35639,

@@ -14,7 +14,12 @@ from models.hf_io.formats import HfFormat, register_format
 from models.hf_io.stacked_weights import HeadsTensor
 from models.parts.attention import Attention
 from models.parts.cache import LayerCache
-from models.parts.config import LayerKind, PartialRotaryConfig, SparseDecoderConfig
+from models.parts.config import (
+    LayerKind,
+    MtpDecoderConfig,
+    PartialRotaryConfig,
+    SparseDecoderConfig,
+)
 from models.parts.decoder import DecoderLayer, LayerOutput, residual
 from models.parts.delta_net import GatedDeltaNet
 from models.parts.experts import init_feed_forward
@@ -22,9 +27,9 @@ from models.parts.hybrid import HybridDecoderConfig
 from models.parts.mlp import FeedForward
 from models.parts.norms import Norm, offset_rms_norm
 from models.parts.remat_presets import ATTENTION_NAMES
-from models.parts.sections import ExpertsConfig, LinearAttentionConfig
+from models.parts.sections import ExpertsConfig, LinearAttentionConfig, MtpConfig
 from models.parts.tokens import Tokens
-from models.qwen3 import MOE_FIELDS, read_dense_layers, write_dense_layers
+from models.qwen3_moe import FIELDS as QWEN3_FIELDS
 from stacked_remat.training.config_checks import check_positive
 
 
@@ -49,7 +54,7 @@ class Qwen3NextLayer(DecoderLayer):
 
 
 @dataclass(frozen=True)
-class GatedHybridConfig(PartialRotaryConfig, HybridDecoderConfig):
+class GatedHybridConfig(PartialRotaryConfig, HybridDecoderConfig, MtpDecoderConfig):
     """What the decoders of Qwen3-Next and Qwen3.5 share.
 
     Attributes:
@@ -59,9 +64,16 @@ class GatedHybridConfig(PartialRotaryConfig, HybridDecoderConfig):
 
     attention_names = (*ATTENTION_NAMES, "gate")
     shared_dim: ClassVar[Any] = None
+    most_depths = 1
 
     partial_rotary_factor: float = 0.25
     linear: LinearAttentionConfig = field(default_factory=LinearAttentionConfig)
+
+    # Whatever the pattern says of the layer after the last
+    @property
+    def further_kind(self) -> LayerKind:
+        """A layer with attention, and with experts where others have them."""
+        return LayerKind(sparse=self.sparse is not None)
 
     def init_norm(self) -> Norm:
         """Makes a norm over `Embed`."""
@@ -80,6 +92,7 @@ class GatedHybridConfig(PartialRotaryConfig, HybridDecoderConfig):
             attention = Attention.init(
                 self,
                 rotary=self.rotary,
+                # A quarter of a head, its first coordinates
                 rotary_dim=self.rotated_dim,
                 window=kind.window,
                 q_norm=offset_rms_norm(self.HeadDim, self.rms_norm_eps),
@@ -87,6 +100,7 @@ class GatedHybridConfig(PartialRotaryConfig, HybridDecoderConfig):
                 gate=True,
                 key=mixer_key,
             )
+        # Qwen3NextSparseMoeBlock: beside the chosen experts, one times a sigmoid
         shared = {"shared_dim": self.shared_dim, "shared_gate": True}
         mlp = init_feed_forward(self, kind, **shared, key=mlp_key)
         return Qwen3NextLayer(
@@ -113,28 +127,22 @@ class Qwen3NextConfig(GatedHybridConfig, SparseDecoderConfig):
         check_positive("model", self, "shared_dim")
 
 
-HEAD_DIM = {"head_dim": hf.Field("attention.head_dim", 256, written="head_dim")}
-FIELDS = MOE_FIELDS | hf.LINEAR_SIZES | HEAD_DIM
-FIELDS |= {"norm_topk_prob": hf.Field("experts.norm_topk_prob", True)}
-FIELDS |= {"shared_expert_intermediate_size": hf.Field("shared_dim", 512)}
+SIZES = hf.LINEAR_SIZES | {
+    "head_dim": hf.Field("attention.head_dim", 256, written="head_dim"),
+    "rope_theta": hf.Rotary(partial=0.25),
+    "layer_types": hf.HybridLayers(),
+}
+FIELDS = hf.without(QWEN3_FIELDS, "sliding_window", "max_window_layers", "use_qk_norm")
+FIELDS |= SIZES | {
+    "num_key_value_heads": hf.KeyValueHeads(2),
+    "norm_topk_prob": hf.Field("experts.norm_topk_prob", True),
+    "shared_expert_intermediate_size": hf.Field("shared_dim", 512),
+    # Published files have the layer, and no field for it.
+    "num_nextn_predict_layers": hf.Field("mtp.depths", 1, written="mtp.trained_depths"),
+}
 
-
-def from_hf(given: hf.ConfigFields) -> hf.Found:
-    """Reads a `config.json`; defaults are those of transformers."""
-    found = hf.read_decoder(given, FIELDS, kv_heads=2)
-    found |= hf.read_rotary(given, partial=0.25) | hf.read_load_balance(given)
-    found |= hf.read_hybrid_layers(given, found["num_layers"])
-    return found | read_dense_layers(given, found["num_layers"])
-
-
-def to_hf(config: Qwen3NextConfig) -> dict[str, Any]:
-    """Writes a `config.json`."""
-    written = hf.write_decoder(config, FIELDS) | hf.write_rotary(config.rotary)
-    written |= {"partial_rotary_factor": config.partial_rotary_factor}
-    written |= hf.write_hybrid_layers(config) | hf.write_load_balance(config)
-    return written | write_dense_layers(config)
-
-
+# Head by head: [query, gate] of attention, and of a group of linear attention its query
+# and key, then its values and gates, or its betas and decays.
 _QUERY_AND_GATE = HeadsTensor("q_proj", head_axes=2)
 SHARED_TENSORS = {
     "attention.q_proj": _QUERY_AND_GATE,
@@ -153,16 +161,23 @@ TENSORS = SHARED_TENSORS | {
     "linear_attention.a_proj": _BA,
 }
 
+FURTHER_TENSORS = {
+    "layer": "mtp.layers.{}",
+    "embedding_norm": "mtp.pre_fc_norm_embedding",
+    "hidden_norm": "mtp.pre_fc_norm_hidden",
+    "eh_proj": "mtp.fc",
+    "norm": "mtp.norm",
+}
+
 register_format(
     HfFormat(
         "qwen3_next",
         Qwen3NextConfig,
-        from_hf,
-        to_hf,
         FIELDS,
         TENSORS,
         not_read=("mtp.",),
-        probe={"experts": ExpertsConfig(dense_layers=(0,))},
-        checksum=1.90600,
+        further=FURTHER_TENSORS,
+        probe={"experts": ExpertsConfig(dense_layers=(0,)), "mtp": MtpConfig(1, 1.0)},
+        checksum=-3.54478,
     )
 )

@@ -131,6 +131,7 @@ class LmRunConfig:
                 " it off."
             )
         self._check_streaming()
+        self._check_quantized()
         self._check_ghost()
         self._check_further_tokens()
         if self.model.balances_by_bias and (self.lora or self.trainer.update.fused):
@@ -169,6 +170,22 @@ class LmRunConfig:
                 "With trainer.streaming the backward pass reads each layer from the"
                 f" host again, and remat with {' and '.join(unread)} would keep all of"
                 " them on the device. Use true, offload, nested or max_carries."
+            )
+
+    def _check_quantized(self) -> None:
+        form = self.trainer.precision.frozen
+        if form is None:
+            return
+        if self.lora is None:
+            raise ValueError(
+                f"trainer.precision.frozen = {form!r} is of weights under adapters."
+                " Train some (lora), or leave it out."
+            )
+        if self.trainer.streaming:
+            raise ValueError(
+                f"trainer.precision.frozen = {form!r} does not go with"
+                " trainer.streaming: quantized weights are on the device. Leave out"
+                " one of them."
             )
 
     def _check_further_tokens(self) -> None:

@@ -32,6 +32,7 @@ from stacked_remat.lora import (
     lora_filter,
     lora_linears,
     merge_lora,
+    quantize_linears,
 )
 from stacked_remat.training import (
     BATCH_AXIS,
@@ -99,7 +100,11 @@ def trained_parts(
 ) -> tuple[Decoder, Trainable]:
     """The model to train, with adapters if the run has them, and which of its arrays
     are trained.
+
+    Quantizes frozen weights if the run does, and frees those that were given.
     """
+    if (form := config.trainer.precision.frozen) is not None:
+        model = quantize_linears(model, form, where=_is_quantized, donate=True)
     model, trainable = with_adapters(model, config.lora, key=key)
     if not (config.freeze or config.optimizer.learning_rates):
         return model, trainable
@@ -111,6 +116,16 @@ def trained_parts(
     except ValueError as error:
         raise ConfigError(f"Bad config: {error}") from error
     return model, trainable
+
+
+def _is_quantized(path: str) -> bool:
+    """Whether frozen weights of a linear may be quantized.
+
+    Rounding a router changes which experts run. An embedding that is the head is no
+    linear map, so a head of its own stays too.
+    """
+    is_in_layer = path.startswith(("layers.", "mtp."))
+    return is_in_layer and not path.endswith(".router")
 
 
 def _check_left_to_train(config: LmRunConfig, model: Decoder, trained: Decoder) -> None:

@@ -49,49 +49,50 @@ class SmolLM3Config(DecoderConfig):
         return LlamaLayer.init(self, kind, rotary=rotary, key=key)
 
 
-FIELDS = hf.DENSE_SIZES | {"tie_word_embeddings": hf.Field("tie_word_embeddings", True)}
+class UnrotatedLayers(hf.Entry):
+    """The layers without a rotary embedding; where there are windows, these alone have
+    one.
+    """
+
+    def read(self, given: hf.ConfigFields, name: str, found: hf.Found) -> hf.Found:
+        """The layers, and their window."""
+        layers = range(found["num_layers"])
+        rotates = hf.read_rotated(given, layers)
+        unrotated = [layer for layer in layers if not rotates[layer]]
+        # Published models have none.
+        windowed = [not is_on for is_on in rotates]
+        is_on = given("use_sliding_window", False)
+        windows = hf.read_windows(
+            given, "sliding_window", None, len(layers), windowed, is_on
+        )
+        return windows | {"unrotated_layers": unrotated}
+
+    def write(self, config: SmolLM3Config, name: str) -> dict[str, Any]:
+        """A number for each layer, and windows."""
+        unrotated, window = config.unrotated_layers, config.attention.window
+        layers = range(config.num_layers)
+        return {
+            name: [int(layer not in unrotated) for layer in layers],
+            "layer_types": hf.layer_types(config),
+            "sliding_window": window,
+            "use_sliding_window": window is not None,
+        }
 
 
-def from_hf(given: hf.ConfigFields) -> hf.Found:
-    """Reads a `config.json`; defaults are those of transformers."""
+FIELDS = hf.DENSE_SIZES | {
+    "tie_word_embeddings": hf.Field("tie_word_embeddings", True),
+    "num_key_value_heads": hf.KeyValueHeads(4),
+    "rope_theta": hf.Rotary(theta=2_000_000.0),
+    "no_rope_layers": UnrotatedLayers(),
     # Transformers has no use for it: which layers have windows goes by rotation.
-    given.ignore("max_window_layers")
-    found = hf.read_decoder(given, FIELDS, kv_heads=4)
-    found |= hf.read_rotary(given, theta=2_000_000.0)
-    layers = range(found["num_layers"])
-    rotates = hf.read_rotated(given, layers)
-    unrotated = [layer for layer in layers if not rotates[layer]]
-    # Published models use none; where they do, only unrotated layers have one.
-    is_on = given("use_sliding_window", False)
-    found |= hf.read_windows(
-        given, len(layers), None, lambda layer: layer in unrotated, is_on
-    )
-    return found | {"unrotated_layers": unrotated}
-
-
-def to_hf(config: SmolLM3Config) -> dict[str, Any]:
-    """Writes a `config.json`."""
-    written = hf.write_decoder(config, FIELDS) | hf.write_rotary(config.rotary)
-    window = config.attention.window
-    rotates = [
-        int(layer not in config.unrotated_layers) for layer in range(config.num_layers)
-    ]
-    return written | {
-        "no_rope_layers": rotates,
-        "layer_types": hf.layer_types(config),
-        "sliding_window": window,
-        "use_sliding_window": window is not None,
-        # Transformers' default is beyond the embedding of a smaller vocabulary.
-        "pad_token_id": None,
-    }
-
+    "max_window_layers": hf.Ignored(),
+    "pad_token_id": hf.NoPadding(),
+}
 
 register_format(
     HfFormat(
         "smollm3",
         SmolLM3Config,
-        from_hf,
-        to_hf,
         FIELDS,
         probe={"unrotated_layers": (1,)},
         checksum=0.5363,

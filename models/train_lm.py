@@ -5,7 +5,7 @@
 Leaves the resolved config, metrics and checkpoints in the run folder. The same command
 resumes a run that was stopped or killed, if `trainer.run_dir` names its folder. With
 `--show_example` it prints the first example of each source and its targets, and trains
-nothing.
+nothing; without arguments it says what the defaults would train.
 """
 
 import contextlib
@@ -20,16 +20,18 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 from rich.console import Console
 from rich.text import Text
 
 from models.candidate import STREAMED, Candidate
-from models.command import encodable, escaped, run_command
+from models.command import backend_lines, encodable, escaped, run_command, shown_on
 from models.lm import next_token_loss
 from models.run_config import LmRunConfig, tokenizer_remark
 from models.run_scoring import check_scoring, run_scoring, scored_against
 from models.run_state import initial_state, saved_arrays, state_shapes
 from stacked_remat import check_offload
+from stacked_remat.lora import dequantize_linears
 from stacked_remat.memory import readable_bytes
 from stacked_remat.ops import backends_taken
 from stacked_remat.training import (
@@ -163,6 +165,9 @@ def main(arguments: Sequence[str]) -> int:
     def run(arguments: Sequence[str], stop: StopSignals) -> int:
         nonlocal connected, ended_together
         is_shown = _SHOW_EXAMPLE in arguments
+        if not arguments:
+            _show_defaults(Console())
+            return 0
         arguments = [given for given in arguments if given != _SHOW_EXAMPLE]
         config = parse_config(LmRunConfig, arguments)
         if is_shown:
@@ -200,6 +205,25 @@ def main(arguments: Sequence[str]) -> int:
         # At its own end JAX would wait for the others, and they for this process
         end_process(status)
     return status
+
+
+def _show_defaults(console: Console) -> None:
+    """Says what the defaults train, and how to begin that or another run."""
+    config = LmRunConfig().resolved()
+    model = config.model
+    sources = ", ".join(config.data.sources) or "Python's standard library"
+    tokens = config.data.batch_size * config.data.seq_len
+    shown_on(console)(
+        "Without arguments nothing is trained. The defaults would train\n"
+        f"  model   {type(model).__name__} of {model.num_layers} layers, with random"
+        " weights\n"
+        f"  data    {sources}, tokenizer {tokenizer_remark(config)}\n"
+        f"  steps   {config.trainer.num_steps} of {tokens:,} tokens\n"
+        "To train that, or a config of yours (docs/train-your-model.md):\n"
+        f"  python -m models.train_lm --trainer.num_steps {config.trainer.num_steps}\n"
+        "  python -m models.train_lm --config_path my-model.yaml\n"
+        "--help lists all keys."
+    )
 
 
 def _show_examples(config: LmRunConfig, console: Console) -> None:
@@ -315,8 +339,8 @@ def _prepared(
     with backends_taken() as taken:
         step = _fitting(Candidate(config.resolved()), progress)
         step.check_applies()
-    for what, backend in taken.items():
-        progress.message(f"{what}: {backend}")
+    for line in backend_lines(taken):
+        progress.message(line)
     if step.policy.offloads:
         check_offload()
     rows = step.config.vocab_size
@@ -434,15 +458,20 @@ def _conclude(
     )
 
 
+def _is_inexact(leaf: Any) -> bool:
+    """Whether an array, or its shape, is of floating-point numbers."""
+    dtype = getattr(leaf, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
+
+
 def _summary(
     config: LmRunConfig, text: str, state: TrainState, folder: RunFolder
 ) -> str:
+    # Codes of weights in 4 bits are half as many as the weights.
+    weights = eqx.filter_eval_shape(dequantize_linears, state.model)
     parameters, trained = (
-        sum(
-            leaf.size
-            for leaf in jax.tree.leaves(eqx.filter(tree, eqx.is_inexact_array))
-        )
-        for tree in (state.model, state.trained)
+        sum(leaf.size for leaf in jax.tree.leaves(tree) if _is_inexact(leaf))
+        for tree in (weights, state.trained)
     )
     some = "" if parameters == trained else f", {trained:,} of them trained"
     step_tokens = config.data.batch_size * config.data.seq_len

@@ -24,19 +24,21 @@ from stacked_remat.training import config_reference  # noqa: E402
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Adds the pages of the gallery, which it runs."""
+    """Adds the pages and notebooks of the gallery, which it runs."""
     scripts = gallery.examples()
     os.environ["JAX_PLATFORMS"] = "cpu"  # also of the processes
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(
         max_workers=2, mp_context=spawn, max_tasks_per_child=1
     ) as pool:
-        printed = list(pool.map(gallery.run, scripts))
+        printed = list(pool.map(gallery.run_or_read, scripts))
     for script, outputs in zip(scripts, printed, strict=True):
-        name = f"gallery/{script.stem}.md"
-        files.append(
-            File.generated(config, name, content=gallery.page(script, outputs))
-        )
+        made = {
+            f"gallery/{script.stem}.md": gallery.page(script, outputs),
+            f"gallery/{script.stem}.ipynb": gallery.notebook(script, outputs),
+        }
+        for name, content in made.items():
+            files.append(File.generated(config, name, content=content))
     return files
 
 

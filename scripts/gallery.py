@@ -1,12 +1,19 @@
-"""Runs the examples of `docs/gallery`, and makes a page of each.
+"""Runs the examples of `docs/gallery`, and makes a page and a notebook of each.
 
 An example is a Python script whose cells begin with `# %%`, those of text with `# %%
-[markdown]`.
+[markdown]`, as Jupytext reads them. What its cells print is kept by content: it is run
+again once the script, the code of the repository or a version has changed.
 """
 
 import contextlib
+import functools
+import hashlib
+import importlib.metadata
 import io
+import json
+import os
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -83,6 +90,66 @@ def run(script: Path) -> list[str]:
     return outputs
 
 
+def run_or_read(script: Path) -> list[str]:
+    """What each cell prints, from the folder in `KEPT_GALLERY` if it is there."""
+    folder = os.environ.get("KEPT_GALLERY")
+    if not folder:
+        return run(script)
+    digest = hashlib.sha256(script.read_bytes() + _everything_used().encode())
+    file = Path(folder) / f"{script.stem}-{digest.hexdigest()[:32]}.json"
+    if file.exists():
+        return json.loads(file.read_text(encoding="utf-8"))
+    outputs = run(script)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    # Whole or not at all: another build may read the folder
+    unfinished = file.with_suffix(f".{os.getpid()}")
+    unfinished.write_text(json.dumps(outputs), encoding="utf-8")
+    unfinished.replace(file)
+    return outputs
+
+
+@functools.cache
+def _everything_used() -> str:
+    """What decides the output of an example beside its script."""
+    digest = hashlib.sha256()
+    for folder in ("stacked_remat", "models", "scripts"):
+        for file in sorted((ROOT / folder).rglob("*.py")):
+            digest.update(file.read_bytes())
+    versions = [
+        f"{package.name} {package.version}"
+        for package in importlib.metadata.distributions()
+    ]
+    return f"{digest.hexdigest()} {sys.version} {sorted(versions)}"
+
+
+def notebook(script: Path, outputs: Sequence[str]) -> str:
+    """The example as a notebook (nbformat 4.5), with what each cell printed."""
+    cells = []
+    pairs = zip(cells_of(script), outputs, strict=True)
+    for number, (cell, output) in enumerate(pairs):
+        entry: dict[str, Any] = {
+            "cell_type": "code" if cell.is_code else "markdown",
+            "id": f"cell-{number}",
+            "metadata": {},
+            "source": cell.text,
+        }
+        if cell.is_code:
+            stream = {"output_type": "stream", "name": "stdout", "text": output}
+            entry |= {
+                "execution_count": None,
+                "outputs": [stream] if output else [],
+            }
+        cells.append(entry)
+    kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    content = {
+        "cells": cells,
+        "metadata": {"kernelspec": kernel},
+        "nbformat": 4,
+        "nbformat_minor": 5,
+    }
+    return json.dumps(content, indent=1, ensure_ascii=False)
+
+
 def with_links_to_pages(markdown: str) -> str:
     """Links to examples made links to their pages, which only the site has."""
     return _EXAMPLE.sub(r"\1.md", markdown)
@@ -92,7 +159,10 @@ def page(script: Path, outputs: Sequence[str]) -> str:
     """The example as a page, with what each cell printed under it."""
     heading, *rest = cells_of(script)
     title, _, introduction = heading.text.partition("\n")
-    file = f"[Python, with the cells of a notebook]({script.name}){{ download }}"
+    file = (
+        f"[Notebook]({script.stem}.ipynb){{ download }}, or the same as"
+        f" [Python]({script.name}){{ download }}"
+    )
     parts = [title, file, with_links_to_pages(introduction.strip())]
     for cell, output in zip(rest, outputs[1:], strict=True):
         parts.append(

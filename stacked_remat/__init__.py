@@ -43,6 +43,7 @@ from ._tiled import tiled as tiled
 if typing.TYPE_CHECKING:
     from . import (
         ghost as ghost,
+        levanter as levanter,
         lora as lora,
         memory as memory,
         nnx as nnx,
@@ -56,12 +57,29 @@ __version__ = "0.1.0"
 
 def __getattr__(name: str) -> typing.Any:
     """The packages and modules of the library, each imported when it is first used."""
-    if name in ("ghost", "lora", "memory", "nnx", "ops", "streaming", "training"):
+    if name in (
+        "ghost",
+        "levanter",
+        "lora",
+        "memory",
+        "nnx",
+        "ops",
+        "streaming",
+        "training",
+    ):
         return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted(
-        {*globals(), "ghost", "lora", "memory", "nnx", "ops", "streaming", "training"}
+    packages = (
+        "ghost",
+        "levanter",
+        "lora",
+        "memory",
+        "nnx",
+        "ops",
+        "streaming",
+        "training",
     )
+    return sorted({*globals(), *packages})

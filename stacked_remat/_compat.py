@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import haliax.partitioning
 import jax
 import jax.core
 from jax import lax
@@ -28,6 +27,16 @@ from jax._src.interpreters.partial_eval import convert_constvars_jaxpr
 from jax._src.util import register_cache
 from jax.extend.core import mapped_aval, take_current_trace
 from jax.interpreters import ad, batching
+
+try:
+    import haliax.partitioning
+except (AttributeError, ImportError) as error:
+    # Haliax uses names of JAX that later versions remove: 1.3 does not import on 0.10.
+    raise ImportError(
+        f"Haliax does not import with JAX {jax.__version__}: {error}. haliax 1.4.dev453"
+        " goes with jax 0.10.2 to 0.12. Write: pip install 'haliax==1.4.dev453'"
+        " 'jax>=0.10.2,<0.13'"
+    ) from error
 
 # Its settings are no attributes of its class.
 _config: Any = jax.config

@@ -14,6 +14,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, SupportsIndex, TypeAlias
 
+import wadler_lindig
 from haliax.nn import ScanCheckpointPolicy as HaliaxPolicy
 
 from . import _haliax_names
@@ -291,6 +292,10 @@ class ScanCheckpointPolicy(_haliax_names.HaliaxFields):
         )
         return f"ScanCheckpointPolicy({shown})"
 
+    def __pdoc__(self, **_: Any) -> wadler_lindig.AbstractDoc:
+        """How a printed module shows it in a field: `remat=True`."""
+        return wadler_lindig.TextDoc(shortest_name(self))
+
     @staticmethod
     def from_bool_or_str(remat_policy: "ScanCheckpointSpec") -> "ScanCheckpointPolicy":
         """The policy that `remat=` makes of an alias, by Haliax's name."""
@@ -438,3 +443,12 @@ ALIASES: dict[bool | str, ScanCheckpointPolicy] = {
     "save_all": ScanCheckpointPolicy(save_block_internals=True),
     "nested": ScanCheckpointPolicy(nested=True),
 }
+
+
+def shortest_name(policy: ScanCheckpointPolicy) -> str:
+    """The alias of a policy, as it is written (`True`, `'nested'`), or its `repr`."""
+    # Of several the first listed, which is a bool where there is one
+    for alias, meaning in ALIASES.items():
+        if meaning == policy:
+            return repr(alias)
+    return repr(policy)

@@ -46,6 +46,7 @@ LAYERS = {
     "lora": ("lora", "base sweep stacks"),
     "ops": ("ops", "compat base placement sweep public"),
     "streaming": ("streaming", "base placement policy sweep scan stacks"),
+    "levanter": ("levanter", "base policy scan stacks"),
     "nnx": ("nnx", "base public"),
     "ghost": ("ghost", CORE + " ops"),
     "memory": ("memory", "compat base schedule placement policy public"),
@@ -69,7 +70,8 @@ MODEL_IMPORTS = {
 
 # What takes long to import, and neither help nor an error in a config needs.
 SLOW_IMPORTS = {"orbax", "grain", "matplotlib", "pyarrow", "tokenizers", "jinja2"}
-THIRD_PARTY = {"jax", "equinox", "haliax", "jaxtyping", "numpy"}  # numpy comes with jax
+# numpy comes with jax
+THIRD_PARTY = {"jax", "equinox", "haliax", "jaxtyping", "numpy", "wadler_lindig"}
 # Packages that import more than these when they are imported, and the extras that
 # install it.
 EXTRAS = {"training": ["train"], "nnx": ["nnx"]}

@@ -3,6 +3,10 @@
 import ast
 import importlib
 import operator
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -20,6 +24,8 @@ from stacked_remat import (
 from stacked_remat._compat import is_eager, nothing_is_traced
 
 from .blocks import assert_close
+
+ROOT = Path(__file__).resolve().parents[1]
 
 # The private names of JAX in `_compat.py`, and what to do where a JAX has one no more.
 PRIVATE = {
@@ -60,6 +66,27 @@ def test_no_other_name_of_jax_is_private():
             used.update(f"{module}.{alias.name}" for alias in node.names)
     assert used == {*PRIVATE}
     assert "import jax._src" not in source
+
+
+def test_the_error_where_haliax_fails_to_import_has_the_versions_that_go_together(
+    tmp_path,
+):
+    (tmp_path / "haliax.py").write_text("import jax\njax.no_such_name\n")
+    run = subprocess.run(
+        [sys.executable, "-c", "import stacked_remat"],
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert run.returncode == 1
+    message = run.stderr.splitlines()[-1]
+    assert "no attribute 'no_such_name'" in message
+    pins = "".join(path.read_text() for path in (ROOT / "constraints").glob("*.txt"))
+    (haliax,) = {*re.findall(r"^haliax==(.*)$", pins, re.MULTILINE)}
+    assert f"haliax=={haliax}" in message
+    versions = re.findall(r"^jax==(\d+\.\d+)(\S*)$", pins, re.MULTILINE)
+    oldest, newest = min(versions), max(versions)
+    assert f"jax {''.join(oldest)} to {newest[0]}." in message
 
 
 def test_what_is_traced_around_a_call():

@@ -193,13 +193,13 @@ def expected():
     return quick_jit(lambda: derivatives_of(by_scan))()
 
 
-_PLAIN = ("False", "True", "recompute")  # whose values `lax.scan` computes
+_QUICK = ("nested", "names")
 
 
 @pytest.mark.parametrize(
     "remat",
     [
-        pytest.param(remat, id=name, marks=[pytest.mark.deep] * (name in _PLAIN))
+        pytest.param(remat, id=name, marks=[pytest.mark.deep] * (name not in _QUICK))
         for name, remat in POLICIES.items()
     ],
 )
@@ -209,7 +209,11 @@ def test_rules_compute_what_is_differentiated(remat):
         assert_close(found[name], result, 1e-4, 1e-5, name)
 
 
-@pytest.mark.parametrize("cut", [{"nested": True}, {"max_carries": 2}], ids=str)
+@pytest.mark.parametrize(
+    "cut",
+    [{"nested": True}, pytest.param({"max_carries": 2}, marks=pytest.mark.deep)],
+    ids=str,
+)
 def test_rules_of_outputs_do_not_run_again_where_internals_are_saved(cut):
     """With trip counts that are data JAX would not remove them from a derivative."""
     remat = ScanCheckpointPolicy(save_block_internals=["hidden"], **cut)
@@ -266,7 +270,14 @@ def test_rules_compute_what_is_swept_with_a_visitor_and_layers_of_several_kinds(
 
 @pytest.mark.parametrize(
     "remat",
-    [False, "nested", "recompute", POLICIES["first layers"], POLICIES["names"]],
+    [
+        "nested",
+        POLICIES["names"],
+        *(
+            pytest.param(remat, marks=pytest.mark.deep)
+            for remat in (False, "recompute", POLICIES["first layers"])
+        ),
+    ],
     ids=str,
 )
 def test_a_rule_closes_over_traced_values(remat):

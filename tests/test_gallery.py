@@ -1,6 +1,7 @@
 """Examples run, print, and become pages; links of the documentation lead somewhere."""
 
 import ast
+import json
 import re
 
 import pytest
@@ -10,8 +11,10 @@ from scripts.gallery import (
     ROOT,
     cells_of,
     examples,
+    notebook,
     page,
     run,
+    run_or_read,
     with_links_to_pages,
 )
 
@@ -37,6 +40,18 @@ def test_an_example_that_fails_or_prints_once_ends_the_build(tmp_path):
     script.write_text(first + "raise OSError('a wrong example')\n")
     with pytest.raises(OSError, match="a wrong example"):
         run(script)
+
+
+def test_an_example_is_run_again_once_it_has_changed(tmp_path, monkeypatch):
+    monkeypatch.setenv("KEPT_GALLERY", str(tmp_path / "kept"))
+    script, ran = tmp_path / "example.py", tmp_path / "ran"
+    writes = f"with open({str(ran)!r}, 'a') as file: file.write('x')\n"
+    text = f"# %% [markdown]\n# # Title\n# %%\nprint(1)\n# %%\n{writes}"
+    script.write_text(text + "print(2)\n")
+    assert run_or_read(script) == run_or_read(script) == ["", "1\n", "2\n"]
+    assert ran.read_text() == "x"
+    script.write_text(text + "print(3)\n")
+    assert run_or_read(script)[-1] == "3\n" and ran.read_text() == "xx"
 
 
 def test_every_example_is_in_the_navigation_and_the_table():
@@ -66,6 +81,10 @@ def test_the_page_holds_all_cells(script):
     for cell, output in zip(cells, outputs, strict=True):
         if cell.is_code:
             assert f"```python\n{cell.text}\n```\n\n```text\n{output}```" in shown
+    made = json.loads(notebook(script, outputs))
+    assert [cell["source"] for cell in made["cells"]] == [cell.text for cell in cells]
+    printed = [cell["outputs"] for cell in made["cells"] if "outputs" in cell]
+    assert [output["text"] for (output,) in printed] == [*filter(None, outputs)]
     code = "\n".join(cell.text for cell in cells if cell.is_code)
     whole = script.read_text(encoding="utf-8")
     # No line is lost between cells

@@ -48,6 +48,20 @@ def test_the_citation_is_of_this_version():
     }
 
 
+def test_the_conda_recipe_is_of_this_version_and_its_requirements():
+    recipe = yaml.safe_load((ROOT / "conda" / "recipe.yaml").read_text())
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert recipe["context"]["version"] == stacked_remat.__version__
+    about = recipe["about"]
+    assert (about["license"], about["summary"]) == (
+        project["license"],
+        project["description"],
+    )
+    needs = [f"python{project['requires-python']}", *project["dependencies"]]
+    written = [need.replace(" ", "") for need in recipe["requirements"]["run"]]
+    assert sorted(written) == sorted(needs)
+
+
 def test_training_says_which_extra_it_takes():
     check_installed()
     with pytest.raises(
@@ -75,7 +89,17 @@ def _public_names(package):
 
 @pytest.mark.parametrize(
     "package",
-    ["", ".ghost", ".lora", ".memory", ".nnx", ".ops", ".streaming", ".training"],
+    [
+        "",
+        ".ghost",
+        ".levanter",
+        ".lora",
+        ".memory",
+        ".nnx",
+        ".ops",
+        ".streaming",
+        ".training",
+    ],
 )
 def test_every_public_name_is_on_an_api_page(package):
     names = list(_public_names(importlib.import_module(f"stacked_remat{package}")))

@@ -62,6 +62,22 @@ def test_the_repr_shows_what_was_set():
 
 
 @pytest.mark.parametrize(
+    ("remat", "shown"),
+    [
+        (True, "remat=True"),
+        ("nested", "remat='nested'"),
+        (
+            ScanCheckpointPolicy(max_carries=4),
+            "remat=ScanCheckpointPolicy(max_carries=4)",
+        ),
+    ],
+)
+def test_a_printed_stack_shows_its_policy_as_it_is_written(remat, shown):
+    layers = [eqx.nn.Linear(2, 2, key=jax.random.key(0))] * 3
+    assert shown in repr(Stacked.of(layers, remat=remat))
+
+
+@pytest.mark.parametrize(
     "settings, reason",
     [
         (

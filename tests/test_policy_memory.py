@@ -218,7 +218,7 @@ def final(run, last, y, xs, buffers):
     )
 
 
-@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("reverse", [False, pytest.param(True, marks=pytest.mark.deep)])
 def test_buffers_that_steps_write_to_have_the_gradients_of_lax_scan(reverse):
     def step(carry, x):
         *carry, y = writing(carry, x)

@@ -81,7 +81,9 @@ def test_the_first_table_is_what_the_first_program_prints(capsys):
     exec(compile(_program(page), page, "exec"), {"__name__": page.stem})
     printed = capsys.readouterr().out
     # The last column has seconds; sizes are those of one version of XLA.
-    row = re.compile(r"^(\S+) +([\d.]+) +([\d.]+) +([\d.]+) +[\d.]+$", re.MULTILINE)
+    row = re.compile(
+        r"^(\S+) +MiB +([\d.]+) +([\d.]+) +([\d.]+) +[\d.]+$", re.MULTILINE
+    )
     rows, found = row.findall(table), row.findall(printed)
     assert [name for name, *_ in rows] == ["False", "True", "'nested'"]
     assert re.sub(row, "", table) == re.sub(row, "", printed)

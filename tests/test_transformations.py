@@ -42,6 +42,7 @@ POLICIES = policies(
     *("False", "True", "nested", "offload", "nested, offload"),
     *("max_carries", "nested, names", "first layers", "segments", "nested, internals"),
 )
+_QUICK = ("nested, offload", "segments", "nested, internals")
 INPUTS = {
     "x": jnp.linspace(-1, 1, WIDTH),
     "own": jnp.linspace(0.3, 0.8, WIDTH),
@@ -271,7 +272,13 @@ def wrapped(step, value: Callable) -> Callable:
     )[0]
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.deep] * (name not in _QUICK))
+        for name in POLICIES
+    ],
+)
 @pytest.mark.parametrize(
     "cases", [range(1), pytest.param(range(1, 3), marks=pytest.mark.deep)], ids=str
 )

@@ -9,7 +9,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from models.hf_io.config_fields import ConfigFields, Fields, Found, layer_types
+from models.hf_io.config_fields import (
+    ConfigFields,
+    Field,
+    Fields,
+    Found,
+    layer_types,
+    read_decoder,
+    write_decoder,
+)
 from models.hf_io.safetensors_folder import WeightsError, read_json
 from models.hf_io.stacked_weights import ExpertsTensor, HeadsTensor
 from models.parts.config import DecoderConfig
@@ -43,6 +51,19 @@ DECODER_TENSORS: TensorTable = {
     "linear_attention.q_conv": "conv1d",
     "linear_attention.k_conv": "conv1d",
     "linear_attention.v_conv": "conv1d",
+    # Of Mamba-2, whose projections are one tensor, and its convolutions another
+    "mamba.gate_proj": "in_proj",
+    "mamba.v_proj": "in_proj",
+    "mamba.k_proj": "in_proj",
+    "mamba.q_proj": "in_proj",
+    "mamba.dt_proj": "in_proj",
+    "mamba.v_conv": "conv1d",
+    "mamba.k_conv": "conv1d",
+    "mamba.q_conv": "conv1d",
+    "mamba.step": "",
+    "mamba.step.a_log": "A_log",
+    "mamba.step.d": "D",
+    "mamba.o_proj": "out_proj",
 }
 """The names that most architectures have, of parts that they have."""
 
@@ -69,9 +90,7 @@ class HfFormat:
 
     Attributes:
         model_type: its name in `config.json`, and in configs.
-        from_hf: reads the fields of its `config.json`, but for `vocab_size`.
-        to_hf: writes them.
-        fields: those that are attributes of the config, for errors.
+        fields: those of its `config.json`, but for `vocab_size`.
         tensors: names of the parts of a decoder in the names of tensors, by the part's
             path in the decoder or in a layer (`attention.q_proj`), where they differ
             from those of `DECODER_TENSORS`, or where that has none, from the
@@ -98,6 +117,9 @@ class HfFormat:
             decoder's embedding and head that each has.
         not_read: how the names of other tensors begin that files may have and this
             decoder does not.
+        from_hf: reads a `config.json` where the table does not say all; None for
+            `read_decoder`.
+        to_hf: writes one; None for `write_decoder`.
         probe: fields of the config whose checksum is recorded: those that have no
             effect by default, such as a factor of 1, and what gives layers of each
             kind.
@@ -107,8 +129,6 @@ class HfFormat:
 
     model_type: str
     config_class: type[DecoderConfig]
-    from_hf: Callable[[ConfigFields], Found]
-    to_hf: Callable[[Any], dict[str, Any]]
     fields: Fields
     tensors: TensorTable = field(default_factory=dict)
     loaded: Mapping[str, str] = field(default_factory=dict)
@@ -120,8 +140,22 @@ class HfFormat:
     further_layers: bool = False
     further: Mapping[str, str] = field(default_factory=dict)
     not_read: tuple[str, ...] = ()
+    from_hf: Callable[[ConfigFields], Found] | None = None
+    to_hf: Callable[[Any], dict[str, Any]] | None = None
     probe: Mapping[str, Any] = field(default_factory=dict)
     checksum: float | None = None
+
+    def read_config(self, given: ConfigFields) -> Found:
+        """Reads the fields of a `config.json`."""
+        if self.from_hf is not None:
+            return self.from_hf(given)
+        return read_decoder(given, self.fields)
+
+    def write_config(self, config: DecoderConfig) -> dict[str, Any]:
+        """Writes the fields of a `config.json`."""
+        if self.to_hf is not None:
+            return self.to_hf(config)
+        return write_decoder(config, self.fields)
 
     def name_of(self, path: str) -> str:
         """What a part is called in the names of tensors, without those around it."""
@@ -260,13 +294,15 @@ def config_from_hf(
     if method not in ("none", *known.quant_methods):
         supported = " or ".join(map(repr, known.quant_methods)) or "None"
         raise ValueError(
-            f"quant_method is {shown(method)}; only {supported} is supported."
+            f"quant_method is {shown(method)}; only {supported} is supported. Name the"
+            " model that was quantized: trainer.precision.frozen stores its weights in"
+            " 8 or 4 bits."
         )
     vocab_size = given("vocab_size", kind=int)
     if vocab_size is None:
         raise ValueError("vocab_size is missing.")
     try:
-        found = known.from_hf(given)
+        found = known.read_config(given)
     # Of zeros, and of values in sections.
     except (ArithmeticError, AttributeError, TypeError) as error:
         name, value = given.latest
@@ -285,7 +321,9 @@ def config_from_hf(
     try:
         config = decode_config(known.config_class, tree, "in config.json")
     except ConfigError as error:
-        names = {field.path: name for name, field in known.fields.items()} | _NAMES
+        fields = known.fields.items()
+        names = {one.path: name for name, one in fields if isinstance(one, Field)}
+        names |= _NAMES
         # Users know the fields of the file, not the attributes that they are read into.
         text = re.sub(
             r"(?:model\.)?([a-z]\w*(?:\.[a-z]\w*)*)",
@@ -322,8 +360,8 @@ def config_to_hf(
         "vocab_size": vocab_size,
         "torch_dtype": dtype,
     }
-    # Read again below: what comes back differs in what `to_hf` can't say.
-    document |= known.to_hf(config)
+    # Read again below: what comes back differs in what `config.json` can't say.
+    document |= known.write_config(config)
     again, _ = config_from_hf(document)
     # Layers that predict further tokens are there or not by their weight.
     again = _with_fields_of_run(again, config, {"mtp.weight"})

@@ -36,6 +36,7 @@ def checksum(config: DecoderConfig) -> float:
     """
     make = functools.partial(Decoder.init, config, Vocab)
     shapes = eqx.filter_eval_shape(make, key=jax.random.key(0))
+    # By the order of leaves, which is that of the fields of layers: names may change.
     leaves, structure = jax.tree.flatten(shapes)
     filled = [_fixed(leaf.shape, number) for number, leaf in enumerate(leaves)]
     model = jax.tree.unflatten(structure, filled)
@@ -44,6 +45,7 @@ def checksum(config: DecoderConfig) -> float:
 
     @eqx.filter_jit
     def weighted(model: Decoder) -> Array:
+        # GPUs and TPUs round the factors of products otherwise.
         with jax.default_matmul_precision("float32"):
             hidden, further, _ = model.further_states(tokens)
             total = hax.sum(model.logits(hidden) * weights)
@@ -73,5 +75,7 @@ def check_wiring(known: HfFormat) -> None:
 def _fixed(shape: Any, number: int) -> Array:
     """Numbers between -0.3 and 0.3 that look random."""
     steps = np.arange(np.prod(shape, dtype=int)) * (0.7 + 0.01 * number) + number
+    # Of squares, which follow no period: no two rows or layers are alike, so that a
+    # layer that is left out, or moved, changes the sum.
     values = 0.3 * np.sin(steps**2)
     return jnp.asarray(values.reshape(shape), jnp.float32)

@@ -110,6 +110,8 @@ class CausalAttention(Mixer):
 
     def output(self, attended: NamedArray, x: NamedArray) -> NamedArray:
         """The last projection of what attention gives of `x`, and of its gate."""
+        # Of each coordinate (Qiu et al. 2025, arXiv:2505.06708): a head may give
+        # nothing.
         if self.gate_proj is not None:
             gate = named_heads(self.gate_proj(x), "gate", x)
             attended = attended * hnn.sigmoid(gate)
@@ -291,6 +293,7 @@ class Attention(CausalAttention):
         key = named_heads(self.k_proj(x), "key", x)
         value = named_heads(self.v_proj(x), "value", x)
         query = self._rotated(self.q_norm, query, tokens)
+        # Keys are kept rotated: a decoded token rotates its own alone.
         key = self._rotated(self.k_norm, key, tokens)
         if self.temperature is not None:
             query = _tempered(query, tokens, self.temperature)
@@ -341,6 +344,7 @@ def _tempered(
     assert tokens.positions is not None
     steps = (tokens.positions + 1) // temperature.floor
     factors = hax.log1p(steps.astype(jnp.float32)) * temperature.scale + 1.0
+    # In float32: near positions have factors that bfloat16 can't tell apart.
     wide = query.astype(jnp.float32) * factors
     return wide.rearrange(query.axes).astype(query.dtype)
 

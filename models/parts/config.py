@@ -395,6 +395,35 @@ class PartialRotaryConfig(DecoderConfig):
 
 
 @dataclass(frozen=True)
+class MtpDecoderConfig(DecoderConfig):
+    """A decoder that may have layers after its last, which predict further tokens.
+
+    Attributes:
+        most_depths: how many such layers files of the architecture may have; None for
+            any number.
+        mtp: these layers.
+    """
+
+    most_depths: ClassVar[int | None] = None
+
+    mtp: MtpConfig = field(default_factory=MtpConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        depths, most = self.mtp.depths, self.most_depths
+        if most is not None and depths > most:
+            raise ValueError(
+                f"model.mtp.depths = {depths} must be at most {most}, as in files of"
+                " this architecture."
+            )
+
+    @property
+    def further_tokens(self) -> MtpConfig:
+        """The layers that predict further tokens."""
+        return self.mtp
+
+
+@dataclass(frozen=True)
 class GroupedDecoderConfig(SparseDecoderConfig):
     """A decoder whose routers score experts by a sigmoid, have a bias, and choose among
     groups of experts (arXiv:2412.19437, section 2.1.2).

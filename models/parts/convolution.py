@@ -29,6 +29,7 @@ class ShortConvolution(eqx.Module):
         Channels: AxisSpec, size: int, *, bias: bool = False, key: PRNGKeyArray
     ) -> "ShortConvolution":
         """Makes a convolution of `size` tokens, with weights drawn from `key`."""
+        # One tap more than the window has inputs: the last is the token itself.
         own, Tap = axis_spec_to_tuple(Channels), Axis("tap", size)
         # As PyTorch's convolutions: by how many values a sum has
         bound = size**-0.5

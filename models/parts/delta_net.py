@@ -44,12 +44,14 @@ class Decay(Float32Part):
     ) -> "Decay":
         """Makes a decay of each head, or of `Channels` of each head, from `key`."""
         a_key, dt_key = jax.random.split(key)
+        # Published models draw from 0 to 16; the logarithm of 0 would stay as it is.
         a = hax.random.uniform(a_key, Heads, minval=0.01, maxval=16.0)
         # The softplus of the bias is between 1e-3 and 0.1, as in Mamba-2.
         low, high = math.log(1e-3), math.log(0.1)
         dt = hax.exp(
             hax.random.uniform(dt_key, (*Heads, *Channels), minval=low, maxval=high)
         )
+        # The second is the inverse of softplus: y + log(1 - exp(-y)).
         return Decay(hax.log(a), dt + hax.log(-hax.expm1(-dt)))
 
     def __call__(self, x: NamedArray) -> NamedArray:
@@ -174,6 +176,9 @@ class GatedDeltaNet(StatefulMixer):
         self, x: NamedArray, tokens: Tokens, kept: Kept | None
     ) -> tuple[NamedArray, Kept]:
         """The delta rule over the tokens, from the state and the windows kept."""
+        # Queries and keys [..., key_heads, key_dim], values [..., key_heads,
+        # values_per_key, value_dim]: transformers repeats the former for each head of
+        # values, here they lack the axis.
         state, q_window, k_window, v_window = kept or (None, None, None, None)
         query = named_heads(self.q_proj(x), "query", x)
         key = named_heads(self.k_proj(x), "key", x)
@@ -181,6 +186,8 @@ class GatedDeltaNet(StatefulMixer):
         query, q_window = self.q_conv(query, tokens, q_window)
         key, k_window = self.k_conv(key, tokens, k_window)
         value, v_window = self.v_conv(value, tokens, v_window)
+        # With keys of length 1 the step of a state, I - beta key key^T, has the
+        # eigenvalue 1 - beta along the key and 1 elsewhere: a state does not grow.
         query = unit_length(hnn.silu(query), self.KeyDim) * self.KeyDim.size**-0.5
         key = unit_length(hnn.silu(key), self.KeyDim)
         beta = hnn.sigmoid(self.b_proj(x).astype(jnp.float32)) * self.beta_scale
@@ -197,6 +204,7 @@ class GatedDeltaNet(StatefulMixer):
             state,
         )
         gate = named_heads(self.gate_proj(x), "gate", x)
+        # The norm first, and the gate in float32: Qwen3NextRMSNormGated of transformers
         gated = self.norm(output) * self.activation(gate.astype(jnp.float32))
         output = self.o_proj(gated.astype(x.dtype)).rearrange(x.axes)
         return output, (state, q_window, k_window, v_window)

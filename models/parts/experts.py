@@ -31,6 +31,7 @@ from stacked_remat import (
     streaming,
     unsliced,
 )
+from stacked_remat.lora import has_quantized
 from stacked_remat.ops import (
     ExpertLinear,
     apply_linear,
@@ -240,6 +241,7 @@ class SparseExperts(FeedForward):
         output = checkpoint_name(output, "expert_output")
         if self.shared is not None:
             shared = self.shared.down(self.shared.products(x))
+            # All tokens pass this expert; a sigmoid of each may scale what it gives.
             if self.shared_gate is not None:
                 shared = shared * hnn.sigmoid(self.shared_gate(x))
             output = output + shared.rearrange(x.axes)
@@ -267,9 +269,10 @@ class SparseExperts(FeedForward):
         if is_in_stack:
             return self.in_stack
         if isinstance(weights, LayerStack):
-            return dataclasses.replace(
-                weights, stack=weights.stack.stacked, own=weights.layer.stacked
-            )
+            own = weights.layer.stacked
+            if has_quantized(weights.stack):
+                return own  # which was computed from the stack, and is not in it
+            return dataclasses.replace(weights, stack=weights.stack.stacked, own=own)
         return weights.stacked
 
     def _mixed(

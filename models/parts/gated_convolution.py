@@ -54,7 +54,9 @@ class GatedConvolution(StatefulMixer):
     ) -> tuple[NamedArray, Kept]:
         """The convolution of the tokens and of those in the window."""
         parts = checkpoint_name(self.in_proj(x), "convolution_internals")
+        # B, C and x of Lfm2ShortConv of transformers, in this order in one tensor
         before, after, values = (parts["part", number] for number in range(3))
+        # Linear but for the gates: no activation is in between.
         mixed, window = self.conv(before * values, tokens, kept)
         return self.out_proj(after * mixed).rearrange(x.axes), window
 

@@ -57,6 +57,7 @@ class HybridDecoderConfig(DecoderConfig):
         kind = super().kind_of(number)
         if self.types_of_layers[number] == FULL:
             return kind
+        # A state has no window: it forgets by its decays.
         return replace(kind, window=None, linear=True)
 
     def mixer_names(self, kind: LayerKind) -> tuple[str, ...]:

@@ -126,6 +126,8 @@ class LatentAttention(CausalAttention):
             query = self.q_b_proj(self.q_a_norm(self.q_a_proj(x)))
         # Before rotation, so that a policy that keeps it recomputes no product
         query = named_heads(query, "query", x)
+        # c = norm(W_a x), of which head h has the keys [W_k c, r] and the values W_v c,
+        # with r = rotate(W_r x) the same for all heads.
         narrow, shared = self._latents(x, tokens)
         # Keys without their shared coordinates, then values
         both = self.kv_b_proj(narrow)

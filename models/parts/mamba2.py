@@ -100,8 +100,10 @@ class GatedGroupNorm(eqx.Module):
         """Normalises over these axes; `x` is float32, the result has the dtype of
         `gate`.
         """
+        # The gate before the norm; those of gated delta nets are after it.
         gated = x * hnn.silu(gate.astype(jnp.float32))
         scale = hax.rsqrt(hax.mean(hax.square(gated), axis=Over) + self.eps)
+        # The weight after the cast: GraniteMoeHybridRMSNormGated of transformers
         return (gated * scale).astype(gate.dtype) * self.weight
 
 
@@ -144,6 +146,7 @@ class Mamba2(StatefulMixer):
         Embed, Heads = config.Embed, sizes.Heads
         Keys, Values, taps = sizes.Keys, sizes.Values, sizes.conv_size
         bias, conv_bias = sizes.bias, sizes.conv_bias
+        # Head h, from 1 on, begins with the decay exp(-h * step).
         number = hax.arange(Axis("head", sizes.num_heads), start=1, dtype=jnp.float32)
         return Mamba2(
             gate_proj=linear(config, Embed, Values, bias=bias, key=keys[0]),
@@ -176,6 +179,8 @@ class Mamba2(StatefulMixer):
         value, v_window = self.v_conv(value, tokens, v_window)
         key, k_window = self.k_conv(key, tokens, k_window)
         query, q_window = self.q_conv(query, tokens, q_window)
+        # A step of size `step` of a continuous system: its decay exactly, and its input
+        # by Euler's rule, which is a factor of the values.
         wide, own = hnn.silu(value).astype(jnp.float32), self.step
         step = hnn.softplus(self.dt_proj(x).astype(jnp.float32) + own.dt_bias)
         _, KeyDim = self.sizes.Keys
@@ -191,6 +196,7 @@ class Mamba2(StatefulMixer):
             tokens,
             state,
         )
+        # What a token adds to its own output, past the state
         output = output.astype(jnp.float32) + wide * own.d
         gate = named_heads(self.gate_proj(x), "gate", x)
         normalised = self.norm(output, gate, self.sizes.Values[1:])

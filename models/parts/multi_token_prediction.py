@@ -88,6 +88,7 @@ class MtpLayer(eqx.Module):
             router, None without one.
         """
         hidden, embedded = before
+        # One more than at the depth before, whose tokens are what is carried
         embedded = _ahead(embedded, 1)
         # Parameters stay in their own dtype outside, as those of other layers.
         own = cast_floating(self, hidden.dtype)

@@ -12,7 +12,8 @@ from stacked_remat.ops import RotaryTable, apply_rotary, rotary_table
 
 @dataclasses.dataclass(frozen=True)
 class RotaryEmbedding:
-    """What the queries and keys of a layer are rotated by.
+    """What the queries and keys of a layer are rotated by (Su et al. 2021,
+    arXiv:2104.09864): pair i at position p by the angle `p * theta^(-2i / Dim.size)`.
 
     Attributes:
         config: base and scaling of the wavelengths.

@@ -82,6 +82,7 @@ class RotaryConfig(RecordsArguments):
 
     def __post_init__(self) -> None:
         check_positive("model.rotary", self, "max_position_embeddings")
+        # The wavelengths are powers of it: with 1 all pairs would turn alike.
         if self.theta <= 1:
             raise ValueError(f"model.rotary.theta must be above 1, got {self.theta}.")
 

@@ -78,6 +78,7 @@ class StatefulMixer(Mixer):
             documents: NamedArray | None,
             continues: NamedArray | None,
         ) -> tuple[Kept, NamedArray]:
+            # A tile that begins a document has no state before it.
             if continues is not None:
                 kept = jax.tree.map(
                     lambda one: hax.where(continues, one, 0.0).rearrange(one.axes),
@@ -92,9 +93,12 @@ class StatefulMixer(Mixer):
         if documents is not None:
             own = cut(documents)
             first = own[Tiles, 0]
+            # The document before each tile; before the first, whose state is zeros
+            # anyway, it is another tile's.
             ends = hax.roll(own[POSITION_AXIS, -1], 1, Tiles)
             continues = own[POSITION_AXIS, 0] == ends
         tiles = cut(x)
+        # Zeros of what `mix` keeps, which are what it has before the first token
         _, kept = eqx.filter_eval_shape(
             self.mix, tiles[Tiles, 0], Tokens(documents=first), None
         )

@@ -1,7 +1,7 @@
 """Shows the most helpful and the most harmful training examples of a run, and the
 layers in which they act.
 
-python -m stacked_remat.ghost top|bottom|by-layer RUN [--count 10]
+python -m stacked_remat.ghost top|bottom|by-layer RUN [--count 10] [--csv FILE]
 """
 
 import argparse
@@ -34,7 +34,8 @@ def main(arguments: Sequence[str]) -> int:
         if given.command == "by-layer":
             print_layers(folder, given.count, **selected)
         else:
-            best, selected = given.command == "top", selected | {"layer": given.layer}
+            selected |= {"layer": given.layer, "file": given.csv}
+            best = given.command == "top"
             print_examples(folder, given.count, given.normalize, best=best, **selected)
     except (ScoreLogError, OSError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -66,6 +67,9 @@ def _parser() -> argparse.ArgumentParser:
         )
         if name != "by-layer":
             command.add_argument("--layer", type=int, help="only this layer, from 0")
+            command.add_argument(
+                "--csv", type=Path, metavar="FILE", help="write them to this file"
+            )
             how = "; ".join(
                 f"{key}: {meaning}" for key, meaning in NORMALIZATIONS.items()
             )

@@ -2,6 +2,7 @@
 tables.
 """
 
+import csv
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,6 +31,15 @@ class ExampleRanking(NamedTuple):
     ids: np.ndarray
     scores: np.ndarray
     steps: np.ndarray
+
+
+class RankedExample(NamedTuple):
+    """An example of a ranking: its mean score over so many steps, its id and text."""
+
+    score: float
+    steps: int
+    example: str
+    text: str
 
 
 def rank_examples(
@@ -79,9 +89,17 @@ def rank_examples(
 
 
 def print_examples(
-    folder: Path, count: int, normalize: str, *, best: bool, **selected: Any
+    folder: Path,
+    count: int,
+    normalize: str,
+    *,
+    best: bool,
+    file: Path | None = None,
+    **selected: Any,
 ) -> None:
-    """Prints the examples with the highest scores, or the lowest, with their text."""
+    """Prints the examples with the highest scores, or the lowest, with their text; or
+    writes them to a CSV file, with the whole texts.
+    """
     ranked = rank_examples(folder, normalize, **selected)
     numbers = np.arange(len(ranked.ids))
     chosen = (numbers if best else numbers[::-1])[:count]
@@ -91,17 +109,33 @@ def print_examples(
     texts = dict(
         zip(rows["example"].to_pylist(), rows["text"].to_pylist(), strict=True)
     )
+    found = []
+    for at in chosen:
+        name = str(ranked.ids[at])
+        score, steps = float(ranked.scores[at]), int(ranked.steps[at])
+        found.append(RankedExample(score, steps, name, texts[name]))
+    if file is not None:
+        _write(file, found)
+        print(f"wrote {len(found)} of {len(numbers):,} examples to {file}")
+        return
     what = "most helpful" if best else "most harmful"
     title = (
         f"The {len(chosen)} {what} of {len(numbers):,} examples; scores"
-        f" {NORMALIZATIONS[normalize]}"
+        f" {NORMALIZATIONS[normalize]}, above zero where training on the example"
+        " lowers the validation loss"
     )
     columns = {"score": "right", "steps": "right", "example": "left", "text": "left"}
     lines = [
-        (f"{ranked.scores[at]:+.3f}", f"{ranked.steps[at]}", name, texts[name])
-        for at, name in zip(chosen, map(str, ranked.ids[chosen]), strict=True)
+        (f"{one.score:+.3f}", str(one.steps), one.example, one.text) for one in found
     ]
     _print(title, columns, lines)
+
+
+def _write(file: Path, found: Iterable[RankedExample]) -> None:
+    with file.open("w", encoding="utf-8", newline="") as lines:
+        writer = csv.writer(lines)
+        writer.writerow(RankedExample._fields)
+        writer.writerows(found)
 
 
 def print_layers(folder: Path, count: int, **selected: Any) -> None:

@@ -1,5 +1,5 @@
-"""Low-rank adapters for the linears of any module, stacked or not, and reading and
-writing PEFT's files.
+"""Low-rank adapters for the linears of any module, on weights of 16, 8 or 4 bits, and
+PEFT's files.
 """
 
 from ._adapter import (
@@ -17,3 +17,10 @@ from ._peft import (
     save_peft as save_peft,
 )
 from ._peft_layout import PeftParameter as PeftParameter
+from ._quantized import (
+    QuantizedForm as QuantizedForm,
+    QuantizedWeight as QuantizedWeight,
+    dequantize_linears as dequantize_linears,
+    has_quantized as has_quantized,
+    quantize_linears as quantize_linears,
+)

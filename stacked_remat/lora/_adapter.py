@@ -27,6 +27,7 @@ from jaxtyping import Array, DTypeLike, PRNGKeyArray
 
 from .._paths import check_patterns, find_modules, first_match, map_modules
 from .._sweep.store import read, write
+from ._quantized import dequantize_linears
 
 T = TypeVar("T")
 
@@ -246,9 +247,11 @@ def merge_lora(model: T, *, donate: bool = False) -> T:
         model: a model with or without adapters.
         donate: whether to reuse the memory of W, after which `model` can't be used.
 
-    Sums are computed in float32 and rounded to the dtype of W, a layer at a time.
+    Quantized weights get the dtype that they had before. Sums are computed in float32
+    and rounded to the dtype of W, a layer at a time.
     Memory: one layer of one linear in float32, and the new weights unless `donate`.
     """
+    model = dequantize_linears(model)
     return map_modules(model, (LoraLinear,), lambda path, node: _merged(node, donate))
 
 

@@ -56,6 +56,8 @@ class Flops:
             sorted.
         too_high: reasons why they may be lower, as where a conditional counts its most
             expensive branch.
+        names: of values in the program (`checkpoint_name`), sorted; of those that a
+            policy moves to the host there are none.
     """
 
     matmul: int = 0
@@ -64,6 +66,7 @@ class Flops:
     replays: int = 0
     too_low: tuple[str, ...] = ()
     too_high: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
 
     @property
     def moved(self) -> int:
@@ -103,15 +106,16 @@ def count_flops(jaxpr: Any, *, trained: Sequence[bool] = ()) -> Flops:
     cost = _Count().run(jaxpr, tuple(trained))
     # Mean trip counts are fractions, and so may the counts be that they multiply.
     figures = {name: round(cost[name]) for name in _FIGURES}
-    reasons: dict[str, Any] = {"too_low": (), "too_high": ()}
+    texts: dict[str, Any] = {"too_low": (), "too_high": (), "names": ()}
     for field, text in sorted(cost.keys() - {*_FIGURES}):
-        reasons[field] += (text,)
-    return Flops(**figures, **reasons)
+        texts[field] += (text,)
+    return Flops(**figures, **texts)
 
 
-# A cost while it is counted, with two kinds of keys: the names of figures, and reasons
-# why these are not exact, as `("too_low", text)`, whose count says nothing. The sum of
-# two adds figures, and their union (`|`) has the larger of each; both have all reasons.
+# A cost while it is counted, with two kinds of keys: the names of figures, and texts:
+# reasons why these are not exact, as `("too_low", text)`, and names of values, whose
+# counts say nothing. The sum of two adds figures, and their union (`|`) has the larger
+# of each; both have all texts.
 _Cost: TypeAlias = Counter[Any]
 _FIGURES = ("matmul", "bytes_from_host", "bytes_to_host", "replays")
 
@@ -159,6 +163,7 @@ class _Count:
         cost: _Cost = Counter()
         for eqn in live.eqns:
             name = eqn.primitive.name
+            cost += Counter(("names", value) for value in _names_given(eqn))
             operands = tuple(is_in(atom, active_vars) for atom in eqn.invars)
             # Names within a called jaxpr start anew, so what a scope around the call
             # says of kernels is handed down.
@@ -183,6 +188,17 @@ class _Count:
                 # more operands.
                 cost["matmul"] += forward["matmul"] * min(2, sum(operands))
         return cost
+
+
+def _names_given(eqn: Any) -> list[str]:
+    """The name that an equation gives its value, if it gives one."""
+    if eqn.primitive.name == "name":
+        return [eqn.params["name"]]
+    # JAX's own under `JAX_REMAT3=1`
+    primitive = primitive_of(eqn)
+    if type(primitive).__name__ == "CheckpointName":
+        return [primitive.params["name"]]
+    return []
 
 
 def _read(jaxpr: Any) -> set[Any]:

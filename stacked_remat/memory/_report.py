@@ -10,6 +10,7 @@ import dataclasses
 import math
 
 from .. import ScanCheckpointPolicy, ScanCheckpointSpec
+from .._policy import resolve_policy, shortest_name
 from ._compiled_text import Buffer
 from ._flops import Flops
 from ._table import as_table, common_unit, readable_bytes, readable_count
@@ -191,10 +192,11 @@ class Trial:
         """What tables call it: `'nested'`, or its settings, as `nested=True,
         save_carries='offload'`.
         """
-        # Settings without the class around them; without any, the class is the name.
         name = repr(self.policy)
         if isinstance(self.policy, ScanCheckpointPolicy):
-            name = name.removeprefix("ScanCheckpointPolicy(").removesuffix(")") or name
+            # An alias, or the settings without the class around them.
+            name = shortest_name(self.policy)
+            name = name.removeprefix("ScanCheckpointPolicy(").removesuffix(")")
         return self.label or (f"{name}, streamed" if self.streamed else name)
 
 
@@ -214,36 +216,42 @@ class Comparison:
 
     def __str__(self) -> str:
         reports = [trial.report for trial in self.trials if trial.report is not None]
-        # Sizes of all rows are in one unit, FLOPs relative to the fewest.
-        fewest = min((report.flops.matmul for report in reports), default=0)
-        size, unit = common_unit(
-            max(report.total, report.host.total, report.flops.moved)
-            for report in reports
-        )
+        base = self._base()
+        flops = base.report.flops.matmul if base and base.report else 0
         rows = [["policy", *_COLUMNS]]
         for trial in self.trials:
-            cells = _cells(trial.report, size, fewest)
-            rows.append([trial.name, *cells])
+            rows.append([trial.name, *_cells(trial.report, flops)])
         # A column that no row has a figure for is left out.
         names, *columns = zip(*rows, strict=True)
         columns = [column for column in columns if {*column[1:]} - {"", "0"}]
         headings = [column[0] for column in columns]
-        return as_table(
-            f"{self.title}; sizes in {unit}",
-            [*zip(names, *columns, strict=True)],
-            self._notes(reports, headings, fewest),
-        )
+        table = [*zip(names, *columns, strict=True)]
+        return as_table(self.title, table, self._notes(reports, headings, base))
+
+    def _base(self) -> Trial | None:
+        """The trial that FLOPs are relative to: the one that recomputes nothing, or
+        else the one with the fewest; None if the compiler refused all.
+        """
+        compiled = [trial for trial in self.trials if trial.report is not None]
+
+        def rank(trial: Trial) -> tuple[bool, int]:
+            policy = resolve_policy(trial.policy)
+            recomputes = policy.has_cut or not policy.saves_everything
+            assert trial.report is not None
+            return recomputes, trial.report.flops.matmul
+
+        return min(compiled, key=rank, default=None)
 
     def _notes(
-        self, reports: list[MemoryReport], headings: list[str], fewest: int
+        self, reports: list[MemoryReport], headings: list[str], base: Trial | None
     ) -> list[str]:
         """What stands below the table: what its columns mean, and why figures are not
         exact or missing.
         """
         notes = []
-        if fewest:
-            count = readable_count(fewest)
-            notes.append(f"FLOPs / least: {count} FLOP in matrix products")
+        if base and base.report and base.report.flops.matmul:
+            count = readable_count(base.report.flops.matmul)
+            notes.append(f"FLOPs / {base.name}: {count} FLOP in matrix products")
         reasons = set().union(*(report.flops.reasons for report in reports))
         notes += map("?: {}".format, sorted(reasons))
         notes += filter(None, map(_COLUMNS.get, headings))
@@ -252,11 +260,34 @@ class Comparison:
                 # The compiler's message goes on for pages.
                 first_line = str(trial.failure).splitlines()[0]
                 notes.append(f"{trial.name}: {first_line}")
+            if unknown := _unknown_names(trial):
+                notes.append(f"{trial.name}: {unknown}")
         return [*notes, *self.notes]
+
+
+def _unknown_names(trial: Trial) -> str:
+    """A remark about names of a policy that no value of the program has."""
+    if trial.report is None:
+        return ""
+    policy = resolve_policy(trial.policy)
+    given: list[str] = []
+    # Not names where it is a bool or one of JAX's policies
+    if isinstance(policy.save_block_internals, tuple):
+        given += policy.save_block_internals
+    # A value that is moved has no name any more
+    if not trial.report.flops.moved:
+        given += policy.offload_block_internals
+    known = trial.report.flops.names
+    unknown = [repr(name) for name in given if name not in known]
+    if not unknown:
+        return ""
+    has = ", ".join(map(repr, known)) or "no names (checkpoint_name)"
+    return f"no value is named {', '.join(unknown)}; the program has: {has}"
 
 
 # The columns of a comparison, left to right, and what is said of each below the table.
 _COLUMNS = {
+    "unit": "",
     "total": "",
     "temp.": "",
     "host": "",
@@ -269,13 +300,16 @@ _COLUMNS = {
 }
 
 
-def _cells(report: MemoryReport | None, unit: int, fewest: int) -> list[str]:
-    """The figures of a row, by column: sizes in units, FLOPs relative to the fewest.
+def _cells(report: MemoryReport | None, base_flops: int) -> list[str]:
+    """The figures of a row, by column: sizes in the row's unit, FLOPs relative to those
+    of the base.
 
     `?` marks FLOPs that are not exact.
     """
     if report is None:
-        return ["refused"] + [""] * (len(_COLUMNS) - 1)
+        return ["", "refused"] + [""] * (len(_COLUMNS) - 2)
+    largest = max(report.total, report.host.total, report.flops.moved)
+    unit, unit_name = common_unit([largest])
 
     def size(count: int) -> str:
         return _three_digits(count / unit) if count else ""
@@ -284,12 +318,13 @@ def _cells(report: MemoryReport | None, unit: int, fewest: int) -> list[str]:
     least = report.least_time
     if least and least.transfer:
         link = "hidden" if least.hidden else f"{least.transfer:.3g}"
-    if fewest:
+    if base_flops:
         mark = "" if report.flops.exact else " ?"
-        flops = f"{report.flops.matmul / fewest:.2f}{mark}"
+        flops = f"{report.flops.matmul / base_flops:.2f}{mark}"
     # Without products nothing else says what a policy costs.
-    replays = "" if fewest else f"{report.flops.replays:,}"
+    replays = "" if base_flops else f"{report.flops.replays:,}"
     return [
+        unit_name,
         size(report.total),
         # A zero of these is shown: policies change them.
         size(report.temporaries) or "0.00",

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from haliax import Axis, NamedArray
+from haliax import Axis, AxisSelector, NamedArray
 from jaxtyping import Array
 
 from .._messages import axes_text
@@ -15,6 +15,16 @@ FLOATS, INTEGERS = (jnp.floating, "floating-point numbers"), (jnp.integer, "inte
 def named_as(array: Array, axes: Sequence[Axis]) -> NamedArray:
     """The array with these axes, one after the other, whatever its own shape."""
     return NamedArray(array.reshape([axis.size for axis in axes]), tuple(axes))
+
+
+def resolved_axis(selector: AxisSelector, what: str, x: NamedArray) -> Axis:
+    """The axis, or that of the argument `what` with this name."""
+    if isinstance(selector, Axis):
+        return selector
+    for axis in x.axes:
+        if axis.name == selector:
+            return axis
+    raise ValueError(f"`{what}` has {axes_text(x.axes)}, and no axis {selector!r}.")
 
 
 def check_named(

@@ -34,7 +34,7 @@ from ._attention_rule import (
     attend_in_context,
 )
 from ._backends import choose_backend, devices_left_to_the_compiler
-from ._named import FLOATS, INTEGERS, check_named, named_as
+from ._named import FLOATS, INTEGERS, check_named, named_as, resolved_axis
 from .per_device import mesh_axes, per_device
 from .softcap import check_softcap
 
@@ -111,11 +111,9 @@ def causal_attention(
     backends but cuDNN do that.
     """
     check_named("key", key, FLOATS, ())
-    named = (
-        one if isinstance(one, Axis) else key.resolve_axis(one)
-        for one in (Pos, KVHeads, HeadDim)
+    Pos, KVHeads, HeadDim = (
+        resolved_axis(selector, "key", key) for selector in (Pos, KVHeads, HeadDim)
     )
-    Pos, KVHeads, HeadDim = named
     batch = tuple(axis for axis in key.axes if axis not in (Pos, KVHeads, HeadDim))
     check_named("key", key, FLOATS, (Pos, KVHeads, HeadDim), batch)
     check_named("query", query, FLOATS, key.axes)
@@ -195,8 +193,7 @@ def decode_attention(
     """
     check_named("key", key, FLOATS, ())
     Slot, HeadDim = (
-        one if isinstance(one, Axis) else key.resolve_axis(one)
-        for one in (Slot, HeadDim)
+        resolved_axis(selector, "key", key) for selector in (Slot, HeadDim)
     )
     if any(axis.name == Slot.name for axis in query.axes):
         raise ValueError(

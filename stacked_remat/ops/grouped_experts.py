@@ -182,13 +182,7 @@ def grouped_experts(
             f"{axes_text([Experts])} has no experts; there must be at least one."
         )
     if over:
-        devices = devices_along(over)
-        if Experts.size % devices:
-            raise ValueError(
-                f"{axes_text([Experts])} can't be divided evenly over {tuple(over)},"
-                f" {devices} devices; take axes of the mesh that divide it."
-            )
-        Experts, saved = Experts.resize(Experts.size // devices), None
+        Experts, saved = _of_device(Experts, over), None
     # Two views of the same weights: the layer's own arrays, which get the gradients,
     # and where blocks read them.
     weights, in_stack = of_layer(weights, Experts)
@@ -199,16 +193,7 @@ def grouped_experts(
     count = x.shape[0]
     if count == 0:  # a token of zeros, whose result is dropped
         x, choices, gates = (pad_axis(some, 0, 1) for some in (x, choices, gates))
-    facts = ExpertsFacts(
-        dtype=x.dtype,
-        devices=devices_left_to_the_compiler(x),
-        on_host=any(map(is_on_host, arrays)),
-        is_varying=bool(jax.typeof(x).manual_axis_type.varying),
-        takes_linear=all(
-            "linear" in inspect.signature(fn).parameters
-            for fn in (expert, saved or expert)
-        ),
-    )
+    facts = _facts(x, arrays, expert, saved or expert)
     kernels = choose_backend("experts", EXPERT_BACKENDS, backend, facts)
     call = ExpertsCall(expert, saved, layout.of_one, Experts, kernels, layout.of_all)
     if over:
@@ -219,6 +204,29 @@ def grouped_experts(
         otherwise = functools.partial(call.run, in_stack=in_stack)
         run = noted(call, call.run, otherwise=otherwise)
     return run(x, choices, gates, arrays)[:count]
+
+
+def _of_device(Experts: Axis, over: Sequence[str]) -> Axis:
+    """The experts of one device, if they are divided over these axes of the mesh."""
+    devices = devices_along(over)
+    if Experts.size % devices:
+        raise ValueError(
+            f"{axes_text([Experts])} can't be divided evenly over {tuple(over)},"
+            f" {devices} devices; take axes of the mesh that divide it."
+        )
+    return Experts.resize(Experts.size // devices)
+
+
+def _facts(x: Array, arrays: Sequence[Array], *parts: Any) -> ExpertsFacts:
+    """What a backend is chosen by; `parts` are the functions that it is to apply."""
+    signatures = [inspect.signature(part).parameters for part in parts]
+    return ExpertsFacts(
+        dtype=x.dtype,
+        devices=devices_left_to_the_compiler(x),
+        on_host=any(map(is_on_host, arrays)),
+        is_varying=bool(jax.typeof(x).manual_axis_type.varying),
+        takes_linear=all("linear" in parameters for parameters in signatures),
+    )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -16,7 +16,7 @@ from jaxtyping import Array
 
 from .._messages import axes_text
 from ._linear_groups import HeadAxes, Inputs, attend_in_groups
-from ._named import FLOATS, INTEGERS, check_named
+from ._named import FLOATS, INTEGERS, check_named, resolved_axis
 from ._positions import document_runs
 from .per_device import align_varying_axes, mesh_axes, per_device
 
@@ -64,8 +64,8 @@ def linear_attention(
         Value: the axis of channels of values, or its name.
         documents: integers `[..., Pos]` with axes of `key`; the state begins anew where
             they change. The first document continues `state`.
-        lengths: integers, with axes of `key` that are no heads: positions from there on
-            are padding, and do not change the state.
+        lengths: integers with batch axes of `key`, such as `[Batch]`: positions from
+            there on are padding, and do not change the state.
         state: that before the first position, `[..., Key, Value]` with the other axes
             of `value`; None for zeros.
 
@@ -89,7 +89,7 @@ def linear_attention(
     numbers of each head from all devices.
     """
     check_named("key", key, FLOATS, ())
-    Pos = _resolved(Pos, key)
+    Pos = resolved_axis(Pos, "key", key)
     axes = _axes_of(key, value, Key, Value, Pos)
     _check(axes, query, key, log_decay, beta, Pos)
     if documents is not None:
@@ -155,8 +155,8 @@ def _axes_of(
     """The axes of a call, which has an axis of positions or none."""
     check_named("key", key, FLOATS, ())
     check_named("value", value, FLOATS, ())
-    Key = _resolved(Key, key)
-    Value = _resolved(Value, value)
+    Key = resolved_axis(Key, "key", key)
+    Value = resolved_axis(Value, "value", value)
     check_named("key", key, FLOATS, (*positions, Key))
     batch = tuple(axis for axis in key.axes if axis not in (*positions, Key))
     shared = (*batch, *positions, Value)
@@ -170,10 +170,6 @@ def _axes_of(
                 " Rename it in the other."
             )
     return HeadAxes(Key, Value, batch, group)
-
-
-def _resolved(axis: AxisSelector, x: NamedArray) -> Axis:
-    return axis if isinstance(axis, Axis) else x.resolve_axis(axis)
 
 
 def _check(

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 from haliax import Axis, AxisSelector, NamedArray
 from jax import lax
 
+from .._messages import axes_text
 from ._backends import UnsupportedCallError
-from ._named import FLOATS, INTEGERS, check_named
+from ._named import FLOATS, INTEGERS, check_named, resolved_axis
 from ._positions import document_runs, with_positions_before
 from .per_device import align_varying_axes, mesh_axes, per_device
 
@@ -56,9 +57,14 @@ def short_convolution(
     """
     check_named("weight", weight, FLOATS, ())
     check_named("x", x, FLOATS, ())
-    Pos = Pos if isinstance(Pos, Axis) else x.resolve_axis(Pos)
-    Tap = Tap if isinstance(Tap, Axis) else weight.resolve_axis(Tap)
-    channels = _channels(weight, Tap)
+    Pos = resolved_axis(Pos, "x", x)
+    Tap = resolved_axis(Tap, "weight", weight)
+    channels = _channels(x, weight, Tap)
+    if any(axis.name == Pos.name for axis in weight.axes):
+        raise ValueError(
+            f"`weight` has {axes_text(weight.axes)}: {Pos.name!r} is the axis of"
+            " positions, all of which have the same weights."
+        )
     check_named("x", x, FLOATS, (*channels, Pos))
     batch = tuple(axis for axis in x.axes if axis not in (*channels, Pos))
     if documents is not None:
@@ -72,6 +78,8 @@ def short_convolution(
         window = hax.zeros(kept, x.dtype)
     check_named("window", window, FLOATS, kept, ())
     window = window.astype(x.dtype).rearrange(kept)
+    if Pos.size == 0:
+        return x, window
     names = Pos.name, Tap.name
     convolve = functools.partial(_convolve, names=names, context=mesh_axes(Pos))
     arrays = x, weight, documents, lengths, window
@@ -92,8 +100,9 @@ def short_convolution_step(
         ValueError: an argument does not fit.
     """
     check_named("weight", weight, FLOATS, ())
-    Tap = Tap if isinstance(Tap, Axis) else weight.resolve_axis(Tap)
-    check_named("x", x, FLOATS, _channels(weight, Tap))
+    check_named("x", x, FLOATS, ())
+    Tap = resolved_axis(Tap, "weight", weight)
+    check_named("x", x, FLOATS, _channels(x, weight, Tap))
     Kept = Tap.resize(Tap.size - 1)
     check_named("window", window, FLOATS, (*x.axes, Kept), ())
     wide = _wide_dtype(x, weight)
@@ -103,8 +112,15 @@ def short_convolution_step(
     return y.rearrange(x.axes).astype(x.dtype), after
 
 
-def _channels(weight: NamedArray, Tap: Axis) -> tuple[Axis, ...]:
+def _channels(x: NamedArray, weight: NamedArray, Tap: Axis) -> tuple[Axis, ...]:
     check_named("weight", weight, FLOATS, (Tap,))
+    if Tap.size == 0:
+        raise ValueError(f"`weight` has {axes_text(weight.axes)}: there are no taps.")
+    if any(axis.name == Tap.name for axis in x.axes):
+        raise ValueError(
+            f"`x` has {axes_text(x.axes)}: {Tap.name!r} is the axis of taps. Rename it"
+            " in `weight`."
+        )
     return tuple(axis for axis in weight.axes if axis != Tap)
 
 

@@ -3,6 +3,7 @@ progress.
 """
 
 import contextlib
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple, final
@@ -161,11 +162,13 @@ def train(
             scores = scorer if scorer is not None and scorer.is_due(done) else None
             targets = _num_targets(batch)
             state, metrics = (compiled if scores is None else scores.step)(batch, state)
+            # A CPU may do the step before the call returns.
+            ended = time.monotonic() if metrics["loss"].is_ready() else None
             used, data = batch, training.get_state()
             if done < config.num_steps:
                 batch = shard(training.next())  # made while the device works
             # Waits for the step before, while the device does this one
-            report.dispatched(_Step(done, metrics, targets, used.num_tokens))
+            report.dispatched(_Step(done, metrics, targets, used.num_tokens, ended))
             asked = should_stop()
             is_evaluated = done == config.num_steps or (
                 config.eval_every and done % config.eval_every == 0
@@ -212,6 +215,7 @@ class _Step(NamedTuple):
     metrics: Metrics
     targets: Any
     num_tokens: int
+    ended: float | None  # when it was done, if that was as it was dispatched
 
 
 @final
@@ -265,7 +269,7 @@ class _Report:
     def _report(self, step: _Step) -> None:
         done, metrics = step.number, step.metrics
         loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])
-        self._clock.tick(step.num_tokens)
+        self._clock.tick(step.num_tokens, step.ended)
         memory = peak_memory_bytes()
         self._outputs.progress.advance(
             done, loss, self._clock.tokens_per_second, memory

@@ -26,14 +26,16 @@ class Clock:
         self._last: float | None = None
         self.restart()
 
-    def tick(self, tokens: int) -> None:
-        """Counts a finished step of this many tokens."""
-        now = time.monotonic()
+    def tick(self, tokens: int, ended: float | None = None) -> None:
+        """Counts a step of this many tokens that ended now, or at this time of
+        `time.monotonic`.
+        """
+        ended = time.monotonic() if ended is None else ended
         if self._last is not None:
-            self._seconds += now - self._last
+            self._seconds += ended - self._last
             self._steps += 1
             self._tokens += tokens
-        self._last = now
+        self._last = ended
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:

@@ -54,11 +54,16 @@ class PrecisionConfig:
         gradients: gradients as they are added up over microbatches and passed to the
             optimizer.
         optimizer_state: the optimizer's arrays that have the shape of a parameter.
+        frozen: the weights of linear maps under adapters (`lora`), but for routers,
+            embedding and head: `int8` or `nf4` (QLoRA, arXiv:2305.14314), 8.5 and 4.5
+            bits a weight, of which a layer at a time is computed in the model's
+            dtype; null for `parameters`.
     """
 
     parameters: FloatName = "float32"
     gradients: FloatName = "float32"
     optimizer_state: FloatName = "float32"
+    frozen: Literal["int8", "nf4"] | None = None
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from jax.sharding import SingleDeviceSharding
 from models.parts.decoder import Decoder
 from models.parts.linear import cast_floating
 from models.parts.sections import ExpertsConfig
-from models.qwen3 import Qwen3MoeConfig
+from models.qwen3_moe import Qwen3MoeConfig
 from stacked_remat import LayerResult, Stacked, memory, streaming
 from stacked_remat._placement import compiled_for, to_host
 from stacked_remat._sweep.store import read

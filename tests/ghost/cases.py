@@ -11,7 +11,7 @@ from haliax import Axis
 
 from models.parts.decoder import Decoder
 from models.parts.sections import FULL, SLIDING, AttentionConfig, ExpertsConfig
-from models.qwen3 import Qwen3MoeConfig
+from models.qwen3_moe import Qwen3MoeConfig
 from stacked_remat import ghost
 from stacked_remat._scan.marks import is_named, raw_array
 from stacked_remat.ghost._losses import leaves_with_paths, without_marks

@@ -2,6 +2,7 @@
 refuses.
 """
 
+import csv
 import re
 import sys
 
@@ -174,6 +175,17 @@ def test_the_command_prints(tmp_path, capsys, monkeypatch):
     assert re.search(r"\+\d.* id7 +text 7.* \[bold\]of it\[/bold\]", first["top"])
     assert re.search(r"-\d.* id2 +text 2", first["bottom"])
     assert re.search(r"0 +\d+\.\d% +[-+]0\.\d+ +stack\.\*\.up", first["by-layer"])
+    file = tmp_path / "worst.csv"
+    assert main(["bottom", run, "--count", "3", "--csv", str(file)]) == 0
+    assert capsys.readouterr().out.startswith("wrote 3 of ")
+    with file.open(newline="") as lines:
+        header, *rows = csv.reader(lines)
+    assert header == ["score", "steps", "example", "text"] and len(rows) == 3
+    ranked = rank_examples(tmp_path / "run" / "ghost")
+    np.testing.assert_allclose(
+        [float(row[0]) for row in rows], ranked.scores[:-4:-1], rtol=1e-6
+    )
+    assert [row[2] for row in rows] == [str(name) for name in ranked.ids[:-4:-1]]
 
 
 @pytest.mark.parametrize(

@@ -132,6 +132,33 @@ def test_the_table_says_once_why_arithmetic_is_not_exact(comparison):
     )
 
 
+def test_flops_are_relative_to_the_policy_that_recomputes_nothing(comparison):
+    shown = str(Comparison(comparison.trials[::-1]))
+    assert "\nFLOPs / False: " in shown
+    without = str(Comparison(comparison.trials[1:]))
+    assert "\nFLOPs / True: " in without
+
+
+def test_each_row_has_its_own_unit(comparison):
+    first, second, *_ = comparison.trials
+    report = dataclasses.replace(second.report, temporaries=2**40)
+    shown = str(Comparison((first, dataclasses.replace(second, report=report))))
+    (of_first,) = (line for line in shown.splitlines() if line.startswith("False"))
+    (of_second,) = (line for line in shown.splitlines() if line.startswith("True"))
+    assert of_first.split()[1] == "MiB" and of_second.split()[1:3] == ["TiB", "1.00"]
+
+
+def test_names_that_no_value_has_are_said_with_those_that_there_are():
+    policies = [
+        ScanCheckpointPolicy(save_block_internals=["hiden", "hidden"]),
+        ScanCheckpointPolicy(offload_block_internals=["hidden"]),
+    ]
+    shown = str(compare(Counting(), *blocks_and_input(), candidates=policies))
+    remark = "no value is named 'hiden'; the program has: 'activation', 'hidden'"
+    assert " ".join(shown.split()).count(remark) == 1
+    assert shown.count("no value is named") == 1
+
+
 def planned(fn_of_policy=None, **options):
     return plan(fn_of_policy or Counting(), *blocks_and_input(), **options)
 

@@ -18,7 +18,8 @@ from models.candidate import Candidate
 from models.gpt_oss import GptOssConfig
 from models.lm import next_token_loss
 from models.parts.sections import FULL, SLIDING, AttentionConfig, ExpertsConfig
-from models.qwen3 import Qwen3Config, Qwen3MoeConfig
+from models.qwen3 import Qwen3Config
+from models.qwen3_moe import Qwen3MoeConfig
 from models.run_config import LmRunConfig
 from models.run_state import batch_shapes, run_optimizer, state_shapes
 from stacked_remat.lora import LoraConfig

@@ -27,7 +27,8 @@ from models.parts.sections import (
     TemperatureConfig,
 )
 from models.parts.tokens import Tokens
-from models.qwen3 import Qwen3Config, Qwen3MoeConfig
+from models.qwen3 import Qwen3Config
+from models.qwen3_moe import Qwen3MoeConfig
 from models.run_config import LmRunConfig
 from stacked_remat import ScanCheckpointPolicy, StackedPattern
 from stacked_remat.lora import LoraConfig, apply_lora

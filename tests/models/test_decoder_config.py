@@ -31,7 +31,8 @@ from models.parts.config import DecoderConfig, LayerKind
 from models.parts.decoder import Decoder
 from models.parts.remat_presets import check_remat_names
 from models.parts.sections import FULL, SLIDING, AttentionConfig, ExpertsConfig
-from models.qwen3 import Qwen3Config, Qwen3Layer, Qwen3MoeConfig
+from models.qwen3 import Qwen3Config, Qwen3Layer
+from models.qwen3_moe import Qwen3MoeConfig
 from models.smollm3 import SmolLM3Config
 from stacked_remat import ScanCheckpointPolicy
 from stacked_remat.ops import YarnRotary

@@ -26,7 +26,7 @@ from models.hf_io.safetensors_folder import (
 )
 from models.parts.decoder import Decoder
 from models.parts.sections import AttentionConfig, ExpertsConfig
-from models.qwen3 import Qwen3MoeConfig
+from models.qwen3_moe import Qwen3MoeConfig
 from models.run_config import find_model
 from models.run_state import Placement
 from stacked_remat import ScanCheckpointPolicy

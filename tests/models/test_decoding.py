@@ -33,7 +33,8 @@ from models.parts.sections import (
     TemperatureConfig,
 )
 from models.parts.tokens import has_positions
-from models.qwen3 import Qwen3Config, Qwen3Layer, Qwen3MoeConfig
+from models.qwen3 import Qwen3Config, Qwen3Layer
+from models.qwen3_moe import Qwen3MoeConfig
 from models.qwen3_next import Qwen3NextConfig
 from stacked_remat import memory, streaming
 from stacked_remat.lora import LoraConfig, apply_lora, lora_filter

@@ -15,7 +15,7 @@ from models.parts.experts import SparseExperts
 from models.parts.linear import cast_floating
 from models.parts.router_statistics import means
 from models.parts.sections import ExpertsConfig
-from models.qwen3 import Qwen3MoeConfig
+from models.qwen3_moe import Qwen3MoeConfig
 from stacked_remat.lora import LoraConfig, apply_lora, merge_lora
 from stacked_remat.ops._backends import Backend
 from stacked_remat.ops._grouped_linear import megablox_kernels

@@ -21,7 +21,7 @@ from models.export_hf import generation_files, main as export_hf
 from models.hf_io.decoder_weights import write_decoder
 from models.loading import load_model
 from models.parts.decoder import Decoder
-from models.qwen3 import Qwen3MoeConfig
+from models.qwen3_moe import Qwen3MoeConfig
 from models.run_config import LmRunConfig, find_model, read_run_config
 from models.run_state import initial_state
 from stacked_remat.streaming import is_on_host

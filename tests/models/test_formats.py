@@ -38,13 +38,7 @@ class OtherConfig(DecoderConfig):
         return LlamaLayer.init(self, kind, rotary=self.rotary, key=key)
 
 
-def from_hf(given):
-    return hf.read_decoder(given, hf.DENSE_SIZES) | hf.read_rotary(given)
-
-
-def to_hf(config):
-    rotary = hf.write_rotary(config.rotary)
-    return hf.write_decoder(config, hf.DENSE_SIZES) | rotary
+FIELDS = hf.DENSE_SIZES | {"rope_theta": hf.Rotary()}
 
 
 @pytest.fixture
@@ -61,9 +55,7 @@ def other(monkeypatch):
     monkeypatch.setattr(
         DecoderConfig, "_choice_registry", dict(DecoderConfig._choice_registry)
     )
-    formats.register_format(
-        HfFormat("other", OtherConfig, from_hf, to_hf, hf.DENSE_SIZES, {**names})
-    )
+    formats.register_format(HfFormat("other", OtherConfig, FIELDS, {**names}))
     attention = AttentionConfig(head_dim=4)
     return OtherConfig(
         hidden_dim=8,
@@ -110,22 +102,8 @@ def test_linear_maps_with_one_name_are_in_one_tensor(other, tmp_path):
         "mlp.up_proj": "wi",
     }
 
-    def with_windows(given):
-        found = from_hf(given)
-        return found | hf.read_windows(
-            given, found["num_layers"], None, lambda layer: layer % 2 == 1
-        )
-
-    formats.register_format(
-        HfFormat(
-            "other",
-            OtherConfig,
-            with_windows,
-            lambda config: to_hf(config) | hf.write_windows(config),
-            hf.DENSE_SIZES,
-            names,
-        )
-    )
+    fields = FIELDS | {"sliding_window": hf.Windows(None, period=2)}
+    formats.register_format(HfFormat("other", OtherConfig, fields, names))
     attention = AttentionConfig(
         head_dim=4, window=3, layer_types=(FULL, SLIDING), bias=True
     )

@@ -44,6 +44,10 @@ MODELS = {
     "DeepSeek V3, no query ranks or groups, biases, halves, raw gates, odd widths": 1,
     "GLM-4.5": 2,
     "GLM-4.5, norms, biases, groups, no dense layer": 1,
+    "Qwen3-Next": 1,
+    "Qwen3-Next, tied, biases, raw gates, dense first layer, yarn": 1,
+    "Qwen3.5, tied, biases, linear attention alone at the end": 1,
+    "Qwen3.5 MoE": 1,
 }
 QWEN3 = {
     "enorm": "mtp.pre_fc_norm_embedding",

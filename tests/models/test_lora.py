@@ -15,7 +15,7 @@ from models.hf_io.safetensors_folder import WeightsError
 from models.lm import next_token_loss
 from models.parts.decoder import Decoder
 from models.parts.sections import ExpertsConfig
-from models.qwen3 import Qwen3MoeConfig
+from models.qwen3_moe import Qwen3MoeConfig
 from models.run_state import with_adapters
 from stacked_remat.lora import (
     LoraConfig,

@@ -19,7 +19,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from models.lm import next_token_loss
 from models.parts.decoder import Decoder
 from models.parts.sections import FULL, SLIDING, AttentionConfig, ExpertsConfig
-from models.qwen3 import Qwen3Config, Qwen3MoeConfig
+from models.qwen3 import Qwen3Config
+from models.qwen3_moe import Qwen3MoeConfig
 from models.run_state import with_adapters
 from stacked_remat import ScanCheckpointPolicy, StackedPattern
 from stacked_remat.lora import LoraConfig

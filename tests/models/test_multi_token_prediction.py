@@ -26,6 +26,7 @@ from models.loading import load_model
 from models.parts.decoder import Decoder
 from models.parts.sections import ExpertsConfig, LatentConfig, MtpConfig
 from models.parts.tokens import Tokens
+from models.qwen3_5 import Qwen3_5Config
 from models.run_config import LmRunConfig, find_model
 from stacked_remat.training import ConfigError, TokenBatch, TrainState, TrainStep
 
@@ -163,6 +164,7 @@ def test_the_loss_and_its_gradients_are_those_of_plain_loops(config):
     assert np.all(np.any(gradient.mtp.stacked.eh_proj.weight.array, axis=(1, 2)))
 
 
+@pytest.mark.deep
 def test_microbatches_and_divided_positions_have_the_loss_of_a_batch():
     model = random_weights(Decoder.init, DEEPSEEK, Vocab, spread=0.3)
     batch = packed_batch()
@@ -291,3 +293,8 @@ def test_copies_of_embedding_and_head_are_written_and_compared(folder):
 def test_numbers_without_effect_are_refused(mtp, message):
     with pytest.raises(ValueError, match=message):
         LmRunConfig(model=dataclasses.replace(DEEPSEEK, mtp=MtpConfig(*mtp)))
+
+
+def test_more_layers_than_files_have_are_refused():
+    with pytest.raises(ValueError, match="model.mtp.depths = 2 must be at most 1, as"):
+        Qwen3_5Config(mtp=MtpConfig(2, 0.3))

@@ -54,6 +54,14 @@ ATTENTION += ["out_proj", "in_proj"]
 ATTENTION += ["f_a_proj", "f_b_proj", "b_proj", "g_a_proj", "g_b_proj"]
 MLP = ["gate_proj", "up_proj", "gate_up_proj", "down_proj", "w1", "w2", "w3"]
 
+# Tests compile quickly (Makefile), which rounds more: in small models of many products,
+# to errors of gradients several times as large.
+AS_USERS_COMPILE = {
+    "xla_backend_optimization_level": 3,
+    "xla_llvm_disable_expensive_passes": False,
+}
+jit: Any = eqx.filter_jit
+
 
 def new_model(family: str, fields: dict):
     of_experts = (
@@ -172,10 +180,7 @@ def close_to_logits_of(model, found, tolerance=1e-5):
     error = np.abs(found - expected).max()
     if error > tolerance * np.abs(expected).max():
         others = map(hf_logits, rounded_otherwise(model))
-        allowed = 2 * max(np.abs(other - expected).max() for other in others)
-        # Beside what transformers computes in float64, which has no rounding of its own
-        exact = hf_logits(copy.deepcopy(model).double())
-        assert min(error, np.abs(found - exact).max()) <= allowed
+        assert error <= 2 * max(np.abs(other - expected).max() for other in others)
 
 
 def test_logits(case):
@@ -238,29 +243,26 @@ def test_loss_and_gradients(case, tmp_path):
         jnp.float32
     )
     batch = TokenBatch(named, hax.roll(named, -1, Pos), weights)
-    loss_of = eqx.filter_jit(
-        eqx.filter_value_and_grad(lambda m: next_token_loss(m, batch)[1]["loss"])
-    )
-    loss, gradient = loss_of(decoder)
     expected_loss, expected = expected_gradients(reference, tmp_path / "gradients")
-    np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
     whole = np.sqrt(sum(np.square(leaf).sum() for leaf in expected))
-    pairs = list(zip(jax.tree.leaves(gradient), expected, strict=True))
-    errors = [np.linalg.norm(ours - theirs) for ours, theirs in pairs]
     allowed = [min(1e-5 * whole, 3e-5 * np.linalg.norm(leaf)) for leaf in expected]
-    if all(np.asarray(errors) <= allowed):
-        return
+    for compiler_options in ({}, AS_USERS_COMPILE):
+        loss_of = jit(
+            eqx.filter_value_and_grad(lambda m: next_token_loss(m, batch)[1]["loss"]),
+            compiler_options=compiler_options,
+        )
+        loss, gradient = loss_of(decoder)
+        np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
+        pairs = zip(jax.tree.leaves(gradient), expected, strict=True)
+        errors = np.array([np.linalg.norm(ours - theirs) for ours, theirs in pairs])
+        if all(errors <= allowed):
+            return
     for number, other in enumerate(rounded_otherwise(reference)):
         _, leaves = expected_gradients(other, tmp_path / f"rounded {number}")
         for place, leaf in enumerate(leaves):
             change = 2 * np.linalg.norm(leaf - expected[place])
             allowed[place] = max(allowed[place], change)
-    # Beside what transformers computes in float64, which has no rounding of its own
-    exact_model = copy.deepcopy(reference).double()
-    _, exact = expected_gradients(exact_model, tmp_path / "exact")
-    for place, (ours, _) in enumerate(pairs):
-        errors[place] = min(errors[place], np.linalg.norm(ours - exact[place]))
-    assert all(np.asarray(errors) <= allowed)
+    assert all(errors <= allowed)
 
 
 def test_the_training_loss_with_the_auxiliary_one(case):

@@ -10,7 +10,7 @@ from models.candidate import Candidate
 from models.parts.sections import ExpertsConfig
 from models.plan_lm import PlanLmConfig, main
 from models.plan_search import Budget, find_meshes, meshes
-from models.qwen3 import Qwen3MoeConfig
+from models.qwen3_moe import Qwen3MoeConfig
 from models.run_state import state_shapes
 from stacked_remat.memory import (
     BudgetError,

@@ -22,7 +22,8 @@ from models.parts.sections import (
     ExpertsConfig,
     RotaryConfig,
 )
-from models.qwen3 import Qwen3Config, Qwen3MoeConfig
+from models.qwen3 import Qwen3Config
+from models.qwen3_moe import Qwen3MoeConfig
 from models.run_config import LmRunConfig
 from stacked_remat.ops import YarnRotary
 from stacked_remat.training import ConfigError, config_as_dict, parse_config

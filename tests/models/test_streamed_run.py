@@ -21,7 +21,8 @@ from models.export_hf import main as export_hf
 from models.generate import main as generate
 from models.lm import next_token_loss
 from models.parts.sections import FULL, SLIDING, AttentionConfig, ExpertsConfig
-from models.qwen3 import Qwen3Config, Qwen3MoeConfig
+from models.qwen3 import Qwen3Config
+from models.qwen3_moe import Qwen3MoeConfig
 from models.run_config import LmRunConfig
 from models.run_state import initial_state, run_optimizer, state_shapes
 from stacked_remat.lora import LoraConfig
@@ -209,7 +210,8 @@ def test_a_streamed_run_equals_a_resident_one_and_each_resumes_as_the_other(
     shown = capsys.readouterr().out
     assert (
         f", {adapters:,} of them trained;" in shown
-        and "attention: blockwise\n" in shown
+        and "attention runs by the backend blockwise (model.attention.backend)\n"
+        in shown
     )
     losses = [line["loss"] for line in expected if "loss" in line]
     assert losses[-1] < losses[0]

@@ -46,6 +46,15 @@ TWICE_ON_DATA = (
 )
 
 
+def test_without_arguments_it_says_what_it_would_train(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert train_lm.main([]) == 0
+    shown = capsys.readouterr().out
+    assert "nothing is trained" in shown and "Qwen3MoeConfig of 4 layers" in shown
+    assert "python -m models.train_lm --trainer.num_steps 100" in shown
+    assert not [*tmp_path.iterdir()]
+
+
 def test_it_trains_and_leaves_config_metrics_and_checkpoint(finished):
     folder = finished
     lines = metrics_of(folder)

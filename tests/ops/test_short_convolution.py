@@ -139,3 +139,33 @@ def test_sums_are_in_float32():
 def test_arguments_that_do_not_fit_are_refused(x, options, message):
     with pytest.raises(ValueError, match=message):
         short_convolution(x, WEIGHT, Pos, Tap, **options)
+
+
+@pytest.mark.parametrize(
+    ("x", "weight", "Pos", "Tap", "message"),
+    [
+        (inputs(), WEIGHT, "other", Tap, "`x` has .*, and no axis 'other'"),
+        (inputs(), WEIGHT, Pos, "other", "`weight` has .*, and no axis 'other'"),
+        (
+            inputs(),
+            WEIGHT["tap", :0],
+            Pos,
+            "tap",
+            "`weight` has .*tap=0.*: there are no",
+        ),
+        (inputs().rename({Batch: "tap"}), WEIGHT, Pos, Tap, "Rename it in `weight`"),
+        (inputs(), WEIGHT.broadcast_axis(Pos), Pos, Tap, "axis of positions"),
+    ],
+)
+def test_axes_that_do_not_fit_are_refused(x, weight, Pos, Tap, message):
+    with pytest.raises(ValueError, match=message):
+        short_convolution(x, weight, Pos, Tap)
+
+
+def test_without_positions_the_window_stays():
+    x, documents = inputs()[Pos, :0], hax.zeros(Pos.resize(0), int)
+    window = normal(2, Batch, Kept, Heads, Dim)
+    options = {"documents": documents, "window": window}
+    y, after = short_convolution(x, WEIGHT, Pos.name, Tap, **options)
+    assert y.axes == x.axes
+    assert_close(after.rearrange(window.axes), window)

@@ -4,6 +4,7 @@ are not finite.
 
 import dataclasses
 import itertools
+import time
 
 import equinox as eqx
 import jax
@@ -196,6 +197,23 @@ def test_a_step_is_dispatched_before_the_metrics_of_the_last_one_are_read(
         *("do 4", "do 5", "read 4", "read 5"),  # saved
         *("do 6", "read 6", "do 7", "do 8", "read 7", "read 8"),
     ]
+
+
+def test_the_time_of_a_step_is_its_own_before_an_evaluation_too(tmp_path):
+    def slow_loss(model, batch):
+        def wait(loss):
+            time.sleep(0.05)
+            return loss
+
+        loss, metrics = next_byte_loss(model, batch)
+        done = jax.pure_callback(wait, loss, jax.lax.stop_gradient(loss))
+        return loss, metrics | {"loss": done}
+
+    recorder = Recorder()
+    options = {"num_steps": 7, "log_every": 1, "eval_every": 3}
+    run(recorder, tmp_path, loss_function=slow_loss, **options)
+    seconds = dict(recorder.of("step_seconds"))
+    assert all(0.05 <= seconds[step] for step in range(2, 8))
 
 
 def test_the_learning_rate_is_that_of_the_schedule_in_every_table(

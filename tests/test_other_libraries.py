@@ -1,0 +1,109 @@
+"""The examples for Haiku and Diffrax in `docs/port-a-loop.md`, where these are
+installed.
+"""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from stacked_remat import fold, scan, shared
+
+from .blocks import assert_close
+
+pytestmark = [
+    pytest.mark.usefixtures("standard_promotion"),
+    pytest.mark.filterwarnings("ignore"),
+]
+LAYERS, WIDTH = 6, 8
+
+
+def test_layers_of_haiku_are_folded_with_the_parameters_of_layer_stack():
+    hk = pytest.importorskip("haiku")
+
+    def block(x):
+        return x + jax.nn.relu(hk.Linear(WIDTH)(x))
+
+    stack = hk.transform(hk.experimental.layer_stack(LAYERS)(block))
+    x = jnp.ones((2, WIDTH))
+    params = stack.init(jax.random.key(0), x)
+    ((name, of_layers),) = params.items()
+
+    layer = hk.transform(block)
+
+    def apply(x, of_layer):
+        return layer.apply({name.rpartition("/")[2]: of_layer}, None, x)
+
+    def loss(of_layers):
+        return jnp.sum(fold(apply, LAYERS, remat="nested")(x, of_layers))
+
+    def expected(of_layers):
+        return jnp.sum(stack.apply({name: of_layers}, None, x))
+
+    assert_close(
+        jax.value_and_grad(loss)(of_layers), jax.value_and_grad(expected)(of_layers)
+    )
+
+
+def test_layers_of_haiku_have_keys_and_state():
+    hk = pytest.importorskip("haiku")
+
+    def block(x):
+        count = hk.get_state("count", (), init=jnp.zeros)
+        hk.set_state("count", count + 1)
+        return hk.dropout(hk.next_rng_key(), 0.1, x + hk.Linear(WIDTH)(x))
+
+    layer = hk.transform_with_state(block)
+    x = jnp.ones((2, WIDTH))
+    keys = jax.random.split(jax.random.key(0), LAYERS)
+    params, states = jax.vmap(layer.init, (0, None))(keys, x)
+
+    def apply(x, params, state, key):
+        return layer.apply(params, state, key, x)
+
+    y, new_states = scan(apply, LAYERS, remat="nested")(x, params, states, keys)
+    expected = x
+
+    def row(tree, index):
+        return jax.tree.map(lambda leaf: leaf[index], tree)
+
+    for index in range(LAYERS):
+        of_layer = row((params, states), index)
+        expected, state = layer.apply(*of_layer, keys[index], expected)
+        assert_close(row(new_states, index), state)
+    assert_close(y, expected)
+
+
+def test_steps_of_a_solver_of_diffrax_have_its_gradient():
+    diffrax = pytest.importorskip("diffrax")
+    steps, start, end = 50, 0.0, 1.0
+    step_size = (end - start) / steps
+
+    def field(t, y, rate):
+        return -rate * y * (1 + 0.1 * jnp.sin(t))
+
+    solver, term = diffrax.Tsit5(), diffrax.ODETerm(field)
+
+    def step(y, number, rate):
+        t = start + step_size * number
+        next_t = start + step_size * (number + 1)
+        state = solver.init(term, t, next_t, y, rate)
+        y, _, _, _, _ = solver.step(term, t, next_t, y, rate, state, made_jump=False)
+        return y
+
+    def solved(y, rate):
+        numbers = jnp.arange(steps, dtype=jnp.float32)
+        return fold(step, steps, remat="nested")(y, numbers, shared(rate)).sum()
+
+    def expected(y, rate):
+        adjoint = diffrax.RecursiveCheckpointAdjoint()
+        solution = diffrax.diffeqsolve(
+            term, solver, start, end, step_size, y, rate, adjoint=adjoint
+        )
+        return solution.ys.sum()
+
+    y, rate = jnp.array([1.0, 2.0]), jnp.float32(0.7)
+    assert_close(
+        jax.value_and_grad(solved, (0, 1))(y, rate),
+        jax.value_and_grad(expected, (0, 1))(y, rate),
+        rtol=1e-4,
+    )

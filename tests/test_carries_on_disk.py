@@ -350,11 +350,15 @@ def test_a_killed_process_leaves_no_file(folder):
 
 
 def test_flops_are_those_of_true_and_no_stack_is_kept(folder):
-    def figures(remat):
-        report = memory.report(gradient_of(loss, remat), WEIGHTS, X)
-        return report.flops.matmul
-
-    assert figures(on_disk(folder)) == figures(True)
+    found, expected = (
+        memory.report(gradient_of(loss, remat), WEIGHTS, X)
+        for remat in (on_disk(folder), True)
+    )
+    assert found.flops.matmul == expected.flops.matmul
+    assert found.flops.bytes_to_disk == N * X.nbytes
+    assert found.host.total == expected.host.total == 0
+    assert "72 B of carries written to disk, and read back" in str(found)
+    assert "written to disk" not in str(expected)
     shapes = set()
     for equation in equations_of(gradient_of(loss, on_disk(folder)), WEIGHTS, X):
         shapes |= {var.aval.shape for var in equation.outvars}
@@ -396,6 +400,16 @@ def test_several_devices_are_refused(folder):
             ValueError, match="programs on one device.* for (2|several)"
         ):
             quick_jit(run)(xs)
+
+
+@pytest.mark.parametrize(
+    "platform, message",
+    [("tpu", "for CPUs and GPUs.*for TPUs"), ("cuda", "attached; not for cuda")],
+)
+def test_other_devices_are_refused(folder, platform, message):
+    traced = jax.jit(gradient_of(loss, on_disk(folder))).trace(WEIGHTS, X)
+    with pytest.raises(ValueError, match=message):
+        traced.lower(lowering_platforms=(platform,))
 
 
 def test_settings_that_have_no_effect_or_contradict(folder):

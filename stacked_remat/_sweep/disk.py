@@ -118,7 +118,9 @@ def _several_devices(count: int | str) -> ValueError:
 
 
 def _check_devices(context: Any) -> None:
-    """Refuse a program for several devices, or for some that aren't CPUs or GPUs."""
+    """Refuse a program for several devices, for others than CPUs and GPUs, or for one
+    that is not attached.
+    """
     module = context.module_context
     axes = module.axis_context
     # JAX has a number of devices for a program that XLA divides, or a mesh.
@@ -130,6 +132,15 @@ def _check_devices(context: Any) -> None:
             'save_carries="disk" is for CPUs and GPUs, and this program is for TPUs.'
             ' Use save_carries="offload", or "nested".'
         )
+    try:
+        module.get_backend()
+    except (RuntimeError, ValueError):
+        raise ValueError(
+            'A program with save_carries="disk" calls Python, and JAX compiles it only'
+            " for one kind of device, which is attached; not for"
+            f' {", ".join(module.platforms)}. To size it, use save_carries="offload"'
+            " and leave out the host's bytes."
+        ) from None
 
 
 def _primitive(

@@ -10,6 +10,7 @@ for the backward pass; `_scan/` follows it.
 import dataclasses
 import itertools
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, SupportsIndex, TypeAlias
 
@@ -30,9 +31,16 @@ else:
     Names = list[str]
     SavedInternals = bool | Names
 
-OFFLOAD = "offload"
+OFFLOAD, DISK = "offload", "disk"
 # Where the carries of layers are, by `save_carries`; None where none is kept
-_CARRIES: dict[bool | str, Any] = {True: "device", OFFLOAD: "host", False: None}
+_CARRIES: dict[bool | str, Any] = {
+    True: "device",
+    OFFLOAD: "host",
+    DISK: "disk",
+    False: None,
+}
+# The environment variable that is read where a policy has no `carries_folder`
+FOLDER_VARIABLE = "STACKED_REMAT_CARRIES_FOLDER"
 
 
 class _Cut(NamedTuple):
@@ -42,9 +50,9 @@ class _Cut(NamedTuple):
     checked: Callable[[Any], Any]
     # The schedule of a number of layers, by the field's value and that number.
     schedule: Callable[[Any, int], Schedule]
-    # That with the boundaries of segments on the host, where they take no slots on the
-    # device; None if it has no such segments.
-    with_boundaries_on_host: Callable[[Any, int], Schedule] | None = None
+    # That with the boundaries of segments on the host or on disk, where they take no
+    # slots on the device; None if it has no such segments.
+    with_boundaries_off_device: Callable[[Any, int], Schedule] | None = None
 
 
 def _checked_nested(nested: Any) -> bool | int:
@@ -56,6 +64,12 @@ def _checked_nested(nested: Any) -> bool | int:
 def _checked_carries(most: Any) -> int:
     meaning = "a number of carries, of which the stack's input is one,"
     return whole_number("max_carries", most, meaning, least=2)
+
+
+def _checked_folder(folder: Any) -> str:
+    if not folder or not isinstance(folder, str | os.PathLike):
+        raise TypeError(f"carries_folder is the path of a folder; got {folder!r}.")
+    return os.fspath(folder)
 
 
 def _nested(nested: bool | int, length: int) -> Schedule:
@@ -96,6 +110,7 @@ class ScanCheckpointPolicy(_haliax_names.HaliaxFields):
     | `False`, `"save_all"` | N·(C + I) | 3·N·F |
     | `True`, `"full"` | N·C, and I for one layer at a time | 4·N·F |
     | `"offload"` | N·C on the host, and I | 4·N·F |
+    | `save_carries="disk"` | N·C in a file, and I | 4·N·F |
     | `save_block_internals=[names]` | N·(C + named values), and I | less than 4·N·F |
     | `"nested"` | about √(2N)·C, and I | just under 5·N·F |
     | `"recompute"` | nothing until the backward pass begins, then N·C and I | 5·N·F |
@@ -109,7 +124,9 @@ class ScanCheckpointPolicy(_haliax_names.HaliaxFields):
 
     Attributes:
         save_carries: `True` keeps the carry that goes into each layer. `"offload"`
-            moves it to the host until the backward pass. `False` keeps none: the
+            moves it to the host until the backward pass. `"disk"` writes it to a file,
+            from which the backward pass reads each one ahead: for programs on one CPU
+            or GPU that are compiled and run in this process. `False` keeps none: the
             backward pass first replays the stack, from its input and the internals that
             were saved.
         save_block_internals: names given by `checkpoint_name` inside the block that are
@@ -139,24 +156,34 @@ class ScanCheckpointPolicy(_haliax_names.HaliaxFields):
             keep carries. It uses the memory that the rest leaves free: with
             `nested=True, first_layers=k` the carries cost about (k + √(2(N - k)))·C,
             the internals k·I, and the FLOPs are 2·k·F fewer.
+        carries_folder: the folder whose disk has the carries of `"disk"`, by default
+            that of the environment variable `STACKED_REMAT_CARRIES_FOLDER`, read when a
+            program is traced. Files there have no names, and end with the process.
 
     Raises:
         ValueError: for contradictory settings, with the reason.
         TypeError: for a value of a wrong type, with what was expected.
     """
 
-    save_carries: bool | Literal["offload"] = True
+    save_carries: bool | Literal["offload", "disk"] = True
     save_block_internals: SavedInternals = False
     offload_block_internals: Names = ()
     nested: bool | int = False
     max_carries: int | None = None
     first_layers: int = 0
+    carries_folder: str | None = None
 
     def __post_init__(self):
         self.check_haliax_fields()
-        if not isinstance(self.save_carries, bool) and self.save_carries != OFFLOAD:
+        if not isinstance(self.save_carries, bool) and not self._moves_carries:
             raise TypeError(
-                f'save_carries is True, False or "offload"; got {self.save_carries!r}.'
+                'save_carries is True, False, "offload" or "disk"; got'
+                f" {self.save_carries!r}."
+            )
+        if self.carries_folder is not None and self.save_carries != DISK:
+            raise ValueError(
+                f"carries_folder={self.carries_folder!r} has no effect beside"
+                f' save_carries={self.save_carries!r}. Write save_carries="disk".'
             )
         kept = Kept.of(
             self.save_block_internals, self.offload_block_internals, "_block_internals"
@@ -169,6 +196,8 @@ class ScanCheckpointPolicy(_haliax_names.HaliaxFields):
             "offload_block_internals": kept.offloaded,
             "first_layers": first_layers,
         }
+        if self.carries_folder is not None:
+            checked["carries_folder"] = _checked_folder(self.carries_folder)
         for name, cut in CUTS.items():
             if self._is_set(name):
                 checked[name] = cut.checked(getattr(self, name))
@@ -198,8 +227,8 @@ class ScanCheckpointPolicy(_haliax_names.HaliaxFields):
             for name in (*CUTS, "first_layers"):
                 yield name, "save_carries", reason
         for name, cut in CUTS.items():
-            if self.save_carries == OFFLOAD and cut.with_boundaries_on_host is None:
-                reason = "only one cut has boundaries on the host. Use nested=k."
+            if self._moves_carries and cut.with_boundaries_off_device is None:
+                reason = "only one cut has boundaries off the device. Use nested=k."
                 yield name, "save_carries", reason
             reason = (
                 "a segment's internals live while it is reversed. Save them, or offload"
@@ -217,7 +246,11 @@ class ScanCheckpointPolicy(_haliax_names.HaliaxFields):
             )
         # (Haliax writes save_carries=False here; carries that no derivative reads are
         # not kept.)
-        if self.saves_everything and self.save_carries == OFFLOAD:
+        if self.save_carries == DISK:
+            reason = "on disk are the carries of layers that save nothing else"
+            for name in ("save_block_internals", "offload_block_internals"):
+                yield name, "save_carries", f"{reason}, or are cut (nested=k)."
+        elif self.saves_everything and self.save_carries == OFFLOAD:
             yield (
                 "save_block_internals",
                 "save_carries",
@@ -285,6 +318,11 @@ class ScanCheckpointPolicy(_haliax_names.HaliaxFields):
         return self.save_carries == OFFLOAD or bool(self.offload_block_internals)
 
     @property
+    def _moves_carries(self) -> bool:
+        """Whether carries are kept elsewhere than on the device."""
+        return self.save_carries in (OFFLOAD, DISK)
+
+    @property
     def saves_everything(self) -> bool:
         """Whether nothing inside a layer is recomputed."""
         return self.save_block_internals is True
@@ -293,7 +331,8 @@ class ScanCheckpointPolicy(_haliax_names.HaliaxFields):
         """What a scan over so many layers executes."""
         # A schedule is computed from the number, in Python. A plain scan takes a
         # symbolic one too (`jax.export`).
-        is_cut = self.has_cut or self.first_layers > 0
+        is_on_disk = self.save_carries == DISK
+        is_cut = self.has_cut or self.first_layers > 0 or is_on_disk
         if is_cut and not isinstance(length, SupportsIndex):
             raise ValueError(
                 f"{self!r} cuts the layers into segments, and their number is symbolic"
@@ -310,6 +349,7 @@ class ScanCheckpointPolicy(_haliax_names.HaliaxFields):
         if is_cut and length > 1:
             schedule = self.schedule(length - self.first_layers)
             schedule = dataclasses.replace(schedule, offset=self.first_layers)
+            folder = self._folder() if is_on_disk else ""
             return Remat(
                 length,
                 kept,
@@ -317,10 +357,24 @@ class ScanCheckpointPolicy(_haliax_names.HaliaxFields):
                 schedule,
                 self.first_layers,
                 may_keep_internals=self == ALIASES["nested"],
+                folder=folder,
             )
+        if is_on_disk:
+            carries = "device"  # there are none
         # With all internals kept the layers need not run again, whatever `save_carries`
         # says.
         return Remat(length, kept, "device" if kept == EVERYTHING else carries)
+
+    def _folder(self) -> str:
+        """The folder for carries on disk."""
+        folder = self.carries_folder or os.environ.get(FOLDER_VARIABLE)
+        if not folder:
+            raise ValueError(
+                'save_carries="disk" needs a folder, on a disk with room for the carry'
+                " of each layer. Give one: carries_folder=..., or set"
+                f" {FOLDER_VARIABLE}."
+            )
+        return os.path.abspath(folder)
 
     def schedule(self, length: int) -> Schedule:
         """How `length` layers are cut, which also tells the carries alive and the
@@ -337,8 +391,8 @@ class ScanCheckpointPolicy(_haliax_names.HaliaxFields):
         for name in filter(self._is_set, CUTS):  # at most one
             cut = CUTS[name]
             make = cut.schedule
-            if self.save_carries == OFFLOAD:
-                make = cut.with_boundaries_on_host or make
+            if self._moves_carries:
+                make = cut.with_boundaries_off_device or make
             return make(getattr(self, name), length)
         return equal(length, length)
 

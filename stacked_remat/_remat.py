@@ -9,6 +9,7 @@ executed by a plain `lax.scan` under `jax.checkpoint`, or by a sweep (`_sweep/`)
     policy                carries   segments                first layers
     True                  device    1 1 1 1 1 1 1 1         none
     "offload"             host      1 1 1 1 1 1 1 1         none
+    save_carries="disk"   disk      1 1 1 1 1 1 1 1         none
     "nested"              device    4 3 1                   none
     nested=2, names       device    4 4, which keep names   none
     False                 device    no schedule             8, which keep everything
@@ -34,7 +35,7 @@ from jax import lax
 from ._schedule import Schedule, equal
 
 # Where the carries between layers are kept; None if they are not.
-Carries: TypeAlias = Literal["device", "host"] | None
+Carries: TypeAlias = Literal["device", "host", "disk"] | None
 # From an operation, its operands' types and its parameters to whether the result is
 # saved or offloaded.
 JaxPolicy: TypeAlias = Callable[..., Any]
@@ -138,6 +139,8 @@ class Remat:
     # Whether a sweep may cut into segments of one length instead and keep their
     # internals, where these are small (`_sweep/reverse_spec.py`).
     may_keep_internals: bool = False
+    # Where files of carries are, if these are on disk.
+    folder: str = ""
 
     @property
     def form(self) -> Literal["loop", "sweep"]:
@@ -156,9 +159,9 @@ class Remat:
         return self.carries == "host" or bool(names)
 
     @property
-    def boundaries_on_host(self) -> bool:
-        """Whether the first carries of segments are kept on the host."""
-        return self.carries == "host" and self.schedule is not None
+    def boundaries_off_device(self) -> bool:
+        """Whether the first carries of segments are kept on the host or on disk."""
+        return self.carries in ("host", "disk") and self.schedule is not None
 
     def swept(self) -> "Remat":
         """The same for a sweep: layers that are not cut are segments of one layer, or

@@ -14,7 +14,7 @@ import pytest
 
 from stacked_remat import ScanCheckpointPolicy, ScanCheckpointSpec, Stacked, fold
 from stacked_remat._haliax_names import NAMES
-from stacked_remat._policy import CUTS, resolve_policy
+from stacked_remat._policy import CUTS, FOLDER_VARIABLE, resolve_policy
 from stacked_remat._remat import NOTHING
 from stacked_remat._schedule import equal
 
@@ -157,7 +157,7 @@ def test_a_single_layer_has_nothing_to_cut(cut):
 
 # For each field values beside its default.
 VALUES = {
-    "save_carries": ["offload", False],
+    "save_carries": ["offload", "disk", False],
     "save_block_internals": [True, ("a",), jax.checkpoint_policies.dots_saveable],
     "offload_block_internals": [("a",)],
     "nested": [True, 1, 2, 3],
@@ -174,13 +174,15 @@ def executed(policy, length):
     if remat.schedule is None:
         return remat
     program = remat.schedule.program(
-        saves=remat.kept != NOTHING, on_host=remat.boundaries_on_host
+        saves=remat.kept != NOTHING, on_host=remat.boundaries_off_device
     )
     return dataclasses.replace(remat, schedule=None), program
 
 
-def test_each_value_of_each_field_changes_what_is_executed():
-    assert set(VALUES) == FIELDS and set(CUTS) <= FIELDS
+def test_each_value_of_each_field_changes_what_is_executed(monkeypatch):
+    # A folder has an effect beside "disk" alone: `test_carries_on_disk.py`.
+    assert set(VALUES) == FIELDS - {"carries_folder"} and set(CUTS) <= FIELDS
+    monkeypatch.setenv(FOLDER_VARIABLE, "folder")
     found = [executed(ScanCheckpointPolicy(), 8)]
     for name, values in VALUES.items():
         for value in values:

@@ -125,7 +125,7 @@ def test_the_program_of_a_policy_finds_every_input(policy, first):
     for length in range(first + 2, 40):
         remat = policy.for_layers(length)
         assert remat.schedule is not None
-        on_host = remat.boundaries_on_host
+        on_host = remat.boundaries_off_device
         for saves in (False, True):
             program = remat.schedule.program(saves=saves, on_host=on_host)
             assert program.layers == range(first, length)

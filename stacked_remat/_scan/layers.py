@@ -33,6 +33,7 @@ from .._places import Places
 from .._remat import EVERYTHING, NOTHING, Kept, Remat
 from .._schedule import Tree
 from .._static import PyTree, Static
+from .._sweep import disk
 from .._sweep.kinds import Pattern
 from .._sweep.primitive import run_layers
 from .._sweep.reverse_spec import with_rules_as_arguments
@@ -99,9 +100,13 @@ def trace_kinds(
 def checked_inputs(
     traced: TracedLayers, splits: Sequence[Split], remat: Remat
 ) -> tuple[Carry, OfKinds]:
-    """The first carry of traced layers, and their stacks; see `check_offloaded`."""
+    """The first carry of traced layers, and their stacks; see `check_offloaded`, and
+    `disk.check` for carries on disk.
+    """
     offloaded = *remat.kept.offloaded, *remat.first_kept.offloaded
     stacks = [split.stacks for split in splits]
+    if remat.carries == "disk":
+        disk.check(remat.folder, (traced.init, traced.shared, stacks))
     return check_offloaded(traced.kinds, offloaded, (traced.init, stacks))
 
 
@@ -147,7 +152,8 @@ def scan_layers(call: FoldCall, init: PyTree, arguments: PyTree) -> Any:
         with jax.disable_jit(False):
             return scan_layers(call, init, arguments)
     remat = call.policy.for_layers(axis.size)
-    if call.until is not None and (remat.offloads or remat.carries is None):
+    is_off_device = remat.offloads or remat.carries in (None, "disk")
+    if call.until is not None and is_off_device:
         raise ValueError(
             "With until=, a policy can neither offload nor drop what it keeps of the"
             ' steps that run. Let remat be False, True or "nested", or use max_carries,'
@@ -309,6 +315,11 @@ def scan_unrolled(
     backwards = -1 if call.reverse else 1
     inputs = inputs[::backwards]
     remat = call.policy.for_layers(axis.size)
+    if remat.carries == "disk" and not _without_jit():
+        raise ValueError(
+            f"{call.policy!r} is not supported for layers that are compiled one by one"
+            ' (BlockSeq). Use save_carries="offload", or let the layers be a Stacked.'
+        )
     if _without_jit():
         # The values are known in a layer then, which jax.checkpoint would trace.
         remat = Remat(axis.size, EVERYTHING)

@@ -261,7 +261,7 @@ class SweepTypes:
                 xla_hints.gradient_for_visitor(
                     part,
                     cotangents.carry,
-                    carry_from_host=self.spec.remat.boundaries_on_host,
+                    carry_from_host=self.spec.remat.boundaries_off_device,
                 )
             )
         return LayerCotangents(cotangents.carry, *parts)

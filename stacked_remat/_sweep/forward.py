@@ -9,8 +9,8 @@ it also leaves checkpoints, from which `reverse.py` makes every layer's input ag
              input | layers in `Program.stays`
 
 - of the *first layers* (`Remat.first_layers`) each input, and residuals;
-- of the layers under the *schedule* the inputs that stay in its slots, or, offloaded,
-  the first input of each segment on the host.
+- of the layers under the *schedule* the inputs that stay in its slots, or the first
+  input of each segment on the host or on disk.
 
 There are two ways to keep just the inputs that stay, and which one is faster depends on
 the platform (`_run_scheduled`): to write the input of every layer, most of them to be
@@ -34,6 +34,7 @@ from jax import lax
 from .. import _xla_hints as xla_hints
 from .._placement import has_host_arrays, to_host
 from .._schedule import Schedule
+from . import disk
 from .gradient import LayerPullback, Perturbed
 from .kinds import Kind
 from .slots import (
@@ -65,8 +66,8 @@ class ForwardState(NamedTuple):
     fetched: Arrays
     # How many layers have run; None if none may stop.
     ran: Index | None
-    # The held leaves of the inputs that are kept, stacked; [] where none are, and while
-    # a scan stacks them on the host.
+    # The held leaves of the inputs that are kept, stacked, or the ticket of their file;
+    # [] where none are, and while a scan stacks them on the host.
     inputs: Carry = []
     # Saved residuals of each kind, stacked over the first layers; [] where none are
     # saved.
@@ -161,10 +162,10 @@ def forward(
     if remat.schedule is not None:
         state = _run_scheduled(spec, remat.schedule, perturbed, xs, shared, state)
     # The first input is also in a slot, or the first of `first_layers`, unless these
-    # are empty or on the host.
-    is_on_device = remat.carries != "host"
+    # are empty or not on the device.
+    is_on_device = remat.carries not in ("host", "disk")
     if remat.schedule is not None and remat.first_layers:
-        # Then only the schedule's inputs are on the host.
+        # Then only the schedule's inputs are elsewhere.
         is_on_device = True
     # Layers that stop may have run none that writes it.
     slot_has_first = spec.length > 0 and not spec.stops and is_on_device
@@ -203,14 +204,17 @@ def _run_scheduled(
     shared: OfKinds,
     state: ForwardState,
 ) -> ForwardState:
-    """Run the schedule's layers, and keep inputs in slots on the device, or on the
-    host.
+    """Run the schedule's layers, and keep inputs in slots on the device, on the host or
+    on disk.
     """
     layers = schedule.layers
     step = _forward_step(spec, xs, shared, layers)
     program, _, _, is_read = spec.scheduled(perturbed, xs, shared)
-    if spec.remat.boundaries_on_host:
+    if spec.remat.boundaries_off_device:
         bounds = (*program.stays, layers.stop)
+        if spec.remat.carries == "disk":
+            ticket = disk.open_file(spec.remat.folder, (state.carry, xs, shared))
+            state = state._replace(inputs=[ticket])
         return _run_stretches(spec, step, bounds, None, state)
     state = state._replace(inputs=spec.slots_for(state.carry, program, is_read))
     # A leaf that no visit reads has slots for the sources of replays alone, so that not
@@ -237,7 +241,7 @@ def _run_stretches(
     state: ForwardState,
 ) -> ForwardState:
     """Run layers in stretches, and keep the first input of each: in its slot, or on the
-    host where there are no slots.
+    host or on disk where there are no slots.
 
     `bounds` are the first layers of the stretches, and the end of the last.
     """
@@ -262,8 +266,17 @@ def _run_stretches(
     def offloaded(state: ForwardState, place: Index) -> tuple[ForwardState, Carry]:
         return stretch(place, state), to_host(spec.of_held(state.carry))
 
+    def written(state: ForwardState, place: Index) -> tuple[ForwardState, None]:
+        (ticket,) = state.inputs
+        ticket = disk.write(ticket, place, spec.of_held(state.carry))
+        return stretch(place, state._replace(inputs=[ticket])), None
+
     if slots is None:
+        places = jnp.arange(len(sizes))
+        if spec.remat.carries == "disk":
+            # Unrolled, all carries might be in memory until they are written.
+            return lax.scan(written, state, places)[0]
         # A scan stacks its outputs on the host without a buffer on the device first.
-        state, inputs = lax.scan(offloaded, state, jnp.arange(len(sizes)))
+        state, inputs = lax.scan(offloaded, state, places)
         return state._replace(inputs=inputs)
     return spec.run(len(sizes), stretch, state)

@@ -47,6 +47,7 @@ from .._activity import active_outputs
 from .._compat import batch_jaxpr, is_eager, nothing_is_traced
 from .._placement import has_host_arrays
 from .._static import PyTree, Static
+from . import disk
 from .forward import forward, primal
 from .gradient import Perturbed, merge, pick, scatter_leaves
 from .programs import jitted, run, traced_program
@@ -337,7 +338,11 @@ class Rule(Differentiable):
         super().__init__()
 
     def expand(self, *args: PyTree) -> PyTree:
-        return run(self._program, *args)
+        results = run(self._program, *args)
+        if _writes_files(self.fn):
+            _, _, checkpoints = results
+            disk.keep_until_garbage(checkpoints.inputs)
+        return results
 
     def primal(self, nonzero: Mask, args: PyTree) -> PyTree:
         if self.fn != self.reference or not any(nonzero):
@@ -419,6 +424,14 @@ def _replays_of(fn: Bound) -> int:
         schedule = spec.remat.schedule
         return schedule.replays if schedule else 0
     return sum(_replays_of(inner) for inner in fn.bound if isinstance(inner, Bound))
+
+
+def _writes_files(fn: Bound) -> bool:
+    """Whether a function is a forward sweep, or a mapped one, with carries on disk."""
+    first, *_ = fn.bound
+    if fn.fn is _mapped:
+        return _writes_files(first)
+    return fn.fn is forward and first.remat.carries == "disk"
 
 
 def _results(fn: Bound, *args: PyTree) -> tuple[PyTree, ClosedJaxpr]:

@@ -212,7 +212,7 @@ def serves(
     if saved_for == perturbed or remat.first_layers:
         return saved_for == perturbed
     # No leaf lacks slots, or the slots of a segment are made in the reverse sweep.
-    if remat.kept == NOTHING or remat.schedule is None or remat.boundaries_on_host:
+    if remat.kept == NOTHING or remat.schedule is None or remat.boundaries_off_device:
         return True
     saved = spec.scheduled(saved_for, xs, shared)
     wanted = spec.scheduled(perturbed, xs, shared)

@@ -45,7 +45,8 @@ class Checkpoints(NamedTuple):
     """
 
     # Inputs of the schedule's layers, stacked over slots on the device; or, stacked on
-    # the host in forward order, the first input of each segment. [] without a schedule.
+    # the host in forward order, the first input of each segment; or the ticket of the
+    # file that has these (`disk.py`). [] without a schedule.
     inputs: Carry
     # The inputs of the first layers, stacked; None if there are none.
     first_inputs: Carry | None = None

@@ -455,7 +455,9 @@ class SweepSpec:
         assert remat.schedule is not None
         pullbacks = self.pullbacks(perturbed, remat.kept, xs, shared)
         saves, is_read = self.saves_and_reads(pullbacks)
-        program = remat.schedule.program(saves=saves, on_host=remat.boundaries_on_host)
+        program = remat.schedule.program(
+            saves=saves, on_host=remat.boundaries_off_device
+        )
         return Scheduled(program, pullbacks, saves, is_read)
 
     def saves_and_reads(self, pullbacks: Sequence[LayerPullback]) -> tuple[bool, Mask]:

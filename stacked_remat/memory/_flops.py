@@ -51,6 +51,8 @@ class Flops:
             between the two, and policies that offload). Outside of `jax.shard_map`, an
             array counts once, however many devices have a copy of it.
         bytes_to_host: bytes moved from device memory to host memory.
+        bytes_to_disk: bytes of carries written to disk, and read back
+            (`save_carries="disk"`), which are in no memory.
         replays: layers, or steps of a loop, that a backward pass runs again only for
             the carries that were not kept, whatever they cost.
         too_low: reasons why the true figures may be higher (empty when there are none),
@@ -64,6 +66,7 @@ class Flops:
     matmul: int = 0
     bytes_from_host: int = 0
     bytes_to_host: int = 0
+    bytes_to_disk: int = 0
     replays: int = 0
     too_low: tuple[str, ...] = ()
     too_high: tuple[str, ...] = ()
@@ -118,7 +121,7 @@ def count_flops(jaxpr: Any, *, trained: Sequence[bool] = ()) -> Flops:
 # counts say nothing. The sum of two adds figures, and their union (`|`) has the larger
 # of each; both have all texts.
 _Cost: TypeAlias = Counter[Any]
-_FIGURES = ("matmul", "bytes_from_host", "bytes_to_host", "replays")
+_FIGURES = ("matmul", "bytes_from_host", "bytes_to_host", "bytes_to_disk", "replays")
 
 
 def _times(cost: _Cost, factor: Any) -> _Cost:
@@ -284,6 +287,9 @@ def _leaf(run: _Run, eqn: Any, of_kernel: int | None) -> _Cost:
     name = eqn.primitive.name.removesuffix("_wrapper")
     if name == "device_put":
         return _transfers(eqn)
+    if name == "write_carry":
+        _, _, *leaves = eqn.invars
+        return Counter(bytes_to_disk=sum(bytes_of(leaf.aval) for leaf in leaves))
     if name in _MATMULS:
         return Counter(matmul=_MATMULS[name](eqn))
     if name in _NOT_COUNTED:

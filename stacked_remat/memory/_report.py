@@ -142,6 +142,9 @@ class MemoryReport:
         notes.append(f"{readable_count(self.flops.matmul)} FLOP in matrix products")
         if self.flops.moved:
             notes.append(self._transfers())
+        if self.flops.bytes_to_disk:
+            on_disk = readable_bytes(self.flops.bytes_to_disk)
+            notes.append(f"{on_disk} of carries written to disk, and read back")
         if self.sent:
             notes.append(f"{readable_bytes(self.sent)} sent by each device to others")
         notes.append(f"compiled in {self.compile_seconds:.1f} s")

@@ -59,6 +59,12 @@ COMMANDS = [
         ("ratio",),
     ),
     (
+        "disk_carries --steps 12 --width 8 --checked_steps 6",
+        "disk_carries_cpu",
+        2,
+        ("written", "read", "seconds", "resident", "temporaries"),
+    ),
+    (
         f"layer_flops --configs {CONFIG.with_name('qwen3_moe_tiny.yaml')} --tokens 64",
         "layer_flops",
         1,

@@ -1,0 +1,250 @@
+"""The carries of a sweep in files, as operations of its loops.
+
+    open_file   before the forward sweep: a ticket, an array that stands for a file
+    write       each carry that is kept; returns the ticket, a carry of the loop
+    read        in the reverse sweep, from the last carry that was written to the first
+
+They are primitives that call back to `_carry_files.py`. What orders them is the ticket,
+which each loop carries, so a sweep waits for its own files alone. To JAX they have no
+effect: it drops writes whose ticket nothing reads, as where a gradient is not used. To
+XLA they have one, so that none is dropped, merged or done again.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import ShapedArray, Tracer
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+from jaxtyping import Array
+
+from .. import _carry_files as files
+from .._placement import compiled_for, on_several_devices
+from .._static import PyTree
+from .slots import Carry
+from .store import Index
+
+
+def check(folder: str, inputs: PyTree) -> None:
+    """Refuse a sweep over these inputs whose carries can't be in files of a folder."""
+    if on_several_devices(inputs):
+        raise _several_devices("several")
+    # A program for another machine finds its folder there.
+    if compiled_for.value is None:
+        files.open_nameless(folder).close()
+
+
+def open_file(folder: str, inputs: PyTree) -> Array:
+    """The ticket of a file for the carries of a forward sweep of these inputs.
+
+    If some of the inputs are mapped (`jax.vmap`), so is the ticket.
+    """
+    (ticket,) = _open_p.bind(*jax.tree.leaves(inputs), folder=folder, shape=())
+    return ticket
+
+
+def write(ticket: Array, place: Index, carry: Carry) -> Array:
+    """Write a carry to its place, and return the ticket, to be used from here on."""
+    raw = [*map(_raw, carry)]
+    (ticket,) = _write_p.bind(ticket, jnp.asarray(place, jnp.int32), *raw)
+    return ticket
+
+
+def read(ticket: Array, place: Index, types: Sequence[Any]) -> Carry:
+    """Read the carry of a place, of these types. Place 0 is read last."""
+    raw_types = []
+    for type_ in types:
+        raw = jax.eval_shape(_raw, type_)
+        raw_types.append(ShapedArray(raw.shape, raw.dtype))
+    place = jnp.asarray(place, jnp.int32)
+    leaves = _read_p.bind(ticket, place, types=tuple(raw_types))
+    return [*map(_as_typed, leaves, types)]
+
+
+def keep_until_garbage(tickets: Sequence[Any]) -> None:
+    """Outside of a trace, keep files for as long as the arrays of their tickets
+    live.
+    """
+    for ticket in tickets:
+        if not isinstance(ticket, Tracer):
+            files.keep_until_garbage(ticket)
+
+
+def _is_key(type_: Any) -> bool:
+    return jnp.issubdtype(type_.dtype, jax.dtypes.prng_key)
+
+
+def _raw(leaf: Array) -> Array:
+    """A leaf of a carry as numbers, which a key of `jax.random` is not."""
+    return jax.random.key_data(leaf) if _is_key(leaf) else leaf
+
+
+def _as_typed(leaf: Array, type_: Any) -> Array:
+    if not _is_key(type_):
+        return leaf
+    implementation = jax.random.key_impl(jnp.empty((), type_.dtype))
+    return jax.random.wrap_key_data(leaf, impl=implementation)
+
+
+# Callbacks: arrays of NumPy and parameters in, a sequence of arrays out
+
+
+def _opened(*, folder: str, shape: tuple[int, ...]) -> Sequence[np.ndarray]:
+    return [files.open_file(folder, shape)]
+
+
+def _written(
+    ticket: np.ndarray, place: np.ndarray, *leaves: np.ndarray
+) -> Sequence[np.ndarray]:
+    files.write(ticket, int(place), leaves)
+    return [ticket]
+
+
+def _was_read(
+    ticket: np.ndarray, place: np.ndarray, *, types: tuple[ShapedArray, ...]
+) -> Sequence[np.ndarray]:
+    return files.read(ticket, int(place), types)
+
+
+def _several_devices(count: int | str) -> ValueError:
+    return ValueError(
+        'save_carries="disk" is for programs on one device, and this one is for'
+        f' {count}. Use save_carries="offload", or "nested".'
+    )
+
+
+def _check_devices(context: Any) -> None:
+    """Refuse a program for several devices, for others than CPUs and GPUs, or for one
+    that is not attached.
+    """
+    module = context.module_context
+    axes = module.axis_context
+    # JAX has a number of devices for a program that XLA divides, or a mesh.
+    count = getattr(axes, "num_devices", None) or axes.mesh.size
+    if count > 1:
+        raise _several_devices(count)
+    if "tpu" in module.platforms:
+        raise ValueError(
+            'save_carries="disk" is for CPUs and GPUs, and this program is for TPUs.'
+            ' Use save_carries="offload", or "nested".'
+        )
+    try:
+        module.get_backend()
+    except (RuntimeError, ValueError):
+        raise ValueError(
+            'A program with save_carries="disk" calls Python, and JAX compiles it only'
+            " for one kind of device, which is attached; not for"
+            f' {", ".join(module.platforms)}. To size it, use save_carries="offload"'
+            " and leave out the host's bytes."
+        ) from None
+
+
+def _primitive(
+    name: str, callback: Callable[..., Any], takes_arrays: bool, types: Callable
+) -> Any:
+    """A primitive whose results a callback computes, of the types that `types` says."""
+    primitive: Any = Primitive(name)
+    primitive.multiple_results = True
+
+    def evaluated(*args: Any, **params: Any) -> Any:
+        return jax.jit(functools.partial(primitive.bind, **params))(*args)
+
+    def lowered(context: Any, *operands: Any, **params: Any) -> Any:
+        _check_devices(context)
+        if not takes_arrays:
+            context, operands = context.replace(avals_in=[]), ()
+        results, _, _ = mlir.emit_python_callback(
+            context,
+            functools.partial(callback, **params),
+            None,
+            operands,
+            context.avals_in,
+            context.avals_out,
+            has_side_effect=True,
+        )
+        return results
+
+    primitive.def_impl(evaluated)
+    primitive.def_abstract_eval(types)
+    mlir.register_lowering(primitive, lowered)
+    return primitive
+
+
+_open_p = _primitive(
+    "open_carry_file",
+    _opened,
+    False,
+    lambda *_, folder, shape: [ShapedArray(shape, jnp.int32)],
+)
+_write_p = _primitive(
+    "write_carry", _written, True, lambda ticket, place, *leaves: [ticket]
+)
+_read_p = _primitive(
+    "read_carry", _was_read, True, lambda ticket, place, types: [*types]
+)
+
+
+def _refused_jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+    if not all(isinstance(tangent, ad.Zero) for tangent in tangents):
+        raise TypeError(
+            'With save_carries="disk", the derivative of a gradient has no forward mode'
+            " (jax.jvp, jax.jacfwd, jax.hessian). Use reverse mode (jax.grad of"
+            ' jax.grad), or another policy ("nested").'
+        )
+    return _without_tangents(_write_p, primals, tangents)
+
+
+def _without_tangents(
+    primitive: Any, primals: Any, tangents: Any, **params: Any
+) -> Any:
+    """What has been written has tangents: `_refused_jvp` allows none but zeros."""
+    results = primitive.bind(*primals, **params)
+    zeros = [ad.Zero(jax.typeof(result).to_tangent_aval()) for result in results]
+    return results, zeros
+
+
+def _batched_open(args: Any, dims: Any, *, folder: str, shape: Any) -> Any:
+    """A ticket for each example: the first axis of the ticket is the batch."""
+    sizes = set()
+    for arg, dim in zip(args, dims, strict=True):
+        if dim is not None:
+            sizes.add(arg.shape[dim])
+    (size,) = sizes
+    return _open_p.bind(*args, folder=folder, shape=(size, *shape)), [0]
+
+
+def _batched_write(args: Any, dims: Any) -> Any:
+    ticket, place, *leaves = args
+    ticket_dim, place_dim, *leaf_dims = dims
+    if ticket_dim is None or place_dim is not None:
+        raise NotImplementedError(
+            'save_carries="disk" does not support a jax.vmap in which carries differ'
+            " between examples though nothing that the layers are given does. Use"
+            ' another policy ("nested").'
+        )
+    size = ticket.shape[ticket_dim]
+    ticket = jnp.moveaxis(ticket, ticket_dim, 0)
+    mapped = []
+    for leaf, dim in zip(leaves, leaf_dims, strict=True):
+        mapped.append(batching.bdim_at_front(leaf, dim, size))
+    return _write_p.bind(ticket, place, *mapped), [0]
+
+
+def _batched_read(args: Any, dims: Any, *, types: tuple[ShapedArray, ...]) -> Any:
+    ticket, place = args
+    ticket = jnp.moveaxis(ticket, dims[0], 0)
+    size = ticket.shape[0]
+    types = tuple(type_.update(shape=(size, *type_.shape)) for type_ in types)
+    return _read_p.bind(ticket, place, types=types), [0] * len(types)
+
+
+ad.primitive_jvps[_open_p] = functools.partial(_without_tangents, _open_p)
+ad.primitive_jvps[_write_p] = _refused_jvp
+ad.primitive_jvps[_read_p] = functools.partial(_without_tangents, _read_p)
+batching.primitive_batchers[_open_p] = _batched_open
+batching.primitive_batchers[_write_p] = _batched_write
+batching.primitive_batchers[_read_p] = _batched_read

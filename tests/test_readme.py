@@ -231,16 +231,47 @@ def _printed(block, folder):
     return done.stdout
 
 
-@pytest.mark.torch
-@pytest.mark.skipif(
-    not all(importlib.util.find_spec(package) for package in ("torch", "transformers")),
-    reason="the page loads the exported model with transformers",
-)
-def test_the_commands_of_train_your_model_run_one_after_the_other(tmp_path):
-    shown, page = {}, ROOT / "docs" / "train-your-model.md"
-    for block in COMMANDS.findall(page.read_text(encoding="utf-8")):
+def _shown(page, folder):
+    """What each block of commands of a page prints, run one after the other."""
+    shown = {}
+    for block in COMMANDS.findall((ROOT / "docs" / page).read_text(encoding="utf-8")):
         if not block.startswith("pip install"):
-            shown[block] = _printed(block, tmp_path)
+            shown[block] = _printed(block, folder)
+    return shown
+
+
+def _needs(*packages):
+    return pytest.mark.skipif(
+        not all(importlib.util.find_spec(package) for package in packages),
+        reason=f"the page takes {', '.join(packages)}",
+    )
+
+
+@pytest.mark.torch
+@_needs("torch", "transformers", "peft", "lm_eval")
+def test_the_commands_of_lora_on_your_chats_run_one_after_the_other(tmp_path):
+    shown = _shown("lora-on-your-chats.md", tmp_path)
+
+    def of(words):
+        return next(text for block, text in shown.items() if words in block)
+
+    assert "«Paris" in of("--show_example")
+    result = json.loads((tmp_path / "runs" / "chats" / "result.json").read_text())
+    after, before = result["held_out_after"], result["held_out_before"]
+    assert after["held_out"] < before["held_out"] - 2
+    assert of("metrics.jsonl").count("held-out loss") >= 3
+    answers = of("models.generate")
+    assert "Paris" in answers
+    assert of("models.eval_lm").count("exact_match") >= 2
+    # PEFT's model writes what this library does.
+    last = of("PeftModel").strip().splitlines()[-1]
+    assert last.removesuffix("<|im_end|>") in answers
+
+
+@pytest.mark.torch
+@_needs("torch", "transformers")
+def test_the_commands_of_train_your_model_run_one_after_the_other(tmp_path):
+    shown = _shown("train-your-model.md", tmp_path)
 
     def of(words):
         (found,) = [text for block, text in shown.items() if words in block]

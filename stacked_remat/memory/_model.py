@@ -71,17 +71,19 @@ class StackFigures:
             carries = held = rest
             # Without carries, all layers run once more before the first is reversed.
             runs = rest if remat.carries is None else 0
-            if remat.carries == "host":
+            if remat.carries in ("host", "disk"):
                 carries, carries_on_host = 0, carries
         else:
             saves = kept != NOTHING
             carries, sources, held, runs, stays = _numbers_of(
-                remat.schedule, saves, remat.boundaries_on_host
+                remat.schedule, saves, remat.boundaries_off_device
             )
             if saves and not reads_carry:
                 carries = sources
-            if remat.boundaries_on_host:
+            if remat.boundaries_off_device:
                 carries_on_host = stays
+        if remat.carries == "disk":
+            carries_on_host = 0  # they take no memory
         return Cost(
             runs * self.forward + rest * again,
             first * self.whole

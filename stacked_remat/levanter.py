@@ -277,8 +277,8 @@ class ArrayStacked(eqx.Module, Generic[M]):
         unroll: int | bool | None,
         in_axes: InAxes,
     ) -> Callable[..., Any]:
-        is_count = isinstance(unroll, int) and not isinstance(unroll, bool)
-        if is_count and unroll < 1:
+        is_count = unroll is not None and not isinstance(unroll, bool)
+        if is_count and int(unroll or 0) < 1:
             raise ValueError(f"unroll is at least 1; got {unroll}.")
 
         def run(init: PyTree, /, *args: PyTree, **kwargs: PyTree) -> PyTree:

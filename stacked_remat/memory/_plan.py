@@ -13,6 +13,7 @@ from typing import Any
 
 from .. import ScanCheckpointPolicy, ScanCheckpointSpec
 from .._messages import parse_bytes
+from .._policy import resolve_policy
 from .._schedule import whole_number
 from .._static import PyTree
 from ._call import DoesNotFit, TracedCall, trace_call
@@ -64,7 +65,7 @@ class Plan:
         streamed: whether it fits with weights on the host only.
     """
 
-    policy: ScanCheckpointSpec
+    policy: ScanCheckpointPolicy
     report: MemoryReport
     tried: Comparison
     budget: int
@@ -172,7 +173,8 @@ def plan(
         trials += search.compiled.values()
         if found is not None and found.report is not None:
             tried = compared(trials)
-            return Plan(found.policy, found.report, tried, most, is_streamed)
+            policy = resolve_policy(found.policy)
+            return Plan(policy, found.report, tried, most, is_streamed)
     raise BudgetError(_nothing_fits(compared(trials), most, most_on_host))
 
 

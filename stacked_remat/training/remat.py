@@ -5,7 +5,13 @@ from types import MappingProxyType
 from typing import Any, TypeAlias, get_args
 
 from .._messages import did_you_mean
-from .._policy import Alias, ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
+from .._policy import (
+    ALIASES,
+    Alias,
+    ScanCheckpointPolicy,
+    ScanCheckpointSpec,
+    resolve_policy,
+)
 from ..memory import parse_bytes
 
 RematEntry: TypeAlias = bool | Mapping[str, Any] | str
@@ -69,11 +75,14 @@ def remat_entry(spec: ScanCheckpointSpec) -> bool | str | dict[str, Any]:
     if isinstance(spec, bool | str):
         return spec
     spec = resolve_policy(spec)
+    for alias, meaning in ALIASES.items():
+        if spec == meaning:
+            return alias
     entry = {
         name: list(value) if isinstance(value, tuple) else value
         for name, value in spec.settings()
     }
-    return entry or True
+    return entry
 
 
 def check_remat(

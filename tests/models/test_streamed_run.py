@@ -278,7 +278,9 @@ def test_auto_streams_where_nothing_else_fits_and_the_run_can(
     update, streaming, monkeypatch
 ):
     def plan(step, **_):
-        return SimpleNamespace(policy="offload", streamed=step.can_stream)
+        return SimpleNamespace(
+            policy="offload", streamed=step.can_stream, summary="remat: offload"
+        )
 
     monkeypatch.setattr(Candidate, "plan", plan)
     config = config_of(False, update=update, remat="auto", budget="1GiB")

@@ -272,10 +272,12 @@ def test_rules_compute_what_is_swept_with_a_visitor_and_layers_of_several_kinds(
     "remat",
     [
         "nested",
-        POLICIES["names"],
         *(
             pytest.param(remat, marks=pytest.mark.deep)
-            for remat in (False, "recompute", POLICIES["first layers"])
+            for remat in (
+                *(False, "recompute"),
+                *(POLICIES["names"], POLICIES["first layers"]),
+            )
         ),
     ],
     ids=str,

@@ -332,6 +332,7 @@ def test_errors_at_run_time_and_what_comes_beside_the_losses_change_no_score():
     assert jax.tree.structure(aux) == jax.tree.structure(model)
 
 
+@pytest.mark.deep
 def test_derivatives_of_a_cross_entropy_are_scored_or_refused_under_vmap():
     Batch, Embed, Vocab, Position = hax.make_axes(batch=4, embed=3, vocab=5, position=4)
     head, x = normal(0, Embed, Vocab), normal(1, Batch, Position, Embed)

@@ -138,7 +138,9 @@ def test_below_nested_as_many_carries_are_kept_as_fit(internals):
         assert planned(internals, budget)[0] == min(fitting)
 
 
-@pytest.mark.parametrize("internals", [2, 4, 18])
+@pytest.mark.parametrize(
+    "internals", [2, *(pytest.param(k, marks=pytest.mark.deep) for k in (4, 18))]
+)
 def test_plans_take_hardly_more_flops_than_the_optimum(internals):
     least = shrinking(LAYERS).slots + internals
     most = LAYERS * internals

@@ -165,6 +165,7 @@ def test_the_loss_and_its_gradients_are_those_of_plain_loops(config):
     assert np.all(np.any(gradient.mtp.stacked.eh_proj.weight.array, axis=(1, 2)))
 
 
+@pytest.mark.deep
 def test_microbatches_and_divided_positions_have_the_loss_of_a_batch():
     model = random_weights(Decoder.init, DEEPSEEK, Vocab, spread=0.3)
     batch = packed_batch()

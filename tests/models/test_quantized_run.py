@@ -25,7 +25,7 @@ from stacked_remat.lora import (
 )
 from stacked_remat.training import PrecisionConfig, TokenBatch, TrainerConfig
 
-from ..blocks import assert_close
+from ..blocks import assert_close, assert_equal
 from .random_weights import random_weights
 from .test_mixers import CONFIGS
 from .tiny_run import make_workplace, printed, train
@@ -34,7 +34,7 @@ Vocab, Batch, Pos = Axis("vocab", 19), Axis("batch", 2), Axis("position", 7)
 LORA = LoraConfig(2, 2.0, ("*_proj",))
 
 
-@pytest.mark.parametrize("form", ["int8", "nf4"])
+@pytest.mark.parametrize("form", [pytest.param("int8", marks=pytest.mark.deep), "nf4"])
 def test_loss_and_gradients_are_those_of_the_rounded_weights(form):
     """Of latent and linear attention, experts, and an MLP that all tokens go to."""
     model = random_weights(
@@ -85,6 +85,8 @@ RUN = (
     "2",
     "--optimizer.warmup",
     "1",
+    "--optimizer.schedule.type",
+    "constant",
     "--trainer.precision.frozen",
     "nf4",
     "--trainer.num_steps",
@@ -95,13 +97,6 @@ ACCEPT = ("--trainer.checkpoint.accept_changes", "true")
 def test_a_run_is_resumed_read_and_exported(tmp_path):
     workplace = make_workplace(tmp_path)
     assert train(workplace, *RUN, "4", run="whole") == 0
-    divided = "{axes: {data: 2}, param_mapping: {embed: data}}"
-    assert train(workplace, *RUN, "4", "--trainer.mesh", divided, run="divided") == 0
-    losses = [
-        json.loads((workplace / run / "result.json").read_text())["held_out_after"]
-        for run in ("whole", "divided")
-    ]
-    np.testing.assert_allclose(*(loss["held_out"] for loss in losses), rtol=1e-4)
     assert train(workplace, *RUN, "2") == 0
     assert train(workplace, *RUN, "4", *ACCEPT) == 0
     found, whole = (
@@ -109,10 +104,7 @@ def test_a_run_is_resumed_read_and_exported(tmp_path):
         for known in (find_model(str(workplace / run)) for run in ("run", "whole"))
     )
     assert has_quantized(found)
-    for array, expected in zip(
-        jax.tree.leaves(found), jax.tree.leaves(whole), strict=True
-    ):
-        assert array.dtype == expected.dtype
+    assert_equal(found, whole)
     merged = load_model(find_model(str(workplace / "run")))
     assert not has_quantized(merged)
     tokens = hax.random.randint(jax.random.key(1), (Batch, Pos), 0, 250)
@@ -128,6 +120,19 @@ def test_a_run_is_resumed_read_and_exported(tmp_path):
     assert_close(jax.tree.leaves(exported), jax.tree.leaves(merged), atol=1e-6)
     other = ("--trainer.precision.frozen", "int8")
     assert train(workplace, *RUN, "5", *ACCEPT, *other) == 1
+
+
+@pytest.mark.deep
+def test_a_run_on_two_devices_has_the_losses_of_one(tmp_path):
+    workplace = make_workplace(tmp_path)
+    divided = "{axes: {data: 2}, param_mapping: {embed: data}}"
+    assert train(workplace, *RUN, "4", run="whole") == 0
+    assert train(workplace, *RUN, "4", "--trainer.mesh", divided, run="divided") == 0
+    losses = [
+        json.loads((workplace / run / "result.json").read_text())["held_out_after"]
+        for run in ("whole", "divided")
+    ]
+    np.testing.assert_allclose(*(loss["held_out"] for loss in losses), rtol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -114,8 +114,8 @@ def test_no_other_values_are_better(name):
         assert rest + planned <= 1.03 * (rest + fewest)
 
 
-# FLOPs beside the fewest that fit. In three of these small programs, of 90 KB to 700 KB,
-# the model is unsure of a fitting policy by more than a plan tries above its own choice.
+# FLOPs beside the fewest that fit. In three of these programs, of 90 KB to 700 KB, the
+# model is unsure of a policy that fits by more than a plan tries above its own choice.
 MOST_FLOPS = dict.fromkeys(BLOCKS, 1.03)
 MOST_FLOPS |= {"gated_delta": 1.05, "region": 1.04, "shared_product": 1.10}
 # With so many choices that compiling all of them takes half a minute

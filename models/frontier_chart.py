@@ -4,9 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from stacked_remat.training import ConfigError
-
-FORMATS = (".png", ".svg")
+from models.pictures import FORMATS, new_figure, save_figure
 
 
 def check_picture(path: str) -> None:
@@ -23,18 +21,10 @@ def write_picture(
     """Write a step curve through the policies of `Frontier.rows`, with a line at the
     budget.
     """
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError(
-            "picture is drawn by matplotlib, which is not installed: pip install"
-            " matplotlib."
-        ) from error
+    figure = new_figure("picture", 7, 4)
     gib = [row["total"] / 2**30 for row in rows]
     least = min((row["matmul_flops"] for row in rows), default=0) or 1
     flops = [row["matmul_flops"] / least for row in rows]
-    figure = Figure((7, 4), layout="constrained")
     axes = figure.subplots()
     # Up to the next policy a larger budget plans the one before it.
     axes.step(gib, flops, where="post", marker="o")
@@ -45,9 +35,7 @@ def write_picture(
     axes.set_xlabel("memory of a device, GiB")
     axes.set_ylabel("FLOPs beside the fewest")
     axes.spines[["top", "right"]].set_visible(False)
-    # The words of an SVG are text.
-    with matplotlib.rc_context({"svg.fonttype": "none"}):
-        figure.savefig(path, format=Path(path).suffix[1:])
+    save_figure(figure, path)
 
 
 _LABEL: dict[str, Any] = {"textcoords": "offset points", "fontsize": 7}

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 
 from models.command import command_parser, local_path, run_command, shown_on
+from models.pictures import FORMATS, new_figure, save_figure
 from stacked_remat.training import ConfigError, DataError
 
 SHOWN = (
@@ -29,7 +30,6 @@ SHOWN = (
     "peak_memory_bytes",
 )
 """The metrics that are drawn where `--metrics` names none and runs have them."""
-FORMATS = (".png", ".svg")
 _BARS = "▁▂▃▄▅▆▇█"
 _WIDTH = 60  # characters of a curve in the terminal
 
@@ -134,16 +134,9 @@ def write_picture(
         raise ConfigError(
             f"--out writes {' or '.join(FORMATS)}, by the file's name; got {path}."
         )
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError(
-            "--out needs matplotlib, which is not installed: pip install matplotlib."
-        ) from error
     columns = min(2, len(names))
     rows = -(-len(names) // columns)
-    figure = Figure((6 * columns, 3 * rows), layout="constrained")
+    figure = new_figure("--out", 6 * columns, 3 * rows)
     panels = figure.subplots(rows, columns, squeeze=False).flat
     for name, axes in zip(names, panels, strict=False):
         for folder, curves in runs.items():
@@ -157,9 +150,7 @@ def write_picture(
         figure.legend(
             *panels[0].get_legend_handles_labels(), loc="outside lower center"
         )
-    # The words of an SVG are text.
-    with matplotlib.rc_context({"svg.fonttype": "none"}):
-        figure.savefig(path)
+    save_figure(figure, path)
 
 
 def _chosen(

@@ -34,9 +34,15 @@ def main(arguments: Sequence[str]) -> int:
         if given.command == "by-layer":
             print_layers(folder, given.count, **selected)
         else:
-            selected |= {"layer": given.layer, "file": given.csv}
-            best = given.command == "top"
-            print_examples(folder, given.count, given.normalize, best=best, **selected)
+            print_examples(
+                folder,
+                given.count,
+                given.normalize,
+                best=given.command == "top",
+                file=given.csv,
+                layer=given.layer,
+                **selected,
+            )
     except (ScoreLogError, OSError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

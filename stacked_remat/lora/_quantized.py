@@ -6,8 +6,8 @@ loop over layers has one layer's weights in 16 bits at a time, and its backward 
 where it recomputes a layer, makes them again.
 
 `"int8"` rounds to 255 equal steps. `"nf4"` rounds to 16 values that are the quantiles
-of a normal distribution, with which weights of networks agree (Dettmers et al. 2023,
-"QLoRA", arXiv:2305.14314, appendix E).
+of a normal distribution, since weights of networks are about normal (Dettmers et al.
+2023, "QLoRA", arXiv:2305.14314, appendix E).
 """
 
 import functools
@@ -111,8 +111,8 @@ def quantize_linears(
     model = apply_lora(model, LoraConfig(rank=8), key=key)
     ```
 
-    Such a linear can be applied after its weight is dequantized alone: a layer begins
-    with `dequantize_linears(layer, x.dtype)`.
+    Such a linear can't be applied as it is: a layer begins with
+    `dequantize_linears(layer, x.dtype)`.
 
     Args:
         model: any tree of modules, with or without stacks.
@@ -133,7 +133,7 @@ def quantize_linears(
 
     def quantize(path: str, node: Any) -> Any:
         path = path.removesuffix(".wrapped")  # in a `LoraLinear`
-        if not where(path) or isinstance(node.weight, QuantizedWeight):
+        if not where(path) or _is_quantized(node.weight):
             return node
         weight = _quantized(node.weight, form)
         if donate and not isinstance(node.weight.array, Tracer):
@@ -151,25 +151,19 @@ def dequantize_linears(model: T, dtype: DTypeLike | None = None) -> T:
     Memory: the weights in that dtype.
     """
 
-    def is_quantized(node: Any) -> bool:
-        return isinstance(node, QuantizedWeight)
+    def dequantize(node: Any) -> Any:
+        return _weight_of(node, dtype or node.dtype) if _is_quantized(node) else node
 
-    return jax.tree.map(
-        lambda node: (
-            _weight_of(node, dtype or node.dtype) if is_quantized(node) else node
-        ),
-        model,
-        is_leaf=is_quantized,
-    )
+    return jax.tree.map(dequantize, model, is_leaf=_is_quantized)
 
 
 def has_quantized(model: Any) -> bool:
     """Whether a model, or a part of one, has weights in 8 or 4 bits."""
+    return any(map(_is_quantized, jax.tree.leaves(model, is_leaf=_is_quantized)))
 
-    def is_quantized(node: Any) -> bool:
-        return isinstance(node, QuantizedWeight)
 
-    return any(map(is_quantized, jax.tree.leaves(model, is_leaf=is_quantized)))
+def _is_quantized(node: Any) -> bool:
+    return isinstance(node, QuantizedWeight)
 
 
 @functools.partial(jax.jit, static_argnames="dtype")

@@ -15,7 +15,6 @@ the place may be another value by now, and is refused.
 """
 
 import functools
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
@@ -29,13 +28,8 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from ._activity import CALLS, name_of, program_of
 from ._compat import without_constants
 from ._names import name_given_by, named
+from ._place_names import is_place
 from ._static import PyTree, with_leaves
-
-_PLACE = re.compile(r"(\S+) (\d+)/(\d+)")
-
-
-def is_place(name: str) -> bool:
-    return _PLACE.fullmatch(name) is not None
 
 
 class Places:

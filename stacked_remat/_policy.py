@@ -12,13 +12,22 @@ import itertools
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, SupportsIndex, TypeAlias
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Literal,
+    NamedTuple,
+    Self,
+    SupportsIndex,
+    TypeAlias,
+)
 
 import wadler_lindig
 from haliax.nn import ScanCheckpointPolicy as HaliaxPolicy
 
 from . import _haliax_names
 from ._messages import did_you_mean, shown
+from ._place_names import is_place
 from ._remat import EVERYTHING, JaxPolicy, Kept, Remat, as_written
 from ._schedule import Schedule, bounded, equal, shrinking, whole_number
 
@@ -305,6 +314,29 @@ class ScanCheckpointPolicy(_haliax_names.HaliaxFields):
     _mk = from_bool_or_str  # Levanter's name for it too
 
     @property
+    def places(self) -> tuple[str, ...]:
+        """The names that are places of operations, as `"dot_general 2/7"`."""
+        return tuple(filter(is_place, self._names))
+
+    def without_places(self) -> Self:
+        """The policy without its places, for other layers than those that it was
+        written for.
+        """
+        kept = {}
+        for field in ("save_block_internals", "offload_block_internals"):
+            names = getattr(self, field)
+            if isinstance(names, tuple):
+                kept[field] = [name for name in names if not is_place(name)]
+        return dataclasses.replace(self, **kept)
+
+    @property
+    def _names(self) -> tuple[str, ...]:
+        """The names of values that are kept or moved to the host."""
+        saved = self.save_block_internals
+        names = saved if isinstance(saved, tuple) else ()
+        return *names, *self.offload_block_internals
+
+    @property
     def has_cut(self) -> bool:
         """Whether the layers are cut into segments that are replayed one at a time."""
         return any(map(self._is_set, CUTS))
@@ -446,10 +478,22 @@ ALIASES: dict[bool | str, ScanCheckpointPolicy] = {
 }
 
 
-def shortest_name(policy: ScanCheckpointPolicy) -> str:
-    """The alias of a policy, as it is written (`True`, `'nested'`), or its `repr`."""
+def alias_of(policy: ScanCheckpointPolicy) -> bool | str | None:
+    """The alias of a policy, `True` or `"nested"`; None if it has none."""
     # Of several the first listed, which is a bool where there is one
     for alias, meaning in ALIASES.items():
         if meaning == policy:
-            return repr(alias)
-    return repr(policy)
+            return alias
+    return None
+
+
+def shortest_name(policy: ScanCheckpointPolicy) -> str:
+    """The alias of a policy, as it is written (`True`, `'nested'`), or its `repr`."""
+    alias = alias_of(policy)
+    return repr(policy if alias is None else alias)
+
+
+def recomputes_nothing(spec: ScanCheckpointSpec) -> bool:
+    """Whether a backward pass under a policy runs no layer again."""
+    policy = resolve_policy(spec)
+    return policy.saves_everything and not policy.has_cut

@@ -23,7 +23,7 @@ from models.parts.linear import cast_floating, linear
 from models.parts.mixer import Mixer
 from models.parts.multi_token_prediction import DEPTHS_AXIS, MtpLayer, with_further
 from models.parts.norms import Norm
-from models.parts.remat_presets import check_remat_names, without_places
+from models.parts.remat_presets import check_remat_names
 from models.parts.rotary import RotaryEmbedding
 from models.parts.router_statistics import (
     AuxiliaryLoss,
@@ -186,7 +186,7 @@ class Decoder(eqx.Module):
             make_depths = init_stack(
                 Axis(DEPTHS_AXIS, depths),
                 MtpLayer.init,
-                remat=without_places(layers.remat),
+                remat=layers.remat.without_places(),
             )
             # Of another key, so that the rest is the same without them
             own = jax.random.split(jax.random.fold_in(layers_key, 1), depths)

@@ -2,7 +2,6 @@
 refused.
 """
 
-import dataclasses
 from collections.abc import Sequence
 
 from stacked_remat import ScanCheckpointPolicy
@@ -75,27 +74,6 @@ def decoder_remat_presets(names: Sequence[str]) -> RematPresets:
     }
 
 
-_NAMES = "save_block_internals", "offload_block_internals"
-"""The fields of a policy that have names, or places of operations."""
-
-
-def without_places(policy: ScanCheckpointPolicy) -> ScanCheckpointPolicy:
-    """The policy without the places of operations, for other layers than those that it
-    was written for.
-    """
-    kept = {}
-    for field in _NAMES:
-        names = getattr(policy, field)
-        if isinstance(names, tuple):
-            kept[field] = [name for name in names if not _is_place(name)]
-    return dataclasses.replace(policy, **kept)
-
-
-def _is_place(name: str) -> bool:
-    """Whether it is a place of an operation, as `dot_general 2/7`."""
-    return " " in name
-
-
 def check_remat_names(
     valid: Sequence[str], policy: ScanCheckpointPolicy | None, key: str = "remat"
 ) -> None:
@@ -104,10 +82,11 @@ def check_remat_names(
     """
     if policy is None:
         return
-    for field in _NAMES:
+    known = {*valid, *policy.places}
+    for field in ("save_block_internals", "offload_block_internals"):
         names = getattr(policy, field)
         unknown = (
-            [name for name in names if name not in valid and not _is_place(name)]
+            [name for name in names if name not in known]
             if isinstance(names, tuple)
             else []
         )

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from .. import ScanCheckpointPolicy
-from .._places import is_place
+from .._place_names import is_place
 from .._remat import EVERYTHING, NOTHING, Kept, Remat
 from .._schedule import Schedule
 from ._call import TracedCall

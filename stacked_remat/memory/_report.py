@@ -10,7 +10,7 @@ import dataclasses
 import math
 
 from .. import ScanCheckpointPolicy, ScanCheckpointSpec
-from .._policy import resolve_policy, shortest_name
+from .._policy import recomputes_nothing, resolve_policy, shortest_name
 from ._compiled_text import Buffer
 from ._flops import Flops
 from ._table import as_table, common_unit, readable_bytes, readable_count
@@ -238,10 +238,8 @@ class Comparison:
         compiled = [trial for trial in self.trials if trial.report is not None]
 
         def rank(trial: Trial) -> tuple[bool, int]:
-            policy = resolve_policy(trial.policy)
-            recomputes = policy.has_cut or not policy.saves_everything
             assert trial.report is not None
-            return recomputes, trial.report.flops.matmul
+            return not recomputes_nothing(trial.policy), trial.report.flops.matmul
 
         return min(compiled, key=rank, default=None)
 

@@ -25,8 +25,7 @@ from pathlib import Path
 import jax
 
 from .. import ScanCheckpointPolicy, ScanCheckpointSpec
-from .._places import is_place
-from .._policy import resolve_policy
+from .._policy import recomputes_nothing, resolve_policy
 from ._call import DoesNotFit, TracedCall
 from ._model import Cost, Model, measured_model, traced_model
 from ._report import MemoryReport, Trial
@@ -126,7 +125,7 @@ class Search:
         """
         others: list[ScanCheckpointSpec] = []
         for policy in candidates:
-            if _recomputes_nothing(policy):
+            if recomputes_nothing(policy):
                 yield policy
             else:
                 others.append(policy)
@@ -149,10 +148,12 @@ class Search:
             return []
         steps = self._steps(candidates, model)
         best = _best(steps)
-        with_places = [step for step in best if keeps_places(step.policy)]
+        with_places = [step for step in best if resolve_policy(step.policy).places]
         # Layers of another stack, which have other operations, may refuse them.
         if with_places and self._cost(with_places[0].policy) == _NEVER:
-            return _best([step for step in steps if not keeps_places(step.policy)])
+            return _best(
+                [step for step in steps if not resolve_policy(step.policy).places]
+            )
         return best
 
     def _steps(
@@ -314,14 +315,6 @@ def _best(steps: list[Step]) -> list[Step]:
     return best
 
 
-def keeps_places(policy: ScanCheckpointSpec) -> bool:
-    """Whether a policy keeps values by their places in a layer."""
-    resolved = resolve_policy(policy)
-    saved = resolved.save_block_internals
-    names = saved if isinstance(saved, tuple) else ()
-    return any(map(is_place, (*names, *resolved.offload_block_internals)))
-
-
 _NESTED = ScanCheckpointPolicy(nested=True)
 
 
@@ -381,13 +374,8 @@ def _cuts(layers: int, model: Model) -> Iterator[ScanCheckpointPolicy]:
 
 def _runs_again(policy: ScanCheckpointPolicy, layers: int) -> int:
     """How many layers run again, of so many."""
-    if _recomputes_nothing(policy):
+    if recomputes_nothing(policy):
         return 0
     remat = policy.for_layers(layers)
     again = remat.length - remat.first_layers
     return again + (remat.schedule.replays if remat.schedule else 0)
-
-
-def _recomputes_nothing(policy: ScanCheckpointSpec) -> bool:
-    resolved = resolve_policy(policy)
-    return resolved.saves_everything and not resolved.has_cut

@@ -38,7 +38,8 @@ from scipy.sparse import coo_array
 from .._activity import CALLS, bytes_of, program_of
 from .._hijax import primitive_of
 from .._names import name_given_by, named
-from .._places import evaluate_named, is_place, without_dead_code
+from .._place_names import is_place
+from .._places import evaluate_named, without_dead_code
 from .._remat import EVERYTHING
 from .._sweep.gradient import LayerPullback, Perturbed
 from .._sweep.kinds import Kind

@@ -6,10 +6,10 @@ from typing import Any, TypeAlias, get_args
 
 from .._messages import did_you_mean
 from .._policy import (
-    ALIASES,
     Alias,
     ScanCheckpointPolicy,
     ScanCheckpointSpec,
+    alias_of,
     resolve_policy,
 )
 from ..memory import parse_bytes
@@ -75,9 +75,8 @@ def remat_entry(spec: ScanCheckpointSpec) -> bool | str | dict[str, Any]:
     if isinstance(spec, bool | str):
         return spec
     spec = resolve_policy(spec)
-    for alias, meaning in ALIASES.items():
-        if spec == meaning:
-            return alias
+    if (alias := alias_of(spec)) is not None:
+        return alias
     entry = {
         name: list(value) if isinstance(value, tuple) else value
         for name, value in spec.settings()

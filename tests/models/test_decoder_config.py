@@ -331,6 +331,14 @@ def test_policies_for_what_no_layer_has_are_refused(field):
     )
 
 
+def test_places_are_no_names_and_names_with_spaces_are_no_places():
+    names = Qwen3Config().remat_names
+    check_remat_names(names, ScanCheckpointPolicy(save_block_internals=["dot 1/2"]))
+    wrong = ScanCheckpointPolicy(save_block_internals=["attention output"])
+    with pytest.raises(ValueError, match="has 'attention output'"):
+        check_remat_names(names, wrong)
+
+
 @pytest.mark.parametrize(
     "make, message",
     [

@@ -76,6 +76,7 @@ test: venv  ## run the tests (PYTEST_ARGS="tests/test_x.py -k name" for some of 
 	exit $$status
 
 deep: venv  ## run the tests that `make test` leaves out because they take long; those marked slow run only with `pytest -m slow`
+	@scripts/make_venv.sh "$(VENV)" "$(PYTHON)" launchers
 	@mkdir -p "$(REPORTS)"
 	$(TESTS) --junitxml="$(REPORTS)/deep.xml" -m "deep and not slow" $(PYTEST_ARGS)
 

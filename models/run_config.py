@@ -96,7 +96,7 @@ class LmRunConfig:
             which keeps them from drifting; that of held-out text lacks it.
         ghost: scores of training sequences against held-out text; null for none.
         distributed: how the processes of a run on several hosts connect: `auto` where
-            JAX finds a cluster (Slurm, Open MPI, Kubernetes, Cloud TPU), `off`, or the
+            JAX or MPI started several (Slurm, Kubernetes, Cloud TPU), `off`, or the
             arguments of `jax.distributed.initialize`.
         optimizer: the optimizer, by `type` (AdamW if none is named), and its schedule.
         trainer: length, updates, precision, checkpoints, reports and the run folder.

@@ -3,6 +3,7 @@ one is noticed.
 """
 
 import contextlib
+import importlib.util
 import itertools
 import json
 import os
@@ -31,6 +32,9 @@ _LOST = (
     "heartbeat",
     "unavailable:",
 )
+# Where MPI says how many processes it started: Open MPI, and MPICH with those that are
+# made from it. JAX (0.10.2) looks for Open MPI before 5 alone.
+_SIZES_OF_MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 _SECONDS_TO_END = 10
 _HOURS_TO_WAIT = 24  # the first process may have to tokenize the text
 _exchanges = itertools.count()
@@ -40,18 +44,26 @@ def start_processes(distributed: bool | str | Mapping[str, Any]) -> None:
     """Connects this process to the others of its run, before JAX looks for devices.
 
     `off` (or False, as YAML reads it) is for this process alone; `auto` for
-    `jax.distributed.initialize()` where JAX finds a cluster of several processes; a
-    mapping has its arguments; a ConfigError has JAX's reason. JAX itself ends a process
-    that can't connect in time, or later finds that another one is gone.
+    `jax.distributed.initialize` where JAX or MPI has started several processes, unless
+    they are connected already; a mapping has its arguments; a ConfigError has JAX's
+    reason. JAX itself ends a process that can't connect in time, or later finds that
+    another one is gone.
     """
     if distributed in (False, "off"):
         return
     try:
-        if distributed == "auto" and (cluster_size() or 1) < 2:
-            return
+        arguments: Any = distributed
+        if distributed == "auto":
+            count, arguments = _launched()
+            if count < 2 or jax.distributed.is_initialized():
+                return
+            if arguments and importlib.util.find_spec("mpi4py") is None:
+                raise ModuleNotFoundError(
+                    f"MPI started this process as one of {count}, which find each other"
+                    " by mpi4py; pip install mpi4py"
+                )
         # JAX's own handler of SIGTERM would take the place of the run's.
         jax.config.update("jax_enable_preemption_service", False)
-        arguments: Any = {} if distributed == "auto" else distributed
         _in_thread(lambda: jax.distributed.initialize(**arguments))
     except Exception as error:  # JAX and its detection of clusters raise anything
         raise ConfigError(
@@ -60,11 +72,27 @@ def start_processes(distributed: bool | str | Mapping[str, Any]) -> None:
         ) from error
 
 
+def _launched() -> tuple[int, dict[str, Any]]:
+    """How many processes were started together with this one, itself among them, and
+    the arguments with which `jax.distributed.initialize` finds them.
+    """
+    found_by_jax = 1
+    # JAX (0.12) fails where Open MPI 5 started a process that has no mpi4py.
+    with contextlib.suppress(RuntimeError):
+        found_by_jax = cluster_size() or 1
+    if found_by_jax > 1:
+        return found_by_jax, {}
+    started_by_mpi = max(int(os.environ.get(name, 1)) for name in _SIZES_OF_MPI)
+    return started_by_mpi, {"cluster_detection_method": "mpi4py"}
+
+
 def check_one_process(command: str) -> None:
     """Refuses a command under a launcher of several processes, each of which would do
     all of its work.
     """
-    if (count := max(cluster_size() or 1, jax.process_count())) > 1:
+    count, _ = _launched()
+    count = max(count, jax.process_count())
+    if count > 1:
         raise ConfigError(
             f"{command} is for one process, and this is one of {count}: start it alone."
         )

@@ -3,44 +3,21 @@
 from dataclasses import dataclass, field
 
 import jax
-from haliax import NamedArray
 from jaxtyping import PRNGKeyArray
 
 from models.hf_io import config_fields as hf
 from models.hf_io.formats import FURTHER_LAYERS, HfFormat, register_format
 from models.parts.attention import Attention
-from models.parts.cache import LayerCache
 from models.parts.config import (
     GroupedDecoderConfig,
     LayerKind,
     MtpDecoderConfig,
     PartialRotaryConfig,
 )
-from models.parts.decoder import DecoderLayer, LayerOutput, residual
 from models.parts.experts import init_feed_forward
-from models.parts.mlp import FeedForward
-from models.parts.norms import Norm, rms_norm
+from models.parts.norms import rms_norm
 from models.parts.sections import ExpertsConfig, MtpConfig
-from models.parts.tokens import Tokens
-
-
-class Glm4MoeLayer(DecoderLayer):
-    """A layer of GLM-4.5, with an MLP or with experts."""
-
-    input_norm: Norm
-    attention: Attention
-    post_attention_norm: Norm
-    mlp: FeedForward
-
-    def forward(
-        self, x: NamedArray, tokens: Tokens, cache: LayerCache | None = None
-    ) -> LayerOutput:
-        """Adds attention, then the MLP or experts, each of normalised input."""
-        # Glm4MoeDecoderLayer of transformers
-        attended, cache = self.attention(self.input_norm(x), tokens, cache)
-        x = residual(x + attended)
-        mixed, statistics = self.mlp(x, tokens, norm=self.post_attention_norm)
-        return x + mixed, cache, statistics
+from models.qwen3 import Qwen3Layer
 
 
 @dataclass(frozen=True)
@@ -57,8 +34,8 @@ class Glm4MoeConfig(PartialRotaryConfig, GroupedDecoderConfig, MtpDecoderConfig)
     partial_rotary_factor: float = 0.5
     qk_norm: bool = False
 
-    def init_layer(self, kind: LayerKind, *, key: PRNGKeyArray) -> Glm4MoeLayer:
-        """Makes a layer from `key`."""
+    def init_layer(self, kind: LayerKind, *, key: PRNGKeyArray) -> Qwen3Layer:
+        """Makes a layer that is wired as one of Qwen3, with an MLP or with experts."""
         attention_key, mlp_key = jax.random.split(key)
         # Some sizes have norms: GLM-4.5 has, GLM-4.5-Air has not.
         q_norm = k_norm = None
@@ -70,7 +47,8 @@ class Glm4MoeConfig(PartialRotaryConfig, GroupedDecoderConfig, MtpDecoderConfig)
         mlp = init_feed_forward(
             self, kind, routing=self.routing, shared_dim=self.shared_dim, key=mlp_key
         )
-        return Glm4MoeLayer(
+        # Glm4MoeDecoderLayer of transformers
+        return Qwen3Layer(
             input_norm=self.init_norm(),
             attention=Attention.init(
                 self,

@@ -10,6 +10,7 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 
 from ..memory import count_flops
 from .batches import TokenBatch
@@ -89,7 +90,8 @@ def training_flops(
     Returns:
         The count; None if the trip count of a loop depends on the data.
     """
-    trained = eqx.filter(model, eqx.is_inexact_array) if trained is None else trained
+    if trained is None:
+        trained = eqx.filter(model, _is_inexact)
     frozen = eqx.filter(model, marks(trained), inverse=True)
 
     def loss(trained: Any, frozen: Any, batch: TokenBatch) -> Any:
@@ -101,6 +103,12 @@ def training_flops(
         jaxpr, trained=[index < num_trained for index in range(len(jaxpr.in_avals))]
     )
     return None if found.too_low else float(found.matmul)
+
+
+def _is_inexact(leaf: Any) -> bool:
+    """Whether an array, or its shape, is of floating-point numbers."""
+    dtype = getattr(leaf, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
 
 
 def peak_memory_bytes() -> int | None:

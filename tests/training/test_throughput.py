@@ -71,6 +71,8 @@ def test_frozen_weights_have_no_gradient_product(remat):
     assert training_flops(loss, model, BATCH, eqx.filter(model, adapters)) == expected
     everything = 2 * first + 3 * (6 * (frozen + adapter + attention) + head)
     assert training_flops(loss, model, BATCH) == everything
+    shapes = eqx.filter_eval_shape(lambda: model)
+    assert training_flops(loss, shapes, BATCH) == everything
 
 
 def test_flops_that_depend_on_the_data_are_none():

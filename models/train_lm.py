@@ -223,7 +223,7 @@ def _show_defaults(console: Console) -> None:
         "To train that, or a config of yours (docs/train-your-model.md):\n"
         f"  python -m models.train_lm --trainer.num_steps {config.trainer.num_steps}\n"
         "  python -m models.train_lm --config_path my-model.yaml\n"
-        "--help lists all keys."
+        "--help shows what keys there are."
     )
 
 

@@ -19,6 +19,8 @@ from .._messages import did_you_mean, shown
 from .config_reference import (
     config_keys,
     config_reference,
+    config_section,
+    config_summary,
     is_registry,
     named_section_class,
     section_class,
@@ -47,15 +49,17 @@ def parse_config(config_class: type[Config], arguments: Sequence[str]) -> Config
             (`draccus.ChoiceRegistry`).
         arguments: the command line without the program's name. The file and the values
             are YAML, in which `!include FILE` inserts the content of another file.
-            `--help` prints all keys and exits.
+            `--help` prints what keys there are and exits, `--help KEY` all of a key
+            or section, `--help all` all of all.
 
     Raises:
         ConfigError: an unknown or missing key, one that is given twice, a value of
             another type or out of range, or a file that can't be read; names the key,
             where it was written, and the nearest valid one.
     """
-    if "--help" in arguments or "-h" in arguments:
-        print(config_reference(config_class), end="")
+    for flag in {"--help", "-h"}.intersection(arguments):
+        after = arguments[arguments.index(flag) + 1 :]
+        print(_help(config_class, after[0] if after else ""), end="")
         raise SystemExit(0)
     given: dict[str, str | None] = {}
     remaining = list(arguments)
@@ -80,6 +84,23 @@ def parse_config(config_class: type[Config], arguments: Sequence[str]) -> Config
     return decode_config(
         config_class, tree, f"in {file}" if file else _COMMAND_LINE, list(given)
     )
+
+
+def _help(config_class: Any, key: str) -> str:
+    """What `--help KEY` prints, or `--help` where no key follows."""
+    if not key or key.startswith("-"):
+        return config_summary(config_class)
+    if key == "all":
+        return config_reference(config_class)
+    text = config_section(config_class, key)
+    if not text:
+        keys = config_keys(config_class)
+        sections = {one.rpartition(".")[0] for one in keys}
+        hint = did_you_mean(key, [*sorted(sections), *keys])
+        raise ConfigError(
+            f"There is no key `{key}`.{hint} `--help` has those there are."
+        )
+    return text
 
 
 def _check_once(key: str, value: str | None, earlier: Mapping[str, str | None]) -> None:

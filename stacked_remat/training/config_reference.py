@@ -1,5 +1,5 @@
-"""Every key of a config with its type, default and meaning: for `--help`, and as a page
-of documentation.
+"""Every key of a config with its type, default and meaning: a page of documentation,
+and `--help`.
 
 The meanings come from the `Attributes:` of the dataclasses' docstrings.
 """
@@ -17,6 +17,15 @@ from typing import Any
 import draccus
 
 _WIDTH = 79
+_HEADING = re.compile(r"#+ `([\w.]+)`")
+_ROW = re.compile(r"- `([\w.]+)`")
+_BEGINNING = re.compile(r"(?:`[^`]*`|[^`.;:])*")  # up to a stop that is not in code
+
+
+_USAGE = (
+    "`--config_path FILE`: a YAML file of the keys below, which are given as `--key"
+    " VALUE` too"
+)
 
 
 def config_reference(config_class: Any) -> str:
@@ -27,16 +36,65 @@ def config_reference(config_class: Any) -> str:
         config_class: a dataclass of values, dataclasses and registries
             (`draccus.ChoiceRegistry`), of which every known type is described.
     """
+    usage = f"{_USAGE}."
+    blocks = [*_description(config_class), _wrapped(usage), *_rows(config_class, "")]
+    return "\n\n".join(blocks) + "\n"
+
+
+def config_summary(config_class: Any) -> str:
+    """One screen about a config: its keys with the beginning of what they mean, and
+    what is in each of its sections.
+    """
     usage = (
-        "`--config_path FILE`: a YAML file of the keys below, which are given as `--key"
-        " VALUE` too."
+        f"{_USAGE}; `--help KEY` says more of a key or section, and `--help all` of all"
+        " of them."
     )
-    return (
-        "\n\n".join(
-            [*_description(config_class), _wrapped(usage), *_rows(config_class, "")]
-        )
-        + "\n"
-    )
+    hints, meanings = typing.get_type_hints(config_class), _meanings(config_class)
+    values, sections = [], []
+    for field in dataclasses.fields(config_class):
+        hint = hints[field.name]
+        meaning = meanings.get(field.name, "")
+        text = f"- `{field.name}`: {_BEGINNING.findall(meaning)[0]}"
+        section = section_class(hint) or named_section_class(hint)
+        if section is None:
+            values.append(_wrapped(text))
+        else:
+            sections.append(_wrapped(f"{text}: {', '.join(_names_in(section))}"))
+    blocks = [*_description(config_class), _wrapped(usage)]
+    return "\n\n".join([*blocks, "\n".join(values), "\n".join(sections)]) + "\n"
+
+
+def _names_in(section: Any) -> list[str]:
+    """The keys of a section, of any of its types."""
+    if not is_registry(section):
+        return [field.name for field in dataclasses.fields(section)]
+    names = ["type"]
+    for choice in section.get_known_choices().values():
+        names += [field.name for field in dataclasses.fields(choice)]
+    return [*dict.fromkeys(names)]
+
+
+def config_section(config_class: Any, key: str) -> str:
+    """What the reference says of one key, or of a section with all that is in it; ""
+    if there is no such key.
+    """
+    found: list[str] = []
+    is_within, types = False, None
+    for block in config_reference(config_class).rstrip().split("\n\n"):
+        heading, row = _HEADING.match(block), _ROW.match(block)
+        if heading is not None:
+            section = heading[1]
+            is_within = f"{section}.".startswith(f"{key}.")
+            # Headings of types of a section say of which type those below them are.
+            if "`type: " in block and key.startswith(f"{section}."):
+                types = block
+        is_row = row is not None and row[1] == key
+        if is_within or is_row:
+            if types is not None:
+                found.append(types)
+                types = None
+            found.append(block)
+    return "\n\n".join(found) + "\n" if found else ""
 
 
 def config_keys(config_class: Any) -> list[str]:

@@ -1,6 +1,4 @@
-"""The reference of a config, which is what `--help` prints and a page of the
-documentation.
-"""
+"""The reference of a config: a page of the documentation, and what `--help` prints."""
 
 import dataclasses
 import re
@@ -9,14 +7,15 @@ import pytest
 
 from models.plan_lm import PlanLmConfig
 from models.run_config import LmRunConfig
-from stacked_remat.training import config_reference, parse_config
+from stacked_remat.training import ConfigError, config_reference, parse_config
+from stacked_remat.training.config_reference import config_summary
 
 from .drawing import Drawing
 
 
 def test_the_reference_has_sections_types_defaults_and_docstrings(capsys):
     with pytest.raises(SystemExit) as stop:
-        parse_config(Drawing, ["--help"])
+        parse_config(Drawing, ["--help", "all"])
     shown = capsys.readouterr().out
     assert stop.value.code == 0 and shown == config_reference(Drawing)
     paragraphs = shown.split("\n\n")
@@ -81,6 +80,48 @@ def test_the_reference_has_sections_types_defaults_and_docstrings(capsys):
         "- `frames.NAME.makers` list[str], required: who made it.",
         "- `frames.NAME.weight` float, default `1.0`: in kilograms.\n",
     ]
+
+
+def helped(capsys, *arguments):
+    with pytest.raises(SystemExit) as stop:
+        parse_config(Drawing, arguments)
+    assert stop.value.code == 0
+    return capsys.readouterr().out.rstrip("\n").split("\n\n")
+
+
+def test_help_is_one_screen_of_what_there_is(capsys):
+    shown = helped(capsys, "--help")
+    assert shown == helped(capsys, "-h", "--title")
+    assert "`--help KEY` says more" in shown[3].replace("\n", " ")
+    assert shown[4:] == [
+        "- `title`: below it\n- `remat`: anything\n- `scale`: of it\n"
+        "- `largest`: that is allowed",
+        "- `shape`: by `type`: type, radius, paint, side\n"
+        "- `paint`: null for none: colour, layers\n"
+        "- `pen`: by `type`: type, width, cap, inks\n"
+        "- `frames`: around it: makers, weight",
+    ]
+    lines = config_summary(LmRunConfig).splitlines()
+    assert len(lines) < 80 and max(map(len, lines)) < 80
+
+
+def test_help_of_a_key_is_all_that_the_reference_has_of_it(capsys):
+    assert helped(capsys, "--scale", "3", "--help", "scale") == [
+        "- `scale` int, default `1`: of it."
+    ]
+    section = helped(capsys, "--help", "shape")
+    everything = helped(capsys, "--help", "all")
+    begin = everything.index("## `shape`")
+    assert section == everything[begin : begin + len(section)]
+    assert everything[begin + len(section)] == "## `paint`"
+    # With the types that have it.
+    assert helped(capsys, "--help", "pen.inks") == [
+        "#### `pen`, `type: marker or brush`",
+        '- `pen.inks` list[str], default `["red"]`',
+    ]
+    assert helped(capsys, "--help", "shape.paint")[0] == "#### `shape`, `type: circle`"
+    with pytest.raises(ConfigError, match="no key `paint.color`.*`paint.colour`"):
+        parse_config(Drawing, ["--help", "paint.color"])
 
 
 @pytest.mark.parametrize("config_class", [LmRunConfig, PlanLmConfig])

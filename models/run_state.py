@@ -52,6 +52,7 @@ from stacked_remat.training import (
     trainable_except,
 )
 from stacked_remat.training.checkpoint import check_unsaved
+from stacked_remat.training.precision import keeps_dtype
 from stacked_remat.training.trainer_config import FloatName
 
 
@@ -231,11 +232,17 @@ class Placement:
         return self.partitioning.shapes_of(make)
 
     def load_model(self, found: FoundModel, dtype: FloatName) -> Decoder:
-        """The model with its adapters merged, its weights in this dtype."""
+        """The model with its adapters merged, its weights in this dtype, but for those
+        of parts that keep their own, such as decays.
+        """
         model = merge_lora(self.read_model(found, dtype), donate=True)
-        return jax.tree.map(
-            lambda leaf: jax.device_put(leaf.astype(dtype), leaf.sharding), model
-        )
+
+        def cast(node: Any) -> Any:
+            if keeps_dtype(node):
+                return node
+            return jax.device_put(node.astype(dtype), node.sharding)
+
+        return jax.tree.map(cast, model, is_leaf=keeps_dtype)
 
     def read_model(self, found: FoundModel, dtype: FloatName) -> Decoder:
         """The model with its adapters; weights of a run in the run's own dtype, others

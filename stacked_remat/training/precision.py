@@ -21,11 +21,13 @@ def cast_parameters(model: T, dtype: FloatName) -> T:
     widened, and those of modules whose class has `keeps_dtype = True` not cast.
     """
 
-    def is_kept(node: Any) -> bool:
-        return getattr(node, "keeps_dtype", False) is True
-
     size = jnp.dtype(dtype).itemsize
-    return _cast(model, dtype, lambda bytes_: bytes_ >= size, is_kept)
+    return _cast(model, dtype, lambda bytes_: bytes_ >= size, keeps_dtype)
+
+
+def keeps_dtype(node: Any) -> bool:
+    """Whether parameters are of a module whose class has `keeps_dtype = True`."""
+    return getattr(node, "keeps_dtype", False) is True
 
 
 def _cast(

@@ -19,6 +19,7 @@ from models.hf_io.formats import why_not_exported, written_out
 from models.hf_io.safetensors_folder import SINGLE, SafetensorsFolder
 from models.lfm2 import Lfm2Config
 from models.lm import next_token_loss
+from models.loading import load_model
 from models.olmo_hybrid import OlmoHybridConfig
 from models.parts.decoder import Decoder
 from models.parts.linear import cast_floating
@@ -30,10 +31,14 @@ from models.parts.sections import (
     LinearAttentionConfig,
 )
 from models.qwen3_next import Qwen3NextConfig
+from models.run_config import LmRunConfig, find_model
+from models.run_state import initial_state, state_shapes
 from stacked_remat.lora import LoraConfig, apply_lora, lora_filter
 from stacked_remat.training import (
+    PrecisionConfig,
     SgdConfig,
     TokenBatch,
+    TrainerConfig,
     build_optimizer,
     cast_parameters,
 )
@@ -162,6 +167,31 @@ def test_tiles_give_the_same_loss_and_gradients(config):
     expected, found = run([adapted(tiles) for tiles in (1, 3)])
     largest = max(float(np.abs(leaf).max()) for leaf in jax.tree.leaves(expected[1]))
     assert_close(found, expected, rtol=1e-4, atol=2e-6 * largest)
+
+
+def dtypes_of(tree):
+    return [leaf.dtype for leaf in jax.tree.leaves(tree)]
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_decays_in_files_are_float32_where_weights_are_bfloat16(tmp_path):
+    """In a run that begins with them, as where it resumes, and to generate text."""
+    model, folder = make(), str(tmp_path / "model")
+    write_decoder(folder, model)
+    read = load_model(find_model(folder, dtype="bfloat16"))
+    assert dtypes_of(read) == dtypes_of(cast_parameters(model, "bfloat16"))
+    for name in ("linear_dense", "linear_sparse"):
+        decays = (
+            one.stacks[name].stacked.linear_attention.decay for one in (read, model)
+        )
+        assert_equal(*decays)
+    run = LmRunConfig(
+        model=QWEN,
+        vocab_size=Vocab.size,
+        initialize_from_hf=folder,
+        trainer=TrainerConfig(precision=PrecisionConfig(parameters="bfloat16")),
+    )
+    assert dtypes_of(initial_state(run)) == dtypes_of(state_shapes(run))
 
 
 @pytest.mark.usefixtures("standard_promotion")

@@ -90,7 +90,7 @@ def _replay(arguments: Sequence[str], console: Console) -> int:
         config.data, tokenizer, seed=config.trainer.seed, progress=progress
     )
     try:
-        batches = _batches(options.run_dir, data, first, last)
+        batches, names = _batches(options.run_dir, data, first, last)
         state = restored_state(options.run_dir, config, first)
         held_out = validation_batches(
             GhostValidationConfig(batches=options.batches), data.held_out, {}
@@ -102,12 +102,17 @@ def _replay(arguments: Sequence[str], console: Console) -> int:
     Steps = Axis("steps", last - first)
     stacked = hax.tree_util.tree_map(lambda *each: hax.stack(Steps, each), *batches)
     weights = jnp.asarray([one.weight for one in held_out])
+    what = f"replaying steps {first + 1} to {last}"
+    progress.work(what, 0, 1, f"compiling, then {Steps.size} steps and back")
     try:
         loss, found = _replayed(config, Steps)(state, stacked, texts, weights)
+        loss = float(loss)
     except eqx.EquinoxRuntimeError as error:
         raise ConfigError(
             f"The replay has no scores: {str(error).splitlines()[0]}"
         ) from error
+    finally:
+        progress.stop()
     if not np.isfinite(loss):
         raise ConfigError(
             "The replay has no scores: a loss or gradient of a step is not finite."
@@ -118,14 +123,15 @@ def _replay(arguments: Sequence[str], console: Console) -> int:
         own = -np.asarray(found[index])
         # The log has losses of sequences, which a replay does not compute.
         unknown = np.full(own.shape, np.nan, np.float32)
+        described = {"texts": shown, "places": names[index]}
         log.append(
             ghost.StepScores(
-                first + index + 1, ids, unknown, {"replay": own}, texts=shown
+                first + index + 1, ids, unknown, {"replay": own}, **described
             )
         )
     log.flush()
     shown_on(console)(
-        f"replayed steps {first + 1} to {last}; held-out loss {float(loss):.4f} after"
+        f"replayed steps {first + 1} to {last}; held-out loss {loss:.4f} after"
         f" them\n  python -m stacked_remat.ghost top {log.folder}"
     )
     return 0
@@ -181,11 +187,15 @@ def _checked(config: LmRunConfig) -> LmRunConfig:
 
 def _batches(
     run_dir: Path, data: TrainingData, first: int, last: int
-) -> list[TokenBatch]:
-    data.training.set_state(
-        checkpoint_run(run_dir / "checkpoints", step=first)["position"]["data"]
-    )
-    return [jax.device_put(data.training.next()) for _ in range(last - first)]
+) -> tuple[list[TokenBatch], list[list[str]]]:
+    """The batches of the steps, and the files and lines of their sequences."""
+    saved = checkpoint_run(run_dir / "checkpoints", step=first)
+    data.training.set_state(saved["position"]["data"])
+    batches, names = [], []
+    for _ in range(last - first):
+        batches.append(jax.device_put(data.training.next()))
+        names.append(data.training.names(data.training.get_state()))
+    return batches, names
 
 
 class _WeightedBatch(eqx.Module):

@@ -76,6 +76,7 @@ def scored_against(
 
 def run_scoring(
     config: LmRunConfig,
+    data: TrainingData,
     validation: tuple[ValidationBatch, ...],
     tokenizer: Tokenizer,
     folder: RunFolder,
@@ -93,6 +94,7 @@ def run_scoring(
         validation=validation,
         decode=tokenizer.decode,
         log=ScoreLog(folder.scores, resumed_after=done),
+        names=data.training.names,
     )
 
 

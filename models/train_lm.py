@@ -129,9 +129,8 @@ def train_lm(
                 f"resuming after step {position.step} of an earlier process"
             )
         trackers = _trackers(config, folder, position, closing)
-        scoring = run_scoring(
-            config, validation, tokenizer, folder, position.step if position else 0
-        )
+        done = position.step if position else 0
+        scoring = run_scoring(config, data, validation, tokenizer, folder, done)
         if jax.process_index() == 0:
             folder.begin(config.entries)
         progress.message(_summary(config, data.summary, state, folder))

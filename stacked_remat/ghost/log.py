@@ -53,6 +53,7 @@ class StepScores:
         norms: norms of the examples' gradients, as `scores`; None if they were not
             computed.
         texts: what to show of each example; None for nothing.
+        places: the file and line of each example; None if they are not known.
 
     Raises:
         ValueError: a shape does not fit the number of examples; names the path.
@@ -64,6 +65,7 @@ class StepScores:
     scores: Mapping[str, np.ndarray]
     norms: Mapping[str, np.ndarray] | None = None
     texts: Sequence[str] | None = None
+    places: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
         count = len(self.examples)
@@ -72,8 +74,9 @@ class StepScores:
                 f"Step {self.step} with scores of {[*self.scores]}: steps are from 1,"
                 " with scores."
             )
-        if self.texts is not None and len(self.texts) != count:
-            raise ValueError(f"There are {len(self.texts)} texts of {count} examples.")
+        for name, shown in (("texts", self.texts), ("places", self.places)):
+            if shown is not None and len(shown) != count:
+                raise ValueError(f"There are {len(shown)} {name} of {count} examples.")
         arrays = {"losses": self.losses}
         arrays |= {f"scores[{path!r}]": array for path, array in self.scores.items()}
         for path, array in ({} if self.norms is None else self.norms).items():
@@ -104,7 +107,8 @@ class ScoreLog:
 
     The columns are `step`, `example` (its id), `layer` (null for leaves outside of
     stacks), `leaf` (its path), `score`, `norm` (null if not computed), `loss` (of the
-    example) and `text`. An example's score in a step is the sum of its rows.
+    example), `text` and `place` (its files and lines). An example's score in a step is
+    the sum of its rows.
 
     A file appears whole or not at all, with the first of its steps in its name, so a
     process may be killed at any moment. A run that resumes after step s drops the rows
@@ -142,6 +146,8 @@ class ScoreLog:
             return
         self._last = self.resumed_after
         for shard in _shards(self.folder):
+            # A file that begins later has rows of later steps alone; one before may
+            # have both.
             if (
                 int(shard.stem.rpartition("-")[2]) > self.resumed_after
             ):  # its first step
@@ -168,6 +174,7 @@ class ScoreLog:
             )
         self._first, self._last = self._first or found.step, found.step
         self._tables.append(_table(found))
+        # A run that saves seldom must not keep all its scores in memory.
         if sum(table.num_rows for table in self._tables) >= _ROWS:
             self.flush()
 
@@ -176,6 +183,7 @@ class ScoreLog:
         if not self._tables:
             return
         pyarrow = import_pyarrow()
+        # Each step has a dictionary of its own ids and texts; a Parquet file has one.
         whole = pyarrow.concat_tables(self._tables).unify_dictionaries()
         _write(whole, self.folder / f"scores-from-{self._first:012}.parquet")
         self._tables, self._first = [], 0
@@ -192,8 +200,7 @@ def log_folder(run: Path) -> Path:
             return folder
     raise ScoreLogError(
         f"{run} has no scores of examples. Train with a `ghost` section in the config,"
-        " such as ghost: {method: grad_dot, every: 10}, and let it reach step"
-        " `every`."
+        " such as ghost: {every: 10}, and let it reach step `every`."
     )
 
 
@@ -227,6 +234,7 @@ def read_scores(
     tables = []
     for shard in _shards(folder):
         with _named(shard):
+            # Not one dataset of all files: an error then names the file.
             rows = pyarrow.dataset.dataset(shard, format="parquet", schema=_schema())
             tables.append(rows.to_table(columns=list(columns), filter=wanted))
     return pyarrow.concat_tables(tables).unify_dictionaries().combine_chunks()
@@ -236,7 +244,9 @@ def _table(found: StepScores) -> Any:
     """The rows of a step."""
     pyarrow = import_pyarrow()
     count = len(found.examples)
-    texts = [""] * count if found.texts is None else found.texts
+    unknown = [""] * count
+    texts = unknown if found.texts is None else found.texts
+    places = unknown if found.places is None else found.places
 
     def rows(path: str) -> Any:
         scores, norms = found.scores[path], (found.norms or {}).get(path)
@@ -260,6 +270,7 @@ def _table(found: StepScores) -> Any:
             "norm": pyarrow.nulls(at.size) if norms is None else np.ravel(norms),
             "loss": np.asarray(found.losses)[at],
             "text": chosen(texts),
+            "place": chosen(places),
         }
         return pyarrow.table(columns).cast(_schema())
 
@@ -276,7 +287,8 @@ def _schema() -> Any:
         "layer": pyarrow.int32(),
         "leaf": text,
     }
-    kinds |= {"score": number, "norm": number, "loss": number, "text": text}
+    kinds |= {"score": number, "norm": number, "loss": number}
+    kinds |= {"text": text, "place": text}
     return pyarrow.schema(list(kinds.items()))
 
 

@@ -20,7 +20,9 @@ NORMALIZATIONS = {
 steps.
 """
 
+_SIGN = "above zero where training on the example lowers the validation loss"
 _LONGEST_TEXT = 160  # letters of an example that are shown
+_WIDTHS = {"place": 1, "text": 2}  # of columns that share what the others leave
 
 
 class ExampleRanking(NamedTuple):
@@ -34,11 +36,14 @@ class ExampleRanking(NamedTuple):
 
 
 class RankedExample(NamedTuple):
-    """An example of a ranking: its mean score over so many steps, its id and text."""
+    """An example of a ranking: its mean score over so many steps, its id, its file and
+    line, which is empty if they are not known, and its text.
+    """
 
     score: float
     steps: int
     example: str
+    place: str
     text: str
 
 
@@ -103,32 +108,50 @@ def print_examples(
     ranked = rank_examples(folder, normalize, **selected)
     numbers = np.arange(len(ranked.ids))
     chosen = (numbers if best else numbers[::-1])[:count]
-    rows = read_scores(
-        folder, ["example", "text"], examples=map(str, ranked.ids[chosen]), **selected
-    )
-    texts = dict(
-        zip(rows["example"].to_pylist(), rows["text"].to_pylist(), strict=True)
-    )
+    wanted = [str(name) for name in ranked.ids[chosen]]
+    places, texts = _described(folder, wanted, selected)
     found = []
-    for at in chosen:
-        name = str(ranked.ids[at])
+    for at, name in zip(chosen, wanted, strict=True):
         score, steps = float(ranked.scores[at]), int(ranked.steps[at])
-        found.append(RankedExample(score, steps, name, texts[name]))
+        found.append(RankedExample(score, steps, name, places[name], texts[name]))
+    signs = f"scores {NORMALIZATIONS[normalize]}, {_SIGN}"
     if file is not None:
         _write(file, found)
-        print(f"wrote {len(found)} of {len(numbers):,} examples to {file}")
+        print(f"wrote {len(found)} of {len(numbers):,} examples to {file}; {signs}")
         return
     what = "most helpful" if best else "most harmful"
-    title = (
-        f"The {len(chosen)} {what} of {len(numbers):,} examples; scores"
-        f" {NORMALIZATIONS[normalize]}, above zero where training on the example"
-        " lowers the validation loss"
-    )
-    columns = {"score": "right", "steps": "right", "example": "left", "text": "left"}
-    lines = [
-        (f"{one.score:+.3f}", str(one.steps), one.example, one.text) for one in found
-    ]
+    title = f"The {len(chosen)} {what} of {len(numbers):,} examples; {signs}"
+    # Where an example has a place, its id says nothing to a reader.
+    column = "place" if any(places.values()) else "example"
+    columns = {"score": "right", "steps": "right", column: "left", "text": "left"}
+    lines = []
+    for one in found:
+        name = _from_here(one.place) or one.example
+        lines.append((f"{one.score:+.3f}", str(one.steps), name, one.text))
     _print(title, columns, lines)
+
+
+def _described(
+    folder: Path, examples: Sequence[str], selected: dict[str, Any]
+) -> tuple[dict[str, str], dict[str, str]]:
+    """The places and the texts of examples; an example that is in several places has
+    all of them.
+    """
+    columns = ["example", "place", "text"]
+    rows = read_scores(folder, columns, examples=examples, **selected)
+    texts = dict.fromkeys(examples, "")
+    places: dict[str, dict[str, None]] = {example: {} for example in examples}
+    for row in rows.group_by(columns, use_threads=False).aggregate([]).to_pylist():
+        texts[row["example"]] = row["text"]
+        # Logs of earlier versions have no places
+        if row["place"]:
+            places[row["example"]][row["place"]] = None
+    return {name: " = ".join(own) for name, own in places.items()}, texts
+
+
+def _from_here(place: str) -> str:
+    """A place without the working folder, for a table."""
+    return place.replace(f"{Path.cwd()}/", "")
 
 
 def _write(file: Path, found: Iterable[RankedExample]) -> None:
@@ -170,7 +193,7 @@ def print_layers(folder: Path, count: int, **selected: Any) -> None:
             (str(layer), *shown(one), largest[layer])
             for layer, one in sorted(by_layer.items())
         ]
-        title = "The layers' shares of the absolute scores"
+        title = f"The layers' shares of the absolute scores, and their sums, {_SIGN}"
         _print(title, {"layer": "right", **columns, "largest leaf": "left"}, lines)
     lines = [(one["leaf"], *shown(one)) for one in sums("leaf")[::-1][:count]]
     _print("The largest leaves", {"leaf": "left", **columns}, lines)
@@ -223,9 +246,7 @@ def _print(title: str, columns: dict[str, Any], lines: Iterable[Sequence[str]]) 
 
     table = Table(title=title, title_justify="left", box=box.SIMPLE)
     for name, side in columns.items():
-        table.add_column(
-            name, justify=side, overflow="fold", ratio=1 if name == "text" else None
-        )
+        table.add_column(name, justify=side, overflow="fold", ratio=_WIDTHS.get(name))
     for line in lines:
         table.add_row(*map(plain, line))
     Console().print(table)

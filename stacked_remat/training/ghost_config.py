@@ -60,8 +60,8 @@ class GhostConfig:
         validation: the held-out text.
     """
 
-    method: Literal["grad_dot"]
-    token_mean: Literal["batch", "example"]
+    method: Literal["grad_dot"] = "grad_dot"
+    token_mean: Literal["batch", "example"] = "batch"
     every: int = 10
     norms: bool = False
     validation: GhostValidationConfig = field(default_factory=GhostValidationConfig)

@@ -138,7 +138,7 @@ def train(
         ConfigError: the config goes by the loss on held-out text, and there is none.
     """
     compiled = eqx.filter_jit(step, donate="all-except-first")
-    scorer = None if scoring is None else StepScorer(scoring, step)
+    scorer = None if scoring is None else StepScorer(scoring, step, outputs.progress)
     shard = (step.partitioning or Partitioning.one_device()).shard_batch
     traced, last_traced = config.profiler.start_step, None
     if traced is not None:
@@ -179,7 +179,7 @@ def train(
             if is_read or asked is not None or scores is not None:
                 report.catch_up()
             if scores is not None:
-                scores.log(done, used)
+                scores.log(done, used, data)
             if done == last_traced:
                 tracing.close()
             if is_evaluated:

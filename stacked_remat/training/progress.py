@@ -118,6 +118,11 @@ class ConsoleProgress:
             *columns, total=num_steps, completed=done, status="compiling the first step"
         )
 
+    def waiting(self, status: str) -> None:
+        """Says what the next step waits for: in the bar, until that step is done."""
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], status=status)
+
     def advance(
         self,
         step: int,

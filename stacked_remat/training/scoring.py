@@ -3,7 +3,7 @@ held-out text.
 """
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, final
 
@@ -20,6 +20,7 @@ from .batches import BATCH_AXIS, POSITION_AXIS, HeldOutSet, TokenBatch
 from .errors import ConfigError
 from .ghost_config import GhostConfig, GhostValidationConfig
 from .mesh import Partitioning
+from .progress import ConsoleProgress
 from .step import FusedOptimizer, Metrics, TrainState, TrainStep, marks, of_whole_batch
 
 ExampleLosses: TypeAlias = Callable[[Any, TokenBatch], tuple[NamedArray, Metrics]]
@@ -90,6 +91,9 @@ class Scoring:
         validation: the batches of held-out text, from `validation_batches`.
         decode: the text of tokens.
         log: receives the scores.
+        names: from a position of the stream of batches to the file and line of each
+            example of the batch before it, as `BatchStream.names`; None for a stream
+            that knows none.
     """
 
     config: GhostConfig
@@ -98,6 +102,7 @@ class Scoring:
     validation: tuple[ValidationBatch, ...]
     decode: Callable[[np.ndarray], str]
     log: ScoreLog
+    names: Callable[[dict[str, Any]], Sequence[str]] | None = None
 
 
 @final
@@ -105,11 +110,15 @@ class StepScorer:
     """Does the scored steps of a run in place of `step`, which is not fused, and logs
     their scores.
 
+    `progress` says that the first of them is compiled.
+
     Memory: of a scored step, that of another step, one array more for each trained one,
     and what `grad_dot` takes.
     """
 
-    def __init__(self, scoring: Scoring, step: TrainStep):
+    def __init__(
+        self, scoring: Scoring, step: TrainStep, progress: ConsoleProgress | None = None
+    ):
         if isinstance(step.optimizer, FusedOptimizer):
             raise ValueError("Scored steps take no FusedOptimizer: leave it out.")
         self._scoring, self._ordinary = scoring, step
@@ -117,7 +126,7 @@ class StepScorer:
         self._add = eqx.filter_jit(self._add_direction, donate="all-except-first")
         self._step = eqx.filter_jit(self._scored_step, donate="all-except-first")
         self._found: _BatchScores | None = None
-        self._is_checked = False
+        self._progress, self._is_checked = progress, False
 
     def is_due(self, step: int) -> bool:
         """Whether the examples of this step are scored."""
@@ -128,6 +137,8 @@ class StepScorer:
         scores.
         """
         if not self._is_checked:
+            if self._progress is not None:
+                self._progress.waiting("compiling a step that scores its examples")
             check_examples(state.model, self._sums, batch)
             self._is_checked = True
         direction = jax.tree.map(
@@ -147,17 +158,20 @@ class StepScorer:
         """
         return self._scoring.losses(model, batch)[0] * _weight(batch)
 
-    def log(self, step: int, batch: TokenBatch) -> None:
+    def log(self, step: int, batch: TokenBatch, position: dict[str, Any]) -> None:
         """Logs the scores of the latest `step`; those of a step that is not finite are
         left out.
+
+        `position` is that of the stream after the batch.
         """
         assert self._found is not None
         found, self._found = jax.tree.map(np.asarray, self._found), None
         if all(np.isfinite(array).all() for array in jax.tree.leaves(found)):
-            ids, texts = named_examples(batch, self._scoring.decode)
-            self._scoring.log.append(
-                StepScores(step, ids, found.losses, found.scores, found.norms, texts)
-            )
+            scoring = self._scoring
+            ids, texts = named_examples(batch, scoring.decode)
+            places = None if scoring.names is None else scoring.names(position)
+            scores = (found.losses, found.scores, found.norms)
+            scoring.log.append(StepScores(step, ids, *scores, texts, places))
 
     def flush(self) -> None:
         """Writes what was logged to files."""

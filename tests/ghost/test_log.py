@@ -177,15 +177,39 @@ def test_the_command_prints(tmp_path, capsys, monkeypatch):
     assert re.search(r"0 +\d+\.\d% +[-+]0\.\d+ +stack\.\*\.up", first["by-layer"])
     file = tmp_path / "worst.csv"
     assert main(["bottom", run, "--count", "3", "--csv", str(file)]) == 0
-    assert capsys.readouterr().out.startswith("wrote 3 of ")
+    wrote = capsys.readouterr().out
+    assert wrote.startswith("wrote 3 of ") and "above zero where training on" in wrote
     with file.open(newline="") as lines:
         header, *rows = csv.reader(lines)
-    assert header == ["score", "steps", "example", "text"] and len(rows) == 3
+    assert header == ["score", "steps", "example", "place", "text"] and len(rows) == 3
     ranked = rank_examples(tmp_path / "run" / "ghost")
     np.testing.assert_allclose(
         [float(row[0]) for row in rows], ranked.scores[:-4:-1], rtol=1e-6
     )
     assert [row[2] for row in rows] == [str(name) for name in ranked.ids[:-4:-1]]
+
+
+def test_examples_are_shown_by_their_places(tmp_path, capsys, monkeypatch):
+    """An example in two places has both; of one without, the id is shown."""
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.chdir(tmp_path)
+    log = ScoreLog(tmp_path / "run")
+    for step, line in ((1, 17), (2, 40)):
+        places = [f"{tmp_path}/texts/a.jsonl:{line}", ""]
+        scores = {"head": np.array([1.0, -1.0])}
+        found = StepScores(step, ["a", "b"], np.zeros(2), scores, places=places)
+        log.append(found)
+    log.flush()
+    assert main(["top", "run"]) == 0
+    title, header, _, first, second = capsys.readouterr().out.strip().rsplit("\n", 4)
+    assert "above zero where training on the" in title
+    assert header.split() == ["score", "steps", "place", "text"]
+    assert first.split()[2:5] == ["texts/a.jsonl:17", "=", "texts/a.jsonl:40"]
+    assert second.split()[2] == "b"
+    assert main(["top", "run", "--csv", "all.csv"]) == 0
+    rows = [*csv.reader((tmp_path / "all.csv").read_text().splitlines())]
+    whole = f"{tmp_path}/texts/a.jsonl:17 = {tmp_path}/texts/a.jsonl:40"
+    assert [row[3] for row in rows[1:]] == [whole, ""]
 
 
 @pytest.mark.parametrize(

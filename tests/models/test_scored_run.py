@@ -8,12 +8,13 @@ import jax
 import numpy as np
 import pytest
 
-from models.run_config import read_run_config
+from models.run_config import LmRunConfig, read_run_config
 from models.run_state import restored_state
 from stacked_remat.ghost.log import read_scores
+from stacked_remat.training import GhostConfig, parse_config
 
 from .test_train_lm import metrics_of
-from .tiny_run import train
+from .tiny_run import arguments_of, is_place_of, train
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -98,7 +99,9 @@ def test_a_scored_run_reports_and_learns_what_one_without_scores_does(
         )
     for found, expected in zip(*map(jax.tree.leaves, states), strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-7)
-    rows = read_scores(workplace / "run" / "ghost", ["step", "norm"])
+    rows = read_scores(workplace / "run" / "ghost", ["step", "norm", "text", "place"])
+    for row in rows.select(["text", "place"]).to_pylist():
+        assert is_place_of(row["place"], row["text"])
     assert set(rows["step"].to_pylist()) == {1, 2, 3}
     assert rows["norm"].null_count == (0 if settings.get("norms") else len(rows))
 
@@ -143,12 +146,6 @@ def test_what_cannot_be_scored_is_one_message(
     assert not (workplace / "run").exists()
 
 
-def test_the_choices_that_change_scores_have_no_default(workplace, capsys):
-    for missing in ("method", "token_mean"):
-        entries = {"method": "grad_dot", "token_mean": "batch"}
-        del entries[missing]
-        assert train(workplace, "--ghost", json.dumps(entries)) == 1
-        assert (
-            f"`ghost` on the command line lacks the key `{missing}`"
-            in capsys.readouterr().out
-        )
+def test_a_section_needs_no_key(workplace):
+    config = parse_config(LmRunConfig, arguments_of(workplace, "--ghost", "{}"))
+    assert config.ghost == GhostConfig("grad_dot", "batch", every=10)

@@ -3,6 +3,8 @@ commands print.
 """
 
 import io
+import re
+from pathlib import Path
 
 import jax
 from rich.console import Console
@@ -67,6 +69,17 @@ def train(workplace, *overrides, run="run"):
     """The exit status; optax's Adam needs the standard promotion."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         return main(arguments_of(workplace, *overrides, run=run))
+
+
+def is_place_of(place, text):
+    """Whether a place has as many pieces of files of a workplace as the text has lines,
+    and the letters of their beginnings that the text has.
+    """
+    pieces = [part for of_file in place.split("; ") for part in of_file.split(", ")]
+    files = re.findall(r"(/[^:;]+\.txt):1", place)
+    letters = {letter for letter in text if letter not in "abcd\n"}
+    begun = {Path(file).read_text()[0] for file in files}
+    return len(pieces) == len(text.split("\n")) and letters <= begun
 
 
 def printed(command, *arguments, width=200):

@@ -51,9 +51,9 @@ def scorer_of(folder, held_out, microbatches=1, **settings):
     config = GhostConfig("grad_dot", **{"token_mean": "batch", "every": 2} | settings)
     validation = validation_batches(config.validation, *held_out)
     decode = lambda tokens: " ".join(map(str, tokens))  # noqa: E731
-    scoring = Scoring(
-        config, example_losses, True, validation, decode, ScoreLog(folder)
-    )
+    names = lambda position: [f"a.jsonl:{position['batches']}{row}" for row in range(4)]  # noqa: E731
+    log = ScoreLog(folder)
+    scoring = Scoring(config, example_losses, True, validation, decode, log, names)
     return StepScorer(scoring, TrainStep(next_byte_loss, OPTIMIZER, microbatches))
 
 
@@ -102,11 +102,11 @@ def test_a_scored_step_is_the_step_and_logs_the_dot_products(tmp_path, token_mea
     assert found.step == 1
     assert of_scored.keys() == metrics.keys()
     np.testing.assert_allclose(of_scored["loss"], metrics["loss"], rtol=1e-6)
-    scorer.log(2, batch)
+    scorer.log(2, batch, {"batches": 3})
     scorer.flush()
-    rows = read_scores(
-        tmp_path, ["step", "example", "layer", "leaf", "score", "norm", "text"]
-    ).to_pylist()
+    names = ["step", "example", "layer", "leaf", "score", "norm", "text", "place"]
+    rows = read_scores(tmp_path, names).to_pylist()
+    assert [row["place"] for row in rows] == [f"a.jsonl:3{row}" for row in range(4)]
     np.testing.assert_allclose([row["score"] for row in rows], dots, rtol=1e-5)
     np.testing.assert_allclose([row["norm"] for row in rows], norms, rtol=1e-5)
     assert {(row["step"], row["layer"], row["leaf"]) for row in rows} == {

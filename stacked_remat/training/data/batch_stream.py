@@ -4,7 +4,7 @@ of held-out text.
 Grain is imported where it is used: help and errors in configs do not wait for it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -68,24 +68,17 @@ class BatchStream:
     ):
         import grain
 
-        process = ProcessShare() if process is None else process
-        rows = process.rows(batch_size)
+        self._process = ProcessShare() if process is None else process
+        self._rows = self._process.rows(batch_size)
         orders = np.random.SeedSequence(seed).generate_state(len(sources))
         shares = [float((weights or {}).get(name, 1.0)) for name in sources]
-        endless = [
-            grain.MapDataset.source(packed)
-            .shuffle(int(order))
-            .repeat(-(-_ENDLESS // len(packed)))
-            for packed, order in zip(sources.values(), orders, strict=True)
-        ]
-        mixed = (
-            endless[0] if len(endless) == 1 else grain.MapDataset.mix(endless, shares)
-        )
         own = (
-            mixed.slice(slice(_ENDLESS))
-            .batch(rows)
-            .slice(slice(process.index, None, process.count))
+            _mixed(sources.values(), orders, shares)
+            .batch(self._rows)
+            .slice(slice(self._process.index, None, self._process.count))
         )
+        # The names of the sequences, in the same order
+        self._names = _mixed(map(_Names, sources.values()), orders, shares)
         ahead = grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)
         self._iterator = iter(own.to_iter_dataset(ahead))
         self._delivered = 0
@@ -109,6 +102,14 @@ class BatchStream:
         JSON.
         """
         return {"batches": self._delivered, "data": self._identity}
+
+    def names(self, state: Mapping[str, Any]) -> list[str]:
+        """The files and lines of the rows of the batch that came last before a position
+        that `get_state` returned, as `PackedDocuments.name`; this process's rows alone.
+        """
+        number = int(state["batches"]) - 1
+        first = (number * self._process.count + self._process.index) * self._rows
+        return [self._names[first + row] for row in range(self._rows)]
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Moves to a position that `get_state` returned.
@@ -137,6 +138,38 @@ class BatchStream:
     def close(self) -> None:
         """Ends the thread that makes batches in advance."""
         self._iterator.close()
+
+
+def _mixed(
+    sources: Iterable[Any], orders: Sequence[int], shares: Sequence[float]
+) -> Any:
+    """An endless Grain dataset: every epoch has the entries of a source in an order of
+    its own, and sources are mixed by their shares.
+    """
+    import grain
+
+    endless = [
+        grain.MapDataset.source(source)
+        .shuffle(int(order))
+        .repeat(-(-_ENDLESS // len(source)))
+        for source, order in zip(sources, orders, strict=True)
+    ]
+    if len(endless) > 1:
+        return grain.MapDataset.mix(endless, shares).slice(slice(_ENDLESS))
+    return endless[0].slice(slice(_ENDLESS))
+
+
+@dataclass(frozen=True)
+class _Names:
+    """The names of the sequences of a source, a random-access source for Grain."""
+
+    packed: PackedDocuments
+
+    def __len__(self) -> int:
+        return len(self.packed)
+
+    def __getitem__(self, index: int) -> str:
+        return self.packed.name(index)
 
 
 @final

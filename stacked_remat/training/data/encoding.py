@@ -65,6 +65,7 @@ class EncodedRecords:
         counted: which tokens count as targets, of each document; None if all do.
         keys: a hash of the content of each document.
         weights: of each document in the loss.
+        records: of each document, the index of its record among those given.
         counts: of the records.
     """
 
@@ -72,6 +73,7 @@ class EncodedRecords:
     counted: Sequence[Counted | None]
     keys: Sequence[int]
     weights: Sequence[float]
+    records: Sequence[int]
     counts: Counts
 
 
@@ -102,7 +104,7 @@ class RecordEncoder:
                 template can't be used.
         """
         texts: list[RenderedChat] = []
-        keys, weights, problems, num_empty = [], [], [], 0
+        keys, weights, of_record, problems, num_empty = [], [], [], [], 0
         unread: dict[str, None] = {}
         rendered = self._rendered(records)
         for number, record in enumerate(records):
@@ -116,6 +118,7 @@ class RecordEncoder:
                 texts += own_texts
                 keys += [_key(document.content)] * len(own_texts)
                 weights += [document.weight] * len(own_texts)
+                of_record += [number] * len(own_texts)
                 unread |= dict.fromkeys(self._unread(document))
         documents = self.tokenizer.encode_chats(texts)
         tokens = [own for own, _ in documents]
@@ -130,7 +133,7 @@ class RecordEncoder:
             num_unmarked_ends=sum(text.has_unmarked_end for text in texts),
         )
         counted = [counted for _, counted in documents]
-        return EncodedRecords(tokens, counted, keys, weights, counts)
+        return EncodedRecords(tokens, counted, keys, weights, of_record, counts)
 
     def _rendered(
         self, records: Sequence[Record]

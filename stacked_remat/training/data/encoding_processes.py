@@ -28,9 +28,9 @@ _PROGRAM = "from stacked_remat.training.data.encoding_processes import main; mai
 
 
 class Group(NamedTuple):
-    """Records that are encoded at once; `file` is the index of that of the last one."""
+    """Records that are encoded at once, and the index of the file of each."""
 
-    file: int
+    files: list[int]
     records: list[Record]
 
 

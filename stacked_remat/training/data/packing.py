@@ -20,6 +20,13 @@ from jaxtyping import Bool, Float32, Int64, Integer, UInt32
 
 from ..errors import DataError
 from .checked_array import CheckedArray, JoinedArrays
+from .document_places import (
+    DocumentPlace,
+    FindsPlaces,
+    JoinedPlaces,
+    PieceName,
+    sequence_name,
+)
 
 PackedSequence: TypeAlias = dict[str, np.ndarray]
 """The fields of a `TokenBatch` for one sequence."""
@@ -39,6 +46,8 @@ class TokenizedDocuments:
         lengths: number of tokens of each document.
         fingerprint: a hash of all tokens, document boundaries and weights.
         weight_factors: weight of each document in the loss; None if all have 1.
+        place_of: finds the file and line of a document by its start; None if it has
+            none.
     """
 
     all_tokens: Integer[np.ndarray, " tokens"] | CheckedArray | JoinedArrays
@@ -47,6 +56,7 @@ class TokenizedDocuments:
     lengths: Integer[np.ndarray, " documents"]
     fingerprint: str
     weight_factors: Float32[np.ndarray, " documents"] | None = None
+    place_of: FindsPlaces | None = None
 
     @staticmethod
     def of(documents: Sequence[Integer[np.ndarray, " tokens"]]) -> "TokenizedDocuments":
@@ -73,6 +83,8 @@ class TokenizedDocuments:
             return None if found[0] is None else found
 
         counted, factors = arrays("counted"), arrays("weight_factors")
+        places = arrays("place_of")
+        stops = np.cumsum([len(part.all_tokens) for part in parts], dtype=np.int64)
         return TokenizedDocuments(
             JoinedArrays(arrays("all_tokens")),
             None if counted is None else JoinedArrays(counted),
@@ -80,6 +92,7 @@ class TokenizedDocuments:
             lengths,
             hashlib.sha256(fingerprints.encode()).hexdigest(),
             None if factors is None else np.concatenate(factors),
+            None if places is None else JoinedPlaces(places, stops),
         )
 
     def __len__(self) -> int:
@@ -134,6 +147,12 @@ class TokenizedDocuments:
         """The tokens of a document from `first` to before `stop`."""
         start = int(self.starts[document])
         return self.all_tokens[start + first : start + stop]
+
+    def place(self, document: int) -> DocumentPlace | None:
+        """The file and line of a document; None for documents in memory."""
+        if self.place_of is None:
+            return None
+        return self.place_of(int(self.starts[document]))
 
     def weights(
         self, document: int, first: int, stop: int
@@ -356,6 +375,24 @@ class PackedDocuments:
             sequences, weights=targets, minlength=len(self._pieces)
         ).astype(np.int64)
 
+    def name(self, index: int) -> str:
+        """The files and lines of a sequence's documents, as `sequence_name` writes
+        them; empty for documents in memory.
+        """
+        names = []
+        for piece in self._pieces[self._sequence(index)]:
+            place = self._documents.place(piece.document)
+            if place is None:
+                return ""
+            stop = piece.first + piece.count + 1
+            is_whole = stop - piece.first == self._documents.lengths[piece.document]
+            names.append(PieceName(place, piece.first, None if is_whole else stop))
+        return sequence_name(names)
+
+    def _sequence(self, index: int) -> int:
+        """The number of a sequence among those with and without targets."""
+        return int(index if self._chosen is None else self._chosen[index])
+
     def __getitem__(self, index: int) -> PackedSequence:
         """A sequence: int32 `tokens`, `targets`, `documents` and `positions`, float32
         `weights`.
@@ -370,8 +407,8 @@ class PackedDocuments:
         }
         found["weights"] = np.zeros(self.seq_len, np.float32)
         at = 0
-        sequence = int(index if self._chosen is None else self._chosen[index])
-        for number, piece in enumerate(self._pieces[sequence], 1):
+        pieces = self._pieces[self._sequence(index)]
+        for number, piece in enumerate(pieces, 1):
             where = slice(at, at + piece.count)
             stop = piece.first + piece.count + 1
             tokens = self._documents.tokens(piece.document, piece.first, stop)

@@ -31,14 +31,15 @@ from ..errors import DataError
 from ..progress import ConsoleProgress
 from .batch_stream import ProcessShare
 from .checked_array import CheckedArray, blocks_of, num_blocks
+from .document_places import DocumentPlaces
 from .encoding import Counts, EncodedRecords, RecordEncoder
 from .encoding_processes import EncodingProcesses, Group
 from .files import SourceFile
 from .packing import TokenizedDocuments
-from .records import Record, read_records
+from .records import read_records
 from .tokenizers import Tokenizer
 
-_FORMAT = 8  # of the files of a cache
+_FORMAT = 9  # of the files of a cache
 _STATE, _LOCK, _CHECKSUMS = "state.json", ".lock", "checksums"
 _GROUP_RECORDS, _GROUP_BYTES = 256, 2**18  # tokenized at once
 _LARGE_FILE = 2**22  # bytes of a file that has a cache of its own
@@ -129,6 +130,10 @@ class CacheState:
             "tokens": (num_tokens, request.tokenizer.dtype),
             "lengths": (num_documents, np.int64),
             "keys": (num_documents, np.uint64),
+            # Where a document comes from: the index of its file among the request's,
+            # and the records before its own in that file.
+            "files": (num_documents, np.uint32),
+            "records": (num_documents, np.uint64),
         }
         if request.encoder.answers_only:
             files["counted"] = (num_tokens, bool)
@@ -362,9 +367,9 @@ class _Build:
             for group, encoded in self._processes.encode(
                 part.encoder, groups, self._total
             ):
-                last = group.records[-1]
-                counts = writer.add(group.file, last, encoded)
-                done = min(int(before[group.file]) + last.offset, part.size)
+                counts = writer.add(group, encoded)
+                read = int(before[group.files[-1]]) + group.records[-1].offset
+                done = min(read, part.size)
                 self._show(self._done + done, self._tokens + counts.num_tokens)
                 if counts.num_tokens >= saved + self._save_tokens:
                     saved = counts.num_tokens
@@ -381,19 +386,18 @@ def _groups(
     request: CacheRequest, first_file: int, first_record: int
 ) -> Iterator[Group]:
     """The records that are not encoded yet, in groups."""
-    records: list[Record] = []
-    size = last = 0
+    group, size = Group([], []), 0
     for at in range(first_file, len(request.files)):
         start = first_record if at == first_file else 0
         for record in read_records(request.files[at], request.source, start):
-            last = at
-            records.append(record)
+            group.files.append(at)
+            group.records.append(record)
             size += record.size
-            if len(records) >= _GROUP_RECORDS or size >= _GROUP_BYTES:
-                yield Group(at, records)
-                records, size = [], 0
-    if records:
-        yield Group(last, records)
+            if len(group.records) >= _GROUP_RECORDS or size >= _GROUP_BYTES:
+                yield group
+                group, size = Group([], []), 0
+    if group.records:
+        yield group
 
 
 class _Writer:
@@ -414,14 +418,16 @@ class _Writer:
             _read_back(folder / name, checksum)
             self._files[name], self._file_checksums[name] = file, checksum
 
-    def add(self, at: int, last: Record, encoded: EncodedRecords) -> Counts:
-        """Writes the documents of records up to the last one, of the file at an index,
-        and returns the counts after it.
-        """
+    def add(self, group: Group, encoded: EncodedRecords) -> Counts:
+        """Writes the documents of a group, and returns the counts after it."""
+        of_record = np.array(encoded.records, np.int64)
+        numbers = np.array([record.number for record in group.records], np.uint64)
         arrays = {
             "tokens": encoded.tokens,
             "lengths": [np.array([len(own) for own in encoded.tokens], np.int64)],
             "keys": [np.array(encoded.keys, np.uint64)],
+            "files": [np.array(group.files, np.uint32)[of_record]],
+            "records": [numbers[of_record]],
             "counted": (
                 np.ones(len(own), bool) if counted is None else counted
                 for own, counted in zip(encoded.tokens, encoded.counted, strict=True)
@@ -437,8 +443,8 @@ class _Writer:
                 )
         self._state = dataclasses.replace(
             self._state,
-            next_file=at,
-            next_record=last.number + 1,
+            next_file=group.files[-1],
+            next_record=group.records[-1].number + 1,
             counts=self._state.counts + encoded.counts,
             file_checksums=dict(self._file_checksums),
         )
@@ -486,6 +492,7 @@ def _open(request: CacheRequest, folder: Path) -> CachedTokens:
             folder / name, dtype, of_blocks, count=count, limit=limit
         )
     lengths = np.array(arrays["lengths"])
+    places = [file.place for file in request.files]
     documents = TokenizedDocuments(
         arrays["tokens"],
         arrays.get("counted"),
@@ -493,5 +500,6 @@ def _open(request: CacheRequest, folder: Path) -> CachedTokens:
         lengths,
         state.fingerprint,
         np.array(arrays["weights"]) if "weights" in arrays else None,
+        DocumentPlaces(places, arrays["lengths"], arrays["files"], arrays["records"]),
     )
     return CachedTokens(documents, np.array(arrays["keys"]), state.counts)

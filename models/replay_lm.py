@@ -9,8 +9,13 @@ batches, and differentiates the held-out loss through all these steps
 (`stacked_remat.ghost.replay`). Writes a log of scores as the `ghost` section of a
 config does, with the leaf `replay` and no losses; a score is by how much the loss would
 be higher without the sequence in that step, to first order.
+
+Before that it trains three times with other weights of the sequences, which tells
+whether the scores will predict (`stacked_remat.ghost.metasmoothness`). It says so, and
+ends where that is too low.
 """
 
+import argparse
 import dataclasses
 import sys
 from collections.abc import Sequence
@@ -51,6 +56,10 @@ from stacked_remat.training.processes import check_one_process
 from stacked_remat.training.scoring import named_examples
 
 _EPS_ROOT = 1e-30  # Adam's square root has no derivative at zero
+# Of metasmoothness, which is 1 at most. In `benchmarks.metasmoothness` the scores of
+# runs from 0.9 on predict, and those of runs below 0.5 hardly do.
+_LEAST, _GOOD = 0.5, 0.9
+_NOT_FINITE = "The replay has no scores: a loss or gradient of a step is not finite."
 
 
 def main(arguments: Sequence[str], console: Console | None = None) -> int:
@@ -61,7 +70,7 @@ def main(arguments: Sequence[str], console: Console | None = None) -> int:
     )
 
 
-def _replay(arguments: Sequence[str], console: Console) -> int:
+def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = command_parser("replay_lm", __doc__)
     add = parser.add_argument
     add(
@@ -76,7 +85,17 @@ def _replay(arguments: Sequence[str], console: Console) -> int:
         help="of the checkpoint to begin with; the one before the latest by default",
     )
     add("--batches", type=int, default=1, help="of held-out text (default 1)")
-    options = parser.parse_args(arguments)
+    add(
+        "--least_metasmoothness",
+        type=float,
+        default=_LEAST,
+        help=f"below it nothing is replayed (default {_LEAST}; -1 for any)",
+    )
+    return parser.parse_args(arguments)
+
+
+def _replay(arguments: Sequence[str], console: Console) -> int:
+    options = _options(arguments)
     check_one_process("models.replay_lm")
     first, last = _span(options.run_dir / "checkpoints", options.from_step)
     config = _checked(read_run_config(options.run_dir, first))
@@ -90,7 +109,7 @@ def _replay(arguments: Sequence[str], console: Console) -> int:
         config.data, tokenizer, seed=config.trainer.seed, progress=progress
     )
     try:
-        batches, names = _batches(options.run_dir, data, first, last)
+        batches, places = _batches(options.run_dir, data, first, last)
         state = restored_state(options.run_dir, config, first)
         held_out = validation_batches(
             GhostValidationConfig(batches=options.batches), data.held_out, {}
@@ -102,10 +121,16 @@ def _replay(arguments: Sequence[str], console: Console) -> int:
     Steps = Axis("steps", last - first)
     stacked = hax.tree_util.tree_map(lambda *each: hax.stack(Steps, each), *batches)
     weights = jnp.asarray([one.weight for one in held_out])
+    described = [named_examples(batch, tokenizer.decode) for batch in batches]
+    numbers = jnp.asarray([[int(id_[:7], 16) for id_ in ids] for ids, _ in described])
+    replay = Replay(config, Steps)
     what = f"replaying steps {first + 1} to {last}"
-    progress.work(what, 0, 1, f"compiling, then {Steps.size} steps and back")
     try:
-        loss, found = _replayed(config, Steps)(state, stacked, texts, weights)
+        progress.work(what, 0, 2, "compiling, then training three times")
+        smooth = float(replay.metasmoothness(state, stacked, numbers))
+        progress.message(_checked_smoothness(smooth, options.least_metasmoothness))
+        progress.work(what, 1, 2, "compiling, then training forward and back")
+        loss, found = replay.scores(state, stacked, texts, weights)
         loss = float(loss)
     except eqx.EquinoxRuntimeError as error:
         raise ConfigError(
@@ -114,21 +139,14 @@ def _replay(arguments: Sequence[str], console: Console) -> int:
     finally:
         progress.stop()
     if not np.isfinite(loss):
-        raise ConfigError(
-            "The replay has no scores: a loss or gradient of a step is not finite."
-        )
-    for index, batch in enumerate(batches):
-        ids, shown = named_examples(batch, tokenizer.decode)
+        raise ConfigError(_NOT_FINITE)
+    for index, (ids, shown) in enumerate(described):
         # The derivative of a loss: what lowers it has a positive score.
-        own = -np.asarray(found[index])
+        scores = {"replay": -np.asarray(found[index])}
         # The log has losses of sequences, which a replay does not compute.
-        unknown = np.full(own.shape, np.nan, np.float32)
-        described = {"texts": shown, "places": names[index]}
-        log.append(
-            ghost.StepScores(
-                first + index + 1, ids, unknown, {"replay": own}, **described
-            )
-        )
+        unknown = np.full(len(ids), np.nan, np.float32)
+        number, shows = first + index + 1, {"texts": shown, "places": places[index]}
+        log.append(ghost.StepScores(number, ids, unknown, scores, **shows))
     log.flush()
     shown_on(console)(
         f"replayed steps {first + 1} to {last}; held-out loss {loss:.4f} after"
@@ -209,45 +227,88 @@ class _WeightedBatch(eqx.Module):
         return self.batch.weights
 
 
-def _replayed(config: LmRunConfig, Steps: Axis) -> Any:
-    """A function to the held-out loss, and its derivatives by the weights of the
-    sequences.
-    """
-    optimizer, trainer = run_optimizer(config, _EPS_ROOT), config.trainer
+class Replay:
+    """The steps of a run, with a weight for each of their sequences."""
 
-    def weighted(model: Any, part: Any) -> Any:
-        (parts, sums), _ = example_losses(model, part.batch, config.z_loss)
+    def __init__(self, config: LmRunConfig, Steps: Axis):
+        self._config, self._Steps = config, Steps
+        self._optimizer = run_optimizer(config, _EPS_ROOT)
+        self._Examples = Axis(BATCH_AXIS, config.data.batch_size)
+        self.scores = eqx.filter_jit(self._scores)
+        self.metasmoothness = eqx.filter_jit(self._metasmoothness)
+
+    def _step(
+        self, state: TrainState, batch: TokenBatch, weights: NamedArray
+    ) -> TrainState:
+        loss: Any = self._loss
+        if self._config.model.has_auxiliary_losses:
+            loss = LossWithSums(self._loss_and_sums, auxiliary_of_sums)
+        run: Any = TrainStep.of(
+            self._config.trainer, loss_function=loss, optimizer=self._optimizer
+        )
+        return run(_WeightedBatch(batch, weights), state)[0]
+
+    def _loss_and_sums(self, model: Any, part: _WeightedBatch) -> Any:
+        (parts, sums), _ = example_losses(model, part.batch, self._config.z_loss)
         loss = hax.sum(parts * part.factors).scalar()
         return (loss, sums), {"loss": loss}
 
-    def loss(
-        model: Any, part: Any
-    ) -> Any:  # of a model without losses that the batch has together
-        (own, _), metrics = weighted(model, part)
-        return own, metrics
+    def _loss(self, model: Any, part: _WeightedBatch) -> Any:
+        """That of a model without losses that the batch has together."""
+        (loss, _), metrics = self._loss_and_sums(model, part)
+        return loss, metrics
 
-    def step(state: TrainState, batch: TokenBatch, weights: NamedArray) -> TrainState:
-        of_batch = (
-            LossWithSums(weighted, auxiliary_of_sums)
-            if config.model.has_auxiliary_losses
-            else loss
-        )
-        run: Any = TrainStep.of(trainer, loss_function=of_batch, optimizer=optimizer)
-        return run(_WeightedBatch(batch, weights), state)[0]
-
-    @eqx.filter_jit
-    def run(
-        state: TrainState, batches: TokenBatch, texts: list[TokenBatch], shares: Any
+    def _scores(
+        self,
+        state: TrainState,
+        batches: TokenBatch,
+        texts: list[TokenBatch],
+        shares: Any,
     ) -> Any:
+        """The held-out loss, and its derivatives by the weights of the sequences."""
+
         def held_out(state: TrainState) -> Any:
             losses = [next_token_loss(state.model, text)[1]["loss"] for text in texts]
             return jnp.sum(shares * jnp.stack(losses))
 
-        Examples = Axis(BATCH_AXIS, config.data.batch_size)
-        found = ghost.replay(step, state, batches, held_out, Steps, Examples)
+        found = ghost.replay(
+            self._step, state, batches, held_out, self._Steps, self._Examples
+        )
         return found.loss, found.examples.array
 
-    return run
+    def _metasmoothness(
+        self, state: TrainState, batches: TokenBatch, numbers: Any
+    ) -> Any:
+        """Whether the derivatives will predict; `numbers` are those of the sequences,
+        `[step, sequence]`.
+        """
+        return ghost.metasmoothness(
+            self._step,
+            state,
+            batches,
+            lambda state: state.trained,
+            self._Steps,
+            self._Examples,
+            key=jax.random.key(0),
+            example_ids=hax.named(numbers, (self._Steps, self._Examples)),
+        )
+
+
+def _checked_smoothness(found: float, least: float) -> str:
+    """What the metasmoothness of the steps says; a ConfigError where it is too low."""
+    if not np.isfinite(found):
+        raise ConfigError(_NOT_FINITE)
+    line = f"metasmoothness {found:.2f}"
+    if found < least:
+        raise ConfigError(
+            f"The {line} of these steps is below {least:g}: a replay would not predict"
+            " training without a sequence. Lower optimizer.learning_rate,"
+            " begin with a later checkpoint (--from_step), or replay all the same with"
+            " --least_metasmoothness -1."
+        )
+    if found < _GOOD:
+        return f"{line}: scores predict in part; from {_GOOD} on they are good"
+    return f"{line}: scores predict training without a sequence"
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ backward pass.
 
 from ._by_example import check_examples
 from ._grad_dot import GradDots, grad_dot, shapley_direction, val_direction
+from ._metasmoothness import metasmoothness
 from ._replay import Replay, replay, weighted_step
 from ._weights import UnsupportedLeafError
 from .log import LOG_FOLDER, ScoreLog, ScoreLogError, StepScores
@@ -20,6 +21,7 @@ __all__ = [
     "UnsupportedLeafError",
     "check_examples",
     "grad_dot",
+    "metasmoothness",
     "replay",
     "shapley_direction",
     "val_direction",

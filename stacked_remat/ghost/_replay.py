@@ -115,17 +115,8 @@ def replay(
     zero from the first step on, as of tokens that do not occur, give the optimizer a
     small `eps_root`, such as 1e-30.
     """
-    Steps = (
-        Steps
-        if isinstance(Steps, Axis)
-        else layers_axis(Steps, "replay").alias("steps")
-    )
+    Steps = steps_axis(Steps)
     ones = hax.ones((Steps, Examples), jnp.float32)
-
-    def step(
-        state: PyTree, batch: PyTree, weights: NamedArray, of_step: dict[str, PyTree]
-    ) -> PyTree:
-        return train_step(state, batch, weights, **of_step)
 
     def trained(
         weights: NamedArray,
@@ -133,7 +124,8 @@ def replay(
         further: Array,
         remat: ScanCheckpointSpec = remat,
     ) -> tuple[Array, PyTree]:
-        last = fold(step, Steps, remat=remat)(state, batches, weights, given)
+        run = run_of(train_step, Steps, remat)
+        last = run(state, batches, weights, given)
         loss = raw_array(held_out_loss(_moved_further(state, last, further)))
         if jnp.shape(loss):
             raise TypeError(
@@ -143,6 +135,7 @@ def replay(
         return loss, last
 
     no_further = jnp.zeros((), jnp.float32)
+    # Before anything is computed: a run that takes hours should not end with zeros.
     if not _has_derivative(
         lambda weights: trained(weights, per_step or {}, no_further, remat=False)[0],
         ones,
@@ -164,6 +157,28 @@ def replay(
     return Replay(loss, last, of_examples, of_steps)
 
 
+def run_of(
+    train_step: Step, Steps: Axis, remat: ScanCheckpointSpec = False
+) -> Callable[..., PyTree]:
+    """The run of a step, as a function of the first state, the batches, the weights of
+    their examples, and the values of `per_step`.
+    """
+
+    def step(
+        state: PyTree, batch: PyTree, weights: NamedArray, of_step: dict[str, PyTree]
+    ) -> PyTree:
+        return train_step(state, batch, weights, **of_step)
+
+    return fold(step, Steps, remat=remat)
+
+
+def steps_axis(Steps: Axis | int) -> Axis:
+    """The axis of the steps, from it or their number."""
+    if isinstance(Steps, Axis):
+        return Steps
+    return layers_axis(Steps, "replay").alias("steps")
+
+
 # Of the mean share of an example. With the network of `tests/ghost/test_replay.py` and
 # a few steps of SGD, Adam, RMSProp or Adafactor the largest derivative was 0.25 to 43
 # of it; with signs by arithmetic at most 6e-5, or 0.01 where an `eps` is about as large
@@ -182,6 +197,7 @@ def _moved_further(first: PyTree, last: PyTree, further: Array) -> PyTree:
         # A leaf that no step changes is the first one itself, such as frozen weights
         if new is old or not eqx.is_inexact_array(new):
             return new
+        # `further` is 0, and so is what the change's own derivative would be times it.
         change = jax.lax.stop_gradient(new - old)
         return new + (further * change).astype(new.dtype)
 
@@ -201,6 +217,8 @@ def _has_derivative(function: Callable[[Any], Array], at: Any) -> bool:
     def noted(value: Array) -> Array:
         return value
 
+    # JAX drops tangents that are zero by their operations, and gives the rule a symbol
+    # in their place; the trace computes nothing.
     def rule(primals: tuple[Array], tangents: tuple[Any]) -> tuple[Array, Array]:
         reaches.append(not isinstance(tangents[0], jax.custom_derivatives.SymbolicZero))
         return primals[0], jnp.zeros_like(primals[0])
@@ -275,8 +293,8 @@ def _with_hyperparameters(state: Any, new: dict[str, Array]) -> Any:
 _NO_DERIVATIVE = (
     "replay has no influence to find: the loss after the run has no derivative by the"
     " weights of examples. An optimizer that takes the signs of gradients, such as"
-    " Lion, has none, nor has a loss behind jax.lax.stop_gradient. Use grad_dot, or"
-    " replay a run of another optimizer."
+    " Lion, Signum and sign SGD, has none, nor has a loss behind"
+    " jax.lax.stop_gradient. Use grad_dot, or replay a run of another optimizer."
 )
 _ONLY_ROUNDING = (
     "replay has no influence to find: the largest derivative of the loss by the weight"

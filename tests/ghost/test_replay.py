@@ -184,6 +184,7 @@ def test_nested_keeps_fewer_states_than_a_plain_scan_for_five_times_the_flops():
 
 SIGNS = {
     "lion": optax.lion(0.1, weight_decay=0.1),
+    "sign sgd": optax.sign_sgd(0.1),
     "signs of momentum": optax.chain(
         optax.trace(0.9), optax.scale_by_sign(), optax.scale(-0.1)
     ),

@@ -13,13 +13,13 @@ import pytest
 from haliax import Axis
 
 from models.lm import example_losses, next_token_loss
-from models.replay_lm import _checked, _replayed, main
+from models.replay_lm import Replay, _checked, main
 from models.run_config import LmRunConfig
 from models.run_state import initial_state
 from stacked_remat.ghost.log import read_scores
 from stacked_remat.training import ConfigError, TokenBatch, parse_config
 
-from .tiny_run import train
+from .tiny_run import is_place_of, train
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -92,7 +92,7 @@ def test_a_replay_is_the_derivative_of_a_loop_of_steps(tmp_path):
         tiny_batch(3),
     )
     stacked = hax.tree_util.tree_map(lambda *each: hax.stack(Steps, each), *batches)
-    loss, found = _replayed(config, Steps)(state, stacked, [text], jnp.ones(1))
+    loss, found = Replay(config, Steps).scores(state, stacked, [text], jnp.ones(1))
 
     @eqx.filter_jit
     def expected(model):
@@ -144,8 +144,16 @@ def test_scores_of_a_small_step_are_the_dot_products_times_the_rate(workplace, c
         == 0
     )
     run = workplace / "run"
-    assert main(["--run_dir", str(run), "--from_step", "2"]) == 0
-    assert "replayed steps 3 to 4" in capsys.readouterr().out
+    replaying = ["--run_dir", str(run), "--from_step", "2"]
+    assert main([*replaying, "--least_metasmoothness", "1.1"]) == 1
+    assert "of these steps is below 1.1: a replay would" in capsys.readouterr().out
+    assert not list((run / "replay").glob("*"))
+    assert main(replaying) == 0
+    shown = capsys.readouterr().out
+    assert "metasmoothness 0.9" in shown or "metasmoothness 1.0" in shown
+    assert "replayed steps 3 to 4" in shown
+    rows = read_scores(run / "replay", ["text", "place"]).to_pylist()
+    assert all(is_place_of(row["place"], row["text"]) for row in rows)
     for step in (3, 4):
         replayed, dotted = (
             scores_of(run / "replay", step),

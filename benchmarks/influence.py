@@ -25,7 +25,6 @@ from typing import Any
 import equinox as eqx
 import haliax as hax
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import scipy.stats
@@ -35,7 +34,7 @@ from models.architectures import Qwen3Config
 from models.lm import example_losses as sequence_losses
 from models.parts.decoder import Decoder
 from models.parts.sections import AttentionConfig
-from stacked_remat import fold, ghost, scan
+from stacked_remat import fold, ghost, map as map_, scan
 from stacked_remat.training import TokenBatch
 from stacked_remat.training.data.files import standard_library_files
 
@@ -53,8 +52,9 @@ class Task:
     """What is trained: the losses `[batch]` are of a model and the arrays of some rows.
 
     There are `count` examples to train on, and held-out ones follow them; `wrong` ones
-    have a planted label. With a larger `eps_root` of Adam the run is smoother as a
-    function of the weights.
+    have a planted label. `optimizer` is made with a schedule of rates, from `rate` down
+    by a cosine; with a larger `eps_root` of Adam the run is smoother as a function of
+    the weights.
     """
 
     name: str
@@ -63,8 +63,13 @@ class Task:
     batch: Callable[[np.ndarray], Any]
     count: int
     rate: float
-    eps_root: float
+    optimizer: Callable[[optax.Schedule], optax.GradientTransformation]
     wrong: np.ndarray | None = None
+
+
+def adam(eps_root: float) -> Callable[[Any], optax.GradientTransformation]:
+    """Adam for a `Task`."""
+    return functools.partial(optax.adam, eps_root=eps_root)
 
 
 def classifier(count: int, held_out: int) -> Task:
@@ -76,7 +81,8 @@ def classifier(count: int, held_out: int) -> Task:
         Classifier(key=jax.random.key(0)),
     )
     losses, wrong = planted_examples.example_losses, data.wrong[:count]
-    return Task("classifier", model, losses, data.batch, count, 1e-2, 1e-30, wrong)
+    optimizer = adam(1e-30)
+    return Task("classifier", model, losses, data.batch, count, 1e-2, optimizer, wrong)
 
 
 def language_model(count: int, held_out: int, rate: float = 2e-3) -> Task:
@@ -109,14 +115,15 @@ def language_model(count: int, held_out: int, rate: float = 2e-3) -> Task:
         (parts, _), _ = sequence_losses(model, batch)
         return parts * parts.size
 
-    return Task("language model", model, losses, batch, count, rate, 1e-6)
+    return Task("language model", model, losses, batch, count, rate, adam(1e-6))
 
 
 class Training:
     """The training of a task, from the same start and in the same order whatever
     weights the examples have.
 
-    The held-out examples are in `targets` parts.
+    The held-out examples are in `targets` parts. Programs are compiled once, also for
+    another `start`.
     """
 
     def __init__(self, task: Task, epochs: int, held_out: int, targets: int):
@@ -127,15 +134,14 @@ class Training:
         ]
         self.order = np.concatenate(orders)  # [step, example]
         self.Steps = Axis("steps", len(self.order))
-        self._batches = _stacked([task.batch(rows) for rows in self.order], self.Steps)
+        self.batches = _stacked([task.batch(rows) for rows in self.order], self.Steps)
         texts = np.arange(task.count, task.count + held_out).reshape(targets, -1)
-        self._held = _stacked(
-            [task.batch(rows) for rows in texts], Axis("targets", targets)
-        )
+        self._Targets = Axis("targets", targets)
+        self._held = _stacked([task.batch(rows) for rows in texts], self._Targets)
         rates = optax.cosine_decay_schedule(task.rate, self.Steps.size)
-        optimizer = optax.adam(rates, eps_root=task.eps_root)
-        self._step = ghost.weighted_step(task.losses, optimizer)
-        self._start = (
+        optimizer = task.optimizer(rates)
+        self.step = ghost.weighted_step(task.losses, optimizer)
+        self.start = (
             task.model,
             optimizer.init(eqx.filter(task.model, eqx.is_inexact_array)),
         )
@@ -145,39 +151,53 @@ class Training:
         """The held-out losses of runs with weights `[run, step, example]`: `[run,
         target]`.
         """
+        return np.asarray(self._given(self._losses, weights))
 
+    def after(self, weights: np.ndarray, of_last: Callable[[Any, Any], Any]) -> Any:
+        """What a function of the last state and the held-out examples finds after runs
+        with weights `[run, step, example]`: `[run, ...]`.
+        """
+        return self._given(self._runs(of_last), weights)
+
+    @functools.cached_property
+    def _losses(self) -> Any:
+        def of_last(last: Any, held: Any) -> Any:
+            return map_(lambda target: self._loss(last, target), self._Targets)(held)
+
+        return self._runs(of_last)
+
+    def _runs(self, of_last: Callable[[Any, Any], Any]) -> Any:
         @eqx.filter_jit
         def of_runs(start: Any, batches: Any, held: Any, weights: Any) -> Any:
             def run(weights: Any) -> Any:
-                last = fold(self._step, self.Steps)(
+                last = fold(self.step, self.Steps)(
                     start, batches, hax.named(weights, (self.Steps, Examples))
                 )
-                return jnp.stack(
-                    [
-                        self._loss(last, _entry(held, index))
-                        for index in range(self._targets)
-                    ]
-                )
+                return of_last(last, held)
 
             return jax.lax.map(run, weights, batch_size=4)
 
-        return np.asarray(
-            of_runs(self._start, self._batches, self._held, weights.astype(np.float32))
-        )
+        return of_runs
+
+    def _given(self, of_runs: Any, weights: np.ndarray) -> Any:
+        return of_runs(self.start, self.batches, self._held, weights.astype(np.float32))
 
     def replayed(self) -> np.ndarray:
         """The influence of the examples, `[target, example]`."""
+        return self._of_examples(self._replay)
 
+    @functools.cached_property
+    def _replay(self) -> Any:
         @eqx.filter_jit
         def of_target(start: Any, batches: Any, target: Any) -> Any:
             def held_out(last: Any) -> Any:
                 return self._loss(last, target)
 
             return ghost.replay(
-                self._step, start, batches, held_out, self.Steps, Examples
+                self.step, start, batches, held_out, self.Steps, Examples
             ).examples.array
 
-        return self._of_examples(of_target)
+        return of_target
 
     def dotted(self) -> np.ndarray:
         """The sums of the examples' gradient dot products, so that more is worse,
@@ -191,7 +211,7 @@ class Training:
                 _, found = ghost.grad_dot(
                     state[0], self._task.losses, batch, direction=direction
                 )
-                return self._step(state, batch, hax.ones(Examples)), found.total
+                return self.step(state, batch, hax.ones(Examples)), found.total
 
             return (
                 -scan(scored, self.Steps)(start, batches)[1]
@@ -205,21 +225,24 @@ class Training:
         """The sums over the steps of the examples' losses, the same for every target,
         `[target, example]`.
         """
+        found = self.during(lambda model, batch: self._task.losses(model, batch))
+        losses = found.rearrange((self.Steps, Examples)).array
+        return self._of_examples(lambda *_: losses)
+
+    def during(self, of_step: Callable[[Any, Any], Any]) -> Any:
+        """What a function of the model and the batch finds before each step of the run
+        on all examples.
+        """
 
         @eqx.filter_jit
         def of_steps(start: Any, batches: Any) -> Any:
-            def logged(state: Any, batch: Any) -> tuple[Any, Any]:
-                losses = self._task.losses(state[0], batch)
-                return self._step(state, batch, hax.ones(Examples)), losses
+            def step(state: Any, batch: Any) -> tuple[Any, Any]:
+                after = self.step(state, batch, hax.ones(Examples))
+                return after, of_step(state[0], batch)
 
-            return (
-                scan(logged, self.Steps)(start, batches)[1]
-                .rearrange((self.Steps, Examples))
-                .array
-            )
+            return scan(step, self.Steps)(start, batches)[1]
 
-        losses = of_steps(self._start, self._batches)
-        return self._of_examples(lambda *_: losses)
+        return of_steps(self.start, self.batches)
 
     def _loss(self, state: Any, target: Any) -> Any:
         return hax.mean(self._task.losses(state[0], target)).scalar()
@@ -228,7 +251,7 @@ class Training:
         """The sums over the steps of an example."""
         sums = np.zeros((self._targets, self._task.count))
         for index in range(self._targets):
-            values = of_target(self._start, self._batches, _entry(self._held, index))
+            values = of_target(self.start, self.batches, _entry(self._held, index))
             np.add.at(sums[index], self.order, np.asarray(values, np.float64))
         return sums
 
@@ -281,13 +304,18 @@ def main(
             )
             for share, own, losses in parts:
                 predicted = own @ of_target.T  # [run, target]
-                row[f"score_{share}"] = round(_score(predicted, losses), 4)
-                row[f"score_{share}_interval"] = _interval_of_score(predicted, losses)
+                row[f"score_{share}"] = round(mean_score(predicted, losses), 4)
+                row[f"score_{share}_interval"] = interval_of_score(predicted, losses)
             yield row
 
 
-def _score(predicted: np.ndarray, losses: np.ndarray) -> float:
-    """Spearman's correlation over the runs, the mean over the targets; both are `[run,
+def mean_score(predicted: np.ndarray, losses: np.ndarray) -> float:
+    """The mean over the targets of `correlations`."""
+    return float(np.mean(correlations(predicted, losses)))
+
+
+def correlations(predicted: np.ndarray, losses: np.ndarray) -> np.ndarray:
+    """Spearman's correlation over the runs, for each target; both are `[run,
     target]`.
     """
     ranks = [scipy.stats.rankdata(array, axis=0) for array in (predicted, losses)]
@@ -295,17 +323,17 @@ def _score(predicted: np.ndarray, losses: np.ndarray) -> float:
     norms = [np.linalg.norm(array, axis=0) for array in from_mean]
     products = (from_mean[0] * from_mean[1]).sum(0)
     # 0 where all runs are equal
-    return float(np.mean(products / np.maximum(norms[0] * norms[1], 1e-12)))
+    return products / np.maximum(norms[0] * norms[1], 1e-12)
 
 
-def _interval_of_score(
+def interval_of_score(
     predicted: np.ndarray, losses: np.ndarray, draws: int = 1000
 ) -> str:
     generator = np.random.default_rng(3)
     scores = []
     for _ in range(draws):
         runs = generator.integers(len(losses), size=len(losses))
-        scores.append(_score(predicted[runs], losses[runs]))
+        scores.append(mean_score(predicted[runs], losses[runs]))
     return planted_examples.interval(scores)
 
 

@@ -81,10 +81,13 @@ def build_optimizer(
         num_steps: steps of the run, for the schedule.
         state_dtype: dtype in which the optimizer's arrays are stored; it computes in
             float32.
-        eps_root: added below AdamW's square root, for derivatives of the updates.
+        eps_root: added below the square root of AdamW, and of that in Muon, for
+            derivatives of the updates.
 
     Memory: as the config's class says, in `state_dtype`.
     """
+    # Weight decay after the direction and before the rate, as in AdamW (Loshchilov and
+    # Hutter 2019): it is scaled by the rate, and not by second moments.
     chain = [
         _direction(config, eps_root),
         optax.add_decayed_weights(config.weight_decay, mask=_is_decayed),
@@ -94,6 +97,7 @@ def build_optimizer(
         # Last, so that a factor counts for weight decay too
         chain.append(scale_by_pattern(config.learning_rates))
     if config.max_grad_norm is not None:
+        # First, so that moments are of clipped gradients.
         chain.insert(0, optax.clip_by_global_norm(config.max_grad_norm))
     return in_float32(optax.chain(*chain), state_dtype)
 
@@ -133,6 +137,7 @@ def _direction(
                 eps=config.epsilon,
                 adam_b1=config.beta1,
                 adam_b2=config.beta2,
+                adam_eps_root=eps_root,
                 muon_weight_dimension_numbers=_matrices,
                 consistent_rms=config.update_rms,
             )
@@ -199,6 +204,8 @@ def _matrices(parameters: Any) -> Any:
 def _matrix_of(linear: Any) -> optax.contrib.MuonDimensionNumbers | None:
     if not isinstance(linear.weight, NamedArray):  # Equinox: [..., out, in]
         return optax.contrib.MuonDimensionNumbers(reduction_axis=-1, output_axis=-2)
+    # Axes beside `In` and `Out` are those of layers and experts, each of which has a
+    # matrix of its own.
     names = [axis.name for axis in linear.weight.axes]
     ends = [
         tuple(axis.name for axis in ensure_tuple(spec))

@@ -3,6 +3,7 @@ they declare.
 """
 
 import importlib
+import importlib.util
 import json
 
 import pytest
@@ -126,6 +127,29 @@ COMMANDS = [
         "linear_attention_cpu",
         8,
         ("forward_milliseconds", "with_gradient_milliseconds", "flops", "agrees"),
+    ),
+    pytest.param(
+        "metasmoothness --examples 32 --epochs 1 --runs 3 --targets 2 --only sgd",
+        "metasmoothness",
+        5,
+        (),
+        marks=pytest.mark.slow,
+    ),
+    pytest.param(
+        (
+            "digits --examples 160 --epochs 1 --runs 3 --queries 2 --ensemble 2"
+            " --only adam"
+        ),
+        "digits",
+        11,
+        (),
+        marks=[
+            pytest.mark.slow,
+            pytest.mark.skipif(
+                importlib.util.find_spec("sklearn") is None,
+                reason="needs scikit-learn",
+            ),
+        ],
     ),
     pytest.param(
         "influence --examples 32 --epochs 1 --runs 3 --targets 2",

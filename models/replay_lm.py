@@ -86,6 +86,12 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     )
     add("--batches", type=int, default=1, help="of held-out text (default 1)")
     add(
+        "--microbatches",
+        type=int,
+        help="parts of a batch, computed one after the other; those of the run by"
+        " default, and more take less memory",
+    )
+    add(
         "--least_metasmoothness",
         type=float,
         default=_LEAST,
@@ -99,6 +105,7 @@ def _replay(arguments: Sequence[str], console: Console) -> int:
     check_one_process("models.replay_lm")
     first, last = _span(options.run_dir / "checkpoints", options.from_step)
     config = _checked(read_run_config(options.run_dir, first))
+    config = _in_microbatches(config, options.microbatches)
     # Without the rows of an earlier one
     log = ghost.ScoreLog(options.run_dir / "replay", resumed_after=0)
     tokenizer = load_tokenizer(
@@ -203,6 +210,20 @@ def _checked(config: LmRunConfig) -> LmRunConfig:
     )
 
 
+def _in_microbatches(config: LmRunConfig, count: int | None) -> LmRunConfig:
+    """The config with so many microbatches; as it is if none are given."""
+    if count is None:
+        return config
+    if count < 1 or config.data.batch_size % count:
+        raise ConfigError(
+            f"--microbatches {count} does not divide data.batch_size ="
+            f" {config.data.batch_size}."
+        )
+    update = dataclasses.replace(config.trainer.update, microbatches=count)
+    trainer = dataclasses.replace(config.trainer, update=update)
+    return dataclasses.replace(config, trainer=trainer)
+
+
 def _batches(
     run_dir: Path, data: TrainingData, first: int, last: int
 ) -> tuple[list[TokenBatch], list[list[str]]]:
@@ -246,7 +267,13 @@ class Replay:
         run: Any = TrainStep.of(
             self._config.trainer, loss_function=loss, optimizer=self._optimizer
         )
-        return run(_WeightedBatch(batch, weights), state)[0]
+        weighted: Any = _WeightedBatch(batch, weights)
+        compute = run.gradients_of(state, weighted)
+        if run.microbatches > 1:
+            # The derivative of the step then has one microbatch's intermediates at a
+            # time; without it those of all.
+            compute = eqx.filter_checkpoint(compute)
+        return run.by(compute, weighted, state)[0]
 
     def _loss_and_sums(self, model: Any, part: _WeightedBatch) -> Any:
         (parts, sums), _ = example_losses(model, part.batch, self._config.z_loss)

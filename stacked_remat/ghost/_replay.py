@@ -235,7 +235,7 @@ def _has_derivative(function: Callable[[Any], Array], at: Any) -> bool:
 
 
 def weighted_step(
-    losses: ExampleLosses, optimizer: Any
+    losses: ExampleLosses, optimizer: Any, *, microbatches: int = 1
 ) -> Callable[..., tuple[PyTree, PyTree]]:
     """A training step for `replay`: the mean of the examples' weighted losses, and an
     Optax optimizer.
@@ -245,11 +245,46 @@ def weighted_step(
         optimizer: an `optax.GradientTransformation`, with the state of the model's
             floating-point arrays. From `optax.inject_hyperparams` it takes
             hyperparameters by step: `per_step={"learning_rate": rates}`.
+        microbatches: number of equal parts of the batch whose gradients are computed
+            one after the other, so that the derivative of a step has the intermediates
+            of one part at a time. Named arrays are divided along the axis of the
+            examples, plain ones along the first.
 
     Returns:
         A function from `(model, optimizer state)`, a batch, weights and hyperparameters
         to such a pair.
+
+    Raises:
+        ValueError: the examples of a batch don't divide into `microbatches`; or
+            `per_step` has what is no hyperparameter of the optimizer.
+
+    Cost: microbatches compute each gradient once more in `replay`.
     """
+
+    def gradient(model: PyTree, batch: PyTree, weights: NamedArray) -> PyTree:
+        def loss(model: PyTree) -> Array:
+            each = losses(model, batch)
+            if is_named(each):
+                return hax.mean(weights * each).scalar()
+            return jnp.mean(weights.array * each)
+
+        return eqx.filter_grad(loss)(model)
+
+    def mean_gradient(model: PyTree, batch: PyTree, weights: NamedArray) -> PyTree:
+        if microbatches == 1:
+            return gradient(model, batch, weights)
+        # A sum keeps nothing for its derivative, and a checkpointed gradient only the
+        # model and its part of the batch.
+        part_gradient = eqx.filter_checkpoint(gradient)
+
+        def add(total: PyTree, part: PyTree, weights: NamedArray) -> PyTree:
+            new = part_gradient(model, part, weights)
+            return jax.tree.map(lambda sum_, one: sum_ + one / microbatches, total, new)
+
+        zeros = jax.tree.map(jnp.zeros_like, eqx.filter(model, eqx.is_inexact_array))
+        Parts = Axis("microbatch", microbatches)
+        parts = _in_parts((batch, weights), weights.axes[0], Parts)
+        return fold(add, Parts)(zeros, *parts)
 
     def step(
         state: tuple[PyTree, PyTree],
@@ -258,14 +293,7 @@ def weighted_step(
         **hyperparameters: Array,
     ) -> tuple[PyTree, PyTree]:
         model, optimizer_state = state
-
-        def loss(model: PyTree) -> Array:
-            each = losses(model, batch)
-            if is_named(each):
-                return hax.mean(weights * each).scalar()
-            return jnp.mean(weights.array * each)
-
-        gradients = eqx.filter_grad(loss)(model)
+        gradients = mean_gradient(model, batch, weights)
         if hyperparameters:
             optimizer_state = _with_hyperparameters(optimizer_state, hyperparameters)
         trained = eqx.filter(model, eqx.is_inexact_array)
@@ -273,6 +301,27 @@ def weighted_step(
         return eqx.apply_updates(model, updates), optimizer_state
 
     return step
+
+
+def _in_parts(batch: PyTree, Examples: Axis, Parts: Axis) -> PyTree:
+    """The batch with `Parts` in front; row `i * parts + n` is row `i` of part `n`."""
+    size, rest = divmod(Examples.size, Parts.size)
+    if rest:
+        raise ValueError(
+            f"A batch of {Examples.size} examples has no {Parts.size} equal"
+            " microbatches. Choose a divisor of its size."
+        )
+
+    def split(leaf: Any) -> Any:
+        if not is_named(leaf):
+            rows = jnp.reshape(leaf, (size, Parts.size, *jnp.shape(leaf)[1:]))
+            return jnp.moveaxis(rows, 1, 0)
+        if Examples.name not in [axis.name for axis in leaf.axes]:
+            return leaf
+        axes = (Examples.resize(size), Parts)
+        return leaf.unflatten_axis(Examples.name, axes).rearrange((Parts.name, ...))
+
+    return jax.tree.map(split, batch, is_leaf=is_named)
 
 
 def _with_hyperparameters(state: Any, new: dict[str, Array]) -> Any:

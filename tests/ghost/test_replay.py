@@ -182,6 +182,45 @@ def test_nested_keeps_fewer_states_than_a_plain_scan_for_five_times_the_flops():
         assert abs(times_of_run(remat, within) - times) < 0.5
 
 
+@pytest.mark.parametrize("is_named", [True, False])
+def test_microbatches_find_the_same_in_less_memory(is_named):
+    Rows, Few = Axis("batch", 64), Axis("steps", 3)
+
+    def plain(model, batch):
+        x, target = (batch[name] for name in ("x", "y"))
+        for _ in range(3):
+            x = jnp.tanh(x @ model)
+        return jnp.mean((x - target) ** 2, -1)
+
+    model = network(True) if is_named else 0.5 * jnp.eye(Embed.size)
+    of_each = losses if is_named else plain
+    batches, held = data(2, Few, Rows), data(1, Rows)
+    if not is_named:
+        batches, held = (
+            {name: named.array for name, named in each.items()}
+            for each in (batches, held)
+        )
+    found, memory_of = [], []
+    for count in (1, 8):
+        optimizer = optax.sgd(0.3, momentum=0.8)
+        step = weighted_step(of_each, optimizer, microbatches=count)
+
+        def run(batches, step=step, optimizer=optimizer):
+            def last_loss(state):
+                each = of_each(state[0], held)
+                return jnp.mean(each.array if is_named else each)
+
+            start = model, optimizer.init(model)
+            return replay(step, start, batches, last_loss, Few, Rows).examples.array
+
+        compiled = jax.jit(run).lower(batches).compile()
+        found.append(compiled(batches))
+        memory_of.append(compiled.memory_analysis().temp_size_in_bytes)
+    assert np.abs(found[0]).max() > 1e-5
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-4, atol=1e-8)
+    assert memory_of[1] < 0.6 * memory_of[0]
+
+
 SIGNS = {
     "lion": optax.lion(0.1, weight_decay=0.1),
     "sign sgd": optax.sign_sgd(0.1),
@@ -296,5 +335,8 @@ def test_mistakes_are_named():
         match=r"held_out_loss returns one number; it returned an array \(4,\)",
     ):
         attempt(held_out=lambda state: jnp.ones(4))
+    with pytest.raises(ValueError, match="4 examples has no 3 equal microbatches"):
+        step = weighted_step(losses, optax.sgd(0.1), microbatches=3)
+        step((network(), None), data(2, Examples), hax.ones(Examples))
     with pytest.raises(ValueError, match="`steps` of size 5"):
         attempt(batches=data(2, Axis("steps", 5), Examples))

@@ -13,7 +13,7 @@ import pytest
 from haliax import Axis
 
 from models.lm import example_losses, next_token_loss
-from models.replay_lm import Replay, _checked, main
+from models.replay_lm import Replay, _checked, _in_microbatches, main
 from models.run_config import LmRunConfig
 from models.run_state import initial_state
 from stacked_remat.ghost.log import read_scores
@@ -118,6 +118,17 @@ def test_a_replay_is_the_derivative_of_a_loop_of_steps(tmp_path):
     assert np.abs(wanted).max() > 0.01
 
 
+def test_microbatches_are_those_of_the_run_or_a_divisor_of_the_batch(tmp_path):
+    config = tiny_config(tmp_path, "--trainer.update.microbatches", "2")
+    for count, expected in ((None, 2), (4, 4), (1, 1)):
+        found = _in_microbatches(config, count)
+        assert found.trainer.update.microbatches == expected
+    with pytest.raises(
+        ConfigError, match="--microbatches 3 does not divide data.batch"
+    ):
+        _in_microbatches(config, 3)
+
+
 def test_what_has_no_derivatives_is_refused_by_the_config(tmp_path):
     assert _checked(tiny_config(tmp_path)).model.attention.backend == "exact"
     for options, message in (
@@ -164,7 +175,8 @@ def test_scores_of_a_small_step_are_the_dot_products_times_the_rate(workplace, c
             np.testing.assert_allclose(score, RATE * dotted[example], rtol=0.02)
     assert not scores_of(run / "replay", 2)
     # again, over the log that is there, from the checkpoint before the latest
-    assert main(["--run_dir", str(run), "--batches", "2"]) == 0
+    more = ("--batches", "2", "--microbatches", "4")
+    assert main(["--run_dir", str(run), *more]) == 0
     assert scores_of(run / "replay", 4) and not scores_of(run / "replay", 3)
     last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
     assert (

@@ -52,6 +52,8 @@ def check_examples(
     differences = np.abs(np.asarray(alone) - np.asarray(whole))
     if not (differences > most).any():
         return
+    # A loss that is NaN alone or in the batch compares as False, and is left to the
+    # run.
     worst = int(np.nanargmax(differences))
     raise ValueError(
         f"Example {worst} has the loss {alone[worst]:.6g} alone, and {whole[worst]:.6g}"

@@ -246,6 +246,7 @@ def grad_dot(
     one example's gradient of a layer.
     """
     objective = Objective(reduction, tokens, has_aux)
+    # Norms need the gradient of each example, by which its scores are found too.
     is_total = granularity == "total" and not norms
     _check_options(granularity, is_total, (example_ids, Examples))
     task = Task.of(model, per_example_loss, batch, objective, trainable)
@@ -255,6 +256,8 @@ def grad_dot(
         Scoring(task, probed_leaves(model), along, objective.examples(losses)),
         norm_of(along),
     )
+    # The total needs no scores of arrays: one forward-mode derivative of the losses,
+    # which also documents in one row may share.
     if is_total:
         (value, aux), gradients, along = of_losses(task, scoring.direction)
         total = NamedArray(objective.of_examples(along, is_loss=True), (scoring.Batch,))
@@ -265,6 +268,8 @@ def grad_dot(
             )
         return gradients, GradDots(value, total, norm, aux=aux)
     (value, aux), gradients, numbers = scored(scoring, norms=norms)
+    # Scores leave the backward pass as cotangents, whose own derivative would be wrong
+    # without an error.
     given = [
         leaf
         for leaf in jax.tree.leaves((task, scoring.direction))

@@ -89,6 +89,10 @@ class Interpreter:
         ):
             return [Value(array, (), True) for array in found]
         has_alongs = any(value.alongs for value in operands)
+        # A call is entered, so that a weight is met as late as can be: by the one
+        # equation that uses it. So is a checkpoint of weights alone: what it computes
+        # is the same for all examples, and a recomputation of it for each would be a
+        # waste.
         if rule is None and (
             name in CALLS or name in CHECKPOINTS and has_alongs and not depends
         ):
@@ -96,10 +100,14 @@ class Interpreter:
             return self.evaluate(
                 getattr(inner, "jaxpr", inner), operands, getattr(inner, "consts", ())
             )
+        # Nothing that is scored goes in, so there is nothing to deposit.
         if not has_alongs:
             return [
                 Value(array, (), depends) for array in bind(equation, _arrays(operands))
             ]
+        # Weights alone: the direction goes through the equation with them (forward
+        # mode), and is deposited where its result meets data. A cast or a scaled
+        # adapter is so scored by the array that the model has.
         if not depends:
             self._check_derivative(equation, operands)
             return of_weights(equation, operands)
@@ -112,6 +120,8 @@ class Interpreter:
             return looped(equation, operands, self.arrays)
         if equation.primitive.name == "shard_map":
             return self._divided(equation, operands)
+        # These are a fold's backward pass, which is in the program where the loss
+        # itself takes a gradient. They have rules for reverse mode alone.
         if isinstance(primitive_of(equation), (Rule, Linear)):
             raise UnsupportedLeafError(
                 f"{_paths(operands)}: the loss takes the gradient of a fold that uses"
@@ -123,6 +133,8 @@ class Interpreter:
             len(one.alongs) for one in operands[:3]
         ] == [0, 1, 0]:
             return _cross_entropy(rule, operands)
+        # A noted call is replaced by what it computes, without its own backward rule:
+        # forward mode, which finds tangents, can't pass that.
         self._check_derivative(equation, operands)
         return self._deposited(
             equation if rule is None else equation_without_rules(equation), operands
@@ -131,6 +143,7 @@ class Interpreter:
     def _deposited(self, equation: Any, operands: list[Value]) -> list[Any]:
         given = _arrays(operands)
         arrays = bind(equation, given)
+        # Integers and keys have no cotangent with which a tangent could be multiplied.
         real = [is_differentiable(jnp.result_type(array)) for array in arrays]
         met = pick(arrays, real)
         for at, value in enumerate(operands):
@@ -145,6 +158,7 @@ class Interpreter:
         return merge(arrays, met, real)
 
     def _check_derivative(self, equation: Any, operands: list[Value]) -> None:
+        # What is noted has a rule of this library for its derivative.
         if self.notes.rule_of(equation) is not None:
             return
         inner = [
@@ -160,6 +174,9 @@ class Interpreter:
 
     def _checkpointed(self, equation: Any, operands: list[Value]) -> list[Any]:
         def run(arrays: list[Any]) -> list[Any]:
+            # Weights are closed over, not arguments: they and their directions are no
+            # residuals of the checkpoint, and deposits are within it, at what the
+            # backward pass computes again.
             left = iter(arrays)
             given = [
                 value if value.alongs else Value(next(left), (), value.depends)
@@ -175,6 +192,8 @@ class Interpreter:
     def _divided(self, equation: Any, operands: list[Value]) -> list[Any]:
         params = equation.params
         pairs = zip(params["in_specs"], operands, strict=True)
+        # A direction is divided as its weight is. A probe is whole on every device, so
+        # its cotangent, the score, is summed over the devices by shard_map itself.
         extra = [
             spec
             for own, value in pairs
@@ -206,6 +225,8 @@ class Interpreter:
             value.array if isinstance(value.array, InStack) else None
             for value in weights
         ]
+        # The cotangent of a broadcast is a sum: the scores of an example's tokens, in
+        # whatever blocks their experts are, add up in its probe.
         probes = [jnp.broadcast_to(along.probe, choices.shape) for along in alongs]
 
         def expert(arrays: Sequence[Any], rows: Any, gates_and_probes: Any) -> Any:
@@ -213,6 +234,8 @@ class Interpreter:
                 return call.expert(call.rebuild(own), row[None], gate[None])[0]
 
             def one(row: Any, gate: Any, probes: Sequence[Any]) -> Any:
+                # An expert is traced for one row of one example, which is the only way
+                # to tell apart what examples in a block add to its matrices.
                 notes = Notes()
                 with noting(notes):
                     traced = trace(apply, arrays[:count], row, gate)
@@ -225,6 +248,8 @@ class Interpreter:
 
             return jax.vmap(one)(rows, *gates_and_probes)
 
+        # Names of saved values and kernels are of the expert as it was written; that
+        # with deposits has neither.
         options = {
             "expert": expert,
             "saved": None,
@@ -248,6 +273,7 @@ def sliced_places(equation: Any) -> Iterable[int]:
     """The numbers of the operands of a loop of which each turn has a slice."""
     every, sweep = range(len(equation.invars)), primitive_of(equation)
     if sweep is None:
+        # A `jax.lax.scan` takes constants, then the carry, then what it slices.
         return every[_unstacked_of_scan(equation)[1] :]
     return jax.tree.leaves(sweep.in_tree.unflatten(every)[1])
 
@@ -267,6 +293,8 @@ def looped(equation: Any, operands: list[Value], evaluate: Evaluate) -> list[Any
 def _scanned(equation: Any, operands: list[Value], evaluate: Evaluate) -> list[Any]:
     params = equation.params
     consts, carried = _unstacked_of_scan(equation)
+    # Constants keep one probe for all turns, whose cotangents a scan adds up; what is
+    # sliced has one for each turn.
     shared, xs = operands[:consts], [*map(_in_rows, operands[carried:])]
 
     def body(carry: list[Any], x: Any) -> tuple[list[Any], list[Any]]:
@@ -275,6 +303,7 @@ def _scanned(equation: Any, operands: list[Value], evaluate: Evaluate) -> list[A
         return found[: len(carry)], found[len(carry) :]
 
     options = {name: params[name] for name in ("reverse", "unroll", "length")}
+    # A carry changes from turn to turn: a weight in it meets data before the loop.
     init = [*map(settled, operands[consts:carried])]
     carry, ys = lax.scan(body, init, (_arrays(xs), _extra(xs)), **options)
     return [*carry, *ys]
@@ -286,6 +315,8 @@ def _swept(sweep: Sweep, operands: list[Value], evaluate: Evaluate) -> list[Any]
     kinds, stacks, commons = [], [], []
     for kind, own, common in zip(sweep.spec.kinds, xs, shared, strict=True):
         own = [*map(_in_rows, own)]
+        # The number of each layer in its stack, with which experts find their rows in
+        # it.
         rows = jnp.arange(sweep.spec.rows(kind), dtype=jnp.int32)
         stacks.append([*_arrays(own), *_extra(own), rows])
         whole = [*map(_is_of_experts, own)]  # no others: what is noted is sliced
@@ -293,6 +324,8 @@ def _swept(sweep: Sweep, operands: list[Value], evaluate: Evaluate) -> list[Any]
             _layer_of(kind, common, own, whole, evaluate),
             [*_arrays(common), *_extra(common)],
         )
+        # Whole stacks come first, and behind them directions, probes and the numbers of
+        # the rows, of which a layer has its slice.
         unsliced = (*whole, *[False] * (1 + len(_extra(own))))
         kind, arrays = dataclasses.replace(kind, unsliced=unsliced).with_layer(
             layer, arrays
@@ -307,6 +340,7 @@ def _is_of_experts(value: Value) -> bool:
     """Whether a stack may be matrices of experts that are not scored, which are read
     where they are.
     """
+    # There a layer's slice is a copy in any case.
     is_copied = (
         platform() == "tpu"
         or is_on_host(value.array)
@@ -346,6 +380,8 @@ def _unstacked_of_scan(equation: Any) -> tuple[int, int]:
     """How many operands of a scan are constants, and how many these and the carry, in
     whichever JAX.
     """
+    # Newer versions of JAX have other parameters of `scan`, so the shapes tell: what is
+    # sliced has one dimension more outside than within, and what is stacked too.
     inner = equation.params["jaxpr"].jaxpr
     carried, both = (
         sum(
@@ -360,6 +396,8 @@ def _cross_entropy(call: CrossEntropyCall, operands: list[Value]) -> list[Any]:
     """The losses. Their derivative along the direction of the head is found from the
     same logits.
     """
+    # The head's part of the logits along its direction is computed chunk by chunk with
+    # the logits, which are never whole in memory.
     (along,) = operands[1].alongs
     losses, derivative = call.along(_arrays(operands), along.direction)
     return deposit([losses], along, lambda _: [derivative])

@@ -109,6 +109,7 @@ class Objective:
         of the losses alone.
         """
         array = raw_array(returned if is_loss else self.parts(returned)[0])
+        # A mean of thousands of tokens in bfloat16 would lose most of them.
         array = array.astype(np.promote_types(array.dtype, np.float32))
         if self.tokens is None:
             return array
@@ -140,6 +141,8 @@ class Task(eqx.Module):
         objective: Objective,
         trainable: Any = True,
     ) -> "Task":
+        # NumPy's arrays have no tracers: as operands of a program they would be
+        # constants of it, compiled in.
         params, static = eqx.partition(model, trained_mask(model, trainable))
         batch = jax.tree.map(
             lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, batch
@@ -216,6 +219,8 @@ def directions(params: Any, direction: Any) -> dict[str, Any]:
                 f" array {raw_array(like).shape}. Give a tree like the model's"
                 " gradients."
             )
+        # JAX's gradient of a complex array is the conjugate of the usual one, so that a
+        # product of two is no derivative.
         if jnp.iscomplexobj(raw_array(like)):
             raise ValueError(
                 f"direction{path} is of complex numbers, whose gradients have no dot"

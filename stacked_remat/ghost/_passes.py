@@ -110,6 +110,7 @@ class Program:
         jaxpr = one.closed.jaxpr
         # Products with a direction may be too small for float16.
         by_example = norms or has_small_range(equations_of(jaxpr))
+        # Of the model come first: `trace` flattens the arguments in their order.
         paths = [path for path, _ in leaves_with_paths(task.model)]
         inputs = dict(zip(paths, jaxpr.invars, strict=False))
         stacks = {
@@ -119,8 +120,14 @@ class Program:
         }
         of_data = active_variables(jaxpr, jaxpr.invars[len(paths) :], lambda _: True)
         inner = _of_loops(jaxpr, stacks, of_data)
+        # Weights that a loop slices are scored within it. Others are scored where they
+        # meet data, or, where that isn't told by layer or by example, in a pass of
+        # their own.
         others = [path for path in scoring.direction if path not in inner]
         outside = [path for path in others if by_example or scoring.leaves[path].layers]
+        # The second pass doesn't repeat the loops: it takes their results, and the
+        # cotangents of those operands that depend on weights outside, from the first
+        # pass.
         of_outside = active_variables(jaxpr, [inputs[path] for path in outside])
         loops = []
         for equation in filter(is_loop, jaxpr.eqns if by_example or outside else ()):
@@ -237,6 +244,7 @@ def _in_one_pass(program: Program) -> tuple[Any, Any, dict[str, Any], Any]:
         path: jnp.zeros((size, *sizes, *more), jnp.float32)
         for path, sizes in layers.items()
     }
+    # Zeros that are added to these operands have their cotangents for each example.
     types = [types or {} for _, types in program.loops]
     zeros = jax.tree.map(
         lambda type_: jnp.zeros((size, *type_.shape), type_.dtype), types
@@ -257,6 +265,7 @@ def _in_one_pass(program: Program) -> tuple[Any, Any, dict[str, Any], Any]:
                         operands[at], array=operands[at].array + zero
                     )
                 evaluate = _one_by_one if program.by_example else interpreter.arrays
+                # Kept for the pass outside of the loops
                 results[number] = looped(equation, operands, evaluate)
                 return results[number]
 
@@ -270,6 +279,7 @@ def _in_one_pass(program: Program) -> tuple[Any, Any, dict[str, Any], Any]:
         value, aux = objective.reduced(program.one.rebuild(joined))
         return value, (aux, results)
 
+    # The gradient with respect to the probes is what they are for: the scores.
     run = jax.value_and_grad(loss, (0, 1, 2), has_aux=True)
     (value, (aux, results)), (gradients, numbers, cotangents) = run(
         task.params, probes, zeros
@@ -306,6 +316,8 @@ def _outside(program: Program, *kept: Any) -> dict[str, Any]:
                 at = program.number(equation)
                 if at is None or program.loops[at][1] is None:
                     return None
+                # To first order, what a loop makes of an operand is the product with
+                # its cotangent, whose gradient is the part that goes through the loop.
                 through.extend(
                     _dot(operands[place].array, own)
                     for place, own in cotangents[at].items()
@@ -333,6 +345,8 @@ def _outside(program: Program, *kept: Any) -> dict[str, Any]:
             for path, own in gradients.items()
         }
 
+    # One after the other: a gradient of weights outside exists for one example at a
+    # time.
     found = lax.map(of_example, jnp.arange(scoring.Batch.size))
     return {path: jnp.moveaxis(own, 0, -2) for path, own in found.items()}
 
@@ -345,6 +359,8 @@ def _one_by_one(program: Any, inputs: Sequence[Value]) -> list[Any]:
     """
     alongs = [value.alongs[0] for value in inputs if value.alongs]
     jaxpr, consts = getattr(program, "jaxpr", program), getattr(program, "consts", ())
+    # Integers and keys go past the rule: they have no cotangents that the backward pass
+    # could be given.
     real = [*map(has_tangent, jaxpr.outvars)]
     pairs = zip(jaxpr.invars, inputs, strict=True)
     moved = [
@@ -374,6 +390,8 @@ def _one_by_one(program: Any, inputs: Sequence[Value]) -> list[Any]:
         return found, [*map(_numbers, pick(found, scored), directions)]
 
     def backward(kept: Any, cotangents: list[Any]) -> tuple[Any, None, None, Any]:
+        # The cotangent of a probe is not a derivative here but the numbers themselves,
+        # which leave the backward pass that way.
         found, numbers = _summed(of_example, *kept, pick(cotangents, real))
         return found, None, None, numbers
 
@@ -401,12 +419,15 @@ def _summed(fn: Callable, given: list[Any], *rest: Any) -> Any:
     """
     leaves, tree = jax.tree.flatten((given, *rest))
 
+    # `jax.vmap` would make the gradients of all examples at once.
     @custom_vmap
     def run(*leaves: Any) -> Any:
         return fn(*jax.tree.unflatten(tree, leaves))
 
     @run.def_vmap
     def every(size: int, is_mapped: Sequence[bool], *leaves: Any) -> Any:
+        # What an example has for itself gets its own cotangent, and what examples
+        # share, such as weights, the sum, which is added up as they come.
         own = [*is_mapped[: len(given)]]
         shared = [not is_ for is_ in own]
 
@@ -418,6 +439,7 @@ def _summed(fn: Callable, given: list[Any], *rest: Any) -> Any:
             ]
             return sums, (pick(found, own), numbers)
 
+        # Sums are in float32, so that a batch of many examples loses no small parts.
         like = pick(leaves[: len(given)], shared)
         zeros = [
             jnp.zeros(leaf.shape, np.promote_types(leaf.dtype, np.float32))

@@ -26,6 +26,8 @@ def of_losses(
     """
     objective, params = task.objective, task.params
     found, gradients = task.value_and_grad()
+    # Along zeros where nothing is scored: one derivative in forward mode has all
+    # totals.
     every = dict(leaves_with_paths(jax.tree.map(jnp.zeros_like, params))) | direction
     tree = jax.tree.structure(params, is_leaf=is_named)
     along, norm = in_range(task, jax.tree.unflatten(tree, every.values()))
@@ -47,6 +49,8 @@ def in_range(task: Task, direction: Any) -> tuple[Any, Any]:
     norm, traced = 1.0, trace(task.of_model, task.model, task.batch)
     if has_small_range(equations_of(traced.closed.jaxpr)):
         direction = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), direction)
+        # A direction of norm 1 keeps tangents in the range in which the losses are; the
+        # totals are multiplied again in float32.
         norm = lax.stop_gradient(
             jnp.maximum(norm_of(direction), jnp.finfo("float32").tiny)
         )
@@ -105,6 +109,7 @@ def of_documents(
     def summed(array: Any) -> Any:
         return jax.ops.segment_sum(array.reshape(-1), places, Documents.size)
 
+    # By place and not by row, so a document may be anywhere in the batch.
     found = summed(along)
     if of_mean:
         found = found / jnp.maximum(summed(jnp.ones_like(along)), 1.0)

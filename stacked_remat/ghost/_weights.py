@@ -58,6 +58,7 @@ class Value:
 def bind(equation: Any, operands: Sequence[Any]) -> list[Any]:
     pairs = zip(equation.invars, operands, strict=True)
     given = {atom: value for atom, value in pairs if not isinstance(atom, Literal)}
+    # A jaxpr needs one, and the equation's own belongs to a program with other inputs.
     debug_info = jax.make_jaxpr(lambda: ())().jaxpr.debug_info
     alone = Jaxpr(
         [], list(given), equation.outvars, [equation], equation.effects, debug_info
@@ -79,7 +80,9 @@ def without_rules(program: Any) -> Any:
 
 
 def equation_without_rules(equation: Any) -> Any:
+    # Programs within it, such as branches and bodies of loops, have rules too.
     params = {name: without_rules(value) for name, value in equation.params.items()}
+    # Within a rule's function it marks what the rule differentiates itself.
     if equation.primitive is primitives.stop_gradient_p:
         return equation.replace(primitive=primitives.copy_p)
     if equation.primitive is primitives.custom_vjp_call_p:
@@ -100,6 +103,7 @@ def tangents_of(
         return bind(equation, [own.get(at, array) for at, array in enumerate(arrays)])
 
     given = [arrays[at] for at in directions]
+    # JAX takes tangents in the dtype of their primals; a direction may be in float32.
     along = [
         own.astype(array.dtype)
         for own, array in zip(directions.values(), given, strict=True)
@@ -123,6 +127,8 @@ def of_weights(equation: Any, operands: Sequence[Value]) -> list[Value]:
     ):  # which would lose small entries of a direction
         return [Value(arrays[0], operands[0].alongs)]
     found: list[list[Along]] = [[] for _ in arrays]
+    # Operands that come from one array, such as `w * w`, share its probe: their
+    # tangents are of one direction, and taken together.
     groups: dict[int, dict[int, Along]] = {}
     for at, value in enumerate(operands):
         for along in (
@@ -136,6 +142,7 @@ def of_weights(equation: Any, operands: Sequence[Value]) -> list[Value]:
         first, *_ = group.values()
         for alongs, tangent in zip(found, tangents, strict=True):
             if is_differentiable(jnp.result_type(tangent)):
+                # Reverse mode is to see the array alone, and not its derivative too.
                 alongs.append(
                     Along(first.path, lax.stop_gradient(tangent), first.probe)
                 )
@@ -153,10 +160,14 @@ def deposit(
     `tangents` gives those of the results along a direction. Traced here, and evaluated
     in the backward pass.
     """
+    # A function of the direction, of which the backward pass evaluates only what the
+    # results' tangents need. What it closes over are residuals of the deposit: stopped,
+    # as scores have no derivatives.
     closed = jax.make_jaxpr(tangents)(along.direction)
     jaxpr = closed.jaxpr.replace(
         constvars=[], invars=[*closed.jaxpr.invars, *closed.jaxpr.constvars]
     )
+    # The direction stays an input, used or not, so that the signature doesn't change.
     keep = [True] + [False] * len(closed.consts)
     jaxpr, used = partial_eval.dce_jaxpr(jaxpr, [True] * len(results), instantiate=keep)
     arrays = [
@@ -165,6 +176,8 @@ def deposit(
     ]
     direction = lax.stop_gradient(along.direction)
     given = (*results, direction, *arrays, along.probe)
+    # Within a shard_map a cotangent has to vary over the mesh axes that its primal
+    # does, or JAX refuses it.
     varying = frozenset().union(
         *(jax.typeof(array).manual_axis_type.varying for array in given)
     )
@@ -202,6 +215,7 @@ def settled(value: Value) -> Any:
 def _product(cotangent: Any, tangent: Any) -> Any:
     if jnp.iscomplexobj(tangent):
         return jnp.sum(jnp.real(cotangent * tangent))
+    # In float32 whatever the dtype of computation: many small products are added up.
     return jnp.sum(cotangent.astype(jnp.float32) * tangent.astype(jnp.float32))
 
 

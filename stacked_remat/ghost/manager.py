@@ -78,6 +78,7 @@ class GhostManager:
         self._attached: tuple[Any, int, list[str], Sequence[str] | None] | None = None
         self._found: tuple[GradDots, Any] | None = None
         self._is_checked = False
+        # Two programs, so that a step that isn't scored pays for nothing of it.
         self._scored, self._plain = (
             eqx.filter_jit(self._score),
             eqx.filter_jit(self._gradient),
@@ -123,6 +124,8 @@ class GhostManager:
         """
         if self._required()[1] % self.every:
             return self._plain(model, batch)
+        # Once: it costs two forward passes, and what a loss function computes doesn't
+        # change from step to step.
         if not self._is_checked and self.options.get("granularity") != "total":
             check_examples(model, self.losses, batch, tokens=self.options.get("tokens"))
             self._is_checked = True

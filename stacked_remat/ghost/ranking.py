@@ -77,6 +77,8 @@ def rank_examples(
             table.append_column("square", [squares]),
             [*summed, ("square", "sum")],
         )
+    # An example has a row for each layer and leaf. Without threads sums are in the
+    # order of the rows, and two readings of a log give the same bits.
     table = table.group_by(["step", "example"], use_threads=False).aggregate(summed)
     scores = table["score_sum"].to_numpy()
     if normalize == "step":
@@ -86,6 +88,7 @@ def rank_examples(
     table = table.append_column("mean", [scores]).group_by("example", use_threads=False)
     table = table.aggregate([("mean", "mean"), ("mean", "count")])
     means = table["mean_mean"].to_numpy()
+    # Stable: of equal scores the example that was logged first comes first
     order = np.argsort(-means, kind="stable")
     ids = table["example"].cast("string").to_numpy()
     return ExampleRanking(

@@ -85,6 +85,8 @@ def _digest(array: Array) -> tuple[Array, Array]:
     """Two sums of hashes of the elements, modulo 2**32: a sum of integers is the same
     in any order.
     """
+    # An array in host memory goes through the device entry by entry: whole it might not
+    # fit there.
     if not is_on_host(array):
         return _sums_of_hashes(_words(array))
 
@@ -104,6 +106,7 @@ def _words(array: Array) -> Array:
     """The bits of an array as uint32; wider elements have a last axis of words."""
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         array = jax.random.key_data(array)
+    # Keys and bools have no bits of their own for a bitcast.
     if array.dtype == jnp.bool_:
         array = array.astype(jnp.uint8)
     if jnp.issubdtype(array.dtype, jnp.complexfloating):
@@ -129,6 +132,8 @@ def _sums_of_hashes(words: Array, first: Array | int = 0) -> tuple[Array, Array]
             within = within * jnp.uint32(size % 2**32) + index
     sums = []
     for seed in _SEEDS:
+        # Mixed with the index, so that two elements that change places are noticed;
+        # mixed before and after, so that changes of one bit don't cancel in the sum.
         place = _mixed(_mixed(entry + jnp.uint32(seed)) + within)
         hashes = _mixed((words * jnp.uint32(seed)) ^ place)
         sums.append(jnp.sum(hashes, dtype=jnp.uint32))

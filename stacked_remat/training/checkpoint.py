@@ -88,6 +88,7 @@ class Checkpoints:
         self._unsaved: dict[str, list[int]] | None = None
         self._last_save, self._is_late = time.monotonic(), LargestOfAll()
         self._kept = _KeptStep()
+        # Orbax asks the policy at each save, so the best step is set before.
         policy = _preservation(config, self._kept)
         options = ocp.CheckpointManagerOptions(
             preservation_policy=policy, cleanup_tmp_directories=True
@@ -99,6 +100,8 @@ class Checkpoints:
         """The step of the latest checkpoint, whole or damaged; None if there is
         none.
         """
+        # Not by Orbax, which hides damaged ones: a run must not resume silently from an
+        # earlier checkpoint.
         return max(checkpoint_steps(self.folder), default=None)
 
     def is_due(self, step: int) -> bool:
@@ -108,6 +111,7 @@ class Checkpoints:
         """
         every, minutes = self._config.every_steps, self._config.every_minutes
         by_step = every is not None and step % every == 0
+        # Clocks of hosts differ, and a checkpoint is written by all or by none.
         by_time = minutes is not None and self._is_late(
             time.monotonic() - self._last_save >= 60 * minutes
         )
@@ -135,12 +139,15 @@ class Checkpoints:
         """
         import orbax.checkpoint as ocp
 
+        # An error of the one before is raised here, and not lost in a thread.
         self.wait()
         self._kept.step = best
         chosen, rest = self._divided(state)
+        # An array without elements is in the layout alone, which has its shape.
         arrays = {
             name: array for name, array in arrays_by_name(chosen).items() if array.size
         }
+        # Frozen weights never change, so their digests are found once.
         if self._unsaved is None:
             self._unsaved = digests(rest)
         run = {
@@ -197,6 +204,7 @@ class Checkpoints:
         try:
             yield
         except (OSError, ValueError) as error:  # TensorStore raises ValueErrors
+            # A full disk should be called that, and not by a text of TensorStore's.
             code = _SYSTEM_ERROR.search(str(error))
             number = (
                 error.errno
@@ -240,6 +248,7 @@ def load_checkpoint(
         for name, entry in run["layout"].items()
         if name.startswith(prefix)
     }
+    # Compared before anything is read, which may take minutes.
     differing = differences(saved, layout(like))
     if differing:
         raise CheckpointMismatchError(
@@ -251,6 +260,7 @@ def load_checkpoint(
         path / _STATE,
         {name: array for name, array in wanted.items() if np.prod(array.shape)},
     )
+    # Orbax itself finds only some damage.
     changed = [
         name
         for name, digest in digests(found).items()

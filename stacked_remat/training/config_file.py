@@ -57,6 +57,7 @@ def parse_config(config_class: type[Config], arguments: Sequence[str]) -> Config
             another type or out of range, or a file that can't be read; names the key,
             where it was written, and the nearest valid one.
     """
+    # Wherever it is, also beside a mistake that a user asks help for.
     for flag in {"--help", "-h"}.intersection(arguments):
         after = arguments[arguments.index(flag) + 1 :]
         print(_help(config_class, after[0] if after else ""), end="")
@@ -108,6 +109,8 @@ def _check_once(key: str, value: str | None, earlier: Mapping[str, str | None]) 
     that is.
     """
     for other, others_value in earlier.items():
+        # A section after one of its keys would replace what the key set; a key after
+        # its section adds to it, as is usual.
         if other == key or other.startswith(f"{key}."):
             both = [f"`--{other} {others_value or ''}", f"`--{key} {value or ''}"]
             places = " and then ".join(f"{place.rstrip()}`" for place in both)
@@ -231,6 +234,8 @@ class _Decoder:
         what it has.
         """
         self._check_section(tree, at, "is a section of keys", config_class)
+        # A default that is written is a wish; one that is not may be replaced by what a
+        # model's folder has.
         written = frozenset(
             ".".join(path) for path, value in leaves(tree) if value != {}
         )
@@ -258,6 +263,8 @@ class _Decoder:
         try:
             config = config_class(**values)
         except (ValueError, OverflowError) as error:
+            # A check of a dataclass knows no file: the keys that its message names say
+            # where.
             named = not at or _mentions(str(error), at)
             keys = [below + ".".join(path) for path, _ in leaves(tree)]
             blamed = [key for key in keys if _mentions(str(error), key)] or keys or [at]
@@ -313,6 +320,7 @@ class _Decoder:
                     did_you_mean(str(value), [str(choice) for choice in arguments])
                 )
             return value
+        # A text would be taken for a list of its letters.
         if origin in (tuple, list) and not isinstance(value, list):
             raise _Misfit("" if isinstance(value, Mapping) else f" Write [{value}].")
         if origin is list or arguments[1:] == (Ellipsis,):

@@ -164,6 +164,8 @@ def _types(registry: Any, dotted: str, instance: Any) -> Iterator[str]:
         f"`{dotted}.type` is one of"
         f" {', '.join(f'`{name}`' for name in choices)}{chosen}."
     )
+    # Most keys are the same in all types: each row is written once, under the types
+    # that have it.
     owners: dict[str, list[str]] = {}
     for name, choice in choices.items():
         own = instance if type(instance) is choice else None
@@ -206,10 +208,12 @@ def _description(config_class: Any) -> list[str]:
 def _meanings(config_class: type) -> dict[str, str]:
     """What the `Attributes:` of a class and of its bases say about each field."""
     found: dict[str, str] = {}
+    # Bases first, so that a class may say more of a field that it inherits.
     for base in reversed(config_class.__mro__):
         _, _, attributes = inspect.cleandoc(base.__doc__ or "").partition(
             "\nAttributes:\n"
         )
+        # Up to the next heading, which is not indented
         block = re.split(r"\n(?=\S)", attributes)[0]
         for entry in re.split(r"\n(?=    \S)", block):
             name, colon, meaning = entry.strip().partition(":")

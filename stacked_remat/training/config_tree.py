@@ -108,6 +108,7 @@ def _overlaid(below: Any, above: Any) -> Any:
     """
     if not (isinstance(below, dict) and isinstance(above, dict) and above):
         return above
+    # The keys of one type mean nothing to another.
     if "type" in above and above["type"] != below.get("type", above["type"]):
         return above
     merged = dict(below)
@@ -143,6 +144,7 @@ class _File:
             ) from error
         includers = (*self.includers, self.location)
         chain = f", included by {by}{self.chain}"
+        # A cycle is found by its names; what only grows is stopped by the number below.
         if location in includers:
             raise ConfigError(f"A config file can't include itself: {location}{chain}.")
         if next(self.numbers) > _MOST_INCLUDES:
@@ -184,6 +186,8 @@ class _Loader(yaml.SafeLoader):
     The annotation of a key says what is a bool.
     """
 
+    # Only these kinds are told by how a value looks; what a bool or a float is, the
+    # annotation says.
     yaml_implicit_resolvers = {
         first: [
             (tag, regexp)
@@ -213,6 +217,8 @@ class _Loader(yaml.SafeLoader):
                     None, None, problem, key.start_mark
                 )
             lines[key.value] = key.start_mark.line + 1
+            # Deep: a merge needs the whole value now, and not when the document is
+            # done.
             found = self.construct_object(value, deep=True)
             if key.tag == "tag:yaml.org,2002:merge":
                 merged = found if isinstance(found, list) else [found]
@@ -224,6 +230,8 @@ class _Loader(yaml.SafeLoader):
                     f"`<<` in {self._file.where} merges {shown(below)}; it must be a"
                     " mapping."
                 )
+            # From the first merge on what is there wins, so the first file that has a
+            # key gives its value.
             tree = _overlaid(below, tree) if tree else below
         return tree
 
@@ -253,6 +261,8 @@ def _beside(including: str, name: str) -> str:
     if separator and scheme not in _LOCAL_SCHEMES:
         return _beside_url(scheme, path, name)
     name = os.path.expanduser(name)
+    # A local config may include anything; only one at a URL, which someone else may
+    # have written, may not.
     if "://" in name or os.path.isabs(name):
         return name
     return (

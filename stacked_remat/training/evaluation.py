@@ -44,6 +44,7 @@ def held_out_evaluators(
     Raises:
         ConfigError: an evaluator finds no token that counts.
     """
+    # One function for all sets, so that sets of one shape share a compilation.
     compiled = eqx.filter_jit(
         lambda model, batch: loss_function(model, batch)[1]["loss"]
     )
@@ -53,6 +54,7 @@ def held_out_evaluators(
         count = min(num_batches, len(text))
 
         def evaluate(model: Any) -> float:
+            # Weighted by tokens: the last batch of a set may be mostly padding.
             total = tokens = 0.0
             for batch in (shard(text.batch(index)) for index in range(count)):
                 own = float(jnp.sum(batch.weights.array))
@@ -68,6 +70,7 @@ def held_out_evaluators(
         return evaluate
 
     sets = {"held_out": held_out} if len(held_out) else {}
+    # A single source is the whole set already.
     if len(by_source) > 1:
         sets |= {f"held_out/{source}": text for source, text in by_source.items()}
     return {name: evaluator(name, text) for name, text in sets.items()}

@@ -137,6 +137,8 @@ def train(
             it, or too many were skipped.
         ConfigError: the config goes by the loss on held-out text, and there is none.
     """
+    # The state is donated, so that weights are updated in place; the batch isn't:
+    # scores and the log read it after the step.
     compiled = eqx.filter_jit(step, donate="all-except-first")
     scorer = None if scoring is None else StepScorer(scoring, step, outputs.progress)
     shard = (step.partitioning or Partitioning.one_device()).shard_batch
@@ -150,6 +152,7 @@ def train(
     else:
         training.set_state(position.data)
     if not report.is_over(done):
+        # One batch ahead, so that the device never waits for the host to make it.
         batch = shard(training.next())
         report.prepare(step, state, batch)
     outputs.progress.start(config.num_steps, done)
@@ -170,11 +173,14 @@ def train(
                 batch = shard(training.next())  # made while the device works
             # Waits for the step before, while the device does this one
             report.dispatched(_Step(done, metrics, targets, used.num_tokens, ended))
+            # Asked once a step in all processes, which have to agree on the answer.
             asked = should_stop()
             is_evaluated = done == config.num_steps or (
                 config.eval_every and done % config.eval_every == 0
             )
             is_due = outputs.checkpoints.is_due(done)
+            # What is written has to be of steps that are done: else the loop stays a
+            # step ahead.
             is_read = is_evaluated or is_due or done == last_traced
             if is_read or asked is not None or scores is not None:
                 report.catch_up()
@@ -189,15 +195,7 @@ def train(
             is_last = report.is_over(done) or stopped_by is not None
             if is_last or is_due or report.is_best(done):
                 report.save(done, data, state, scorer, is_last)
-    found = report.position
-    return TrainingResult(
-        state,
-        found.held_out_before,
-        found.held_out_after,
-        stopped_by,
-        found.best_step,
-        found.best_loss,
-    )
+    return report.result(state, stopped_by)
 
 
 _RATES = 2**12  # learning rates in a table
@@ -249,6 +247,7 @@ class _Report:
     def prepare(self, step: TrainStep, state: TrainState, batch: TokenBatch) -> None:
         """Finds the time of a step at the devices' peak, for the utilisation."""
         devices = list(state.step.devices())
+        # A device whose peak is not known has no utilisation, unless the config has it.
         target = target_of_device(devices[0])
         peak = self._config.profiler.peak_flops or (target and target.flops)
         loss = lambda model, batch: step.loss_function(model, batch, *state.loss_keys)  # noqa: E731
@@ -276,6 +275,8 @@ class _Report:
             done, loss, self._clock.tokens_per_second, memory
         )
         targets = int(step.targets)
+        # Not an error: a row of a mixture may have none by chance, and a loss of 0
+        # changes only what decays.
         if not targets:
             self._outputs.progress.message(
                 f"step {done} has no target: its loss is 0, and it teaches nothing"
@@ -309,6 +310,8 @@ class _Report:
         """That of a step, from a table: to compute it, the device would first do the
         step that is dispatched.
         """
+        # A skipped step doesn't advance the schedule, whose count is in the optimizer's
+        # state.
         number, at = divmod(done - 1 - self.position.skipped, _RATES)
         if number != self._table_number:
             updates = number * _RATES + np.arange(_RATES, dtype=np.int32)
@@ -327,6 +330,7 @@ class _Report:
         if done == 0:
             self.position = replace(self.position, held_out_before=losses)
         else:
+            # The first set is the text of all sources together.
             self._compare(done, next(iter(losses.values())))
         self.position = replace(self.position, held_out_after=losses)
         self._log(done, {f"{name}_loss": loss for name, loss in losses.items()})
@@ -373,10 +377,24 @@ class _Report:
             scorer.flush()
         for tracker in self._outputs.trackers:
             tracker.flush()
+        # Metrics and scores first: a run that is killed between them and the checkpoint
+        # drops their last rows when it resumes, but never lacks any.
         with self._clock.paused():
             checkpoints.save(done, state, asdict(self.position), best=best)
             if is_last:
                 checkpoints.wait()
+
+    def result(self, state: TrainState, stopped_by: str | None) -> TrainingResult:
+        """The result of the run, which ended with this state."""
+        found = self.position
+        return TrainingResult(
+            state,
+            found.held_out_before,
+            found.held_out_after,
+            stopped_by,
+            found.best_step,
+            found.best_loss,
+        )
 
     def _log(self, done: int, metrics: dict[str, Any]) -> None:
         for tracker in self._outputs.trackers:

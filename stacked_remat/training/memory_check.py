@@ -29,6 +29,7 @@ def check_fits(parts: Mapping[str, Any], fix: str, *, limit: int | None = None) 
     one memory.
     """
     device = jax.local_devices()[0]
+    # Virtual devices of a CPU share one memory, so all their copies count.
     shared = limit is None and device.platform == "cpu"
     limit = memory_bytes(device) if limit is None else limit
 
@@ -93,6 +94,7 @@ def memory_bytes(device: Any) -> int | None:
         return None
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     swap = 1024 * (number_in(_MEMORY, "SwapTotal:") or 0)
+    # A container may have less than its machine.
     return min(physical, number_in(f"{_CGROUP}.max") or physical) + swap
 
 
@@ -130,6 +132,7 @@ def _bytes(array: Any, all_devices: bool) -> int:
     process.
     """
     shape, copies, sharding = array.shape, 1, getattr(array, "sharding", None)
+    # A device has its shard; a CPU that plays several devices has all of them.
     if sharding is not None:
         shape = sharding.shard_shape(shape)
         copies = len(sharding.addressable_devices) if all_devices else 1

@@ -80,6 +80,7 @@ class Partitioning:
                 " devices; with several processes all must be in the mesh."
             )
         grid = np.array(available[:used], dtype=object).reshape(tuple(sizes.values()))
+        # Auto: the compiler divides what no constraint names.
         mesh = Mesh(grid, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
         tables = (config.compute_mapping, config.param_mapping)
         tuples = (
@@ -276,6 +277,8 @@ class Partitioning:
         if self.mesh.size == 1:
             return ProcessShare()
         sharding = self._batch_sharding((Axis(BATCH_AXIS, rows),))
+        # Two devices may have the same rows, where batches are not divided over all
+        # axes.
         parts = filter(None, sharding.addressable_devices_indices_map((rows,)).values())
         own = sorted({part.indices(rows)[:2] for (part,) in parts})
         (start, _), (_, stop) = own[0], own[-1]
@@ -294,6 +297,8 @@ class Partitioning:
         """
         if self.mesh.size == 1:
             return jax.device_put(batch)
+        # A process has its own rows alone; the array of all of them has no copy
+        # anywhere.
         processes = self.process_share(self.parts_of(BATCH_AXIS)).count
 
         def share(named: NamedArray) -> NamedArray:
@@ -346,6 +351,8 @@ class Partitioning:
         sizes = {axis.name: axis.size for axis in axes}
         physical: dict[str, tuple[str, ...]] = {}
         for name in filter(sizes.__contains__, mapping):
+            # JAX refuses an axis of the mesh twice in one array, as `embed` and `mlp`
+            # may both name it; the first in the mapping gets it.
             used = set(itertools.chain(*physical.values()))
             over = physical[name] = tuple(
                 one for one in mapping[name] if one not in used
@@ -403,6 +410,8 @@ def gathered(layer: T, *, leave: Sequence[str] = ()) -> T:
             return leaf
         if any(axis.name in leave for axis in leaf.axes):
             return leaf
+        # Of weights, activations' mapping leaves what only `param_mapping` divides
+        # whole: that is the gathering.
         spec = partitioning._spec(leaf.axes, "compute_mapping")
         if spec == partitioning._spec(leaf.axes, "param_mapping"):
             return leaf

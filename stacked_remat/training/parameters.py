@@ -78,6 +78,7 @@ def check_learning_rates(factors: Mapping[str, float], trained: Any) -> None:
     key = "optimizer.learning_rates"
     paths = parameter_paths(trained)
     check_patterns(key, factors, paths, KIND)
+    # A pattern that never comes first has no effect, and nobody would see that.
     first_matches = {first_match(path, factors) for path in paths}
     for pattern in factors:
         if pattern not in first_matches:

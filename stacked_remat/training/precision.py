@@ -61,6 +61,7 @@ def in_float32(
     """
 
     def widened(tree: T) -> T:
+        # Numbers of 64 bits, under `jax_enable_x64`, are not narrowed.
         return _cast(tree, "float32", lambda bytes_: bytes_ < 4)
 
     def init(params: Any) -> Any:
@@ -78,6 +79,7 @@ def in_float32(
 def _stored(state: Any, parameters: Any, dtype: DTypeLike) -> Any:
     if jnp.dtype(dtype) == jnp.float32:
         return state
+    # A scalar's path and shape would match counters of the optimizer too.
     shapes = {
         path: leaf.shape
         for path, leaf in jax.tree_util.tree_leaves_with_path(parameters)

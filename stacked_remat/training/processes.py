@@ -100,6 +100,8 @@ def check_one_process(command: str) -> None:
 
 def _in_thread(work: Callable[[], T]) -> T:
     """`work()` in a thread: the main thread handles signals meanwhile."""
+    # Python handles signals in the main thread alone, and only between its own
+    # instructions: within a call into JAX that waits, SIGTERM would not be noticed.
     ended: Future[T] = Future()
 
     def run() -> None:
@@ -120,6 +122,7 @@ def of_all(value: T) -> list[T]:
     """
     if jax.process_count() == 1:
         return [value]
+    # A name of its own: JAX's store keeps what was written under a name.
     name, seconds = f"exchange {next(_exchanges)}", round(3600 * _HOURS_TO_WAIT)
     found = _in_thread(lambda: exchange(name, json.dumps(value), seconds))
     if found is None:
@@ -140,6 +143,7 @@ def agreed(work: Callable[[], T], *, takes_part: bool = True) -> T:
         result = work() if takes_part else None
     except Exception as raised:
         error = raised
+    # Before anyone raises: a process that ended alone would let the others wait.
     failed = of_all(error is not None)
     if error is not None:
         raise error
@@ -180,6 +184,7 @@ class LargestOfAll:
             Mesh(np.array(jax.devices()), ("all",)), PartitionSpec("all")
         )
         own = np.full(jax.local_device_count(), number, np.int32)
+        # The result of the call before is there by now, so reading it doesn't wait.
         before = self._before
         self._before = jax.jit(jnp.max)(
             jax.make_array_from_process_local_data(sharding, own)
@@ -203,6 +208,7 @@ def ending_with_others() -> Iterator[None]:
         jax.errors.JaxRuntimeError
     ) as error:  # others may have these words too, such as in a path
         text = str(error)
+        # JAX has no class of errors for a lost process; only the words differ.
         if jax.process_count() > 1 and any(sign in text.lower() for sign in _LOST):
             reason = text.partition("\n")[0]
             print(
@@ -226,6 +232,8 @@ def end_after_error(status: int) -> NoReturn:
         with contextlib.suppress(Exception):  # the others are gone
             jax.distributed.shutdown()
 
+    # In a thread with a limit: the shutdown is a barrier, at which a process that is
+    # gone never arrives.
     leaving = threading.Thread(target=leave, daemon=True)
     leaving.start()
     leaving.join(_SECONDS_TO_END)
@@ -237,4 +245,5 @@ def end_process(status: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
+    # Not `sys.exit`: JAX's handlers at exit would wait for the others.
     os._exit(status)

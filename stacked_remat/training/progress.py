@@ -38,6 +38,7 @@ class LastingOutput:
 
     def write(self, text: str) -> int:
         """Writes the text, or drops it."""
+        # A terminal of another encoding must not end a run with a UnicodeEncodeError.
         encoding = getattr(self._stream, "encoding", None) or "utf-8"
         with self._dropping():
             self._stream.write(text.encode(encoding, "replace").decode(encoding))
@@ -91,6 +92,7 @@ class ConsoleProgress:
         The work `what` ends with the call in which `done` is `total`, which is at least
         1.
         """
+        # One bar at a time: Rich can't show two live displays.
         if self._work is None or self._work[0] != what:
             self.stop()
             self._work = (what, time.monotonic())
@@ -158,6 +160,7 @@ class ConsoleProgress:
                 )
                 status += f"  {left:.0f} s left"
             self.message(f"step {step}/{self._num_steps}  {status}")
+        # The time left is by the steps after the first, which compiles.
         self._first_done = self._first_done or (step, time.monotonic())
 
     def stop(self) -> None:

@@ -65,6 +65,7 @@ def remat_entry(spec: ScanCheckpointSpec) -> bool | str | dict[str, Any]:
     """The `remat` config entry of a policy without functions; the inverse of
     `remat_policy`.
     """
+    # A config is text, and is read in another process.
     if callable(spec) or (
         isinstance(spec, ScanCheckpointPolicy) and callable(spec.save_block_internals)
     ):

@@ -114,6 +114,7 @@ class RunFolder:
         """Writes the config and removes an earlier result: the run begins or
         resumes.
         """
+        # Before anything else: a result says that the run of this config is finished.
         self.result.unlink(missing_ok=True)
         with replaced_whole(self.config) as path:
             path.write_text(
@@ -129,6 +130,7 @@ class RunFolder:
         if not self.config.exists():
             return _check_empty(self.root)
         changes = config_changes(read_config_file(str(self.config)), config)
+        # Another config would silently go on from weights that it didn't make.
         if changes and not accept_changes:
             lines = "\n  ".join(changes)
             raise ConfigError(
@@ -206,6 +208,8 @@ def lock_run_folder(root: Path) -> Iterator[None]:
                 f"Another process trains in {root}. Wait for it or end it, or give this"
                 " run a folder of its own with --trainer.run_dir."
             ) from error
+        # A file system without locks, as some network ones: two runs in one folder are
+        # then the user's to avoid.
         except OSError:
             pass
         yield
@@ -219,6 +223,7 @@ def check_same_in_all(config: Mapping[str, Any], fix: str) -> None:
     `fix`.
     """
     first, *others = of_all(dict(config))
+    # Each process would wait for the others in a collective that they never reach.
     lines = [
         f"{key} is {there} in process 0 and {here} in process {index}"
         for index, other in enumerate(others, 1)

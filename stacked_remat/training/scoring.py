@@ -141,6 +141,7 @@ class StepScorer:
                 self._progress.waiting("compiling a step that scores its examples")
             check_examples(state.model, self._sums, batch)
             self._is_checked = True
+        # In float32 whatever the weights are: parts of several batches are added up.
         direction = jax.tree.map(
             lambda leaf: jnp.zeros(leaf.shape, jnp.float32), state.trained
         )
@@ -208,6 +209,8 @@ class StepScorer:
             "reduction": "sum",
             "trainable": marks(state.trained),
         }
+        # The step's own gradients, for a loss that has more than the sum over
+        # sequences.
         ordinary = step.gradients_of(state, batch)
 
         def compute(
@@ -220,6 +223,8 @@ class StepScorer:
             return step.shard(gradients), metrics, scores
 
         after, metrics, scores = step.by(compute, batch, state)
+        # Row `i * count + n` is row `i` of microbatch `n`, so microbatches come last
+        # when the two are joined.
         if step.microbatches > 1:  # `[microbatch, ..., row]`
             scores = jax.tree.map(
                 lambda x: jnp.moveaxis(x, 0, -1).reshape(*x.shape[1:-1], -1), scores
@@ -234,6 +239,8 @@ class StepScorer:
         """The gradients, metrics and scores of a microbatch that has a share of the
         batch's weights.
         """
+        # The loss of a microbatch is a mean over its own weights: times its share of
+        # the batch's, the sum over sequences is the loss of the whole batch.
         total = _weight(part)
 
         def of_examples(model: Any, one: TokenBatch) -> tuple[NamedArray, Any]:
@@ -304,10 +311,14 @@ def named_examples(
         )
         stop = used[-1] + 1 if len(used) else 0  # padding follows
         row = {name: array[index, :stop] for name, array in arrays.items()}
+        # Of what the loss reads: rows that differ only in what is padding, or cut off,
+        # are the same example.
         digest = hashlib.sha256()
         for name in ("tokens", "targets", "weights", "documents"):
             digest.update(row[name].tobytes() if name in row else b"none")
         ids.append(digest.hexdigest()[:16])
+        # A document's last target is no input, so it is added to the text of its
+        # inputs.
         ends = (
             np.flatnonzero(np.diff(row.get("documents", np.zeros(stop)), append=-1)) + 1
         )

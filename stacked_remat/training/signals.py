@@ -61,6 +61,7 @@ class StopSignals:
         self._before = {}
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
+        # From here on Ctrl-C ends the process at once, whatever it waits for.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         if self.received is not None:
             return

@@ -258,6 +258,8 @@ class TrainStep(eqx.Module):
         their shares of the weights.
         """
         loss, count = self.loss_function, self.microbatches
+        # The loss is a mean over the weights of its own part: that of the batch is
+        # their mean by shares of the weights, not by numbers of rows.
         share_of: Any = self._mean_over_microbatches
         if count == 1:
             share_of = lambda model, part, share, keys: loss(model, part, *keys)  # noqa: E731
@@ -282,6 +284,7 @@ class TrainStep(eqx.Module):
         """The keys of a microbatch."""
         if self.microbatches == 1:
             return state.loss_keys
+        # Microbatches of one key would have the same noise.
         return tuple(jax.random.fold_in(key, index) for key in state.loss_keys)
 
     def _mean_over_microbatches(
@@ -320,6 +323,8 @@ class TrainStep(eqx.Module):
         zeros = jax.tree.map(
             lambda sums: jnp.zeros(sums.shape, sums.dtype), jax.eval_shape(sums_of, 0)
         )
+        # One more forward pass: no gradient can be taken before the sums of the last
+        # microbatch are there.
         total, _ = jax.lax.scan(add, zeros, jnp.arange(self.microbatches))
         slope, _ = jax.grad(lambda sums: loss.term(before, sums), has_aux=True)(total)
 
@@ -357,6 +362,8 @@ class TrainStep(eqx.Module):
         }
 
         def add(leaf: jax.Array, update: jax.Array) -> jax.Array:
+            # In float32, and rounded once: a small update is lost if it is rounded to
+            # bfloat16 before it is added.
             return (leaf.astype(update.dtype) + update).astype(leaf.dtype)
 
         trained = jax.tree.map(add, state.trained, updates)
@@ -364,6 +371,7 @@ class TrainStep(eqx.Module):
         if self.skip_nonfinite:
             finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"])
             skipped = dataclasses.replace(state, step=after.step, skips=state.skips + 1)
+            # Frozen weights are the same in both, and are not copied by a select.
             both = (dataclasses.replace(each, frozen=None) for each in (after, skipped))
             kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), *both)
             after, metrics["skips"] = (
@@ -394,6 +402,8 @@ class TrainStep(eqx.Module):
             )
             return summed, (share, metrics, found)
 
+        # A loop and not an unrolled sum, so that one microbatch's activations exist at
+        # a time.
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, dtype), trained)
         gradients, (shares, metrics, found) = jax.lax.scan(
             add, zeros, jnp.arange(count)
@@ -437,6 +447,8 @@ def _after(state: TrainState, trained: Any, optimizer_state: Any) -> TrainState:
 
 def of_whole_batch(metrics: Metrics, shares: Array) -> Metrics:
     """The metrics of a batch from those of its microbatches, `[microbatch, ...]`."""
+    # Only the loss is known to be a mean over weights; for other metrics this is a mean
+    # of means.
     means = {name: jnp.mean(values, axis=0) for name, values in metrics.items()}
     return {**means, "loss": jnp.sum(metrics["loss"] * shares)}
 

@@ -33,6 +33,7 @@ class Clock:
         `time.monotonic`.
         """
         ended = time.monotonic() if ended is None else ended
+        # The first step has no time: it compiles.
         if self._last is not None:
             self._seconds += ended - self._last
             self._in_steps += ended - self._last
@@ -46,6 +47,7 @@ class Clock:
         before = time.monotonic()
         yield
         if self._last is not None:
+            # As if the last step had ended later
             self._last += time.monotonic() - before
 
     def restart(self) -> None:
@@ -98,6 +100,7 @@ def training_flops(
         return loss_function(eqx.combine(trained, frozen), batch)
 
     jaxpr, _, _ = eqx.filter_make_jaxpr(loss)(trained, frozen, batch)
+    # Arguments are flattened in order, so the trained arrays come first.
     num_trained = len(jax.tree.leaves(trained))
     found = count_flops(
         jaxpr, trained=[index < num_trained for index in range(len(jaxpr.in_avals))]

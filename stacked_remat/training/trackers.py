@@ -60,6 +60,7 @@ class JsonLinesTracker(Tracker):
         Raises:
             ConfigError: a line is damaged; the file is unchanged.
         """
+        # Steps after the checkpoint are done again, and would be there twice.
         if resumed_after is not None and path.exists():
             _keep_lines(path, resumed_after)
         self._path = path
@@ -102,12 +103,16 @@ class _TensorBoard(Tracker):
         self._scalar = _package("tensorboardX.summary").scalar
         folder.mkdir(parents=True, exist_ok=True)
         self._writer = package.EventsWriter(str(folder / "events"), f".{os.getpid()}")
+        # TensorBoard itself drops earlier events of later steps when it reads this
+        # mark.
         if resumed_after is not None:
             start = self._protocol.SessionLog(status=self._protocol.SessionLog.START)
             self._write(step=resumed_after + 1, session_log=start)
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         for name, value in _scalars(metrics):
+            # TensorBoard has curves of numbers alone; an array is one for each of its
+            # entries.
             self._write(step=step, summary=self._scalar(name, value))
 
     def _write(self, **event: Any) -> None:
@@ -128,6 +133,7 @@ class _Wandb(Tracker):
         self, config: WandbConfig, folder: Path, run_config: Mapping[str, Any]
     ):
         package, identifier = _package("wandb"), folder / "wandb_run_id.txt"
+        # Kept in the folder, so that a run that resumes goes on in the same page.
         if not identifier.exists():
             identifier.write_text(uuid.uuid4().hex, encoding="utf-8")
         try:
@@ -214,6 +220,7 @@ def _keep_lines(path: Path, last_step: int) -> None:
     kept = []
     for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
         try:
+            # A line without an end was being written when its process was killed.
             if (
                 line.endswith(b"\n")
                 and json.loads(line.decode("utf-8"))["step"] <= last_step
@@ -244,4 +251,5 @@ def _scalars(metrics: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 def _as_json(value: Any) -> Any:
     if isinstance(value, list):
         return [_as_json(item) for item in value]
+    # JSON has no NaN: other readers than Python's refuse a file with one.
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -72,6 +72,8 @@ class BatchStream:
         self._rows = self._process.rows(batch_size)
         orders = np.random.SeedSequence(seed).generate_state(len(sources))
         shares = [float((weights or {}).get(name, 1.0)) for name in sources]
+        # Rows go to processes batch by batch, so that the batches of a run don't depend
+        # on the number of its processes.
         own = (
             _mixed(sources.values(), orders, shares)
             .batch(self._rows)
@@ -108,6 +110,7 @@ class BatchStream:
         that `get_state` returned, as `PackedDocuments.name`; this process's rows alone.
         """
         number = int(state["batches"]) - 1
+        # The same order as that of the rows in `own`
         first = (number * self._process.count + self._process.index) * self._rows
         return [self._names[first + row] for row in range(self._rows)]
 
@@ -195,6 +198,7 @@ class HeldOutBatches:
         # Where the sequences of each source end among those of all
         self._stops = np.cumsum([len(packed) for packed in sources], dtype=np.int64)
         count = sum(map(len, sources))
+        # Not by the run's seed: losses of runs with other seeds are on the same text.
         self._order = np.random.default_rng(0).permutation(count)
         self._own = slice(process.index * rows, (process.index + 1) * rows)
 
@@ -215,4 +219,6 @@ class HeldOutBatches:
         """The sequence of an index among those of all sources."""
         source = int(np.searchsorted(self._stops, at, side="right"))
         packed = self._sources[source]
+        # `_stops` has the ends: the first sequence of a source is at its end minus its
+        # length.
         return packed[at - int(self._stops[source]) + len(packed)]

@@ -47,6 +47,7 @@ class _Null:
     it.
     """
 
+    # Templates ask for a null in several ways: `if x`, `x == none`, `x is none`.
     def __bool__(self) -> bool:
         return False
 
@@ -76,6 +77,7 @@ class _List(list[Any]):
     def __radd__(self, other: list[Any]) -> Any:
         return _List(other + list(self))
 
+    # Python's own text of a list would be trained on as if it were JSON.
     def __repr__(self) -> NoReturn:
         _refuse_text_of("a list")
 
@@ -157,6 +159,8 @@ def _message(message: Any) -> Any:
         for name, value in message.items()
         if value is not None
     )
+    # Which fields were null is kept apart: transformers leaves them out, and a template
+    # may ask for them all the same.
     readable._null_names = frozenset(
         name for name, value in message.items() if value is None
     )
@@ -244,6 +248,7 @@ def _environment() -> Any:
     )
     environment.globals["raise_exception"] = _raise_exception
     environment.filters["tojson"] = _to_json
+    # These make plain lists of Python's, which a template could write.
     for name in ("list", "sort"):
         environment.filters[name] = _with_unwritable_list(environment.filters[name])
     environment.tests["none"] = _is_null
@@ -295,6 +300,7 @@ class Template:
         prompt: bool,
     ) -> list[_Chat]:
         """The texts of a chat."""
+        # A chat that has the marks itself could move the borders of its answers.
         if answers and _MARKS.search(
             json.dumps([messages, variables], ensure_ascii=False)
         ):
@@ -326,6 +332,8 @@ class Template:
         each.
         """
         answers: dict[str, list[tuple[int, int]]] = {text: []}
+        # From the last answer: the text up to it has the earlier ones too, if the
+        # template writes them the same there.
         for at in reversed(range(len(messages))):
             if not _is_answer(messages[at]):
                 continue
@@ -401,6 +409,8 @@ class Template:
             for name, value in variables_and_nulls.items()
         }
         pieces, length = [], 0
+        # Piece by piece, so that a template that writes without end is stopped before
+        # it fills the memory.
         for piece in self._compiled.generate(**values):
             length += len(piece)
             if length > self._longest:
@@ -460,6 +470,7 @@ def _with_ends(
 def _marked_answers(marked: str) -> list[tuple[int, int]]:
     """The answers that a template marked, by their places in the text without marks."""
     spans, length = [], 0
+    # Marks come in pairs, so every second piece is an answer.
     for number, piece in enumerate(_MARKS.split(marked)):
         if number % 2:
             spans.append((length, length + len(piece)))

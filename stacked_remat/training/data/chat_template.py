@@ -176,6 +176,7 @@ class ChatTemplate:
 
     def source_for(self, variables: Mapping[str, Any] = MappingProxyType({})) -> str:
         """The program for a chat with these variables."""
+        # As transformers chooses among several templates
         if variables.get("tools") is not None and "tool_use" in self.sources:
             return self.sources["tool_use"]
         if "default" not in self.sources:
@@ -240,6 +241,7 @@ class ChatTemplate:
             replies = _renderer(os.getpid()).ask(
                 [(templates[source], chat) for source, chat in requests]
             )
+        # One of the chats is to blame, and only asking for each alone tells which.
         except (ChatTemplateError, DataError) as error:
             if len(requests) == 1:
                 return [error]
@@ -319,6 +321,8 @@ class _Renderer:
             raise DataError(
                 f"Can't start the process that runs chat templates: {error.strerror}."
             ) from error
+        # A forked process has the pipes too, and must neither write to them nor end the
+        # program.
         self._owner = os.getpid()
         self._lock = threading.Lock()
         self._numbers: dict[str, int] = {}  # of the templates that the program has
@@ -333,6 +337,7 @@ class _Renderer:
         ended the program.
         """
         with self._lock:
+            # A template is sent once, and named by its number from then on.
             new = [
                 template
                 for template in dict.fromkeys(template for template, _ in chats)

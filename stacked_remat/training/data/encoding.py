@@ -106,12 +106,16 @@ class RecordEncoder:
         texts: list[RenderedChat] = []
         keys, weights, of_record, problems, num_empty = [], [], [], [], 0
         unread: dict[str, None] = {}
+        # Templates run in another process, which is asked once for all chats of the
+        # group.
         rendered = self._rendered(records)
         for number, record in enumerate(records):
             own_texts, problem = self._texts_of(record, rendered.get(number))
             document = record.document
             if problem is not None or document is None:
                 problems.append(str(problem))
+            # A weight of 0 leaves a record out as a whole: its tokens would only take
+            # room.
             elif not document.weight or not any(text.text for text in own_texts):
                 num_empty += 1
             else:
@@ -120,6 +124,7 @@ class RecordEncoder:
                 weights += [document.weight] * len(own_texts)
                 of_record += [number] * len(own_texts)
                 unread |= dict.fromkeys(self._unread(document))
+        # All texts at once: tokenizers work in parallel over them.
         documents = self.tokenizer.encode_chats(texts)
         tokens = [own for own, _ in documents]
         counts = Counts(
@@ -166,6 +171,7 @@ class RecordEncoder:
             texts = rendered
         elif isinstance(record.content, str | Completion):
             texts = [self._plain(record.content)]
+        # JSON may have half a surrogate pair (`\ud800`), which no tokenizer takes.
         try:
             "".join(text.text for text in texts).encode("utf-8")
         except UnicodeEncodeError:
@@ -195,6 +201,8 @@ class RecordEncoder:
         if not isinstance(document.content, list):
             return
         words = self.tokenizer.chat_template.words
+        # A template can't read a name that it doesn't have as a word; one that it has
+        # may still not be read, which only running it would tell.
         for name in self._variables(document):
             if name not in words:
                 yield f"{name}, for the chat template"
@@ -210,4 +218,6 @@ def _key(content: Content) -> int:
         text = json.dumps(content, default=str)
     else:
         text = "".join(content)
+    # The key decides whether a document is held out, so equal texts of any source are
+    # on the same side of the split.
     return int.from_bytes(hashlib.sha256(text.encode("utf-8")).digest()[:8], "big")

@@ -71,6 +71,8 @@ class EncodingProcesses:
         count = self._count
         if count is None:
             count = _num_cores() if num_bytes >= _WORTH_STARTING else 1
+        # Another package's tokenizer may not be importable, or not picklable, in a
+        # child.
         is_own = type(encoder.tokenizer).__module__.startswith(f"{__package__}.")
         if count == 1 or not is_own:
             for group in groups:
@@ -100,6 +102,8 @@ class EncodingProcesses:
         asked = collections.deque()
         for group in groups:
             asked.append((group, self._threads.submit(ask, group)))
+            # Enough that no process waits for the writer, and not so many that all text
+            # is in memory.
             if len(asked) > 2 * len(self._started):
                 first, reply = asked.popleft()
                 yield first, reply.result()
@@ -107,6 +111,7 @@ class EncodingProcesses:
             yield first, reply.result()
 
     def _ask(self, pickled: bytes, group: Group) -> EncodedRecords:
+        # A thread waits for a process that is free; threads do nothing but wait.
         process = self._idle.get()
         try:
             return process.ask(pickled, group.records)
@@ -138,6 +143,8 @@ class _Process:
         to_process, from_process = self._process.stdin, self._process.stdout
         assert to_process is not None and from_process is not None
         try:
+            # The encoder has a whole tokenizer: it is sent when it changes, not with
+            # each group.
             if encoder != self._encoder:
                 pickle.dump(encoder, to_process)
                 self._encoder = encoder

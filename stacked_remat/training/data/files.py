@@ -97,6 +97,7 @@ def standard_library_files() -> tuple[SourceFile, ...]:
 
 def _local_files(path: str) -> Iterator[SourceFile]:
     here = os.path.abspath(os.path.expanduser(path))
+    # A file may be called `a[1].txt`: what exists is not a glob.
     if os.path.isdir(here):
         root, places = here, _below(here)
     elif os.path.lexists(here):
@@ -119,6 +120,7 @@ def _below(folder: str) -> Iterator[str]:
     seen = set()
     for here, folders, names in os.walk(folder, followlinks=True):
         folders[:] = sorted(filter(_is_visible, folders))
+        # A link to a folder above would be followed for ever.
         if (own := os.path.realpath(here)) in seen:
             folders.clear()
             continue

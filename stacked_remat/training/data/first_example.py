@@ -56,6 +56,8 @@ def first_example(request: CacheRequest) -> FirstExample | None:
     records = itertools.chain.from_iterable(
         read_records(file, request.source) for file in request.files
     )
+    # Some records, and not all: a source without any targets is refused later, by its
+    # counts.
     for record in itertools.islice(records, _TRIED):
         encoded = request.encoder([record])
         for tokens, counted in zip(encoded.tokens, encoded.counted, strict=True):

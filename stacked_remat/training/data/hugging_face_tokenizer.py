@@ -69,6 +69,8 @@ class HuggingFaceTokenizer(Tokenizer):
             )
         self.end = ends[0]
         self.begin = vocabulary.get(specials.get("bos_token", ""))
+        # Most tokenizers add it themselves in post-processing; the key is for those
+        # that left it to the Python class of transformers.
         self._begin = self.begin if config.get("add_bos_token") else None
         self._template = (
             None if template is None else ChatTemplate(template, specials, chat_date)
@@ -77,6 +79,9 @@ class HuggingFaceTokenizer(Tokenizer):
             {*vocabulary.values()},
             self._tokenizer.get_vocab(with_added_tokens=False).values(),
         )
+        # Tokens beyond the embedding's rows are refused where they occur, and don't
+        # count for the size; those that the model must have do, so that a short
+        # embedding is noticed.
         kept = {token for token in every if rows is None or token < rows} | {
             *core,
             self.begin or 0,
@@ -114,6 +119,8 @@ class HuggingFaceTokenizer(Tokenizer):
         )
         encodings = {}
         for is_plain in (True, False):
+            # A template writes its own special tokens: post-processing would add them
+            # twice.
             texts = [chat.text for chat in chats if chat.is_plain == is_plain]
             encodings[is_plain] = iter(encode(texts, add_special_tokens=is_plain))
         return [self._ended(next(encodings[chat.is_plain]), chat) for chat in chats]

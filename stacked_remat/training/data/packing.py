@@ -122,6 +122,7 @@ class TokenizedDocuments:
         """
         if self.counted is None:
             return stops - firsts
+        # One pass over the marks, and then a difference for every piece, however many.
         before = np.concatenate(
             [[0], np.cumsum(np.asarray(self.counted), dtype=np.int64)]
         )
@@ -130,6 +131,8 @@ class TokenizedDocuments:
 
     def select(self, chosen: Bool[np.ndarray, " documents"]) -> "TokenizedDocuments":
         """The documents for which `chosen` is True, in the same order."""
+        # Which documents are chosen decides what is trained on, and so belongs to the
+        # data's identity in checkpoints.
         packed = np.packbits(chosen).tobytes()
         digest = hashlib.sha256(self.fingerprint.encode() + packed).hexdigest()
         factors = self.weight_factors
@@ -202,6 +205,7 @@ class _SplitPacking:
         document = int(np.searchsorted(self._ends, at, side="right"))
         found = []
         while at < stop:
+            # As many documents as the sequence has, whatever their lengths
             end = int(self._ends[document])
             start = int(self._ends[document - 1]) if document else 0
             found.append(Piece(document, at - start, min(end, stop) - at))
@@ -211,6 +215,7 @@ class _SplitPacking:
     def table(self) -> Int64[np.ndarray, "pieces four"]:
         """A row for each piece: its sequence, document, first position and count."""
         begins = np.concatenate([[0], self._ends[:-1]])
+        # A piece ends where its document or its sequence does.
         cuts = np.unique(
             np.concatenate([begins, np.arange(0, self._ends[-1], self._seq_len)])
         )
@@ -230,6 +235,7 @@ class _WholePacking:
     """
 
     def __init__(self, lengths: Int64[np.ndarray, " documents"], seq_len: int):
+        # Whole sequences of a long document, and a rest, which is packed with others.
         num_pieces = -(-lengths // seq_len)
         documents = np.repeat(np.arange(len(lengths), dtype=np.uint32), num_pieces)
         before = np.repeat(np.cumsum(num_pieces) - num_pieces, num_pieces)
@@ -288,6 +294,8 @@ def _best_fit(
     num_sequences = 0
     # Whose elements are Python's integers, as bits of any number need them
     for count in array.array("i", counts.astype(np.int32).tobytes()):
+        # The lowest set bit from `count` on is the tightest fit; an integer of Python
+        # has as many bits as a sequence has positions.
         fitting = free_sizes >> count
         if fitting:
             free = count + (fitting & -fitting).bit_length() - 1
@@ -338,6 +346,7 @@ class PackedDocuments:
         Raises:
             DataError: no document has two tokens or more.
         """
+        # A document of one token has no target.
         self._documents = documents.select(documents.lengths > 1)
         if not len(self._documents):
             raise DataError(
@@ -347,11 +356,15 @@ class PackedDocuments:
         self.num_documents = len(self._documents)
         self._separate = separate
         pack = _SplitPacking if packing == "split" else _WholePacking
+        # A document of n tokens has n - 1 positions: the last token is only a target.
+        # Pieces of one document meet in a token, a target of one and an input of the
+        # next, so no target is lost where a document is cut.
         self._pieces = pack(self._documents.lengths - 1, seq_len)
         targets = self._num_targets()
         self._chosen = None if targets.all() else np.flatnonzero(targets)
         self.num_counted = int(targets.sum())
         self.num_left_out = int((targets == 0).sum())
+        # A run that resumes needs the same sequences under the same numbers.
         packed = f"{self._documents.fingerprint} {packing} {seq_len}"
         packed += f" {self.num_left_out} left out" if self.num_left_out else ""
         self.fingerprint = hashlib.sha256(packed.encode()).hexdigest()

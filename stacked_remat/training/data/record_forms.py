@@ -82,12 +82,14 @@ def _content(
     fields: Mapping[str, Any], how: SourceConfig
 ) -> tuple[Content, tuple[str | None, ...]]:
     """The content of a record, and the keys that hold it."""
+    # What the config names comes before forms that are only known by their keys.
     text, messages = fields.get(how.text_key), fields.get(how.messages_key)
     if text is not None:
         return _text(fields, how.text_key), (how.text_key,)
     if messages is not None:
         _check_chat(messages, how.messages_key)
         return messages, (how.messages_key,)
+    # A table has null in the columns of other forms.
     for form in _FORMS:
         if all(fields.get(key) is not None for key in form.keys):
             return form.read(fields), (*form.keys, *form.more)
@@ -136,6 +138,7 @@ def _share_gpt(fields: Mapping[str, Any]) -> Content:
         if not isinstance(turn, dict) or "from" not in turn:
             messages.append(turn)
             continue
+        # A speaker that is not known might be the one whose answers are trained on.
         if turn["from"] not in _ROLES:
             raise MalformedRecord(
                 f"has a turn from {turn['from']!r} in 'conversations'; known are"
@@ -198,6 +201,7 @@ def columns_of(names: list[str], how: SourceConfig) -> list[str]:
     for form in _FORMS:
         if set(form.keys) <= set(names):
             found |= {*form.keys, *form.more}
+    # A large column that no record's document needs, such as an image, is never read.
     if found:
         found |= {*TEMPLATE_KEYS, how.weight_key}
     return [name for name in names if name in found]
@@ -213,6 +217,8 @@ def _text(fields: Mapping[str, Any], key: str) -> str:
 def _weight(fields: Mapping[str, Any], key: str | None) -> float:
     weight = 1.0 if key is None else fields.get(key, 1.0)
     is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
+    # A record must not be worth a whole epoch by a slip of a decimal point, nor make
+    # the sum of weights, by which losses are divided, vanish.
     if not is_number or not (weight == 0 or 0.01 <= weight <= 100):
         raise MalformedRecord(
             f"has {weight!r} in {key!r}; a weight is 0, or a number from 0.01 to 100"
@@ -230,6 +236,7 @@ def _check_chat(messages: Any, key: str) -> None:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise MalformedRecord(f"{no_chat} message {at} lacks a `role`")
         content = message.get("content")
+        # An answer that only calls tools has no content.
         if content is None and not message.get("tool_calls"):
             raise MalformedRecord(f"{no_chat} message {at} lacks its `content`")
         if isinstance(content, list):

@@ -119,6 +119,7 @@ _ROWS = 64  # of Parquet that are in memory at once
 
 def _opened(file: SourceFile, *, as_stored: bool = False) -> OpenFile:
     """The file, to be entered; its decompressed bytes unless `as_stored`."""
+    # The ending decides: contents may be anything, also bytes that look compressed.
     name, path = file.name.lower(), file.local_path
     endings = () if as_stored else _COMPRESSED
     codec = next(
@@ -157,6 +158,7 @@ def _read_json(file: SourceFile, how: SourceConfig, start: int) -> Iterator[Reco
             if number == 0 and line.removeprefix(codecs.BOM_UTF8)[:1] == b"[":
                 yield from _read_array(file, how, start)
                 return
+            # Blank lines are counted, so that the numbers are those that editors show.
             if number >= start and line.strip():
                 place, stored = f"{file.place}:{number + 1}", opened.fobjects[0].tell()
                 parse = functools.partial(_of_line, line, how)
@@ -206,6 +208,8 @@ def _read_parquet(file: SourceFile, how: SourceConfig, start: int) -> Iterator[R
                 " data.sources.NAME.text_key to the column with the text."
             )
         unread = tuple(name for name in names if name not in columns)
+        # A Parquet file can't be entered at a row: a build that resumes reads the rows
+        # before too, and parses none of them.
         numbers = itertools.count()
         try:
             for batch in table.iter_batches(batch_size=_ROWS, columns=columns):
@@ -214,6 +218,8 @@ def _read_parquet(file: SourceFile, how: SourceConfig, start: int) -> Iterator[R
                     if number >= start:
                         place = f"{file.place}:{number + 1}"
                         offset = file.size * (number + 1) // table.metadata.num_rows
+                        # Row by row: a text that is not UTF-8 then spoils its own row,
+                        # and not the batch.
                         fields = _fields(batch.slice(row, 1))
                         parse = functools.partial(_of_row, fields, unread, how)
                         yield Record(place, number, offset, size, parse)
@@ -241,6 +247,8 @@ def _of_row(
 ) -> Document:
     if isinstance(fields, UnicodeDecodeError):
         raise fields
+    # In a column of structs every row has every key of any row; those that a record
+    # lacks are null, and templates ask whether a key is there.
     nested = (how.messages_key, *NESTED_KEYS)
     written = {
         name: _without_nulls(value) if name in nested else value

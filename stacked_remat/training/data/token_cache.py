@@ -80,6 +80,8 @@ class CacheRequest:
             if is_large and runs[-1]:
                 runs.append([])
             runs[-1].append(file)
+            # By its name and not by its place in the list, which a new file before it
+            # would shift.
             hashed = hashlib.sha256(file.name.encode("utf-8", "replace")).digest()
             if is_large or int.from_bytes(hashed) % _FILES_TOGETHER == 0:
                 runs.append([])
@@ -99,6 +101,8 @@ class CacheRequest:
         return {
             "format": _FORMAT,
             "tokenizer": self.tokenizer.fingerprint,
+            # Not its weight or paths: the same files in another mixture have the same
+            # cache.
             "read as": {name: getattr(self.source, name) for name in _READ_AS},
             "answers only": self.encoder.answers_only,
             "on malformed": self.on_malformed,
@@ -222,6 +226,7 @@ def _build_all(
     save_tokens: int = 2**24,
 ) -> None:
     """Builds those of the caches that are not complete."""
+    # Found before any is built, so that the bar shows the progress in all of them.
     missing = []
     for part in parts:
         with _usable(folder := part.folder(cache_dir)):
@@ -266,6 +271,8 @@ def _read_state(folder: Path, request: CacheRequest) -> CacheState:
             path = folder / name
             if path.stat().st_size < count * np.dtype(dtype).itemsize:
                 raise ValueError
+        # The checksums of blocks are themselves checked here, and the blocks when they
+        # are read: to read all of a large cache at every start would take minutes.
         if state.complete:
             path = folder / _CHECKSUMS
             if zlib.crc32(path.read_bytes()) != state.checksum:
@@ -349,6 +356,8 @@ class _Build:
 
     def add(self, part: CacheRequest, folder: Path) -> None:
         """Builds the cache of a part, unless another process did meanwhile."""
+        # Again, now that the folder is locked: another process may have built it
+        # meanwhile.
         state = _read_state(folder, part)
         if not state.complete:
             self._build(part, folder, state)
@@ -413,6 +422,8 @@ class _Writer:
         self._file_checksums = {}  # of what is written to the files, saved or not
         for name, (count, dtype) in state.layout(request).items():
             file = files.enter_context((folder / name).open("ab"))
+            # What a killed process wrote after its last save is cut off, and written
+            # again.
             file.truncate(count * np.dtype(dtype).itemsize)
             checksum = state.file_checksums.get(name, 0)
             _read_back(folder / name, checksum)
@@ -452,11 +463,15 @@ class _Writer:
 
     def save(self, *, complete: bool = False) -> Counts:
         """Saves the state, once everything before it is on the disk."""
+        # The data before the state that says how much of it is whole: a machine that
+        # loses power may write them in any order else.
         for file in self._files.values():
             file.flush()
             os.fsync(file.fileno())
         if complete:
             self._complete()
+        # Replaced at once: a process that is killed leaves the earlier state or this
+        # one.
         with replaced_whole(self._folder / _STATE) as path:
             path.write_text(json.dumps(dataclasses.asdict(self._state), indent=2))
         return self._state.counts
@@ -491,6 +506,7 @@ def _open(request: CacheRequest, folder: Path) -> CachedTokens:
         arrays[name] = CheckedArray(
             folder / name, dtype, of_blocks, count=count, limit=limit
         )
+    # In memory, as every packing reads all of them; tokens and places stay on the disk.
     lengths = np.array(arrays["lengths"])
     places = [file.place for file in request.files]
     documents = TokenizedDocuments(

@@ -48,6 +48,8 @@ def load_tokenizer(
         if name in (None, "byte")
         else _pretrained(name, chat_date, rows)
     )
+    # JAX clamps an index beyond an array: a token without a row would train the last
+    # one.
     if rows is not None and tokenizer.vocab_size > rows:
         raise DataError(
             f"data.tokenizer = {name!r} has {tokenizer.vocab_size} tokens, and the"
@@ -59,6 +61,7 @@ def load_tokenizer(
 
 def _pretrained(name: str, chat_date: str | None, rows: int | None) -> Tokenizer:
     files, config = _files(name), {}
+    # The config counts where both have a token, as in transformers.
     for file in (_SPECIAL_TOKENS, _CONFIG):
         try:
             config |= read_json_fields(files[file]) if file in files else {}

@@ -79,6 +79,7 @@ class Tokenizer(abc.ABC):
     def _unended(self, tokens: Tokens, text: str) -> Tokens:
         """The tokens without an end token that is not in the text itself."""
         of_text = self.encode(text)
+        # A text may end with the end token itself, as a chat does.
         added = tokens[-1:] == self.end and not (
             len(of_text) and of_text[-1] == self.end
         )

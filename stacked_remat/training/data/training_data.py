@@ -67,9 +67,12 @@ def open_training_data(
     of one.
     """
     requests = _requests(config, tokenizer)
+    # Before hours of tokenizing: what a user sees here is often a mistake in the
+    # config.
     for example in _first_examples(requests):
         if not example.is_text:
             progress.message(str(example))
+    # Started once for all sources, and ended before training begins.
     with EncodingProcesses(config.tokenizing_processes) as processes:
         sources = _tokenized(requests, config, progress, processes)
     training: dict[str, PackedDocuments] = {}
@@ -258,15 +261,21 @@ def _split(
     Of a source whose documents are so few that the fraction has all of them, none is
     held out.
     """
+    # Keys are hashes, evenly spread over 64 bits: those below this share of them are
+    # the fraction, the same ones however files are ordered or added.
     lowest = np.uint64(fraction * 2**64)
     apart: dict[str, CachedTokens] = {}
     for name, (own, named) in sources.items():
         is_low = own.keys < lowest
+        # Of two documents both may be low by chance, and then there would be none to
+        # train on.
         few = is_low.all()
         apart[name] = own.select(is_low & ~few) if named is None else named
     held = np.concatenate([text.keys for text in apart.values()])
     found = {}
     for name, (own, _) in sources.items():
+        # By key and over all sources: a text that is in two files must not be trained
+        # on where the other is held out.
         is_held = np.isin(own.keys, held)
         if is_held.all():
             raise DataError(

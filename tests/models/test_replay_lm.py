@@ -13,7 +13,13 @@ import pytest
 from haliax import Axis
 
 from models.lm import example_losses, next_token_loss
-from models.replay_lm import Replay, _checked, _in_microbatches, main
+from models.replay_lm import (
+    Replay,
+    _checked,
+    _checked_smoothness,
+    _in_microbatches,
+    main,
+)
 from models.run_config import LmRunConfig
 from models.run_state import initial_state
 from stacked_remat.ghost.log import read_scores
@@ -118,6 +124,16 @@ def test_a_replay_is_the_derivative_of_a_loop_of_steps(tmp_path):
     assert np.abs(wanted).max() > 0.01
 
 
+def test_steps_that_are_not_smooth_are_refused():
+    assert "0.93: scores predict training" in _checked_smoothness(0.93, 0.5)
+    assert "0.51: scores predict in part" in _checked_smoothness(0.51, 0.5)
+    assert _checked_smoothness(-0.2, -1)
+    with pytest.raises(ConfigError, match="metasmoothness 0.49 of .* is below 0.5"):
+        _checked_smoothness(0.49, 0.5)
+    with pytest.raises(ConfigError, match="The replay has no scores: .* not finite"):
+        _checked_smoothness(float("nan"), -1)
+
+
 def test_microbatches_are_those_of_the_run_or_a_divisor_of_the_batch(tmp_path):
     config = tiny_config(tmp_path, "--trainer.update.microbatches", "2")
     for count, expected in ((None, 2), (4, 4), (1, 1)):
@@ -155,11 +171,7 @@ def test_scores_of_a_small_step_are_the_dot_products_times_the_rate(workplace, c
         == 0
     )
     run = workplace / "run"
-    replaying = ["--run_dir", str(run), "--from_step", "2"]
-    assert main([*replaying, "--least_metasmoothness", "1.1"]) == 1
-    assert "of these steps is below 1.1: a replay would" in capsys.readouterr().out
-    assert not list((run / "replay").glob("*"))
-    assert main(replaying) == 0
+    assert main(["--run_dir", str(run), "--from_step", "2"]) == 0
     shown = capsys.readouterr().out
     assert "metasmoothness 0.9" in shown or "metasmoothness 1.0" in shown
     assert "replayed steps 3 to 4" in shown

@@ -14,12 +14,15 @@ cotangents. `update.py` gets them in three steps:
    which runs the stack's `fold_vjp` or `scan_vjp`, and in the backward pass
    `input_cotangents`, which sweeps back. What the sweep returns beside cotangents, and
    what a second sweep needs, the rules leave in the `FoldPass`.
+
+A pipeline (`_pipeline/`) follows one fold too, and cuts the program there (`inlined`,
+`only_use`).
 """
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import equinox as eqx
 import jax
@@ -55,11 +58,37 @@ class FoldPass:
     result: Any = None
 
 
+class Purpose(NamedTuple):
+    """What needs the fold of a stack, for errors."""
+
+    # As "a fused update".
+    what: str
+    # Why the weights are for the fold alone.
+    reason: str
+    # What a user may do to use a stack otherwise; "" if there is no way.
+    way_out: str = ""
+
+    def __str__(self) -> str:
+        """It, at the beginning of a sentence."""
+        return self.what.capitalize()
+
+
+FUSED_UPDATE = Purpose(
+    "a fused update",
+    "its weights are updated in the backward pass of the one fold",
+    "freeze the stack (trainable)",
+)
+
+
 class FollowedFold(LowPrimitive):
     """A fold as a primitive: `(stack, init, args, kwargs) -> result`, arrays only."""
 
     # The path of the stack in the model, for errors.
     name: str
+    purpose: Purpose
+    # "fold" or "scan", and the options of the call that are not operands.
+    verb: str
+    options: Static
     # `(suffix, stack, init, args, kwargs)` calls the stack's `fold` or `scan`; with the
     # suffix "_vjp" the method that also returns its reverse sweep.
     call: Callable
@@ -81,7 +110,7 @@ class FollowedFold(LowPrimitive):
     def vjp_fwd(self, nonzero: PyTree, *arrays: PyTree) -> tuple[PyTree, None]:
         # While the loss is traced, a derivative is one that the loss itself takes.
         if self.fold_pass is None:
-            raise _refusal(self.name, "a derivative that the loss takes")
+            raise _refusal(self.name, self.purpose, _DERIVATIVE)
         operands = eqx.combine(arrays, self.static.value)
         result, sweep_back = self.call("_vjp", *operands)
         _, _, args_nonzero, kwargs_nonzero = nonzero
@@ -108,10 +137,13 @@ class FollowedFold(LowPrimitive):
         return self.in_tree.unflatten(cotangents_in)
 
     def jvp(self, primals: PyTree, tangents: PyTree) -> PyTree:
-        raise _refusal(self.name, "a derivative that the loss takes")
+        raise _refusal(self.name, self.purpose, _DERIVATIVE)
 
     def batch(self, axis: Any, args: PyTree, dims: PyTree) -> PyTree:
-        raise _refusal(self.name, "jax.vmap")
+        raise _refusal(self.name, self.purpose, "jax.vmap")
+
+
+_DERIVATIVE = "a derivative that the loss takes"
 
 
 def leaves_or_none(tree: PyTree) -> list[PyTree]:
@@ -122,11 +154,11 @@ def leaves_or_none(tree: PyTree) -> list[PyTree]:
     return jax.tree.leaves(tree, is_leaf=is_none)
 
 
-def _refusal(name: str, what: str) -> TypeError:
+def _refusal(name: str, purpose: Purpose, what: str) -> TypeError:
+    way_out = f", or {purpose.way_out}" if purpose.way_out else ""
     return TypeError(
-        f"{name} is folded inside of {what}. A fused update follows a fold that the"
-        " loss calls once, directly or inside of jax.jit: move it out, or freeze the"
-        " stack (trainable)."
+        f"{name} is folded inside of {what}. {purpose} follows a fold that the loss"
+        f" calls once, directly or inside of jax.jit: move it out{way_out}."
     )
 
 
@@ -140,6 +172,7 @@ class FollowedStack(eqx.Module):
     # The path in the model, as `model.blocks`. Static, so that a jitted function is
     # traced anew for each stack, and `_inlined` meets no jaxpr twice.
     _name: str = eqx.field(static=True)
+    _purpose: Purpose = eqx.field(static=True, default=FUSED_UPDATE)
 
     def __len__(self) -> int:
         return len(self._stack)
@@ -182,13 +215,20 @@ class FollowedStack(eqx.Module):
         # over. It is no operand of the primitive, so it would get no gradient.
         if any(isinstance(constant, Tracer) for constant in closed.consts):
             raise ValueError(
-                "In the loss of a fused update, a function passed to"
+                f"In the loss of {self._purpose.what}, a function passed to"
                 f" {self._name}.{verb} uses arrays of the loss that are not among its"
                 " arguments. Pass these arrays as arguments of their own."
             )
         types = jax.tree.map(jax.typeof, (arrays, result_types))
         primitive = FollowedFold(
-            *types, name=self._name, call=call, static=Static(static), fold_pass=None
+            *types,
+            name=self._name,
+            purpose=self._purpose,
+            verb=verb,
+            options=Static(options),
+            call=call,
+            static=Static(static),
+            fold_pass=None,
         )
         return eqx.combine(primitive(*arrays), result_static)
 
@@ -206,10 +246,13 @@ class FollowedStack(eqx.Module):
         raise TypeError(self._lacks("single layers"))
 
     def _lacks(self, what: str) -> str:
+        purpose = self._purpose
+        otherwise = ""
+        if purpose.way_out:
+            otherwise = f" {purpose.way_out.capitalize()} to use it otherwise."
         return (
-            f"In the loss of a fused update, {self._name} has fold and scan, and no"
-            f" {what}: its weights are updated in the backward pass of the one fold."
-            " Freeze the stack (trainable) to use it otherwise."
+            f"In the loss of {purpose.what}, {self._name} has fold and scan, and no"
+            f" {what}: {purpose.reason}.{otherwise}"
         )
 
 
@@ -227,6 +270,23 @@ def followed(
         ValueError, TypeError: a stack is not folded exactly once, where it can be
             followed, or something else reads its weights; names the stack.
     """
+    jaxpr, constants = inlined(closed)
+    equations = [*jaxpr.eqns]
+    for name, weights, fold_pass in folds:
+        position = only_use(equations, weights, name, FUSED_UPDATE)
+        traced = primitive_of(equations[position])
+        # A new primitive: those of a jaxpr are shared with JAX's caches.
+        params = {**traced.params, "fold_pass": fold_pass}
+        fold = FollowedFold(traced.in_avals, traced.out_aval, **params)
+        equations[position] = with_primitive(equations[position], fold)
+    edited = jaxpr.replace(eqns=equations)
+    return functools.partial(eval_jaxpr, edited, (), *constants)
+
+
+def inlined(closed: ClosedJaxpr) -> tuple[Jaxpr, list[Any]]:
+    """The traced loss without the `jax.jit` calls around folds, and its constants,
+    which are its first inputs.
+    """
     jaxpr, constants = without_constants(closed)
     # What the loss computes of weights and doesn't use is no use of them.
     is_used = [True] * len(jaxpr.outvars)
@@ -234,18 +294,12 @@ def followed(
     aliases: dict[Var, Any] = {}
     equations = list(_inlined(jaxpr, aliases))
     outputs = _resolved(jaxpr.outvars, aliases)
-    for name, weights, fold_pass in folds:
-        position = _only_use(equations, weights, name)
-        traced = primitive_of(equations[position])
-        # A new primitive: those of a jaxpr are shared with JAX's caches.
-        params = {**traced.params, "fold_pass": fold_pass}
-        fold = FollowedFold(traced.in_avals, traced.out_aval, **params)
-        equations[position] = with_primitive(equations[position], fold)
-    edited = jaxpr.replace(eqns=equations, outvars=outputs)
-    return functools.partial(eval_jaxpr, edited, (), *constants)
+    return jaxpr.replace(eqns=equations, outvars=outputs), constants
 
 
-def _only_use(equations: Sequence[JaxprEqn], weights: Sequence[Var], name: str) -> int:
+def only_use(
+    equations: Sequence[JaxprEqn], weights: Sequence[Var], name: str, purpose: Purpose
+) -> int:
     """The position of the one equation that folds a stack; refuses other readers of its
     weights, and folds inside of loops and transformations.
     """
@@ -256,22 +310,22 @@ def _only_use(equations: Sequence[JaxprEqn], weights: Sequence[Var], name: str) 
         if not read:
             continue
         if not _is_fold(eqn) and _holds_fold(eqn):
-            raise _refusal(name, f"`{name_of(eqn)}`")
+            raise _refusal(name, purpose, f"`{name_of(eqn)}`")
         # The stack is the first operand, so a fold of it reads all the weights, in
         # order and once. A stack that the loss has changed has other variables.
         if not _is_fold(eqn) or read != [*weights]:
             how = "changes" if _is_fold(eqn) else f"uses (in `{name_of(eqn)}`)"
             raise ValueError(
-                f"The loss {how} the weights of {name} outside of its layers. A fused"
-                " update gives them to the fold alone: cast or change them in the"
+                f"The loss {how} the weights of {name} outside of its layers."
+                f" {purpose} gives them to the fold alone: cast or change them in the"
                 " block's own call."
             )
         positions.append(position)
     if len(positions) != 1:
+        way_out = f"{purpose.way_out}, or " if purpose.way_out else ""
         raise ValueError(
-            f"The loss folds {name} {len(positions)} times. A fused update needs one"
-            " call of fold or scan: freeze the stack (trainable), or compute its"
-            " gradient with jax.grad."
+            f"The loss folds {name} {len(positions)} times. {purpose} needs one call of"
+            f" fold or scan: {way_out}compute its gradient with jax.grad."
         )
     return positions[0]
 

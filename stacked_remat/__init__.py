@@ -18,6 +18,8 @@ from ._fused.update import (
     fused_update as fused_update,
 )
 from ._offload_check import OffloadError as OffloadError, check_offload as check_offload
+from ._pipeline.schedule import Schedule as Schedule
+from ._pipeline.value_and_grad import Pipeline as Pipeline, pipeline as pipeline
 from ._policy import (
     ScanCheckpointPolicy as ScanCheckpointPolicy,
     ScanCheckpointSpec as ScanCheckpointSpec,

@@ -96,6 +96,18 @@ def gradients_before_update(gradients: list[Array]) -> list[Array]:
     return lax.optimization_barrier(gradients)
 
 
+def updated_if(predicate: Array, update: Callable[[T], T], state: T) -> T:
+    """A state that is updated, in place, where a predicate is True.
+
+    A loop of one turn or none. XLA copies what a branch of `jax.lax.cond` returns
+    unchanged.
+    """
+    # H200, a pipeline of 4 stages, `benchmarks/pipeline.py`
+    return lax.fori_loop(
+        0, predicate.astype(jnp.int32), lambda _, state: update(state), state
+    )
+
+
 def score_after(cotangents: list[Array], arrays: list[Array]) -> tuple[Any, Any]:
     """The cotangents of an operation's results, and what its part of a score is
     computed from, which begins once all of it is there.
@@ -331,6 +343,9 @@ def gradients_after_collectives(gradients: list[Array], done: PyTree) -> list[Ar
 
 _barrier_p = Primitive("barrier_on")
 _barrier_p.multiple_results = True
+
+BARRIERS = ("optimization_barrier", _barrier_p.name)
+"""Equations whose results are their operands, by the names of their primitives."""
 
 
 def _barrier_on(platforms: tuple[str, ...], tree: Any, problem: str = "") -> Any:

@@ -42,6 +42,10 @@ LAYERS = {
     ),
     "offload_check": ("_offload_check", "policy scan"),
     "fused": ("_fused", "compat base placement policy scan stacks"),
+    "pipeline": (
+        "_pipeline",
+        "compat base schedule placement sweep scan stacks fused",
+    ),
     # Not `scan`, whose public names they take from `public`, nor each other
     "lora": ("lora", "base sweep stacks"),
     "ops": ("ops", "compat base placement sweep public"),

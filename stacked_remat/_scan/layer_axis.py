@@ -23,6 +23,7 @@ import jax.tree_util as jtu
 import numpy as np
 from haliax import Axis, NamedArray
 from haliax.axis import AxisSelector
+from jax import lax
 from jax.tree_util import KeyPath
 
 from .._placement import is_on_host, to_host
@@ -311,6 +312,38 @@ def divide(
             of_kind.append(part)
         parts.append(jtu.tree_unflatten(treedef, of_kind))
     return parts, KindsJoin(treedef, are_per_kind, tuple(are_split), axis, pattern)
+
+
+def part_of_layers(
+    tree: PyTree, axis: Axis, first: Any, count: int, caller: Caller
+) -> PyTree:
+    """A marked tree for `count` of the layers, the first of which may be traced.
+
+    As in `divide`, the marks say what was found for all layers.
+    """
+    entries, tree, are_split, _ = _entries(tree, axis, caller, is_named_or_shaped_array)
+    parts = []
+    for (_, leaf, _), split in zip(entries, are_split, strict=True):
+        if split:
+            rows = lax.dynamic_slice_in_dim(axis_first(leaf, axis), first, count)
+            part = axis_resized(leaf, axis, count, rows)
+        else:
+            part = leaf
+        parts.append(Marked(part, "per_layer" if split else "shared"))
+    treedef = jtu.tree_structure(tree, is_leaf=is_named)
+    return jtu.tree_unflatten(treedef, parts)
+
+
+def axis_resized(leaf: Any, axis: Axis, size: int, array: Any) -> Any:
+    """An array that is split over `axis`, with another that has `size` of its entries,
+    in front.
+    """
+    if not is_named(leaf):
+        return array
+    axes = []
+    for other in leaf.axes:
+        axes.append(other.resize(size) if other.name == axis.name else other)
+    return from_axis_first(array, tuple(axes), axis)
 
 
 @dataclass(frozen=True)

@@ -405,6 +405,11 @@ def gathered(layer: T, *, leave: Sequence[str] = ()) -> T:
     if partitioning is None:
         return layer
 
+    # Within the `jax.shard_map` of a pipeline its axis is Manual, and the arrays know
+    mesh: Any = jax.sharding.get_abstract_mesh()
+    if not mesh.manual_axes:
+        mesh = partitioning.mesh
+
     def whole(leaf: Any) -> Any:
         if not is_named_array(leaf) or not eqx.is_array(leaf.array):
             return leaf
@@ -415,8 +420,7 @@ def gathered(layer: T, *, leave: Sequence[str] = ()) -> T:
         spec = partitioning._spec(leaf.axes, "compute_mapping")
         if spec == partitioning._spec(leaf.axes, "param_mapping"):
             return leaf
-        sharding = NamedSharding(partitioning.mesh, spec)
-        array = jax.lax.with_sharding_constraint(leaf.array, sharding)
+        array = jax.lax.with_sharding_constraint(leaf.array, NamedSharding(mesh, spec))
         return NamedArray(array, leaf.axes)
 
     return jax.tree.map(whole, layer, is_leaf=is_named_array)

@@ -1,0 +1,1 @@
+"""Layers over devices: a pipeline of stages, as a way to run the fold of a loss."""

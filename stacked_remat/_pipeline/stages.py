@@ -1,0 +1,477 @@
+"""What one stage of a pipeline runs: a loop over the ticks of a schedule.
+
+`Stages.run` is called within `jax.shard_map` over the axis of the stages, so all stages
+trace one program. In each tick a stage looks up in the schedule what it does, runs that
+branch (`_forward`, `_backward`, and before it `_weights`), and exchanges the results
+with a neighbour. Between ticks it has a `StageState`.
+
+A stage's forward pass is a fold of its layers, which keeps nothing; the stage keeps its
+own input. Its backward pass runs them again by `fold_vjp`, which keeps what the policy
+says, and sweeps back with a visitor that adds each layer's gradient to the sums. The
+last stage has no forward pass of its own: it would compute what its backward pass, the
+next thing that it does, computes.
+
+What goes from stage to stage (`Passed`) is the carry, and for a loss that scans the
+outputs of all layers, of which each stage fills in its own.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .. import _xla_hints as xla_hints
+from .._activity import is_differentiable
+from .._fused.folds import leaves_or_none
+from .._scan.layer_axis import part_of_layers, split_tree
+from .._scan.marks import is_array
+from .._scan.visitor import LayerResult, LayerVisit, SweepResult
+from .._stacked import Stacked
+from .._static import PyTree, with_leaves
+from .._sweep.gradient import merge, pick
+from .._sweep.store import read, write, zeros_of
+from .loss_parts import LossParts
+from .schedule import BACKWARD, FORWARD, Schedule, exchanges
+from .two_cotangents import TwoCotangents, take_apart
+
+
+class Passed(NamedTuple):
+    """What a stage sends to the next. Cotangents of it, which are sent back, are of
+    floating-point arrays alone.
+    """
+
+    carry: list[Any]
+    # The outputs of all layers, with zeros for those of later stages; [] for a fold
+    outputs: list[Any]
+
+
+class StageState(NamedTuple):
+    """What a stage has between two ticks."""
+
+    # What a neighbour has sent, or what is to be sent
+    passed: Passed
+    cotangents: Passed
+    # The inputs of the microbatches in flight, `[slot, ...]`
+    inputs: Passed
+    # What W reads, `[slot, layer, ...]`; [] where it is not taken apart
+    kept: list[Any]
+    # The sums of the gradients of this stage's layers
+    layers: list[Any]
+    # The sums of the gradients of the rest of the model: on the first stage of what
+    # comes before the fold, on the last of what comes after it
+    rest: list[Any]
+    # The mean of the loss over microbatches, and what else it returns of each; on the
+    # last stage, elsewhere zeros
+    value: Any
+    aux: list[Any]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Stages:
+    """The program of the stages of a pipeline."""
+
+    # The axis of the mesh that has a stage on each of its devices
+    axis: str
+    schedule: Schedule
+    parts: LossParts
+    # Whether the loss returns a pair
+    has_aux: bool
+    # The stack of all layers, with types for arrays, and this stage's part of it
+    stack: Stacked
+    layers: Stacked
+    # For each leaf of a layer, None being one, whether it is trained
+    is_trained: Sequence[bool]
+    # What is trained of the rest of the model
+    trained: list[Any]
+    # From these to the leaves of the rest of the model
+    rest: Callable[[Sequence[Any]], list[Any]]
+    # From a number to the leaves of the other arguments of the loss
+    microbatch: Callable[[Any], list[Any]]
+    # For each operand of the fold whether it depends on what is trained in the rest
+    is_active: Sequence[bool]
+    # In which gradients are added; None for that of the weights
+    dtype: Any
+
+    def run(self) -> StageState:
+        """All ticks. What is left are the sums of this stage."""
+        divided = self._two_cotangents() if self.schedule.is_split else None
+        schedule = self.schedule
+        operations, numbers, weights_done = map(
+            jnp.asarray,
+            (schedule.operations, schedule.numbers, schedule.weights_done),
+        )
+
+        def tick(time: Any, state: StageState) -> StageState:
+            if divided is not None:
+                done = weights_done[jnp.maximum(time - 1, 0), self._stage]
+                until = weights_done[time, self._stage]
+                add = functools.partial(self._weights, divided, state.kept)
+                state = state._replace(
+                    layers=lax.fori_loop(done, until, add, state.layers)
+                )
+            operation = operations[time, self._stage]
+            number = numbers[time, self._stage]
+            forward = functools.partial(self._forward, number)
+            state = xla_hints.updated_if(operation == FORWARD, forward, state)
+            backward = functools.partial(self._backward, divided, number)
+            state = xla_hints.updated_if(operation == BACKWARD, backward, state)
+            return self._exchanged(time, state)
+
+        return lax.fori_loop(0, schedule.ticks, tick, self._first_state(divided))
+
+    # --- What is run in a tick
+
+    def _forward(self, number: Any, state: StageState) -> StageState:
+        """F: keep the input, and send the output on."""
+
+        def first() -> Passed:
+            init, _, _ = self._operands(number, self.trained)
+            return Passed(init, [*map(jnp.zeros_like, state.passed.outputs)])
+
+        passed = lax.cond(self._is_first, first, lambda: state.passed)
+
+        def folded() -> Passed:
+            _, args, kwargs = self._operands(number, self.trained)
+            result = self.parts.fold.call(
+                "", self.layers, self._carry(passed), args, kwargs
+            )
+            return self._after(passed, result)
+
+        return state._replace(
+            inputs=write(state.inputs, number % self._slots, passed),
+            # That of the last stage would be for no one
+            passed=lax.cond(self._is_last, lambda: passed, folded),
+        )
+
+    def _backward(
+        self, divided: TwoCotangents | None, number: Any, state: StageState
+    ) -> StageState:
+        """B: sweep back over the layers, and send the cotangent of the input back."""
+        passed = read(state.inputs, number % self._slots)
+        result, sweep_back = self._swept_forward(number, passed)
+        after = self._after(passed, result)
+        loss = functools.partial(self._loss, number, after)
+        state = xla_hints.updated_if(self._is_last, loss, state)
+        cotangent = self._cotangent_of(result, state.cotangents)
+        if divided is None:
+            swept = sweep_back(cotangent, self._added, layer_state=state.layers)
+            state = state._replace(layers=swept.layer_state)
+        else:
+            is_early = [not is_ for is_ in divided.is_late]
+            count = self.layers.Layers.size
+            kept = [zeros_of(type_, (count,)) for type_ in divided.kept]
+            before = pick(state.layers, is_early), kept
+            visitor = functools.partial(self._added_early, divided)
+            swept = sweep_back(cotangent, visitor, layer_state=before)
+            early, kept = swept.layer_state
+            state = state._replace(
+                layers=merge(state.layers, early, is_early),
+                kept=write(state.kept, number % self._slots, kept),
+            )
+        carry = _cotangents(swept.carry, self._carry(passed))
+        sent = state.cotangents._replace(carry=pick(carry, self._is_float(carry)))
+        state = state._replace(cotangents=sent)
+        return self._pulled_back(number, carry, swept, state)
+
+    def _weights(
+        self, divided: TwoCotangents, kept: list[Any], number: Any, sums: list[Any]
+    ) -> list[Any]:
+        """W: add the cotangents of weights that B left to the sums."""
+        _, args, kwargs = self._operands(number, self.trained)
+        arguments = (self.layers._stored, *args), kwargs
+        split = split_tree(arguments, self.layers.Layers, self.layers._caller)
+        of_microbatch = read(kept, number % self._slots)
+
+        def add(layer: Any, sums: list[Any]) -> list[Any]:
+            available = _arrays(split.layer(layer))
+            late = divided.second(available, read(of_microbatch, layer))
+            return write(sums, layer, [*map(_sum, read(sums, layer), late)])
+
+        late = pick(sums, divided.is_late)
+        late = lax.fori_loop(0, self.layers.Layers.size, add, late)
+        return merge(sums, late, divided.is_late)
+
+    def _exchanged(self, time: Any, state: StageState) -> StageState:
+        """What the neighbour of this tick has sent in the place of what is sent."""
+
+        def at(parity: int) -> Callable[..., tuple[Passed, Passed]]:
+            pairs = [*exchanges(parity, self.schedule.stages)]
+            back = [(second, first) for first, second in pairs]
+
+            def exchange(passed: Passed, cotangents: Passed) -> tuple[Passed, Passed]:
+                if not pairs:
+                    return passed, cotangents
+                received = lax.ppermute(passed, self.axis, pairs)
+                return received, lax.ppermute(cotangents, self.axis, back)
+
+            return exchange
+
+        # All stages are at the same tick, so all take the same branch
+        is_even = time % 2 == 0
+        passed, cotangents = lax.cond(
+            is_even, at(0), at(1), state.passed, state.cotangents
+        )
+        return state._replace(passed=passed, cotangents=cotangents)
+
+    # --- The parts of the backward pass
+
+    def _swept_forward(self, number: Any, passed: Passed) -> tuple[PyTree, Any]:
+        """The result of this stage's layers, and their reverse sweep."""
+        _, args, kwargs = self._operands(number, self.trained)
+        carry = self._carry(passed)
+        return self.parts.fold.call("_vjp", self.layers, carry, args, kwargs)
+
+    def _loss(self, number: Any, after: Passed, state: StageState) -> StageState:
+        """On the last stage: the loss, and the cotangents of what the layers made."""
+        masks = Passed(*map(self._is_float, after))
+        count = self.schedule.microbatches
+
+        def loss(trained: list[Any], floats: Passed) -> tuple[Any, list[Any]]:
+            folded = []
+            for leaves, changed, mask in zip(after, floats, masks, strict=True):
+                folded += merge(leaves, changed, mask)
+            inputs = [*self.rest(trained), *self.microbatch(number)]
+            returned = self.parts.results(inputs, folded)
+            value, aux = returned if self.has_aux else (returned, None)
+            return value / count, _arrays(aux)
+
+        floats = Passed(*map(pick, after, masks))
+        value, pullback, aux = jax.vjp(loss, self.trained, floats, has_aux=True)
+        of_trained, cotangents = pullback(jnp.ones_like(value))
+        return state._replace(
+            cotangents=cotangents,
+            rest=[*map(_sum, state.rest, of_trained)],
+            value=state.value + value,
+            aux=write(state.aux, number, [*map(_strong, aux)]),
+        )
+
+    def _pulled_back(
+        self, number: Any, carry: list[Any], swept: SweepResult, state: StageState
+    ) -> StageState:
+        """On the first stage: add the gradients of what comes before the fold. On all,
+        where further arguments of the layers depend on trained arrays.
+        """
+        if not any(self.is_active):
+            return state
+
+        def active(trained: list[Any]) -> list[Any]:
+            init, args, kwargs = self._operands(number, trained)
+            return pick([*init, *_arrays((args, kwargs))], self.is_active)
+
+        def pull_back(rest: list[Any]) -> list[Any]:
+            cotangents = [jnp.where(self._is_first, leaf, 0) for leaf in carry]
+            if self._arguments_are_active:
+                _, args, kwargs = self._operands(number, self.trained)
+                of_args = swept.args, swept.kwargs
+                cotangents += _cotangents(of_args, (args, kwargs))
+            else:
+                cotangents += [None] * (len(self.is_active) - len(carry))
+            _, pullback = jax.vjp(active, self.trained)
+            (gradients,) = pullback(pick(cotangents, self.is_active))
+            return [*map(_sum, rest, gradients)]
+
+        if self._arguments_are_active:
+            rest = pull_back(state.rest)
+        else:
+            rest = xla_hints.updated_if(self._is_first, pull_back, state.rest)
+        return state._replace(rest=rest)
+
+    # --- Visitors
+
+    def _added(self, visit: LayerVisit, state: None) -> LayerResult:
+        """Add the gradient of a layer to the sums, which are the layers' state."""
+        found = visit.vjp()
+        gradients = pick(leaves_or_none(found.layer), self.is_trained)
+        sums = [*map(_sum, visit.layer_state, gradients)]
+        result = LayerResult(found.carry, layer_state=sums)
+        if self._arguments_are_active:
+            result = result._replace(args=found.args, kwargs=found.kwargs)
+        return result
+
+    def _added_early(
+        self, expected: TwoCotangents, visit: LayerVisit, state: None
+    ) -> LayerResult:
+        """Add what B has of the gradient of a layer, and keep what W reads."""
+        divided, structure = self._divided(visit)
+        # In a sweep weights may have been gathered before: that changes neither
+        assert divided.is_late == expected.is_late
+        assert divided.reads == expected.reads
+        others, early, kept = divided.first()
+        result = jax.tree.unflatten(structure, others)
+        sums, _ = visit.layer_state
+        sums = [*map(_sum, sums, early)]
+        return result._replace(layer_state=(sums, [*map(_strong, kept)]))
+
+    def _divided(self, visit: LayerVisit) -> tuple[TwoCotangents, Any]:
+        """The backward pass of a layer taken apart, and the structure of the
+        `LayerResult` of cotangents that are not of weights.
+        """
+        structures = []
+
+        def vjp() -> tuple[list[Any], list[Any]]:
+            found = visit.vjp()
+            result = LayerResult(found.carry)
+            if self._arguments_are_active:
+                result = result._replace(args=found.args, kwargs=found.kwargs)
+            others, structure = jax.tree.flatten(result)
+            structures.append(structure)
+            return others, pick(leaves_or_none(found.layer), self.is_trained)
+
+        available = _arrays(((visit.layer, *visit.args), visit.kwargs))
+        return take_apart(vjp, available), structures[0]
+
+    def _two_cotangents(self) -> TwoCotangents:
+        """The same of any layer, found by a visit that is traced and not run."""
+        found = []
+
+        def visitor(visit: LayerVisit, state: None) -> LayerResult:
+            found.append(self._divided(visit)[0])
+            return LayerResult(visit.vjp().carry)
+
+        def visited() -> PyTree:
+            passed = self._first_state(None).passed
+            result, sweep_back = self._swept_forward(0, passed)
+            zeros = jax.tree.map(
+                jnp.zeros_like, eqx.filter(result, eqx.is_inexact_array)
+            )
+            return sweep_back(zeros, visitor).carry
+
+        jax.eval_shape(visited)
+        return found[0]
+
+    # --- Trees and their leaves
+
+    @property
+    def _stage(self) -> Any:
+        return lax.axis_index(self.axis)
+
+    @property
+    def _is_first(self) -> Any:
+        return self._stage == 0
+
+    @property
+    def _is_last(self) -> Any:
+        return self._stage == self.schedule.stages - 1
+
+    @property
+    def _slots(self) -> int:
+        # Those in flight follow each other, so their numbers modulo this differ
+        return min(self.schedule.stages, self.schedule.microbatches)
+
+    @property
+    def _arguments_are_active(self) -> bool:
+        """Whether an argument of the fold, beside the carry, has a gradient."""
+        _, init, _, _ = self.parts.fold.in_avals
+        return any(self.is_active[len(jax.tree.leaves(init)) :])
+
+    def _operands(
+        self, number: Any, trained: Sequence[Any]
+    ) -> tuple[list[Any], tuple[PyTree, ...], dict[str, PyTree]]:
+        """The leaves of the first carry of a microbatch, and the arguments of this
+        stage's layers, as a fold takes them.
+        """
+        inputs = [*self.rest(trained), *self.microbatch(number)]
+        _, *types = self.parts.fold.in_avals
+        _, *static = self.parts.fold.static.value
+        operands = with_leaves(types, self.parts.operands(inputs))
+        init, args, kwargs = eqx.combine(operands, static)
+        # None in the block's place: paths into arguments count it
+        arguments = (None, *args), kwargs
+        count = self.layers.Layers.size
+        (_, *args), kwargs = part_of_layers(
+            arguments, self.stack.Layers, self._stage * count, count, self.stack._caller
+        )
+        return [*map(_strong, _arrays(init))], tuple(args), kwargs
+
+    def _carry(self, passed: Passed) -> PyTree:
+        _, init, _, _ = self.parts.fold.in_avals
+        _, static, _, _ = self.parts.fold.static.value
+        return eqx.combine(with_leaves(init, passed.carry), static)
+
+    def _after(self, passed: Passed, result: PyTree) -> Passed:
+        """What goes on after this stage's layers."""
+        outputs: list[Any] = []
+        carry = result
+        if self._is_scan:
+            carry, of_layers = result
+            first = self._stage * self.layers.Layers.size
+            for stack, rows in zip(passed.outputs, _arrays(of_layers), strict=True):
+                outputs.append(lax.dynamic_update_slice_in_dim(stack, rows, first, 0))
+        return Passed([*map(_strong, _arrays(carry))], outputs)
+
+    def _cotangent_of(self, result: PyTree, cotangents: Passed) -> PyTree:
+        """The cotangent of the result of this stage's layers."""
+        size = self.layers.Layers.size
+        leaves = [*cotangents.carry]
+        for stack in cotangents.outputs:
+            first = self._stage * size
+            leaves.append(lax.dynamic_slice_in_dim(stack, first, size))
+        return with_leaves(eqx.filter(result, eqx.is_inexact_array), leaves)
+
+    @property
+    def _is_scan(self) -> bool:
+        return self.parts.fold.verb == "scan"
+
+    def _is_float(self, leaves: Sequence[Any]) -> list[bool]:
+        return [is_differentiable(leaf.dtype) for leaf in leaves]
+
+    def _first_state(self, divided: TwoCotangents | None) -> StageState:
+        """Zeros."""
+        _, init, _, _ = self.parts.fold.in_avals
+        outputs = self.parts.fold.out_aval[1] if self._is_scan else ()
+        types = Passed(jax.tree.leaves(init), jax.tree.leaves(outputs))
+        floats = Passed(*(pick(leaves, self._is_float(leaves)) for leaves in types))
+        slots = self._slots
+        kept = []
+        if divided is not None:
+            for type_ in divided.kept:
+                kept.append(zeros_of(type_, (slots, self.layers.Layers.size)))
+        returned = self.parts.returned
+        value, aux = returned if self.has_aux else (returned, None)
+        sums = pick(leaves_or_none(self.layers), self.is_trained)
+        return StageState(
+            passed=jax.tree.map(zeros_of, types),
+            cotangents=jax.tree.map(zeros_of, floats),
+            inputs=jax.tree.map(lambda type_: zeros_of(type_, (slots,)), types),
+            kept=kept,
+            layers=[*map(self._sum_of, sums)],
+            rest=[*map(self._sum_of, self.trained)],
+            value=jnp.zeros((), value.dtype),
+            aux=[
+                jnp.zeros((self.schedule.microbatches, *leaf.shape), leaf.dtype)
+                for leaf in _arrays(aux)
+            ],
+        )
+
+    def _sum_of(self, weight: Any) -> Any:
+        """Zeros, to which gradients of a weight are added."""
+        return jnp.zeros_like(weight, dtype=self.dtype)
+
+
+def _arrays(tree: PyTree) -> list[Any]:
+    return [*filter(is_array, jax.tree.leaves(tree))]
+
+
+def _cotangents(cotangent: PyTree, like: PyTree) -> list[Any]:
+    """For each array of a tree its cotangent; zeros where there is none."""
+    leaves = []
+    pairs = zip(leaves_or_none(like), leaves_or_none(cotangent), strict=True)
+    for array, leaf in pairs:
+        if is_array(array):
+            leaves.append(jnp.zeros_like(array) if leaf is None else leaf)
+    return leaves
+
+
+def _sum(total: Any, cotangent: Any) -> Any:
+    return total + cotangent.astype(total.dtype)
+
+
+def _strong(leaf: Any) -> Any:
+    """An array without a weak type: branches have to return the same types."""
+    is_weak = jax.typeof(leaf).weak_type
+    return lax.convert_element_type(leaf, leaf.dtype) if is_weak else leaf

@@ -1,0 +1,284 @@
+"""The backward pass of a layer taken apart: the carry's cotangent, and the weights'.
+
+The stage before waits for the cotangent of the carry, and nothing waits for those of
+the weights. So the program of a layer's vector-Jacobian product is divided into two:
+
+- B, the equations that the cotangents of the carry and of the arguments depend on;
+- W, the others: of a linear map the product of its input with the cotangent of its
+  output.
+
+What W reads of B is kept between the two: the *kept values*. So that they are few, an
+equation of W that is cheap runs in B where its results are smaller than what
+would have to be kept for it, and an equation of B that depends on the layer's weights
+and arguments alone runs again in W. A cotangent of a weight that B has anyway, as where
+one equation (a kernel, a loop) makes it with that of the carry, is a result of B.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.core import eval_jaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+
+from .._activity import CALLS, bytes_of, program_of, programs_in
+from .._compat import without_constants
+from .._xla_hints import BARRIERS
+
+# Equations that take long, by their primitives' names: products, loops, kernels
+_LONG = (
+    "dot_general",
+    "scaled_dot",
+    "ragged_dot_general",
+    "conv_general_dilated",
+    "scan",
+    "while",
+    "pallas_call",
+    "custom_call",
+    "ffi_call",
+)
+
+
+@dataclass(frozen=True, eq=False)
+class TwoCotangents:
+    """The two programs of one layer's vector-Jacobian product.
+
+    Attributes:
+        is_late: for each weight whether its cotangent is a result of W.
+        kept: the types of the kept values.
+        reads: which of these each long equation of W reads: the same for two traces of
+            one layer, whose kept values then have the same order.
+    """
+
+    is_late: list[bool]
+    kept: list[Any]
+    reads: list[tuple[str, list[int]]]
+    # The arrays that the product was computed from: the inputs of B
+    _inputs: list[Any]
+    _first: Jaxpr
+    # What W reads: arrays that no trace made, some of the available ones, kept values
+    _constants: list[Any]
+    _rereads: list[int]
+    _second: Jaxpr
+
+    def first(self) -> tuple[list[Any], list[Any], list[Any]]:
+        """B, in the trace of `take_apart`: the cotangents of what is no weight, those
+        of weights that are not late, and the kept values.
+        """
+        results = eval_jaxpr(self._first, (), *self._inputs)
+        kept_from = len(results) - len(self.kept)
+        early_from = kept_from - self.is_late.count(False)
+        return results[:early_from], results[early_from:kept_from], results[kept_from:]
+
+    def second(self, available: Sequence[Any], kept: Sequence[Any]) -> list[Any]:
+        """W, in any trace: the late cotangents.
+
+        `available` is as in `take_apart`, of the same layer.
+        """
+        read_again = [available[number] for number in self._rereads]
+        return eval_jaxpr(self._second, (), *self._constants, *read_again, *kept)
+
+
+def take_apart(
+    vjp: Callable[[], tuple[list[Any], list[Any]]], available: Sequence[Any]
+) -> TwoCotangents:
+    """Divide a vector-Jacobian product, which is traced here.
+
+    Args:
+        vjp: returns the cotangents of what is no weight, and those of weights. It
+            closes over the arrays that it is computed from.
+        available: those of these arrays that W will be given again.
+    """
+    closed, (others, _) = jax.make_jaxpr(vjp, return_shape=True)()
+    jaxpr, constants = _without_calls(closed)
+    wanted = jaxpr.outvars[: len(others)]
+    of_weights = jaxpr.outvars[len(others) :]
+
+    # By identity: an array that is available is an input of this program
+    numbers = {id(array): number for number, array in enumerate(available)}
+    rereads = []
+    known = {*jaxpr.invars[: len(constants)]}
+    of_arrays = jaxpr.invars[len(constants) :]
+    for var, array in zip(of_arrays, closed.consts, strict=True):
+        if id(array) in numbers:
+            rereads.append((numbers[id(array)], var))
+            known.add(var)
+    for equation in jaxpr.eqns:
+        if known.issuperset(_variables([equation], ())):
+            known.update(equation.outvars)
+
+    first = _needed(jaxpr.eqns, wanted)
+    # References may not be read by two programs
+    first = (
+        jaxpr.eqns
+        if jaxpr.effects
+        else _with_smaller_results(jaxpr.eqns, first, of_weights, known)
+    )
+    made_first = {*jaxpr.invars, *_results(first)}
+    is_late = [isinstance(atom, Var) and atom not in made_first for atom in of_weights]
+    late = [atom for atom, is_ in zip(of_weights, is_late, strict=True) if is_]
+    early = [atom for atom, is_ in zip(of_weights, is_late, strict=True) if not is_]
+    second = _needed(_second(jaxpr.eqns, first, known), late)
+    kept = _kept(second, late, known)
+    first = _needed(jaxpr.eqns, [*wanted, *early, *kept])
+    reread = [*jaxpr.invars[: len(constants)], *(var for _, var in rereads)]
+    return TwoCotangents(
+        is_late=is_late,
+        kept=[var.aval for var in kept],
+        reads=_reads(second, kept),
+        _inputs=[*constants, *closed.consts],
+        _first=_program(jaxpr.invars, [*wanted, *early, *kept], first),
+        _constants=constants,
+        _rereads=[number for number, _ in rereads],
+        _second=_program([*reread, *kept], late, second),
+    )
+
+
+def _second(
+    equations: Sequence[JaxprEqn], first: Iterable[JaxprEqn], known: set[Var]
+) -> list[JaxprEqn]:
+    """The equations that W has or may run again."""
+    of_first = {id(equation) for equation in first}
+    second = []
+    for equation in equations:
+        runs_again = known.issuperset(equation.outvars)
+        if runs_again or id(equation) not in of_first:
+            second.append(equation)
+    return second
+
+
+def _kept(
+    second: Sequence[JaxprEqn], late: Sequence[Any], known: set[Var]
+) -> list[Var]:
+    """The variables that W reads and neither makes nor is given."""
+    made = known | _results(second)
+    read = dict.fromkeys(_variables(second, late))
+    return [var for var in read if var not in made]
+
+
+def _with_smaller_results(
+    equations: Sequence[JaxprEqn],
+    first: Sequence[JaxprEqn],
+    of_weights: Sequence[Any],
+    known: set[Var],
+) -> list[JaxprEqn]:
+    """The equations of B, with those of W that are to run in B.
+
+    In their order, each equation that is cheap and reads nothing that W makes: it runs
+    in B unless its results are larger than what no other equation of W reads.
+    """
+    of_first = {id(equation) for equation in first}
+    second = _needed(_second(equations, first, known), of_weights)
+    second = [one for one in second if not known.issuperset(one.outvars)]
+    made_second = _results(second)
+    readers: dict[Var, int] = {}
+    for var in _variables(second, of_weights):
+        readers[var] = readers.get(var, 0) + 1
+    for equation in second:
+        read = {*_variables([equation], ())}
+        if made_second & read or not _is_cheap(equation):
+            continue
+        alone = []
+        for var in read - known:
+            if readers[var] == _variables([equation], ()).count(var):
+                alone.append(var)
+        results = [var for var in equation.outvars if readers.get(var)]
+        if _bytes_of(results) > _bytes_of(alone):
+            continue
+        of_first.add(id(equation))
+        made_second.difference_update(equation.outvars)
+        for var in _variables([equation], ()):
+            readers[var] -= 1
+    return [equation for equation in equations if id(equation) in of_first]
+
+
+def _is_cheap(equation: JaxprEqn) -> bool:
+    if equation.primitive.name in _LONG:
+        return False
+    inner = [one for program in programs_in(equation) for one in program.eqns]
+    return all(map(_is_cheap, inner))
+
+
+def _reads(
+    second: Sequence[JaxprEqn], kept: Sequence[Var]
+) -> list[tuple[str, list[int]]]:
+    numbers = {var: number for number, var in enumerate(kept)}
+    reads = []
+    for equation in second:
+        if not _is_cheap(equation):
+            read = [numbers.get(var, -1) for var in _variables([equation], ())]
+            reads.append((equation.primitive.name, read))
+    return reads
+
+
+def _bytes_of(variables: Iterable[Var]) -> int:
+    return sum(bytes_of(var.aval) for var in variables)
+
+
+def _needed(equations: Sequence[JaxprEqn], outputs: Iterable[Any]) -> list[JaxprEqn]:
+    """The equations that outputs depend on, and those with effects."""
+    needed = {atom for atom in outputs if isinstance(atom, Var)}
+    kept = []
+    for equation in reversed(equations):
+        if equation.effects or needed.intersection(equation.outvars):
+            kept.append(equation)
+            needed.update(_variables([equation], ()))
+    return kept[::-1]
+
+
+def _results(equations: Iterable[JaxprEqn]) -> set[Var]:
+    return {var for equation in equations for var in equation.outvars}
+
+
+def _variables(equations: Iterable[JaxprEqn], others: Iterable[Any]) -> list[Var]:
+    """What equations read, and the variables among other atoms."""
+    read = [atom for equation in equations for atom in equation.invars]
+    return [atom for atom in (*read, *others) if isinstance(atom, Var)]
+
+
+def _program(
+    inputs: Sequence[Any], outputs: Sequence[Any], equations: list[JaxprEqn]
+) -> Jaxpr:
+    effects = frozenset().union(*(equation.effects for equation in equations))
+    debug_info = jax.make_jaxpr(lambda: ())().jaxpr.debug_info
+    return Jaxpr([], [*inputs], [*outputs], equations, effects, debug_info)
+
+
+def _without_calls(closed: ClosedJaxpr) -> tuple[Jaxpr, list[Any]]:
+    """The program with what it calls (`jax.jit`) in place of calls, and without
+    barriers: both would tie the two cotangents together. What it closes over are its
+    inputs, after constants of its own.
+    """
+    jaxpr = closed.jaxpr
+
+    def run(*inputs: Any) -> list[Any]:
+        return _evaluated(jaxpr, inputs)
+
+    return without_constants(jax.make_jaxpr(run)(*closed.consts))
+
+
+def _evaluated(jaxpr: Jaxpr, inputs: Sequence[Any]) -> list[Any]:
+    """The results of a program whose constants are its first inputs."""
+    values: dict[Var, Any] = {}
+    values.update(zip((*jaxpr.constvars, *jaxpr.invars), inputs, strict=True))
+
+    def value_of(atom: Any) -> Any:
+        return atom.val if isinstance(atom, Literal) else values[atom]
+
+    for equation in jaxpr.eqns:
+        operands = [*map(value_of, equation.invars)]
+        name = equation.primitive.name
+        if name in BARRIERS:
+            results = operands
+        elif name in CALLS:
+            called = program_of(equation)
+            constants = getattr(called, "consts", ())
+            inner = getattr(called, "jaxpr", called)
+            results = _evaluated(inner, [*constants, *operands])
+        else:
+            read = [*dict.fromkeys(_variables([equation], ()))]
+            alone = _program(read, equation.outvars, [equation])
+            results = eval_jaxpr(alone, (), *map(value_of, read))
+        values.update(zip(equation.outvars, results, strict=True))
+    return [*map(value_of, jaxpr.outvars)]

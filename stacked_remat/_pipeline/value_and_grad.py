@@ -1,0 +1,493 @@
+"""`pipeline`: the loss of a model and its gradients, with the layers over devices.
+
+`Pipeline.value_and_grad` finds the stack in the model, divides the model into the
+arrays of the stack, of which each stage has a part, and the rest, of which each has
+all, and runs `Stages` by `jax.shard_map` over the axis of the stages alone. The other
+axes of the mesh stay what they were.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+from jax import lax
+from jax.sharding import AxisType, PartitionSpec
+from jaxtyping import DTypeLike
+
+from .._activity import is_differentiable
+from .._fused.folds import leaves_or_none
+from .._messages import shortened
+from .._placement import has_host_arrays
+from .._scan.arguments import argument_namer, is_unsplit_key
+from .._scan.checks import describe
+from .._scan.layer_axis import axis_resized
+from .._scan.marks import changed, is_split, take_marks_off
+from .._scan.returned import is_none
+from .._schedule import whole_number
+from .._stacked import Stacked, StackedKinds
+from .._static import (
+    PyTree,
+    Static,
+    is_array,
+    is_named,
+    raw_array,
+    with_axes,
+    with_leaves,
+)
+from .loss_parts import check_returned, cut_loss
+from .schedule import Schedule, ScheduleName, make_schedule
+from .stages import Stages
+
+
+def pipeline(
+    loss: Callable[..., Any],
+    axis: str,
+    *,
+    microbatches: int,
+    schedule: ScheduleName = "1f1b",
+    stack: Callable[[Any], Any] | None = None,
+    trainable: Any = eqx.is_inexact_array,
+    has_aux: bool = False,
+    gradient_dtype: DTypeLike | None = None,
+) -> "Pipeline":
+    """The gradient of a loss with the layers of its stack over an axis of the mesh.
+
+    ```python
+    # loss(model, *batch) calls model.blocks.fold(x).
+    run = pipeline(loss, "stage", microbatches=8)
+    with jax.set_mesh(jax.make_mesh((4, 2), ("stage", "data"), (AxisType.Auto,) * 2)):
+        value, gradients = jax.jit(run.value_and_grad)(model, *batch)
+    ```
+
+    equals, with `part(n, x)` the rows `x[n::microbatches]`,
+
+    ```python
+    def mean(model):
+        losses = [loss(model, *map(part(n), batch)) for n in range(microbatches)]
+        return sum(losses) / microbatches
+    value, gradients = eqx.filter_value_and_grad(mean)(model)
+    ```
+
+    Each of the P devices (or groups of devices, with further axes) along the axis is a
+    *stage*: it has a contiguous part of the layers, and microbatches go from stage to
+    stage. Along other axes everything is divided as it would be without a pipeline.
+
+    Args:
+        loss: takes the model and the arguments `batch`; returns a scalar. It calls
+            `fold` or `scan` of the stack once, directly or inside of `jax.jit`, and
+            can't use its weights otherwise. It is traced for one microbatch.
+        axis: of the mesh that is set (`jax.set_mesh`), with `AxisType.Auto`.
+        microbatches: into how many parts the batch is divided: M.
+        schedule: `"1f1b"` or `"zero_bubble"`, as below.
+        stack: finds the stack in the model; by default its only `Stacked`. Layers must
+            divide evenly over the stages.
+        trainable: which arrays have gradients: a filter spec, as in `eqx.filter`.
+        has_aux: whether `loss` returns a pair, of the scalar and anything else.
+        gradient_dtype: in which gradients are added up and returned; by default that
+            of each weight.
+
+    Returns:
+        A `Pipeline`, which has `value_and_grad(model, *batch)`, and `schedule_of(P)`.
+
+    Raises:
+        ValueError, TypeError: for what is no loss, number or schedule. `value_and_grad`
+            refuses a mesh without the axis, numbers of layers or rows that don't
+            divide, and a loss that it can't follow.
+
+    Time: stages are idle for (P - 1) / (M + P - 1) of it. With `"zero_bubble"` the
+    backward pass of a layer is taken apart: the cotangent of the carry, which the stage
+    before waits for, is computed first, and those of weights where a stage would wait.
+    That leaves a third of the idle time, where forward pass and both parts take
+    equally long. Each stage runs its forward pass once more in its backward pass, in
+    addition to what the policy replays.
+
+    Memory of a stage: its layers, their gradients, and the rest of the model and its
+    gradients; the inputs of as many microbatches as are in flight, at most P; what the
+    policy keeps of one microbatch and the stage's layers. `"zero_bubble"` keeps, for
+    each layer of the stage and at most P microbatches, what its weights are multiplied
+    with, and the cotangents of these products.
+    """
+    return Pipeline(
+        loss, axis, microbatches, schedule, stack, trainable, has_aux, gradient_dtype
+    )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Pipeline:
+    """The gradient by `pipeline`; the fields are its arguments."""
+
+    loss: Callable[..., Any]
+    axis: str
+    microbatches: int
+    schedule: ScheduleName
+    stack: Callable[[Any], Any] | None
+    trainable: Any
+    has_aux: bool
+    gradient_dtype: DTypeLike | None
+
+    def __post_init__(self) -> None:
+        if not callable(self.loss):
+            raise TypeError(
+                f"pipeline takes a loss function first; got {describe(self.loss)}."
+            )
+        if not isinstance(self.axis, str):
+            raise TypeError(
+                "pipeline takes the name of an axis of the mesh; got"
+                f" {describe(self.axis)}."
+            )
+        whole_number("microbatches", self.microbatches, "a number of microbatches")
+        self.schedule_of(1)
+
+    def schedule_of(self, stages: int) -> Schedule:
+        """The schedule on this many stages: `print(run.schedule_of(4).draw())`."""
+        return make_schedule(self.schedule, stages, self.microbatches)
+
+    def value_and_grad(self, model: PyTree, *batch: PyTree) -> tuple[Any, PyTree]:
+        """The mean of the loss over the microbatches, and its gradients.
+
+        Args:
+            model: any tree with the stack. Its layers should be divided over the axis:
+                `jax.device_put(stack, NamedSharding(mesh, P("stage")))`.
+            batch: the other arguments of the loss. Row `i * microbatches + n` of each
+                array (of its first axis) is row `i` of microbatch `n`, so that rows
+                which are divided over devices stay there. `shared(x)` is given whole
+                to every microbatch.
+
+        Returns:
+            What the loss returns, as a mean over microbatches, and the gradients, as
+            of `eqx.filter_value_and_grad`. Of a pair, arrays of the second part have
+            the microbatches in front.
+        """
+        stages = self._stages()
+        model_parts = ModelParts.of(model, self.stack, self.trainable)
+        stack = model_parts.stack
+        _check_layers(stack, model_parts.name, self.axis, stages)
+        rows = Rows.of(self.loss, batch, self.microbatches)
+        schedule = self.schedule_of(stages)
+
+        def of_stage(
+            layers: list[Any], trained: list[Any], frozen: list[Any], batch: list[Any]
+        ) -> PyTree:
+            def rest(trained: Sequence[Any]) -> list[Any]:
+                return _merged(trained, frozen, model_parts.is_rest_trained)
+
+            def microbatch(number: Any) -> list[Any]:
+                return rows.of_microbatch(batch, number)
+
+            parts = cut_loss(
+                self.loss,
+                model_parts.model,
+                eqx.filter_eval_shape(lambda: stack),
+                rest(trained),
+                rows.arguments(microbatch(0)),
+                model_parts.name,
+            )
+            check_returned(parts.returned, self.has_aux)
+            inputs = [*model_parts.is_rest_trained, *[False] * len(batch)]
+            sums = Stages(
+                axis=self.axis,
+                schedule=schedule,
+                parts=parts,
+                has_aux=self.has_aux,
+                stack=stack,
+                layers=_own_layers(stack, layers, stages),
+                is_trained=model_parts.is_layer_trained,
+                trained=trained,
+                rest=rest,
+                microbatch=microbatch,
+                is_active=parts.operands_depend_on(inputs),
+                dtype=self.gradient_dtype,
+            ).run()
+            returned = [leaf[None] for leaf in (sums.value, *sums.aux)]
+            of_rest = lax.psum(sums.rest, self.axis)
+            return sums.layers, of_rest, returned, Static(parts.returned)
+
+        # The last two are what the loss returned on each stage, and its types
+        by_stage, on_all = PartitionSpec(self.axis), PartitionSpec()
+        layer_specs = [
+            by_stage if is_split(leaf, stack.Layers) else on_all
+            for leaf in _named_leaves(stack)
+        ]
+        run = jax.shard_map(
+            of_stage,
+            in_specs=(layer_specs, on_all, on_all, on_all),
+            out_specs=(by_stage, on_all, by_stage, on_all),
+            axis_names={self.axis},
+            # Its rules for what varies over devices would add sums over stages, which
+            # have no place in branches that not all of them take
+            check_vma=False,
+        )
+        layers = [*map(raw_array, _named_leaves(stack))]
+        of_layers, of_rest, returned, types = jax.jit(run)(
+            layers, *model_parts.rest, rows.arrays
+        )
+        # The last stage has it
+        value, *aux = [leaf[-1] for leaf in returned]
+        gradients = model_parts.gradients(of_layers, of_rest)
+        if not self.has_aux:
+            return value, gradients
+        arrays, static = eqx.partition(types.value[1], is_array)
+        return (value, eqx.combine(with_leaves(arrays, aux), static)), gradients
+
+    def _stages(self) -> int:
+        """The size of the axis in the mesh that is set."""
+        mesh = jax.sharding.get_abstract_mesh()
+        if self.axis not in mesh.axis_names:
+            found = ", ".join(map(repr, mesh.axis_names)) or "none is set"
+            raise ValueError(
+                f"pipeline runs over the axis {self.axis!r} of the mesh, whose axes"
+                f" are: {found}. Call it within jax.set_mesh(mesh)."
+            )
+        kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+        if kinds[self.axis] != AxisType.Auto:
+            raise ValueError(
+                f"The axis {self.axis!r} of the mesh is {kinds[self.axis]}; pipeline"
+                " takes an axis with AxisType.Auto, outside of jax.shard_map:"
+                " jax.make_mesh(sizes, names, (AxisType.Auto,) * len(names))."
+            )
+        return mesh.shape[self.axis]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ModelParts:
+    """A model as its stack and the leaves of the rest."""
+
+    stack: Stacked
+    # Its path, as `model.blocks`
+    name: str
+    # Of the model with the stack as one leaf, which is at `place`
+    structure: Any
+    place: int
+    # All leaves of the rest; arrays are replaced
+    leaves: list[Any]
+    # For each array of the rest whether it is trained
+    is_rest_trained: list[bool]
+    # What is trained of the stack, which has None for other arrays
+    trained_stack: PyTree
+    # What is trained of the rest, in the same way
+    trained_leaves: list[Any]
+
+    @staticmethod
+    def of(
+        model: PyTree, find: Callable[[Any], Any] | None, trainable: Any
+    ) -> "ModelParts":
+        stack, name = _stack_of(model, find)
+        leaves, structure = jax.tree.flatten(model, is_leaf=lambda node: node is stack)
+        place = next(i for i, leaf in enumerate(leaves) if leaf is stack)
+        trained = eqx.filter(model, trainable)
+        trained_leaves = structure.flatten_up_to(trained)
+        trained_stack = trained_leaves[place]
+        trained_leaves[place] = leaves[place] = None
+        is_rest_trained = []
+        for leaf, kept in zip(leaves, trained_leaves, strict=True):
+            if is_array(leaf):
+                is_rest_trained.append(kept is not None)
+        _check_trained(trained, trained_stack, stack, name)
+        return ModelParts(
+            stack,
+            name,
+            structure,
+            place,
+            leaves,
+            is_rest_trained,
+            trained_stack,
+            trained_leaves,
+        )
+
+    @property
+    def rest(self) -> tuple[list[Any], list[Any]]:
+        """The arrays of the rest: those that are trained, and the others."""
+        trained, frozen = [], []
+        arrays = [*filter(is_array, self.leaves)]
+        for array, is_trained in zip(arrays, self.is_rest_trained, strict=True):
+            (trained if is_trained else frozen).append(array)
+        return trained, frozen
+
+    @property
+    def is_layer_trained(self) -> list[bool]:
+        """For each leaf of the stack, None being one."""
+        return [leaf is not None for leaf in leaves_or_none(self.trained_stack)]
+
+    def model(self, stack: PyTree, rest: Sequence[Any]) -> PyTree:
+        """The model with another stack, and these arrays in the rest."""
+        arrays = iter(rest)
+        leaves = [next(arrays) if is_array(leaf) else leaf for leaf in self.leaves]
+        leaves[self.place] = stack
+        return self.structure.unflatten(leaves)
+
+    def gradients(self, of_layers: Sequence[Any], of_rest: Sequence[Any]) -> PyTree:
+        """The gradients as a tree like the model, with None for what has none."""
+        structure = jax.tree.structure(self.trained_stack, is_leaf=is_none)
+        nothing = [None] * structure.num_leaves
+        stack = structure.unflatten(
+            _merged(of_layers, nothing[len(of_layers) :], self.is_layer_trained)
+        )
+        gradients = iter(of_rest)
+        leaves = []
+        for leaf, kept in zip(self.leaves, self.trained_leaves, strict=True):
+            has_one = is_array(leaf) and kept is not None
+            leaves.append(next(gradients) if has_one else None)
+        leaves[self.place] = stack
+        return self.structure.unflatten(leaves)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Rows:
+    """The arguments of a loss beside the model, divided into microbatches."""
+
+    # The arrays; those that are divided are `[row, microbatch, ...]`
+    arrays: list[Any]
+    # For each array whether it is divided
+    is_divided: list[bool]
+    # The arguments of one microbatch, without marks; arrays are replaced
+    template: PyTree
+
+    @staticmethod
+    def of(loss: Callable, batch: tuple[PyTree, ...], microbatches: int) -> "Rows":
+        """Divide a batch.
+
+        Raises:
+            ValueError: rows don't divide evenly, or a random key is for all.
+        """
+        name_of = argument_namer(loss, skip=1)
+        entries, (tree, _) = take_marks_off((batch, {}))
+        leaves, arrays, is_divided = [], [], []
+        for path, leaf, rule in entries:
+            array = raw_array(leaf)
+            divides = is_array(array) and rule != "shared" and array.ndim > 0
+            if divides:
+                rows = array.shape[0]
+                if rows % microbatches:
+                    raise ValueError(
+                        f"{name_of(path)} has {rows} rows (shape {array.shape}), which"
+                        f" don't divide into {microbatches} microbatches. Change"
+                        " microbatches, or mark it stacked_remat.shared(...)."
+                    )
+                count = rows // microbatches
+                array = jnp.reshape(array, (count, microbatches, *array.shape[1:]))
+                if is_named(leaf):
+                    first, *others = leaf.axes
+                    leaf = with_axes(array, (first.resize(count), *others))
+            elif rule == "default" and is_unsplit_key(name_of(path), leaf):
+                raise ValueError(
+                    f"{name_of(path)} is a single random key, from which every"
+                    " microbatch would draw the same numbers. Give each its own,"
+                    f" jax.random.split(key, {microbatches}), of which the loss is"
+                    " given an array of one, or mark it stacked_remat.shared(...)."
+                )
+            leaves.append(leaf)
+            if is_array(array):
+                arrays.append(array)
+                is_divided.append(divides)
+        treedef = jtu.tree_structure(tree, is_leaf=is_named)
+        return Rows(arrays, is_divided, jtu.tree_unflatten(treedef, leaves))
+
+    def of_microbatch(self, arrays: Sequence[Any], number: Any) -> list[Any]:
+        """The arrays of one microbatch, of all arrays."""
+        found = []
+        for array, divides in zip(arrays, self.is_divided, strict=True):
+            found.append(
+                lax.dynamic_index_in_dim(array, number, 1, keepdims=False)
+                if divides
+                else array
+            )
+        return found
+
+    def arguments(self, arrays: Sequence[Any]) -> tuple[PyTree, ...]:
+        """The arguments of the loss for one microbatch, with these arrays."""
+        types, static = eqx.partition(self.template, is_array)
+        return eqx.combine(with_leaves(types, arrays), static)
+
+
+def _merged(chosen: Sequence[Any], others: Sequence[Any], mask: list[bool]) -> list:
+    """The leaves in a mask, and the others, in one list."""
+    chosen_leaves, other_leaves = iter(chosen), iter(others)
+    return [next(chosen_leaves if is_ else other_leaves) for is_ in mask]
+
+
+def _named_leaves(stack: Stacked) -> list[Any]:
+    """The arrays of a stack, named ones as they are."""
+    leaves = jtu.tree_leaves(stack, is_leaf=is_named)
+    return [leaf for leaf in leaves if is_array(raw_array(leaf))]
+
+
+def _own_layers(stack: Stacked, arrays: Sequence[Any], stages: int) -> Stacked:
+    """The stack of one stage, of its arrays."""
+    count = stack.Layers.size // stages
+    own = iter(arrays)
+
+    def of_stage(leaf: Any) -> Any:
+        if not is_array(raw_array(leaf)):
+            return leaf
+        array = next(own)
+        if is_split(leaf, stack.Layers):
+            return axis_resized(leaf, stack.Layers, count, array)
+        return with_axes(array, leaf.axes if is_named(leaf) else None)
+
+    stacked = jtu.tree_map(of_stage, stack.stacked, is_leaf=is_named)
+    return changed(stack, stacked=stacked, Layers=stack.Layers.resize(count))
+
+
+def _stack_of(model: PyTree, find: Callable[[Any], Any] | None) -> tuple[Stacked, str]:
+    """The stack that is divided, and its path."""
+    nodes, _ = jtu.tree_flatten_with_path(
+        model, is_leaf=lambda node: isinstance(node, StackedKinds)
+    )
+    stacks = {}
+    for path, node in nodes:
+        if isinstance(node, StackedKinds):
+            stacks[f"model{jtu.keystr(path)}"] = node
+    if find is not None:
+        wanted = find(model)
+        stacks = {name: node for name, node in stacks.items() if node is wanted}
+    if len(stacks) != 1:
+        found = shortened([*stacks], ", ") or "none"
+        raise ValueError(
+            f"pipeline divides one stack of the model; found {found}. Let its layers be"
+            " a Stacked, and say which, stack=lambda model: model.blocks."
+        )
+    ((name, stack),) = stacks.items()
+    if not isinstance(stack, Stacked):
+        raise TypeError(
+            f"{name} is a {type(stack).__name__}; pipeline divides a Stacked, whose"
+            " layers are all of one kind."
+        )
+    return stack, name
+
+
+def _check_layers(stack: Stacked, name: str, axis: str, stages: int) -> None:
+    count = stack.Layers.size
+    if not count or count % stages:
+        raise ValueError(
+            f"The {count} layers of {name} don't divide evenly over the {stages} stages"
+            f" of the mesh axis {axis!r}. Make it a divisor of {count}."
+        )
+    if has_host_arrays(stack):
+        raise ValueError(
+            f"{name} is in host memory; a pipeline takes layers on devices:"
+            " stacked_remat.streaming.to_device(model)."
+        )
+
+
+def _check_trained(
+    trained: PyTree, trained_stack: PyTree, stack: Stacked, name: str
+) -> None:
+    for path, leaf in jtu.tree_leaves_with_path(trained):
+        if not is_differentiable(getattr(leaf, "dtype", bool)):
+            raise ValueError(
+                f"model{jtu.keystr(path)} can't be trained: {leaf!r} is not a"
+                " floating-point array. Leave it out of trainable."
+            )
+    leaves = jtu.tree_leaves_with_path(trained_stack, is_leaf=is_named)
+    for path, leaf in leaves:
+        is_trained = is_array(raw_array(leaf))
+        if is_trained and not is_split(leaf, stack.Layers):
+            raise ValueError(
+                f"{name}{jtu.keystr(path)} ({describe(leaf)}) is shared by all layers,"
+                " so all stages would have a gradient of it. Give it the layers' axis,"
+                " keep it outside of the stack, or leave it out of trainable."
+            )

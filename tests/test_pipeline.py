@@ -1,0 +1,489 @@
+"""`pipeline`: schedules, the backward pass of a layer taken apart, and gradients with
+layers over devices.
+"""
+
+import functools
+from typing import Any
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+from stacked_remat import (
+    BlockSeq,
+    Stacked,
+    StackedPattern,
+    per_layer,
+    pipeline,
+    shared,
+    streaming,
+)
+from stacked_remat._pipeline.schedule import IDLE, make_schedule
+from stacked_remat._pipeline.two_cotangents import take_apart
+from tests.blocks import assert_close, quick_jit
+from tests.random_arrays import normal
+
+SIZES = [(1, 1), (1, 3), (2, 4), (3, 2), (4, 8), (5, 5), (8, 32), (7, 20)]
+NAMES = ["1f1b", "zero_bubble"]
+
+
+# --- The table
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("stages, microbatches", SIZES)
+def test_every_operation_runs_once_and_after_what_it_needs(name, stages, microbatches):
+    schedule = make_schedule(name, stages, microbatches)
+    when: dict[Any, int] = {}
+    for tick in range(schedule.ticks):
+        for stage in range(stages):
+            before = schedule.weights_done[max(tick - 1, 0), stage] if tick else 0
+            for number in range(before, schedule.weights_done[tick, stage]):
+                # Before the tick's F or B
+                when["W", stage, number] = tick
+            operation = schedule.operations[tick, stage]
+            if operation != IDLE:
+                key = "FB"[operation - 1], stage, int(schedule.numbers[tick, stage])
+                assert key not in when
+                when[key] = tick
+    count = (3 if name == "zero_bubble" else 2) * stages * microbatches
+    assert len(when) == count
+    for number in range(microbatches):
+        for stage in range(stages):
+            forward, backward = when["F", stage, number], when["B", stage, number]
+            assert forward < backward
+            # What a neighbour sends is there for the next tick alone
+            if stage:
+                assert forward == when["F", stage - 1, number] + 1
+                assert (when["B", stage - 1, number]) == backward + 1
+                sender = when["F", stage - 1, number]
+                assert sender % 2 == (stage - 1) % 2
+            if name == "zero_bubble":
+                assert backward < when["W", stage, number]
+
+
+@pytest.mark.parametrize("stages, microbatches", SIZES)
+def test_idle_time(stages, microbatches):
+    bound = (stages - 1) / (microbatches + stages - 1)
+    plain = make_schedule("1f1b", stages, microbatches)
+    divided = make_schedule("zero_bubble", stages, microbatches)
+    for costs in [(1, 1, 1), (1, 3, 1), (2, 3, 4)]:
+        assert plain.idle(costs) == pytest.approx(bound)
+        assert divided.span(costs) <= plain.span(costs)
+    assert plain.span() == 3 * (microbatches + stages - 1)
+    if microbatches >= stages:
+        # Idle units of each stage: a third, and no schedule has fewer
+        assert divided.span() == 3 * microbatches + stages - 1
+        # With a backward pass that runs the stage again first
+        forward, backward, weights = 1, 3, 1
+        assert divided.span((1, 3, 1)) == (
+            microbatches * (forward + backward + weights)
+            + (stages - 1) * (forward + backward - weights)
+        )
+
+
+@pytest.mark.parametrize("stages, microbatches", SIZES)
+def test_microbatches_at_once(stages, microbatches):
+    in_flight = [min(stages - stage, microbatches) for stage in range(stages)]
+    for name in NAMES:
+        assert make_schedule(name, stages, microbatches).in_flight() == in_flight
+    waiting = make_schedule("zero_bubble", stages, microbatches).weights_waiting()
+    assert max(waiting) <= min(stages, microbatches)
+    assert make_schedule("1f1b", stages, microbatches).weights_waiting() == [0] * stages
+
+
+def test_drawing():
+    assert make_schedule("1f1b", 2, 3).draw().splitlines() == [
+        "F0 F1 .  .  B0 B0 F2 B1 B1 .  B2 B2",
+        ".  F0 B0 B0 F1 B1 B1 F2 B2 B2 .  .",
+    ]
+    assert make_schedule("zero_bubble", 2, 3).draw().splitlines() == [
+        "F0 F1 .  B0 W0 F2 B1 W1 B2 W2",
+        ".  F0 B0 F1 W0 B1 F2 B2 W1 W2",
+    ]
+
+
+# --- The two cotangents
+
+
+def test_products_of_weights_run_apart():
+    """W has the products of weights, and reads their operands; what one equation makes
+    with the carry's cotangent is a result of B.
+    """
+
+    def layer(x, up, down, looped):
+        def row(total, part):
+            return total + part @ looped, part
+
+        x = x + jax.lax.scan(row, jnp.zeros(4), x)[0][None]
+        return x + jax.jit(lambda x: jnp.tanh(x @ up) @ down)(x)
+
+    found = []
+
+    @quick_jit
+    def divided_and_whole(x, cotangent, *weights):
+        def vjp():
+            of_x, *of_weights = jax.vjp(layer, x, *weights)[1](cotangent)
+            return [of_x], of_weights
+
+        divided = take_apart(vjp, weights)
+        found.append(divided)
+        of_x, early, kept = divided.first()
+        return [*of_x, *divided.second(weights, kept), *early], vjp()
+
+    sizes = [(5, 4), (5, 4), (4, 6), (6, 4), (4, 4)]
+    arrays = [normal(seed, *size) for seed, size in enumerate(sizes)]
+    apart, (of_x, of_weights) = divided_and_whole(*arrays)
+    assert_close(apart, [*of_x, *of_weights])
+    (divided,) = found
+    assert divided.is_late == [True, True, False]
+
+    def products(jaxpr):
+        return sum(eqn.primitive.name == "dot_general" for eqn in jaxpr.eqns)
+
+    assert (products(divided._first), products(divided._second)) == (3, 2)
+    # The operands of both products: x, its cotangent, and those in between
+    shapes = sorted(type_.shape for type_ in divided.kept)
+    assert shapes == [(5, 4), (5, 4), (5, 6), (5, 6)]
+
+
+# --- Gradients
+
+Layers = hax.Axis("layers", 8)
+Embed, Hidden = hax.make_axes(Embed=6, Hidden=10)
+STAGES, ROWS, MICROBATCHES = 4, 32, 8
+
+
+def mesh_of(stages=STAGES, data=2):
+    kinds = (AxisType.Auto,) * 2
+    devices = jax.devices()[: stages * data]
+    return jax.make_mesh((stages, data), ("stage", "data"), kinds, devices=devices)
+
+
+class Plain(eqx.Module):
+    """Carries an array; all arrays are plain."""
+
+    weight: jax.Array
+    bias: jax.Array
+
+    def __call__(self, x):
+        return x + jnp.tanh(x @ self.weight + self.bias[None])
+
+
+class Named(eqx.Module):
+    """Carries named and plain arrays, floats and integers; takes arguments that layers
+    share and that are split, and returns an output.
+    """
+
+    up: hax.NamedArray
+    down: hax.NamedArray
+    frozen: jax.Array
+
+    def __call__(self, carry, mask, shift, rate, *, key):
+        x, count = carry
+        hidden = hax.tanh(x.dot(self.up, axis=Embed) * rate + shift)
+        noise = jax.random.normal(key, hidden.array.shape)
+        hidden = hidden + 0.1 * hax.named(noise, hidden.axes)
+        update = hidden.dot(self.down, axis=Hidden) * jnp.sum(self.frozen)
+        output = hax.mean(hidden).scalar(), count
+        return (x + hax.where(mask, update, 0.0), count + 1), output
+
+
+class Model(eqx.Module):
+    table: jax.Array
+    shift: jax.Array
+    blocks: Stacked
+    head: jax.Array
+    unused: jax.Array
+    name: str = eqx.field(static=True, default="model")
+
+
+def plain_model(layers=8, width=6, remat: Any = "nested"):
+    blocks = Stacked(
+        Plain(normal(0, layers, width, width) / 2, normal(1, layers, width)),
+        hax.Axis("layers", layers),
+        remat,
+    )
+    head = normal(3, width, 3)
+    return Model(normal(2, 10, width), jnp.zeros(1), blocks, head, jnp.ones(2))
+
+
+def plain_loss(model, tokens, targets):
+    x = model.blocks.fold(model.table[tokens])
+    return jnp.mean((x @ model.head - targets) ** 2)
+
+
+def named_model(remat: Any):
+    up = normal(0, Layers, Embed, Hidden) / 2
+    down = normal(1, Layers, Hidden, Embed) / 2
+    block = Named(up, down, normal(2, 8, 2))
+    blocks = Stacked(block, Layers, remat)
+    head, shift = normal(3, 6, 3), normal(4, 10)
+    return Model(normal(5, 10, 6), shift, blocks, head, jnp.ones(2))
+
+
+def named_loss(model, tokens, targets, key):
+    """Scans; the layers' arguments depend on the microbatch, and one on a weight."""
+    (batch,) = tokens.axes
+    x = hax.named(model.table[tokens.array], (batch, Embed))
+    shift = hax.named(jnp.tanh(model.shift), (Hidden,))
+    keys = jax.random.split(key, Layers.size)
+    rates = jnp.linspace(0.5, 1.0, Layers.size)
+    (x, count), (means, counts) = model.blocks.scan(
+        (x, jnp.int32(0)), tokens > 2, shared(shift), per_layer(rates), key=keys
+    )
+    # The part after the fold reads values of the part before it
+    errors = x.array @ model.head - targets + model.table[tokens.array][:, :3]
+    value = jnp.mean(errors**2) + jnp.sum(means**2)
+    return value, {"means": means, "counts": counts + count, "name": model.name}
+
+
+def split_rows(array, count):
+    """`[microbatch, row, ...]`."""
+    rows = array.shape[0] // count
+    return jnp.swapaxes(array.reshape(rows, count, *array.shape[1:]), 0, 1)
+
+
+def on_one_device(loss, model, batch, microbatches, trainable=eqx.is_inexact_array):
+    """The mean of the loss over the microbatches, and its gradients."""
+    trained, frozen = eqx.partition(model, trainable)
+    parts = [split_rows(array, microbatches) for array in batch]
+
+    def mean(trained):
+        losses = jax.vmap(lambda *part: loss(eqx.combine(trained, frozen), *part))
+        return jnp.mean(losses(*parts))
+
+    return eqx.filter_value_and_grad(mean)(trained)
+
+
+def put(model, mesh):
+    """The model on a mesh: layers by stages, their weights by data too."""
+
+    def placed(leaf):
+        spec = P("stage", *["data"] * (leaf.ndim > 2 and leaf.shape[1] % 2 == 0))
+        return jax.device_put(leaf, NamedSharding(mesh, spec))
+
+    arrays, static = eqx.partition(model.blocks, eqx.is_array)
+    blocks = eqx.combine(jax.tree.map(placed, arrays), static)
+    return eqx.tree_at(lambda model: model.blocks, model, blocks)
+
+
+def assert_within(found, expected, bound=1e-6):
+    """Within so much of the largest entry, as sums have another order."""
+    leaves = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
+    for one, other in leaves:
+        assert one.dtype == other.dtype
+        largest = np.abs(other).max()
+        assert np.abs(np.subtract(one, other)).max() <= bound * max(largest, 1e-3)
+
+
+@pytest.mark.parametrize("remat", [True, "nested", "offload"])
+def test_gradients_equal_those_of_one_device(remat):
+    model = plain_model(remat=remat)
+    tokens = np.arange(ROWS) * 7 % 10
+    targets = normal(6, ROWS, 3)
+    mesh = mesh_of()
+
+    def all_of(model, tokens, targets):
+        found = {}
+        for name in NAMES:
+            run = pipeline(
+                plain_loss, "stage", microbatches=MICROBATCHES, schedule=name
+            )
+            found[name] = run.value_and_grad(model, tokens, targets)
+        return found
+
+    with jax.set_mesh(mesh):
+        rows = NamedSharding(mesh, P("data"))
+        batch = jax.device_put((tokens, targets), rows)
+        found = quick_jit(all_of)(put(model, mesh), *batch)
+    expected = quick_jit(functools.partial(on_one_device, plain_loss, microbatches=1))(
+        model, (tokens, targets)
+    )
+    for name in NAMES:
+        assert_within(found[name], expected)
+        of_layers = found[name][1].blocks.stacked.weight
+        assert of_layers.sharding.spec[0] == "stage"
+
+
+def test_scans_with_arguments_states_and_frozen_arrays():
+    model = named_model("nested")
+    trainable = jax.tree.map(eqx.is_inexact_array, model)
+    trainable = eqx.tree_at(
+        lambda model: (model.blocks.stacked.frozen, model.unused),
+        trainable,
+        (False, False),
+    )
+    Batch = hax.Axis("batch", ROWS)
+    tokens = np.arange(ROWS) * 7 % 10
+    targets = normal(6, ROWS, 3)
+    key = jax.random.key(0)
+
+    def all_of(model, tokens, targets, key):
+        found = {}
+        for name in NAMES:
+            run = pipeline(
+                named_loss,
+                "stage",
+                microbatches=MICROBATCHES,
+                schedule=name,
+                trainable=trainable,
+                has_aux=True,
+                gradient_dtype=jnp.float32,
+            )
+            named = hax.named(tokens, Batch)
+            (value, aux), gradients = run.value_and_grad(
+                model, named, targets, shared(key)
+            )
+            found[name] = value, gradients, eqx.filter(aux, eqx.is_array)
+            assert aux["name"] == "model"
+        return found
+
+    def one(tokens, targets, model):
+        Part = hax.Axis("batch", tokens.size)
+        return named_loss(model, hax.named(tokens, Part), targets, key)
+
+    def expected_of(model):
+        value, gradients = on_one_device(
+            lambda model, tokens, targets: one(tokens, targets, model)[0],
+            model,
+            (tokens, targets),
+            MICROBATCHES,
+            trainable,
+        )
+        parts = [split_rows(array, MICROBATCHES) for array in (tokens, targets)]
+
+        def aux(tokens, targets):
+            return eqx.filter(one(tokens, targets, model)[1], eqx.is_array)
+
+        return value, gradients, jax.vmap(aux)(*parts)
+
+    with jax.set_mesh(mesh_of()):
+        found = quick_jit(all_of)(model, tokens, targets, key)
+    expected = quick_jit(expected_of)(model)
+    for name in NAMES:
+        assert jax.tree.structure(found[name]) == jax.tree.structure(expected)
+        assert_within(found[name], expected)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_sizes(seed):
+    rng = np.random.default_rng(seed)
+    stages = int(rng.choice([1, 2, 3, 4, 8]))
+    layers = stages * int(rng.integers(1, 4))
+    microbatches = int(rng.integers(1, 10))
+    rows = microbatches * int(rng.integers(1, 3))
+    remat = [False, "nested", "offload", True][rng.integers(4)]
+    model = plain_model(layers, 3, remat)
+    tokens, targets = rng.integers(0, 10, rows), normal(seed, rows, 3)
+    run = pipeline(
+        plain_loss,
+        "stage",
+        microbatches=microbatches,
+        schedule=NAMES[rng.integers(2)],
+        # Adapters alone: neither the embedding nor biases
+        trainable=lambda leaf: eqx.is_inexact_array(leaf) and leaf.ndim == 3,
+    )
+    with jax.set_mesh(mesh_of(stages, 1)):
+        found = quick_jit(run.value_and_grad)(model, tokens, targets)
+    expected = quick_jit(
+        lambda model: on_one_device(
+            plain_loss, model, (tokens, targets), 1, run.trainable
+        )
+    )(model)
+    assert_within(found, expected)
+
+
+# --- What is refused
+
+
+def twice(model, x):
+    return jnp.sum(model.blocks.fold(model.blocks.fold(x)))
+
+
+def backwards(model, x):
+    return jnp.sum(model.blocks.fold(x, reverse=True))
+
+
+def weights_of(model, x):
+    return jnp.sum(model.blocks.fold(x) * jnp.sum(model.blocks.stacked.weight))
+
+
+def pair(model, x):
+    return jnp.sum(model.blocks.fold(x)), None
+
+
+def folds(model, x):
+    return jnp.sum(model.blocks.fold(x))
+
+
+def pattern(_):
+    layer = plain_model().blocks
+    return {"blocks": StackedPattern({"a": layer}, "a" * 8, Layers)}
+
+
+def no_stack(_):
+    return {"blocks": BlockSeq.of([*plain_model().blocks])}
+
+
+@pytest.mark.parametrize(
+    "text, changes",
+    {
+        "axes are: 'stage', 'data'. Call it within": {"axis": "stages"},
+        "8 layers of model.blocks don't divide evenly over the 3": {"stages": 3},
+        "x has 32 rows (shape (32, 6)), which don't divide into 5": {"microbatches": 5},
+        "microbatches": {"microbatches": 0},
+        "schedule is '1f1b' or 'zero_bubble'; got 'gpipe'": {"schedule": "gpipe"},
+        "The loss folds model.blocks 2 times. A pipeline needs one": {"loss": twice},
+        "from the first to the last": {"loss": backwards},
+        "each device has the weights of some layers alone": {"loss": weights_of},
+        "returns a scalar, of floating point; got a tuple": {"loss": pair},
+        "returns a pair (scalar, aux), with has_aux": {"has_aux": True},
+        "is not a floating-point array": {"trainable": eqx.is_array},
+        "divides a Stacked, whose layers are all of one kind": {"change": pattern},
+        "pipeline divides one stack of the model; found none": {"change": no_stack},
+        "found model['a'], model['b']": {
+            "change": lambda m: {"a": m.blocks, "b": m.blocks}
+        },
+        "is in host memory": {"change": streaming.to_host},
+        "not supported with a visitor": {"remat": "recompute"},
+        "x is a single random key": {"x": jax.random.key(0)},
+        "takes a loss function first": {"loss": "mean"},
+        "takes the name of an axis": {"axis": 4},
+    }.items(),
+)
+def test_errors(text, changes):
+    model = plain_model(remat=changes.get("remat", "nested"))
+    model = eqx.tree_at(lambda model: model.unused, model, jnp.ones(2, jnp.int32))
+    model = changes.get("change", lambda model: model)(model)
+    x = changes.get("x", np.ones((ROWS, 6), np.float32))
+    with (
+        pytest.raises((ValueError, TypeError, AttributeError)) as error,
+        jax.set_mesh(mesh_of(changes.get("stages", 4))),
+    ):
+        run = pipeline(
+            changes.get("loss", folds),
+            changes.get("axis", "stage"),
+            microbatches=changes.get("microbatches", 4),
+            schedule=changes.get("schedule", "1f1b"),
+            has_aux=changes.get("has_aux", False),
+            trainable=changes.get("trainable", eqx.is_inexact_array),
+        )
+        jax.eval_shape(run.value_and_grad, model, x)
+    assert text in str(error.value)
+
+
+def test_axes_of_other_kinds():
+    run = pipeline(folds, "stage", microbatches=4)
+    model, x = plain_model(), np.ones((ROWS, 6), np.float32)
+    with pytest.raises(ValueError, match="none is set"):
+        run.value_and_grad(model, x)
+    with (
+        jax.set_mesh(jax.make_mesh((4,), ("stage",), (AxisType.Explicit,))),
+        pytest.raises(ValueError, match="takes an axis with AxisType.Auto"),
+    ):
+        run.value_and_grad(model, x)

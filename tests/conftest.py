@@ -2,11 +2,18 @@
 warnings are errors.
 """
 
+import functools
 import gc
 import os
+import threading
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
+
+# Imports and tracing make many objects, among which Python would look for cycles after
+# every 700.
+gc.set_threshold(50_000, 20, 20)
 
 # An accelerator's plugin may be installed where the accelerator is missing.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -22,6 +29,7 @@ if _QUICK and version("jaxlib").startswith("0.10."):
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
+from jax._src.interpreters import mlir  # noqa: E402
 
 from stacked_remat.memory._call import TracedCall  # noqa: E402
 from tests.recorded_on import PLUGINS, why_not  # noqa: E402
@@ -35,8 +43,18 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("stacked_remat")
 
-# Tracing makes many objects, among which Python would look for cycles after every 700.
-gc.set_threshold(50_000, 20, 20)
+_make_ir_context = mlir.make_ir_context
+
+
+@functools.cache
+def _ir_context(thread: int) -> Any:
+    return _make_ir_context()
+
+
+# For each program that JAX compiles it makes a context of MLIR with all dialects, which
+# takes a third of the time of a small program. The tests of a module share theirs.
+if _QUICK:
+    mlir.make_ir_context = lambda: _ir_context(threading.get_ident())
 
 
 _MOST_MAPS = 40_000  # what one module adds is less than half of that
@@ -56,6 +74,7 @@ def earlier_objects_are_not_collected() -> None:
     it compiles: every program takes some memory maps, of which Linux allows a process
     65,530 by default, and XLA crashes where there are no more.
     """
+    _ir_context.cache_clear()
     if _memory_maps() > _MOST_MAPS:
         gc.unfreeze()
         jax.clear_caches()

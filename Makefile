@@ -51,15 +51,16 @@ memory compiles: export KEPT_REPORTS := $(KEPT)/reports
 docs: export KEPT_GALLERY := $(KEPT)/gallery
 test deep docs parity parity-deep: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS := 0.1
 test deep docs parity parity-deep: export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES := 0
-# Each worker would compile all tests again.
-test deep parity parity-deep: export PYTHONDONTWRITEBYTECODE :=
+# Nothing is compiled to bytecode that isn't imported (scripts/make_venv.sh), and what is imported by one process is there for the others.
+export PYTHONDONTWRITEBYTECODE :=
 
 # Most of the time of the tests is compilation, so LLVM optimizes less, and XLA with it (tests/conftest.py), and programs are not cut into
 # parts for cores, which are busy. OPTIMIZE=1 compiles as users do, which takes twice as long.
 ifndef OPTIMIZE
 test deep parity parity-deep: export XLA_FLAGS := $(XLA_FLAGS) --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true --xla_cpu_parallel_codegen_split_count=1
 endif
-TESTS := $(RUN) -m pytest -n $(WORKERS) --dist worksteal
+IN_WORKERS := -n $(WORKERS) --dist worksteal
+TESTS := $(RUN) -m pytest $(IN_WORKERS)
 
 # Tests that save or offload values by name run again with JAX_REMAT3=1, which replaces jax.checkpoint by the implementation that is to
 # become JAX's default. That there are none (exit status 5) is an error, unless PYTEST_ARGS selects tests. With worksteal, most
@@ -96,7 +97,7 @@ compiles: venv-memory  ## compile a step of each kind of model for GPUs and TPUs
 .PHONY: parity
 parity: venv-parity  ## install PyTorch, transformers and PEFT, and compare models, adapters and tokenizers with theirs
 	@mkdir -p "$(REPORTS)"
-	$(VENV)-parity/bin/python -m pytest -n $(WORKERS) --junitxml="$(REPORTS)/parity.xml" -m "torch and not slow"
+	$(VENV)-parity/bin/python -m pytest $(IN_WORKERS) --junitxml="$(REPORTS)/parity.xml" -m "torch and not slow"
 
 # Options of scripts/attack.py: make attack ATTACK_ARGS="--seeds 0:100 --only vmap"
 ATTACK_ARGS ?= --seeds 0:10000 --jobs $(WORKERS) --log runs/attack.jsonl
@@ -127,7 +128,7 @@ CONFIGS ?= 100
 parity-deep: export PARITY_CONFIGS := $(CONFIGS)
 parity-deep: venv-parity  ## compare logits, weights and gradients of 100 random configs of 5 to 12 layers with transformers
 	@mkdir -p "$(REPORTS)"
-	$(VENV)-parity/bin/python -m pytest -n $(WORKERS) --junitxml="$(REPORTS)/parity_deep.xml" tests/models/test_parity.py -k "deep and config"
+	$(VENV)-parity/bin/python -m pytest $(IN_WORKERS) --junitxml="$(REPORTS)/parity_deep.xml" tests/models/test_parity.py -k "deep and config"
 
 .PHONY: haliax
 haliax: venv  ## run Haliax's own tests of scan with this library in its place

@@ -130,6 +130,7 @@ def install(wheel: Path, venv: Path) -> Path:
             "install",
             "--quiet",
             "--disable-pip-version-check",
+            "--no-compile",
             *pins,
             wheel,
         )

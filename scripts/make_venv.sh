@@ -10,7 +10,7 @@ cd "$(dirname "$0")/.."
 
 venv=$1
 python=${2-}
-extras=${3-train,data,plot,nnx,test,docs,check}
+extras=${3-train,data,nnx,test,docs,check}
 more=${4-}
 
 if [ -z "$python" ]; then
@@ -72,12 +72,11 @@ if command -v uv >/dev/null; then
     install=(uv pip install --quiet --python "$venv/bin/python")
 else
     "$venv/bin/python" -m pip --version >/dev/null 2>&1 || "$python" -m venv "$venv"
+    # Bytecode is left to the processes that import, as uv leaves it: four fifths of what is here is never imported.
     install=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-compile)
 fi
 # The build backend goes in first, pinned like the rest: the build isolation of pip and uv would ignore the constraints.
 "${install[@]}" ${pins[@]+"${pins[@]}"} hatchling editables
 "${install[@]}" ${pins[@]+"${pins[@]}"} --no-build-isolation -e ".[$extras]"
 if [ -n "$more" ]; then "${install[@]}" ${pins[@]+"${pins[@]}"} -r "$more"; fi
-# Bytecode is written here, on all cores: pip would take one, and uv would leave it to the processes that import.
-"$venv/bin/python" -m compileall -qq -j 0 "$venv"/lib/python3.*/site-packages || true
 printf '%s\n' "$fingerprint" "$extras" >"$venv/.fingerprint"

@@ -20,7 +20,6 @@ def cast_parameters(model: T, dtype: FloatName) -> T:
     """The model with its floating-point arrays in `dtype`; arrays of fewer bits are not
     widened, and those of modules whose class has `keeps_dtype = True` not cast.
     """
-
     size = jnp.dtype(dtype).itemsize
     return _cast(model, dtype, lambda bytes_: bytes_ >= size, keeps_dtype)
 

@@ -27,9 +27,10 @@ from stacked_remat import (
 
 from .blocks import Hidden, looped, quick_jit
 from .jaxprs import equations_of
+from .random_arrays import normal
 from .test_checkpoint_composition import X, close, layer
 
-W = jax.random.normal(jax.random.key(1), (4, 4)) / 2
+W = normal(1, 4, 4) / 2
 
 
 class Block(eqx.Module):
@@ -56,11 +57,11 @@ class Block(eqx.Module):
 
 def test_any_tree_goes_in_and_comes_out():
     block = Block(
-        hax.random.normal(jax.random.key(2), (Hidden, hax.Axis("out", 3))),
+        normal(2, Hidden, hax.Axis("out", 3)),
         "dense",
         hax.tanh,
     )
-    x = {"x": hax.random.normal(jax.random.key(3), Hidden), "table": np.arange(3)}
+    x = {"x": normal(3, Hidden), "table": np.arange(3)}
 
     def loss(arrays, run):
         block, x, power = eqx.combine(arrays, static)

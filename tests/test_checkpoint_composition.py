@@ -14,13 +14,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from stacked_remat import Stacked, checkpoint, checkpoint_name, memory
 
 from .blocks import quick_jit
+from .random_arrays import normal
 
 close = functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-5)
 MESH = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
-X, W = (
-    jax.random.normal(jax.random.key(0), (8, 4)),
-    jax.random.normal(jax.random.key(1), (4, 6)) / 2,
-)
+X, W = normal(0, 8, 4), normal(1, 4, 6) / 2
 
 
 def layer(x, w):

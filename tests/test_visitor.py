@@ -214,7 +214,7 @@ def test_zeros_are_like_what_a_visit_gives():
 
 
 def matrices(seed=0, layers=N, size=4):
-    return jax.random.normal(jax.random.key(seed), (layers, size, size)) / size
+    return normal(seed, layers, size, size) / size
 
 
 def sgd(visit, state):

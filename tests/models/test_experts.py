@@ -22,6 +22,7 @@ from stacked_remat.ops._grouped_linear import megablox_kernels
 from stacked_remat.ops.grouped_experts import EXPERT_BACKENDS
 
 from ..lora.stacks import with_trained_adapters
+from ..random_arrays import normal
 from .random_weights import random_weights
 
 Batch, Pos = Axis("batch", 2), Axis("position", 3)
@@ -69,9 +70,7 @@ def test_a_router_may_compute_in_float32(lora):
         )
 
     layer = random_weights(init, spread=0.7)
-    x = hax.random.normal(jax.random.key(0), (Batch, Pos, config.Embed)).astype(
-        jnp.bfloat16
-    )
+    x = normal(0, Batch, Pos, config.Embed, dtype=jnp.bfloat16)
     cast = cast_floating(layer, jnp.bfloat16)
     assert {leaf.dtype for leaf in jax.tree.leaves(cast)} == {
         jnp.dtype("bfloat16"),
@@ -142,7 +141,8 @@ def test_each_token_gets_the_weighted_sum_of_its_experts(
     )
     mixed, _ = apply(layer, x)
     assert mixed.axes == x.axes
-    np.testing.assert_allclose(mixed.array, on_every_token(layer, x).array, atol=1e-4)
+    expected = jax.jit(on_every_token)(layer, x)
+    np.testing.assert_allclose(mixed.array, expected.array, atol=1e-4)
 
 
 @pytest.mark.parametrize("keep", [False, True])
@@ -151,7 +151,7 @@ def test_biases_and_the_clamp_have_the_values_and_gradients_of_plain_products(
 ):
     monkeypatch.setattr("models.parts.experts.internals_are_saved", lambda name: keep)
     layer, x = with_biases()
-    weights = hax.random.normal(jax.random.key(4), x.axes)
+    weights = normal(4, *x.axes)
     reaches = {
         name: getattr(layer.experts.stacked, name)(x).array
         for name in ("gate_proj", "up_proj")

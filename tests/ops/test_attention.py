@@ -22,6 +22,7 @@ from stacked_remat.ops._attention_splash import splash_kernel
 from stacked_remat.ops._backends import backends_taken, choose_backend
 
 from ..blocks import assert_close, quick_jit
+from ..random_arrays import normal
 
 Batch, Pos, HeadDim = Axis("batch", 2), Axis("position", 5), Axis("head_dim", 6)
 KVHeads, HeadsPerKV = Axis("kv_heads", 2), Axis("heads_per_kv", 3)
@@ -60,12 +61,11 @@ def naive_attention(
 
 def arrays(length, seed=0, dtype=jnp.float32, value_dim=6):
     """Query, key, value and a cotangent of the result."""
-    keys = jax.random.split(jax.random.key(seed), 4)
     heads, shape = (2, length, 2, 3), (2, length, 2)
-    query = jax.random.normal(keys[0], (*heads, 6), dtype)
-    key = jax.random.normal(keys[1], (*shape, 6), dtype)
-    value = jax.random.normal(keys[2], (*shape, value_dim), dtype)
-    return query, key, value, jax.random.normal(keys[3], (*heads, value_dim), dtype)
+    shapes = (*heads, 6), (*shape, 6), (*shape, value_dim), (*heads, value_dim)
+    return tuple(
+        normal(4 * seed + k, *shape, dtype=dtype) for k, shape in enumerate(shapes)
+    )
 
 
 KEPT = pytest.mark.skipif(
@@ -241,11 +241,8 @@ def test_with_output_and_log_sum_exp_saved_a_layer_does_not_attend_again(kernel)
 def test_extra_batch_axes_and_any_order_of_axes():
     Group = Axis("more", 2)
     axes = (Group, Batch, Pos, KVHeads, HeadsPerKV, HeadDim)
-    query = hax.random.normal(jax.random.key(0), axes)
-    key, value = (
-        hax.random.normal(jax.random.key(i), (Group, Batch, Pos, KVHeads, HeadDim))
-        for i in (1, 2)
-    )
+    query = normal(0, *axes)
+    key, value = (normal(i, Group, Batch, Pos, KVHeads, HeadDim) for i in (1, 2))
     expected = attend(query, key, value, backend="exact")
     order = (HeadDim, Pos, HeadsPerKV, Group, KVHeads, Batch)
     found = run(

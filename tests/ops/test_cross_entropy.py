@@ -242,10 +242,7 @@ def test_half_precision_has_wide_sums():
 def test_narrow_integer_targets(dtype, target):
     """-100 as a byte is 156, and 200 words do not fit an int8."""
     Wide, Pos = Axis("vocab", 200), Axis("position", 3)
-    hidden, head = (
-        hax.random.normal(jax.random.key(0), axes)
-        for axes in ((Pos, Embed), (Embed, Wide))
-    )
+    hidden, head = (normal(0, *axes) for axes in ((Pos, Embed), (Embed, Wide)))
     narrow = hax.named(jnp.full(3, target, dtype), Pos)
     found, wide = (
         chunked_cross_entropy(hidden, head, targets, Embed, Wide).array

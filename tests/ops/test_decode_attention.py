@@ -10,6 +10,7 @@ from haliax import Axis
 from stacked_remat.ops import causal_attention, decode_attention
 
 from ..jaxprs import equations_of
+from ..random_arrays import normal
 
 Batch, Slot, HeadDim = Axis("batch", 3), Axis("slot", 9), Axis("head_dim", 6)
 KVHeads, HeadsPerKV = Axis("kv_heads", 2), Axis("heads_per_kv", 3)
@@ -18,12 +19,11 @@ Positions = hax.named(jnp.array([0, 4, 8]), Batch)
 
 
 def sequences(dtype=jnp.float32):
-    keys = jax.random.split(jax.random.key(0), 3)
-    query = hax.random.normal(keys[0], (Batch, Slot, KVHeads, HeadsPerKV, HeadDim))
+    query = normal(0, Batch, Slot, KVHeads, HeadsPerKV, HeadDim, dtype=dtype)
     key, value = (
-        hax.random.normal(k, (Batch, KVHeads, Slot, HeadDim)) for k in keys[1:]
+        normal(seed, Batch, KVHeads, Slot, HeadDim, dtype=dtype) for seed in (1, 2)
     )
-    return query.astype(dtype), key.astype(dtype), value.astype(dtype)
+    return query, key, value
 
 
 def at(query, positions):
@@ -37,7 +37,7 @@ def attend(query, key, value, positions=Positions, **options):
     )
 
 
-SINKS = hax.random.normal(jax.random.key(9), (HeadsPerKV, KVHeads))
+SINKS = normal(9, HeadsPerKV, KVHeads)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_it_is_causal_attention_at_the_position_of_each_row(
 ):
     query, key, value = sequences()
     if ValueDim != HeadDim:
-        value = hax.random.normal(jax.random.key(5), (Batch, KVHeads, Slot, ValueDim))
+        value = normal(5, Batch, KVHeads, Slot, ValueDim)
     options = dict(window=window, scale=scale, sinks=sinks, softcap=softcap)
 
     @jax.jit

@@ -24,6 +24,7 @@ from stacked_remat.ops.grouped_experts import EXPERT_BACKENDS, ExpertsFacts
 from tests.ops.test_grouped_experts import example as swiglu_example, swiglu
 
 from ..blocks import assert_close, quick_jit
+from ..random_arrays import normal
 
 EXPERTS, EMBED, INNER, TOKENS, CHOSEN = 5, 4, 3, 9, 2
 Experts = Axis("experts", EXPERTS)
@@ -81,21 +82,14 @@ def three_chunks(monkeypatch):
     monkeypatch.setattr(_expert_loop, "_CHUNK_BYTES", 4 * CHOSEN * EMBED * 4)
 
 
-def linear_of(key, Out, In, adapted=False):
-    keys = jax.random.split(key, 4)
+def linear_of(seed, Out, In, adapted=False):
     made = hnn.Linear(
-        hax.random.normal(keys[0], (Experts, Out, In)),
-        hax.random.normal(keys[1], (Experts, Out)),
-        In,
-        Out,
+        normal(seed, Experts, Out, In), normal(seed + 1, Experts, Out), In, Out
     )
     if not adapted:
         return made
     Rank = Axis("lora_rank", 2)
-    a, b = (
-        hax.random.normal(keys[2], (Experts, In, Rank)),
-        hax.random.normal(keys[3], (Experts, Rank, Out)),
-    )
+    a, b = normal(seed + 2, Experts, In, Rank), normal(seed + 3, Experts, Rank, Out)
     return LoraLinear(made, a, b, 0.5)
 
 
@@ -123,20 +117,16 @@ def mlp(weights, rows, gates, saved=None, linear=apply_linear):
 
 
 def example(dtype=jnp.float32):
-    keys = jax.random.split(jax.random.key(0), 7)
     Embed, Inner = Axis("embed", EMBED), Axis("inner", INNER)
     weights = dict(
-        gate=linear_of(keys[0], Inner, Embed, adapted=True),
-        up=linear_of(keys[1], Inner, Embed),
-        down=linear_of(keys[2], Embed, Inner, adapted=True),
-        scale=hax.random.normal(keys[3], Experts),
+        gate=linear_of(0, Inner, Embed, adapted=True),
+        up=linear_of(10, Inner, Embed),
+        down=linear_of(20, Embed, Inner, adapted=True),
+        scale=normal(30, Experts),
     )
-    x = jax.random.normal(keys[4], (TOKENS, EMBED))
-    gates, cotangent = (
-        jax.random.normal(keys[5], (TOKENS, CHOSEN)),
-        jax.random.normal(keys[6], x.shape),
-    )
-    return jax.tree.map(lambda leaf: leaf.astype(dtype), (weights, x, gates, cotangent))
+    x, cotangent = normal(40, TOKENS, EMBED), normal(41, TOKENS, EMBED)
+    arrays = weights, x, normal(42, TOKENS, CHOSEN), cotangent
+    return jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf), dtype), arrays)
 
 
 def routings():
@@ -302,7 +292,7 @@ def test_of_a_pair_only_what_is_saved_is_kept(plain):
 
 def test_gradients_have_gradients(backend):
     choices, (weights, x, gates, cotangent) = routings()["random"], example()
-    direction = jax.random.normal(jax.random.key(9), x.shape)
+    direction = normal(9, *x.shape)
 
     @jax.jit
     def along(x):

@@ -45,6 +45,10 @@ Vocab, Batch, Pos, Layers = (
     Axis("position", 5),
     Axis("layers", 3),
 )
+TOKENS = hax.named(
+    jnp.asarray(np.random.default_rng(1).integers(0, Vocab.size, (2, 5), np.int32)),
+    (Batch, Pos),
+)
 CONFIG = Qwen3MoeConfig(
     hidden_dim=16,
     num_layers=3,
@@ -88,8 +92,7 @@ loss_and_gradients = eqx.filter_jit(
 
 
 def batch_of_tokens() -> TokenBatch:
-    tokens = hax.random.randint(jax.random.key(1), (Batch, Pos), 0, Vocab.size)
-    return TokenBatch(tokens, hax.roll(tokens, -1, Pos), hax.ones((Batch, Pos)))
+    return TokenBatch(TOKENS, hax.roll(TOKENS, -1, Pos), hax.ones((Batch, Pos)))
 
 
 def test_it_is_the_python_loop_over_its_layers():
@@ -384,11 +387,10 @@ def test_tiles_give_the_same_loss_gradients_and_statistics(config):
     last tile.
     """
     attention = AttentionConfig(bias=True, backend="blockwise")
-    tokens = hax.random.randint(jax.random.key(1), (Batch, Pos), 0, Vocab.size)
     documents = hax.named(jnp.array([[1, 1, 2, 2, 0], [1, 1, 1, 1, 1]]), (Batch, Pos))
 
     def loss(model):
-        hidden, auxiliary = model.hidden_states(tokens, documents=documents)
+        hidden, auxiliary = model.hidden_states(TOKENS, documents=documents)
         return hax.sum(hax.sin(hidden)).scalar() + auxiliary.loss, auxiliary.metrics
 
     def adapted(config, tiles):

@@ -15,6 +15,7 @@ from stacked_remat import ScanCheckpointPolicy, shared
 
 from . import blocks
 from .blocks import derivatives, quick_jit
+from .random_arrays import normal
 
 N = 13
 Time = hax.Axis("time", N)
@@ -60,11 +61,8 @@ def loss(scan, last, v, xs, w):
 
 
 def random_arguments(seed):
-    keys = jax.random.split(jax.random.key(seed), 3)
     shapes = (2,), (N, 2), (2, 2)
-    return [
-        jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)
-    ]
+    return [normal(3 * seed + k, *shape) for k, shape in enumerate(shapes)]
 
 
 assert_close = functools.partial(blocks.assert_close, rtol=1e-4, atol=1e-5)
@@ -97,12 +95,12 @@ def test_derivatives_in_all_modes_and_of_a_batch_that_stops_at_different_steps()
                 jax.value_and_grad(loss, (2, 4), has_aux=True),
                 (None, 0, None, None, None),
             )
-            in_all_modes = [
-                derivatives(
-                    lambda *args, last=lasts[i]: loss(scan, last, *args)[0], *args
-                )
-                for i in (0, 2)
-            ]
+            in_all_modes = jax.lax.map(
+                lambda last: derivatives(
+                    lambda *args: loss(scan, last, *args)[0], *args
+                ),
+                lasts[::2],
+            )
             return in_all_modes, in_batch(scan, lasts, *args)
 
         return of(stopped("nested")), of(masked)
@@ -130,10 +128,10 @@ def test_a_step_that_has_no_derivative_where_the_loop_is_over():
     @quick_jit
     def both(xs):
         def of(value):
-            return [
-                *(derivatives(value, x) for x in xs),
+            return (
+                jax.lax.map(functools.partial(derivatives, value), xs),
                 jax.vmap(jax.value_and_grad(value))(xs),
-            ]
+            )
 
         return [
             of(functools.partial(last, remat=remat)) for remat in (False, "nested")
@@ -146,20 +144,29 @@ def test_a_step_that_has_no_derivative_where_the_loop_is_over():
 
 def test_a_batch_whose_later_inputs_have_no_derivative_at_a_state_that_is_over():
     """The inputs after a step that is over give NaN where they are taken."""
-    levels, rate = jnp.array([8.0, 6.0, 4.0, -jnp.inf]), jnp.float32(0.5)
-    starts = jnp.array([3.5, 2.0, 1.0, 0.5])  # which take no step, one, two and three
+    levels, rate = jnp.array([8.0, 6.0, 4.0, -jnp.inf]), np.float32(0.5)
+    # Which take no step, one, two and three
+    starts = np.array([3.5, 2.0, 1.0, 0.5], np.float32)
 
     def is_over(x):
         return x > 3
 
-    def looped(x, levels, rate):
-        path = []
-        for level in levels:
+    def steps_of(x):
+        for step, level in enumerate(np.asarray(levels)):
             if is_over(x):
-                break
-            x = x + rate * jnp.sqrt(level - x)
-            path.append(jnp.sin(x))
-        return x, sum(path, jnp.zeros(()))
+                return step
+            x = x + rate * np.sqrt(level - x)
+        return len(levels)
+
+    def looped(steps):
+        def run(x, levels, rate):
+            path = []
+            for level in levels[:steps]:
+                x = x + rate * jnp.sqrt(level - x)
+                path.append(jnp.sin(x))
+            return x, sum(path, jnp.zeros(()))
+
+        return run
 
     def own(remat, reverse=False):
         def step(x, level, rate):
@@ -188,15 +195,22 @@ def test_a_batch_whose_later_inputs_have_no_derivative_at_a_state_that_is_over()
 
         return of
 
+    steps = [*map(steps_of, starts)]
+    assert steps == [0, 1, 2, 3]
+
     @quick_jit
-    def found():
+    def found_and_expected():
         runs = [*map(own, POLICIES.values()), own("nested", reverse=True)]
         in_batch = (jax.vmap(derivatives_of(run), (0, None, None)) for run in runs)
-        return [of(starts, levels, rate) for of in in_batch]
+        one_by_one = [
+            derivatives_of(looped(count))(x, levels, rate)
+            for x, count in zip(starts, steps, strict=True)
+        ]
+        return [of(starts, levels, rate) for of in in_batch], one_by_one
 
-    expected = [derivatives_of(looped)(x, levels, rate) for x in starts]
-    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *expected)
-    for each in found():
+    found, expected = found_and_expected()
+    stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *expected)
+    for each in found:
         assert_close(each, stacked)
 
 

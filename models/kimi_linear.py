@@ -224,7 +224,7 @@ TENSORS = {
     "mlp.up_proj": "mlp.up_proj",
     "mlp.down_proj": "mlp.down_proj",
     "mlp.router": "block_sparse_moe.gate",
-    "mlp.bias": "block_sparse_moe.gate.e_score_correction_bias",
+    "mlp.bias.value": "block_sparse_moe.gate.e_score_correction_bias",
     "mlp.shared": "block_sparse_moe.shared_experts",
     "mlp.experts": "block_sparse_moe.experts",
     "mlp.experts.gate_proj": "w1",

@@ -55,7 +55,7 @@ FIELDS = SIZES | {
 
 TENSORS = DENSE_TENSORS | {
     "mlp.router": "gate",
-    "mlp.bias": "expert_bias",
+    "mlp.bias.value": "expert_bias",
     "mlp.experts.gate_proj": "w1",
     "mlp.experts.up_proj": "w3",
     "mlp.experts.down_proj": "w2",

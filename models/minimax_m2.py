@@ -86,7 +86,7 @@ FIELDS = hf.SIZES | {
 
 TENSORS = {
     "mlp": "block_sparse_moe",
-    "mlp.bias": "e_score_correction_bias",
+    "mlp.bias.value": "e_score_correction_bias",
     "mlp.experts.gate_proj": "w1",
     "mlp.experts.up_proj": "w3",
     "mlp.experts.down_proj": "w2",

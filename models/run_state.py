@@ -87,9 +87,9 @@ def _but_router_biases(model: Any) -> Any:
         marks = jax.tree.map(lambda _: True, node)
         if not isinstance(node, SparseExperts) or node.bias is None:
             return marks
-        if node.bias.array is None:  # frozen
+        if node.bias.value.array is None:  # frozen
             return marks
-        return eqx.tree_at(lambda one: one.bias.array, marks, False)
+        return eqx.tree_at(lambda one: one.bias.value.array, marks, False)
 
     return jax.tree.map(
         mark, model, is_leaf=lambda node: isinstance(node, SparseExperts)
@@ -144,7 +144,7 @@ def _check_left_to_train(config: LmRunConfig, model: Decoder, trained: Decoder) 
     if not config.model.balances_by_bias:
         return
     for path in sorted({*parameter_paths(model)} - {*parameter_paths(trained)}):
-        if path.endswith(".mlp.bias"):
+        if path.endswith(".mlp.bias.value"):
             raise ValueError(
                 f"freeze: the patterns match {path}, the biases of routers, which"
                 " model.bias: by_load trains. Leave them out, or write model.bias:"

@@ -297,7 +297,7 @@ class Decoder(eqx.Module):
         term = jnp.zeros(())
         for router, rows in routers:
             direction = jax.lax.stop_gradient(sign[np.array(rows)])
-            term += jnp.sum(router.bias.array * direction)
+            term += jnp.sum(router.bias.value.array * direction)
         # The value is zero, so that the reported loss is that of the model.
         return term - jax.lax.stop_gradient(term)
 

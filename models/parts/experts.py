@@ -19,7 +19,7 @@ from haliax.util import is_named_array
 from jaxtyping import Array, DTypeLike, Float, PRNGKeyArray
 
 from models.parts.config import DecoderConfig, LayerKind, SparseDecoderConfig
-from models.parts.linear import cast_floating, linear
+from models.parts.linear import Float32Part, cast_floating, linear
 from models.parts.mlp import FeedForward, GatedMlp, Gating, silu_gated
 from models.parts.router_statistics import RouterStatistics
 from models.parts.sections import ExpertsConfig, Routing
@@ -48,6 +48,19 @@ SOFTMAX = Routing()
 """The best of the softmax of the router's logits."""
 
 
+class RouterBias(Float32Part):
+    """What is added to the scores by which experts are chosen, and not to their gates.
+
+    It may be much larger than the differences between scores, and is changed by small
+    steps: in bfloat16 other experts would be chosen.
+
+    Attributes:
+        value: `[Experts]`.
+    """
+
+    value: NamedArray
+
+
 class SparseExperts(FeedForward):
     """Routes every token to `experts_per_token` experts and sums their weighted
     outputs.
@@ -67,8 +80,7 @@ class SparseExperts(FeedForward):
     ExpertDim: Axis = eqx.field(static=True)
     tiles: int = eqx.field(static=True)
     experts: Stacked = unsliced()
-    # Of the router: added to the scores by which experts are chosen
-    bias: NamedArray | None = None
+    bias: RouterBias | None = None
     # An MLP that all tokens are routed to besides
     shared: GatedMlp | None = None
     # Whose sigmoid the output of that MLP is multiplied by
@@ -112,12 +124,15 @@ class SparseExperts(FeedForward):
             config.Experts, functools.partial(GatedMlp.init, **options), remat=False
         )
         keys = jax.random.split(experts_key, config.Experts.size)
+        bias = None
+        if routing.bias != "none":
+            bias = RouterBias(hax.zeros(config.Experts))
         return SparseExperts(
             router=linear(
                 config, config.Embed, config.Experts, bias=mlp_bias, key=router_key
             ),
             experts=make_experts(config, config.ExpertDim, key=keys),
-            bias=hax.zeros(config.Experts) if routing.bias != "none" else None,
+            bias=bias,
             shared=shared,
             shared_gate=gate,
             settings=config.experts,
@@ -137,7 +152,7 @@ class SparseExperts(FeedForward):
         return dataclasses.replace(
             self,
             router=cast_floating(self.router, of_router),
-            bias=cast_floating(self.bias, of_router),
+            bias=None if self.bias is None else self.bias.cast_to(dtype),
             experts=cast_floating(self.experts, dtype),
             shared=cast_floating(self.shared, dtype),
             shared_gate=cast_floating(self.shared_gate, dtype),
@@ -188,9 +203,8 @@ class SparseExperts(FeedForward):
             return hax.take(probabilities, Experts, choices), choices
 
         out = ((*tokens, Choice), (*tokens, Choice))
-        gates, choices = per_device(
-            best, probabilities, self.bias, over=tokens, out=out
-        )
+        bias = None if self.bias is None else self.bias.value
+        gates, choices = per_device(best, probabilities, bias, over=tokens, out=out)
         choices, gates = (
             checkpoint_name(choices, "router_choices"),
             checkpoint_name(gates, "router_gates"),

@@ -50,7 +50,7 @@ class PrecisionConfig:
 
     Attributes:
         parameters: the weights, but for those of modules whose class has `keeps_dtype =
-            True`, such as decays of states.
+            True`, such as decays of states and biases of routers.
         gradients: gradients as they are added up over microbatches and passed to the
             optimizer.
         optimizer_state: the optimizer's arrays that have the shape of a parameter.

@@ -23,6 +23,7 @@ from models.hf_io.safetensors_folder import SINGLE, SafetensorsFolder
 from models.lm import next_token_loss
 from models.loading import load_model
 from models.parts.decoder import Decoder
+from models.parts.linear import cast_floating
 from models.parts.sections import ExpertsConfig, LatentConfig
 from models.run_config import LmRunConfig, find_model
 from models.run_state import initial_state, run_optimizer, state_shapes
@@ -94,6 +95,19 @@ def test_files_in_8_bits_are_read(folder):
     assert_equal(load_model(found), load_model(expected))
 
 
+def test_biases_of_routers_are_float32_where_weights_are_bfloat16(folder):
+    written, read = (
+        load_model(find_model(str(folder / "plain"), dtype=dtype))
+        for dtype in ("float32", "bfloat16")
+    )
+    expected, router = (one.stacks["sparse"].stacked.mlp for one in (written, read))
+    assert_equal(router.bias, expected.bias)
+    assert router.router.weight.dtype == jnp.bfloat16
+    in_layer = cast_floating(expected, jnp.bfloat16)
+    assert_equal(in_layer.bias, expected.bias)
+    assert in_layer.router.weight.dtype == jnp.bfloat16
+
+
 def test_scales_of_other_blocks_are_not_taken_for_these(tmp_path):
     tensors = {
         "w": np.zeros((3, 3), float8_e4m3fn),
@@ -135,7 +149,10 @@ def test_biases_of_routers_follow_the_load():
             lambda model: next_token_loss(model, batch)[0]
         )
         loss, gradient = eqx.filter_jit(of_model)(model)
-        found[bias] = loss, gradient.layers.stacks["sparse"].stacked.mlp.bias.array
+        found[bias] = (
+            loss,
+            gradient.layers.stacks["sparse"].stacked.mlp.bias.value.array,
+        )
     load = eqx.filter_jit(lambda model: model.layer_states(tokens)[1].load.array)(model)
     assert found["frozen"][0] == found["by_load"][0] and not np.any(found["frozen"][1])
     np.testing.assert_array_equal(
@@ -162,7 +179,7 @@ def test_the_norm_of_gradients_leaves_the_biases_out():
     optimizer: Any = run_optimizer(config)
     with jax.numpy_dtype_promotion("standard"):  # optax needs it
         updates, _ = optimizer.update(gradients, state.optimizer_state, state.trained)
-    of_biases = updates.layers.stacks["sparse"].stacked.mlp.bias.array
+    of_biases = updates.layers.stacks["sparse"].stacked.mlp.bias.value.array
     np.testing.assert_array_equal(of_biases, -1.0)
     others = eqx.tree_at(
         lambda model: model.layers.stacks["sparse"].stacked.mlp.bias, updates, None
@@ -185,12 +202,16 @@ def test_biases_by_load_are_refused_where_nothing_would_update_them(options):
 
 def test_biases_by_load_are_not_frozen():
     model = dataclasses.replace(CONFIG, bias="by_load")
-    config = LmRunConfig(model=model, vocab_size=Vocab.size, freeze=["*.mlp.bias"])
+    config = LmRunConfig(
+        model=model, vocab_size=Vocab.size, freeze=["*.mlp.bias.value"]
+    )
     with pytest.raises(
-        ConfigError, match="match layers.sparse.*.mlp.bias, the biases of routers, wh"
+        ConfigError, match="match layers.sparse.*.mlp.bias.value, the biases of rout"
     ):
         state_shapes(config)
-    other = dataclasses.replace(config, freeze=["*.router.*", "*.bias"], model=CONFIG)
+    other = dataclasses.replace(
+        config, freeze=["*.router.*", "*.bias.value"], model=CONFIG
+    )
     assert state_shapes(other)
 
 

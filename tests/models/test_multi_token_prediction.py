@@ -203,7 +203,7 @@ def test_biases_of_their_routers_follow_the_load():
         known = {"documents": batch.documents, "positions": batch.positions}
         auxiliary = model.further_states(batch.tokens, **known)[2]
         gradient = eqx.filter_grad(lambda one: next_token_loss(one, batch)[0])(model)
-        return auxiliary, gradient.mtp.stacked.layer.mlp.bias.array
+        return auxiliary, gradient.mtp.stacked.layer.mlp.bias.value.array
 
     auxiliary, gradient = both(model)
     load = auxiliary.statistics.load.array

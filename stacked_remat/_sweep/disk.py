@@ -5,25 +5,24 @@
     read        in the reverse sweep, from the last carry that was written to the first
 
 They are primitives that call back to `_carry_files.py`. What orders them is the ticket,
-which each loop carries, so a sweep waits for its own files alone. To JAX they have no
-effect: it drops writes whose ticket nothing reads, as where a gradient is not used. To
-XLA they have one, so that none is dropped, merged or done again.
+which each loop carries, so a sweep waits for its own files alone. JAX drops writes
+whose ticket nothing reads, as where a gradient is not used.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray, Tracer
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching
 from jaxtyping import Array
 
 from .. import _carry_files as files
 from .._placement import compiled_for, on_several_devices
+from .._python_calls import Caller, python_call
 from .._static import PyTree
 from .slots import Carry
 from .store import Index
@@ -32,7 +31,7 @@ from .store import Index
 def check(folder: str, inputs: PyTree) -> None:
     """Refuse a sweep over these inputs whose carries can't be in files of a folder."""
     if on_several_devices(inputs):
-        raise _several_devices("several")
+        raise _CALLER.several_devices("several")
     # A program for another machine finds its folder there.
     if compiled_for.value is None:
         files.open_nameless(folder).close()
@@ -110,81 +109,24 @@ def _was_read(
     return files.read(ticket, int(place), types)
 
 
-def _several_devices(count: int | str) -> ValueError:
-    return ValueError(
-        'save_carries="disk" is for programs on one device, and this one is for'
-        f' {count}. Use save_carries="offload", or "nested".'
-    )
+_CALLER = Caller(
+    'save_carries="disk"',
+    'Use save_carries="offload", or "nested".',
+    'save_carries="offload" and leave out the host\'s bytes',
+)
 
-
-def _check_devices(context: Any) -> None:
-    """Refuse a program for several devices, for others than CPUs and GPUs, or for one
-    that is not attached.
-    """
-    module = context.module_context
-    axes = module.axis_context
-    # JAX has a number of devices for a program that XLA divides, or a mesh.
-    count = getattr(axes, "num_devices", None) or axes.mesh.size
-    if count > 1:
-        raise _several_devices(count)
-    if "tpu" in module.platforms:
-        raise ValueError(
-            'save_carries="disk" is for CPUs and GPUs, and this program is for TPUs.'
-            ' Use save_carries="offload", or "nested".'
-        )
-    try:
-        module.get_backend()
-    except (RuntimeError, ValueError):
-        raise ValueError(
-            'A program with save_carries="disk" calls Python, and JAX compiles it only'
-            " for one kind of device, which is attached; not for"
-            f' {", ".join(module.platforms)}. To size it, use save_carries="offload"'
-            " and leave out the host's bytes."
-        ) from None
-
-
-def _primitive(
-    name: str, callback: Callable[..., Any], takes_arrays: bool, types: Callable
-) -> Any:
-    """A primitive whose results a callback computes, of the types that `types` says."""
-    primitive: Any = Primitive(name)
-    primitive.multiple_results = True
-
-    def evaluated(*args: Any, **params: Any) -> Any:
-        return jax.jit(functools.partial(primitive.bind, **params))(*args)
-
-    def lowered(context: Any, *operands: Any, **params: Any) -> Any:
-        _check_devices(context)
-        if not takes_arrays:
-            context, operands = context.replace(avals_in=[]), ()
-        results, _, _ = mlir.emit_python_callback(
-            context,
-            functools.partial(callback, **params),
-            None,
-            operands,
-            context.avals_in,
-            context.avals_out,
-            has_side_effect=True,
-        )
-        return results
-
-    primitive.def_impl(evaluated)
-    primitive.def_abstract_eval(types)
-    mlir.register_lowering(primitive, lowered)
-    return primitive
-
-
-_open_p = _primitive(
+_open_p = python_call(
     "open_carry_file",
     _opened,
-    False,
     lambda *_, folder, shape: [ShapedArray(shape, jnp.int32)],
+    _CALLER,
+    takes_arrays=False,
 )
-_write_p = _primitive(
-    "write_carry", _written, True, lambda ticket, place, *leaves: [ticket]
+_write_p = python_call(
+    "write_carry", _written, lambda ticket, place, *leaves: [ticket], _CALLER
 )
-_read_p = _primitive(
-    "read_carry", _was_read, True, lambda ticket, place, types: [*types]
+_read_p = python_call(
+    "read_carry", _was_read, lambda ticket, place, types: [*types], _CALLER
 )
 
 

@@ -31,9 +31,8 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+import scipy
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxprs_in_params
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import coo_array
 
 from .._activity import CALLS, bytes_of, program_of
 from .._hijax import primitive_of
@@ -370,9 +369,9 @@ class _IntegerProgram:
             entries += [(row, column, factor) for column, factor in terms]
         rows, columns, factors = zip(*entries, strict=True)
         shape = len(self._rows), variables
-        matrix = coo_array((factors, (rows, columns)), shape=shape).tocsr()
+        matrix = scipy.sparse.coo_array((factors, (rows, columns)), shape=shape).tocsr()
         lower: Any = np.array([bound for _, bound in self._rows])
-        self._constraint = LinearConstraint(matrix, lower)
+        self._constraint = scipy.optimize.LinearConstraint(matrix, lower)
         # SciPy's types of these are those of numbers.
         least: Any = np.zeros(variables)
         most: Any = np.ones(variables)
@@ -380,7 +379,7 @@ class _IntegerProgram:
             least[self._place_of[name]] = 1
         for name in self._place_of.keys() & without:
             most[self._place_of[name]] = 0
-        self._bounds = Bounds(least, most)
+        self._bounds = scipy.optimize.Bounds(least, most)
 
     def _name_costs(self, values: ProgramValues) -> Any:
         """Shares of all bytes. Of equals the fewest names are best, and of these the
@@ -425,11 +424,11 @@ class _IntegerProgram:
         what is computed again.
         """
         most = flops // self._unit + 0.5
-        found = milp(
+        found = scipy.optimize.milp(
             self._costs,
             constraints=[
                 self._constraint,
-                LinearConstraint(self._counts[None], ub=most),
+                scipy.optimize.LinearConstraint(self._counts[None], ub=most),
             ],
             # Also of operations, with which the solver is as fast, and more exact.
             integrality=np.ones(len(self._counts)),

@@ -86,7 +86,9 @@ def cross_entropy(model: Network, batch: dict[str, NamedArray]) -> NamedArray:
 def digits(optimizer: str, count: int, held_out: int) -> Task:
     """The network, and as many images."""
     try:
-        from sklearn.datasets import load_digits
+        from sklearn.datasets import (  # pyright: ignore[reportMissingImports]
+            load_digits,
+        )
     except ImportError as error:
         raise SystemExit(
             "The images come with scikit-learn: pip install -e '.[influence]'"

@@ -141,7 +141,7 @@ class Training:
         rates = optax.cosine_decay_schedule(task.rate, self.Steps.size)
         optimizer = task.optimizer(rates)
         self.step = ghost.weighted_step(task.losses, optimizer)
-        self.start = (
+        self.start: tuple[Any, Any] = (
             task.model,
             optimizer.init(eqx.filter(task.model, eqx.is_inexact_array)),
         )

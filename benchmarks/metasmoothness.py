@@ -101,8 +101,10 @@ def main(
                 "score": round(score, 4),
                 "score_interval": interval_of_score(predicted, losses),
             }
-    correlation = scipy.stats.spearmanr(*zip(*found, strict=True)).statistic
-    yield {"setting": "all", "rank_correlation": round(float(correlation), 4)}
+    correlation: Any = scipy.stats.spearmanr(
+        [smooth for smooth, _ in found], [score for _, score in found]
+    )
+    yield {"setting": "all", "rank_correlation": round(float(correlation.statistic), 4)}
 
 
 def _metasmoothness(start: Any, batches: Any, training: Training) -> Any:

@@ -152,8 +152,15 @@ def _replay(arguments: Sequence[str], console: Console) -> int:
         scores = {"replay": -np.asarray(found[index])}
         # The log has losses of sequences, which a replay does not compute.
         unknown = np.full(len(ids), np.nan, np.float32)
-        number, shows = first + index + 1, {"texts": shown, "places": places[index]}
-        log.append(ghost.StepScores(number, ids, unknown, scores, **shows))
+        step_scores = ghost.StepScores(
+            first + index + 1,
+            ids,
+            unknown,
+            scores,
+            texts=shown,
+            places=places[index],
+        )
+        log.append(step_scores)
     log.flush()
     shown_on(console)(
         f"replayed steps {first + 1} to {last}; held-out loss {loss:.4f} after"

@@ -144,7 +144,7 @@ class BatchStream:
 
 
 def _mixed(
-    sources: Iterable[Any], orders: Sequence[int], shares: Sequence[float]
+    sources: Iterable[Any], orders: Iterable[int], shares: Sequence[float]
 ) -> Any:
     """An endless Grain dataset: every epoch has the entries of a source in an order of
     its own, and sources are mixed by their shares.

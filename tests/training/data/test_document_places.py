@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -61,7 +62,8 @@ def test_places_are_those_of_several_caches_and_of_chosen_documents(
     assert 20 < len(chosen) < len(documents)
     for text in (documents, chosen):
         for document in range(len(text)):
-            file, record = text.place(document)
+            place: Any = text.place(document)
+            file, record = place
             line = Path(file).read_text().splitlines()[record - 1]
             assert json.loads(line)["text"] == text_of(text, document)
 
@@ -89,7 +91,8 @@ def test_a_sequence_is_named_by_its_documents_and_their_parts(tmp_path, packing)
             assert span[1] is None or int(span[1]) - int(span[0]) == own.sum() + 1
     expected = {}
     for document in range(len(documents)):
-        file, record = documents.place(document)
+        place: Any = documents.place(document)
+        file, record = place
         length = int(documents.lengths[document])
         expected[file, str(record)] = [*documents.tokens(document, 0, length)]
     assert covered == expected

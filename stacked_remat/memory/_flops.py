@@ -276,7 +276,7 @@ def _shard_map(run: _Run, eqn: Any, active: tuple[bool, ...]) -> _Cost:
     # The body is what each device runs, and costs are sums over devices. Over
     # axes that are not manual, the body is still of all their devices.
     sizes = eqn.params["mesh"].shape
-    manual = eqn.params.get("manual_axes") or sizes
+    manual = eqn.params["newly_manual_axes"] or sizes
     devices = math.prod(sizes[axis] for axis in manual)
     return _times(run(eqn.params["jaxpr"], active), devices)
 

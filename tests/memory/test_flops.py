@@ -212,6 +212,18 @@ def test_primitives_that_expand_into_others_are_looked_into():
         assert count(divided, x, jnp.ones((32, 8))).matmul == size
 
 
+def test_axes_that_no_shard_map_divides_are_those_of_all_devices():
+    """What a `jax.shard_map` over one axis runs is counted once for each of its
+    devices, whatever the other axes of the mesh.
+    """
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("a", "b"))
+    spec = PartitionSpec("a")
+    product = jax.shard_map(
+        lambda x: x @ SQUARE, mesh=mesh, in_specs=spec, out_specs=spec, axis_names={"a"}
+    )
+    assert count(jax.jit(product), SQUARE).matmul == PRODUCT
+
+
 def test_calls_are_looked_into():
     @jax.custom_vjp
     def with_vjp(x):

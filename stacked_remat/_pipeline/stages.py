@@ -35,6 +35,7 @@ from .._stacked import Stacked
 from .._static import PyTree, with_leaves
 from .._sweep.gradient import merge, pick
 from .._sweep.store import read, write, zeros_of
+from .._trips import known_branches, known_trips
 from .loss_parts import LossParts
 from .schedule import BACKWARD, FORWARD, Schedule, exchanges
 from .two_cotangents import TwoCotangents, take_apart
@@ -106,20 +107,27 @@ class Stages:
             (schedule.operations, schedule.numbers, schedule.weights_done),
         )
 
+        # For counts of FLOPs: each runs once for each microbatch
+        once_each = functools.partial(
+            known_trips, schedule.microbatches, schedule.ticks
+        )
+        backward = functools.partial(self._backward, divided)
+
         def tick(time: Any, state: StageState) -> StageState:
             if divided is not None:
                 done = weights_done[jnp.maximum(time - 1, 0), self._stage]
                 until = weights_done[time, self._stage]
                 add = functools.partial(self._weights, divided, state.kept)
-                state = state._replace(
-                    layers=lax.fori_loop(done, until, add, state.layers)
-                )
+                with once_each():
+                    layers = lax.fori_loop(done, until, add, state.layers)
+                state = state._replace(layers=layers)
             operation = operations[time, self._stage]
             number = numbers[time, self._stage]
-            forward = functools.partial(self._forward, number)
-            state = xla_hints.updated_if(operation == FORWARD, forward, state)
-            backward = functools.partial(self._backward, divided, number)
-            state = xla_hints.updated_if(operation == BACKWARD, backward, state)
+            with once_each():
+                state = xla_hints.run_if(
+                    operation == FORWARD, self._forward, number, state
+                )
+                state = xla_hints.run_if(operation == BACKWARD, backward, number, state)
             return self._exchanged(time, state)
 
         return lax.fori_loop(0, schedule.ticks, tick, self._first_state(divided))
@@ -142,11 +150,11 @@ class Stages:
             )
             return self._after(passed, result)
 
-        return state._replace(
-            inputs=write(state.inputs, number % self._slots, passed),
-            # That of the last stage would be for no one
-            passed=lax.cond(self._is_last, lambda: passed, folded),
-        )
+        # That of the last stage would be for no one
+        with known_branches([self.schedule.stages - 1, 1]):
+            after = lax.cond(self._is_last, lambda: passed, folded)
+        inputs = write(state.inputs, number % self._slots, passed)
+        return state._replace(inputs=inputs, passed=after)
 
     def _backward(
         self, divided: TwoCotangents | None, number: Any, state: StageState
@@ -155,8 +163,9 @@ class Stages:
         passed = read(state.inputs, number % self._slots)
         result, sweep_back = self._swept_forward(number, passed)
         after = self._after(passed, result)
-        loss = functools.partial(self._loss, number, after)
-        state = xla_hints.updated_if(self._is_last, loss, state)
+        loss = functools.partial(self._loss, after)
+        with known_trips(1):
+            state = xla_hints.run_if(self._is_last, loss, number, state)
         cotangent = self._cotangent_of(result, state.cotangents)
         if divided is None:
             swept = sweep_back(cotangent, self._added, layer_state=state.layers)
@@ -226,7 +235,7 @@ class Stages:
         carry = self._carry(passed)
         return self.parts.fold.call("_vjp", self.layers, carry, args, kwargs)
 
-    def _loss(self, number: Any, after: Passed, state: StageState) -> StageState:
+    def _loss(self, after: Passed, number: Any, state: StageState) -> StageState:
         """On the last stage: the loss, and the cotangents of what the layers made."""
         masks = Passed(*map(self._is_float, after))
         count = self.schedule.microbatches
@@ -259,11 +268,11 @@ class Stages:
         if not any(self.is_active):
             return state
 
-        def active(trained: list[Any]) -> list[Any]:
-            init, args, kwargs = self._operands(number, trained)
-            return pick([*init, *_arrays((args, kwargs))], self.is_active)
+        def pull_back(number: Any, rest: list[Any]) -> list[Any]:
+            def active(trained: list[Any]) -> list[Any]:
+                init, args, kwargs = self._operands(number, trained)
+                return pick([*init, *_arrays((args, kwargs))], self.is_active)
 
-        def pull_back(rest: list[Any]) -> list[Any]:
             cotangents = [jnp.where(self._is_first, leaf, 0) for leaf in carry]
             if self._arguments_are_active:
                 _, args, kwargs = self._operands(number, self.trained)
@@ -276,9 +285,10 @@ class Stages:
             return [*map(_sum, rest, gradients)]
 
         if self._arguments_are_active:
-            rest = pull_back(state.rest)
+            rest = pull_back(number, state.rest)
         else:
-            rest = xla_hints.updated_if(self._is_first, pull_back, state.rest)
+            with known_trips(1):
+                rest = xla_hints.run_if(self._is_first, pull_back, number, state.rest)
         return state._replace(rest=rest)
 
     # --- Visitors

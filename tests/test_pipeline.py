@@ -398,7 +398,83 @@ def test_random_sizes(seed):
     assert_within(found, expected)
 
 
+class Numbers(eqx.Module):
+    """Carries Python's numbers beside an array."""
+
+    weight: jax.Array
+
+    def __call__(self, carry):
+        x, scale, count, is_on = carry
+        # W reads `hidden`, whose product policies may save or run again
+        hidden = x + jax.lax.stop_gradient(x @ self.weight)
+        update = jnp.where(is_on, hidden @ self.weight, x)
+        return x + scale * update, scale, count + 1, is_on
+
+
+def test_numbers_in_the_carry_and_effects_of_the_loss():
+    """Numbers become arrays, as in a fold. What the loss prints, before the fold or
+    after it, is printed once for each microbatch.
+    """
+    weights = normal(0, 4, 6, 6) / 2
+    blocks = Stacked(Numbers(weights), hax.Axis("layers", 4), remat=False)
+    model = {"blocks": blocks, "table": normal(2, 10, 6)}
+    tokens = np.arange(4)
+
+    def loss_with(report, model, tokens):
+        report("before", tokens[0])
+        first = model["table"][tokens], 0.5, 0, True
+        x, scale, count, is_on = model["blocks"].fold(first)
+        report("after", count)
+        value = jnp.mean((x * scale + count) ** 2)
+        # Neither depends on an array
+        return value, (is_on, jnp.asarray(2.0))
+
+    printed = []
+
+    def report(when, number):
+        jax.debug.callback(lambda number: printed.append((when, int(number))), number)
+
+    def all_of(model, tokens):
+        loss = functools.partial(loss_with, report)
+        found = {}
+        for name in NAMES:
+            run = pipeline(loss, "stage", microbatches=2, schedule=name, has_aux=True)
+            found[name] = run.value_and_grad(model, tokens)
+        return found
+
+    def silent(model, tokens):
+        return loss_with(lambda when, number: None, model, tokens)[0]
+
+    with jax.set_mesh(mesh_of(2, 1)):
+        found = quick_jit(all_of)(model, tokens)
+        jax.block_until_ready(found)
+        jax.effects_barrier()
+    expected = quick_jit(lambda model: on_one_device(silent, model, (tokens,), 2))(
+        model
+    )
+    for name in NAMES:
+        (value, (is_on, twos)), gradients = found[name]
+        assert_within((value, gradients), expected)
+        assert is_on.tolist() == [True, True] and twos.tolist() == [2.0, 2.0]
+    # Rows 0 and 1 are the first of the microbatches; both schedules
+    once = [("after", 4), ("after", 4), ("before", 0), ("before", 1)]
+    assert sorted(printed) == sorted(once * 2)
+
+
 # --- What is refused
+
+
+def prints_on_the_way(model, x):
+    @jax.jit
+    def printed(x):
+        jax.debug.print("{}", x)
+        return x
+
+    return jnp.sum(model.blocks.fold(printed(x)))
+
+
+def named_aux(model, x):
+    return jnp.sum(model.blocks.fold(x)), {"x": hax.named(x, ("a", "b"))}
 
 
 def twice(model, x):
@@ -441,7 +517,14 @@ def no_stack(_):
         "The loss folds model.blocks 2 times. A pipeline needs one": {"loss": twice},
         "from the first to the last": {"loss": backwards},
         "each device has the weights of some layers alone": {"loss": weights_of},
-        "returns a scalar, of floating point; got a tuple": {"loss": pair},
+        "returns a scalar, of real floating point; got a tuple": {"loss": pair},
+        "of real floating point; got complex64[]": {
+            "loss": lambda model, x: folds(model, x).astype(jnp.complex64)
+        },
+        # It folds nothing either
+        "of real floating point; got None": {"loss": lambda model, x: None},
+        "aux['x'] of the loss is a NamedArray": {"loss": named_aux, "has_aux": True},
+        "depends on `jit`, which has effects": {"loss": prints_on_the_way},
         "returns a pair (scalar, aux), with has_aux": {"has_aux": True},
         "is not a floating-point array": {"trainable": eqx.is_array},
         "divides a Stacked, whose layers are all of one kind": {"change": pattern},
@@ -452,6 +535,23 @@ def no_stack(_):
         "is in host memory": {"change": streaming.to_host},
         "not supported with a visitor": {"remat": "recompute"},
         "x is a single random key": {"x": jax.random.key(0)},
+        "key is a single random key": {
+            "x": jax.random.PRNGKey(0),
+            "loss": lambda model, key: folds(model, key),
+            "microbatches": 2,
+        },
+        "model.blocks has no layers": {"change": lambda _: plain_model(0)},
+        "stack finds float32[6,3], which is no Stacked of the model; it has: model.b": {
+            "stack": lambda model: model.head
+        },
+        "stack is a function that finds the stack": {"stack": "blocks"},
+        "trainable is a function of leaves, or a tree": {"trainable": {"a": True}},
+        "gradient_dtype is a real floating-point type; got 'single": {
+            "gradient_dtype": "single precision"
+        },
+        "gradient_dtype is a real floating-point type; got <": {
+            "gradient_dtype": jnp.int32
+        },
         "takes a loss function first": {"loss": "mean"},
         "takes the name of an axis": {"axis": 4},
     }.items(),
@@ -472,6 +572,8 @@ def test_errors(text, changes):
             schedule=changes.get("schedule", "1f1b"),
             has_aux=changes.get("has_aux", False),
             trainable=changes.get("trainable", eqx.is_inexact_array),
+            stack=changes.get("stack"),
+            gradient_dtype=changes.get("gradient_dtype"),
         )
         jax.eval_shape(run.value_and_grad, model, x)
     assert text in str(error.value)
@@ -487,3 +589,45 @@ def test_axes_of_other_kinds():
         pytest.raises(ValueError, match="takes an axis with AxisType.Auto"),
     ):
         run.value_and_grad(model, x)
+
+
+@pytest.mark.parametrize("derivative", [jax.grad, jax.jacfwd])
+def test_results_have_no_derivatives(derivative):
+    run = pipeline(folds, "stage", microbatches=4)
+    model, x = plain_model(), np.ones((ROWS, 6), np.float32)
+
+    def value(bias):
+        changed = eqx.tree_at(lambda model: model.blocks.stacked.bias, model, bias)
+        return run.value_and_grad(changed, x)[0]
+
+    bias = model.blocks.stacked.bias
+    with (
+        jax.set_mesh(mesh_of()),
+        pytest.raises(TypeError, match="value_and_grad have no derivatives"),
+    ):
+        jax.eval_shape(derivative(value), bias)
+
+    def stopped(bias):
+        return value(jax.lax.stop_gradient(bias)) * jnp.sum(bias)
+
+    with jax.set_mesh(mesh_of()):
+        jax.eval_shape(derivative(stopped), bias)
+
+
+def test_sums_of_complex_gradients_are_complex():
+    """`gradient_dtype` is for real weights."""
+    model = plain_model(4, 6)
+    blocks = jax.tree.map(lambda leaf: leaf.astype(jnp.complex64), model.blocks)
+    model = eqx.tree_at(lambda model: model.blocks, model, blocks)
+
+    def loss(model, x):
+        x = model.blocks.fold(x.astype(jnp.complex64))
+        return jnp.mean(jnp.real(x) @ model.head)
+
+    run = pipeline(loss, "stage", microbatches=4, gradient_dtype=jnp.float16)
+    with jax.set_mesh(mesh_of()):
+        _, gradients = jax.eval_shape(
+            run.value_and_grad, model, np.ones((ROWS, 6), np.float32)
+        )
+    assert gradients.blocks.stacked.weight.dtype == jnp.complex64
+    assert gradients.head.dtype == jnp.float16

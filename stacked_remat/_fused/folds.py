@@ -26,6 +26,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 from jax.core import Tracer, eval_jaxpr
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax.interpreters import ad
@@ -154,6 +155,10 @@ def leaves_or_none(tree: PyTree) -> list[PyTree]:
     return jax.tree.leaves(tree, is_leaf=is_none)
 
 
+def _as_array(leaf: Any) -> Any:
+    return jnp.asarray(leaf) if eqx.is_array_like(leaf) else leaf
+
+
 def _refusal(name: str, purpose: Purpose, what: str) -> TypeError:
     way_out = f", or {purpose.way_out}" if purpose.way_out else ""
     return TypeError(
@@ -206,6 +211,8 @@ class FollowedStack(eqx.Module):
             method = getattr(stack, verb + suffix)
             return method(init, *args, **options, **kwargs)
 
+        # Numbers and NumPy's arrays of the carry come out as arrays of JAX.
+        init = jax.tree.map(_as_array, init)
         operands = (self._stack, init, args, kwargs)
         arrays, static = eqx.partition(operands, eqx.is_array)
         # Traced here for the types of the result alone; the jaxpr is dropped.

@@ -6,6 +6,10 @@ What the operands of that equation depend on is the part before, for the first s
 a pipeline. What the results of the loss depend on, with the results of the fold as
 inputs, is the part after, for the last stage. Other values of the part before that the
 part after reads (targets, weights of tokens) are computed in both.
+
+The part before runs several times for a microbatch, the part after once. So effects of
+the loss (`jax.debug.print`) are in the part after, also where they come before the
+fold. What the fold's operands depend on can have none.
 """
 
 from collections.abc import Sequence
@@ -14,15 +18,18 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 from jax.core import eval_jaxpr
 from jax.extend.core import Jaxpr, JaxprEqn
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from .._activity import active_outputs, is_differentiable
+from .._activity import active_outputs, name_of
+from .._compat import named_axes
 from .._fused.folds import FollowedFold, FollowedStack, Purpose, inlined, only_use
 from .._hijax import primitive_of
 from .._scan.checks import describe
-from .._static import PyTree, with_leaves
+from .._static import PyTree, is_array, is_named, with_leaves
+from .two_cotangents import needed_for
 
 PIPELINE = Purpose("a pipeline", "each device has the weights of some layers alone")
 
@@ -44,7 +51,7 @@ class LossParts:
 
     def operands(self, inputs: Sequence[Any]) -> list[Any]:
         """The arrays of `(init, args, kwargs)` of the fold."""
-        return eval_jaxpr(self.before, (), *self.constants, *inputs)
+        return _evaluated(self.before, [*self.constants, *inputs])
 
     def operands_depend_on(self, inputs: Sequence[bool]) -> list[bool]:
         """Which of these depend on inputs in this mask."""
@@ -53,9 +60,19 @@ class LossParts:
 
     def results(self, inputs: Sequence[Any], folded: Sequence[Any]) -> PyTree:
         """What the loss returns, from the arrays of the fold's result."""
-        leaves = eval_jaxpr(self.after, (), *self.constants, *inputs, *folded)
+        leaves = _evaluated(self.after, [*self.constants, *inputs, *folded])
         arrays, static = eqx.partition(self.returned, _is_type)
         return eqx.combine(with_leaves(arrays, leaves), static)
+
+
+def _evaluated(program: Jaxpr, inputs: Sequence[Any]) -> list[Any]:
+    """The results, all of them arrays; JAX has numbers for some that are constant."""
+    results = []
+    values = eval_jaxpr(program, (), *inputs)
+    for value, atom in zip(values, program.outvars, strict=True):
+        is_number = not is_array(value)
+        results.append(jnp.asarray(value, atom.aval.dtype) if is_number else value)
+    return results
 
 
 def _is_type(leaf: Any) -> bool:
@@ -63,7 +80,13 @@ def _is_type(leaf: Any) -> bool:
 
 
 def cut_loss(
-    loss: Any, model: Any, stack: Any, rest: PyTree, microbatch: PyTree, name: str
+    loss: Any,
+    model: Any,
+    stack: Any,
+    rest: PyTree,
+    microbatch: PyTree,
+    name: str,
+    has_aux: bool,
 ) -> LossParts:
     """The parts of a loss, which is traced here.
 
@@ -74,10 +97,11 @@ def cut_loss(
         rest: the arrays of the model without the stack.
         microbatch: the arguments of the loss; arrays, or anything else.
         name: of the stack, for errors.
+        has_aux: whether the loss returns a pair.
 
     Raises:
         ValueError, TypeError: the loss doesn't fold the stack exactly once, where it
-            can be followed, or something else reads its weights.
+            can be followed, something else reads its weights, or it returns no scalar.
     """
     weights, static_stack = eqx.partition(stack, _is_type)
 
@@ -87,6 +111,8 @@ def cut_loss(
 
     inputs = weights, rest, microbatch
     closed, types, static = eqx.filter_make_jaxpr(traced)(*inputs)
+    returned = eqx.combine(types, static)
+    _check_returned(returned, has_aux)
     jaxpr, constants = inlined(closed)
     first = len(constants)
     count = len(jax.tree.leaves(weights))
@@ -102,37 +128,59 @@ def cut_loss(
             " folds it with reverse=True."
         )
     operands = equation.invars[count:]
+    before = needed_for(equations, operands)
+    _check_effects(before, name)
     return LossParts(
-        before=_program(jaxpr, of_rest, operands, equations),
+        before=_program(jaxpr, of_rest, operands, before),
         after=_program(jaxpr, [*of_rest, *equation.outvars], jaxpr.outvars, equations),
         constants=constants,
         fold=fold,
-        returned=eqx.combine(types, static),
+        returned=returned,
     )
 
 
 def _program(
     like: Jaxpr, inputs: Sequence[Any], outputs: Sequence[Any], eqns: list[JaxprEqn]
 ) -> Jaxpr:
-    """What of the equations these outputs depend on."""
+    """What of the equations these outputs depend on, and those with effects."""
     debug_info = jax.make_jaxpr(lambda: ())().jaxpr.debug_info
     debug_info = debug_info._replace(arg_names=None, result_paths=None)
-    # Equations of the part after the fold lack their inputs in the part before it.
-    # They are no inputs of these outputs, so they are left out.
     whole = Jaxpr([], [*inputs], [*outputs], eqns, like.effects, debug_info)
     return dce_jaxpr(whole, [True] * len(outputs), instantiate=True)[0]
 
 
-def check_returned(returned: PyTree, has_aux: bool) -> None:
-    """Refuse a loss that returns no scalar, or no pair with one."""
+def _check_effects(before: Sequence[JaxprEqn], name: str) -> None:
+    for equation in before:
+        # Collectives over an axis are effects too, which may be repeated
+        if len(equation.effects) > len(named_axes(equation.effects)):
+            raise ValueError(
+                f"What the loss gives the layers of {name} depends on"
+                f" `{name_of(equation)}`, which has effects; a pipeline computes it"
+                " several times. Move the effect (jax.debug.print, a callback) out of"
+                " it, or behind the fold."
+            )
+
+
+def _check_returned(returned: PyTree, has_aux: bool) -> None:
+    """Refuse a loss that returns no scalar, or no pair with one; and aux that can't
+    have the microbatches in front.
+    """
     is_pair = isinstance(returned, tuple) and len(returned) == 2
     value: Any = returned
     if has_aux:
         value = returned[0] if is_pair else None
-    is_scalar = _is_type(value) and not value.shape and is_differentiable(value.dtype)
-    if not is_scalar:
+    is_scalar = _is_type(value) and not value.shape
+    if not (is_scalar and jnp.issubdtype(value.dtype, jnp.floating)):
         wanted = "a pair (scalar, aux), with has_aux" if has_aux else "a scalar"
         raise TypeError(
-            f"The loss of a pipeline returns {wanted}, of floating point; got"
+            f"The loss of a pipeline returns {wanted}, of real floating point; got"
             f" {describe(returned)}."
         )
+    aux = returned[1] if has_aux else None
+    for path, leaf in jax.tree_util.tree_leaves_with_path(aux, is_leaf=is_named):
+        if is_named(leaf):
+            raise TypeError(
+                f"aux{jax.tree_util.keystr(path)} of the loss is a"
+                f" {describe(leaf)}. A pipeline returns aux of all microbatches, in one"
+                " more dimension without a name: return its array."
+            )

@@ -35,6 +35,7 @@ from .._stacked import Stacked
 from .._static import PyTree, with_leaves
 from .._sweep.gradient import merge, pick
 from .._sweep.store import read, write, zeros_of
+from .._sweep.trace import weak_as
 from .._trips import known_branches, known_trips
 from .loss_parts import LossParts
 from .schedule import BACKWARD, FORWARD, Schedule, exchanges
@@ -95,7 +96,7 @@ class Stages:
     microbatch: Callable[[Any], list[Any]]
     # For each operand of the fold whether it depends on what is trained in the rest
     is_active: Sequence[bool]
-    # In which gradients are added; None for that of the weights
+    # In which gradients of real weights are added; None for that of the weights
     dtype: Any
 
     def run(self) -> StageState:
@@ -273,7 +274,11 @@ class Stages:
                 init, args, kwargs = self._operands(number, trained)
                 return pick([*init, *_arrays((args, kwargs))], self.is_active)
 
-            cotangents = [jnp.where(self._is_first, leaf, 0) for leaf in carry]
+            zeros = [*map(jnp.zeros_like, carry)]
+            cotangents = [
+                jnp.where(self._is_first, leaf, zero)
+                for leaf, zero in zip(carry, zeros, strict=True)
+            ]
             if self._arguments_are_active:
                 _, args, kwargs = self._operands(number, self.trained)
                 of_args = swept.args, swept.kwargs
@@ -308,9 +313,12 @@ class Stages:
     ) -> LayerResult:
         """Add what B has of the gradient of a layer, and keep what W reads."""
         divided, structure = self._divided(visit)
-        # In a sweep weights may have been gathered before: that changes neither
-        assert divided.is_late == expected.is_late
-        assert divided.reads == expected.reads
+        if not divided.is_like(expected):
+            raise ValueError(
+                f"The policy {self.layers.remat!r} reverses some layers of"
+                f" {self.parts.fold.name} in another way than others, and zero_bubble"
+                " takes all apart in one way. Use schedule='1f1b', or another policy."
+            )
         others, early, kept = divided.first()
         result = jax.tree.unflatten(structure, others)
         sums, _ = visit.layer_state
@@ -333,7 +341,7 @@ class Stages:
             return others, pick(leaves_or_none(found.layer), self.is_trained)
 
         available = _arrays(((visit.layer, *visit.args), visit.kwargs))
-        return take_apart(vjp, available), structures[0]
+        return take_apart(vjp, available, _arrays(visit.carry)), structures[0]
 
     def _two_cotangents(self) -> TwoCotangents:
         """The same of any layer, found by a visit that is traced and not run."""
@@ -396,12 +404,25 @@ class Stages:
         (_, *args), kwargs = part_of_layers(
             arguments, self.stack.Layers, self._stage * count, count, self.stack._caller
         )
-        return [*map(_strong, _arrays(init))], tuple(args), kwargs
+        leaves = []
+        for leaf, type_ in zip(_arrays(init), self._carry_types, strict=True):
+            leaves.append(_strong(leaf, type_.dtype))
+        return leaves, tuple(args), kwargs
+
+    @property
+    def _carry_types(self) -> list[Any]:
+        """Of the arrays of the carry, as layers return it. A number that is the first
+        carry takes the type that it meets there.
+        """
+        result = self.parts.fold.out_aval
+        return jax.tree.leaves(result[0] if self._is_scan else result)
 
     def _carry(self, passed: Passed) -> PyTree:
+        """The carry with its arrays; those that are weakly typed are so in layers."""
         _, init, _, _ = self.parts.fold.in_avals
         _, static, _, _ = self.parts.fold.static.value
-        return eqx.combine(with_leaves(init, passed.carry), static)
+        leaves = [*map(weak_as, passed.carry, self._carry_types)]
+        return eqx.combine(with_leaves(init, leaves), static)
 
     def _after(self, passed: Passed, result: PyTree) -> Passed:
         """What goes on after this stage's layers."""
@@ -432,9 +453,8 @@ class Stages:
 
     def _first_state(self, divided: TwoCotangents | None) -> StageState:
         """Zeros."""
-        _, init, _, _ = self.parts.fold.in_avals
         outputs = self.parts.fold.out_aval[1] if self._is_scan else ()
-        types = Passed(jax.tree.leaves(init), jax.tree.leaves(outputs))
+        types = Passed(self._carry_types, jax.tree.leaves(outputs))
         floats = Passed(*(pick(leaves, self._is_float(leaves)) for leaves in types))
         slots = self._slots
         kept = []
@@ -460,7 +480,8 @@ class Stages:
 
     def _sum_of(self, weight: Any) -> Any:
         """Zeros, to which gradients of a weight are added."""
-        return jnp.zeros_like(weight, dtype=self.dtype)
+        is_complex = jnp.issubdtype(weight.dtype, jnp.complexfloating)
+        return jnp.zeros_like(weight, dtype=None if is_complex else self.dtype)
 
 
 def _arrays(tree: PyTree) -> list[Any]:
@@ -481,7 +502,10 @@ def _sum(total: Any, cotangent: Any) -> Any:
     return total + cotangent.astype(total.dtype)
 
 
-def _strong(leaf: Any) -> Any:
-    """An array without a weak type: branches have to return the same types."""
-    is_weak = jax.typeof(leaf).weak_type
-    return lax.convert_element_type(leaf, leaf.dtype) if is_weak else leaf
+def _strong(leaf: Any, dtype: Any = None) -> Any:
+    """An array without a weak type, as branches have to return the same types; and of
+    another dtype.
+    """
+    dtype = leaf.dtype if dtype is None else dtype
+    is_other = jax.typeof(leaf).weak_type or leaf.dtype != dtype
+    return lax.convert_element_type(leaf, dtype) if is_other else leaf

@@ -10,8 +10,10 @@ the weights. So the program of a layer's vector-Jacobian product is divided into
 What W reads of B is kept between the two: the *kept values*. So that they are few, an
 equation of W that is cheap runs in B where its results are smaller than what
 would have to be kept for it, and an equation of B that depends on the layer's weights
-and arguments alone runs again in W. A cotangent of a weight that B has anyway, as where
-one equation (a kernel, a loop) makes it with that of the carry, is a result of B.
+and arguments alone runs again in W. A long equation of the layer's forward pass runs in
+B, where a policy that saves its result has it too. A cotangent of a weight that B has
+anyway, as where one equation (a kernel, a loop) makes it with that of the carry, is a
+result of B.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -47,13 +49,13 @@ class TwoCotangents:
     Attributes:
         is_late: for each weight whether its cotangent is a result of W.
         kept: the types of the kept values.
-        reads: which of these each long equation of W reads: the same for two traces of
-            one layer, whose kept values then have the same order.
+        outline: of W: what each equation is and reads. Where two traces of a layer have
+            the same, the W of one takes the kept values of the other.
     """
 
     is_late: list[bool]
     kept: list[Any]
-    reads: list[tuple[str, list[int]]]
+    outline: list[Any]
     # The arrays that the product was computed from: the inputs of B
     _inputs: list[Any]
     _first: Jaxpr
@@ -61,6 +63,15 @@ class TwoCotangents:
     _constants: list[Any]
     _rereads: list[int]
     _second: Jaxpr
+
+    def is_like(self, other: "TwoCotangents") -> bool:
+        """Whether W of the other takes the kept values of this one, in their order."""
+        types = [[*map(str, one.kept)] for one in (self, other)]
+        return (self.is_late, types[0], self.outline) == (
+            other.is_late,
+            types[1],
+            other.outline,
+        )
 
     def first(self) -> tuple[list[Any], list[Any], list[Any]]:
         """B, in the trace of `take_apart`: the cotangents of what is no weight, those
@@ -81,7 +92,9 @@ class TwoCotangents:
 
 
 def take_apart(
-    vjp: Callable[[], tuple[list[Any], list[Any]]], available: Sequence[Any]
+    vjp: Callable[[], tuple[list[Any], list[Any]]],
+    available: Sequence[Any],
+    carry: Sequence[Any] = (),
 ) -> TwoCotangents:
     """Divide a vector-Jacobian product, which is traced here.
 
@@ -89,6 +102,7 @@ def take_apart(
         vjp: returns the cotangents of what is no weight, and those of weights. It
             closes over the arrays that it is computed from.
         available: those of these arrays that W will be given again.
+        carry: the layer's input, of which and of these its forward pass is computed.
     """
     closed, (others, _) = jax.make_jaxpr(vjp, return_shape=True)()
     jaxpr, constants = _without_calls(closed)
@@ -97,18 +111,31 @@ def take_apart(
 
     # By identity: an array that is available is an input of this program
     numbers = {id(array): number for number, array in enumerate(available)}
+    of_carry = {*map(id, carry)}
     rereads = []
     known = {*jaxpr.invars[: len(constants)]}
+    forward = {*known}
     of_arrays = jaxpr.invars[len(constants) :]
     for var, array in zip(of_arrays, closed.consts, strict=True):
         if id(array) in numbers:
             rereads.append((numbers[id(array)], var))
             known.add(var)
+        elif id(array) in of_carry:
+            forward.add(var)
+    forward |= known
+    long = []
     for equation in jaxpr.eqns:
-        if known.issuperset(_variables([equation], ())):
+        read = _variables([equation], ())
+        if known.issuperset(read):
             known.update(equation.outvars)
+        if forward.issuperset(read):
+            forward.update(equation.outvars)
+            if not (_is_cheap(equation) or known.issuperset(read)):
+                long.append(equation)
+    needed = {*_results(_needed(jaxpr.eqns, of_weights))}
+    of_forward = [var for var in _results(long) if var in needed]
 
-    first = _needed(jaxpr.eqns, wanted)
+    first = _needed(jaxpr.eqns, [*wanted, *of_forward])
     # References may not be read by two programs
     first = (
         jaxpr.eqns
@@ -123,10 +150,15 @@ def take_apart(
     kept = _kept(second, late, known)
     first = _needed(jaxpr.eqns, [*wanted, *early, *kept])
     reread = [*jaxpr.invars[: len(constants)], *(var for _, var in rereads)]
+    # Arrays that W is given in any trace, by their numbers there
+    names: dict[Var, Any] = {var: ("available", number) for number, var in rereads}
+    for what, variables in ("constant", reread[: len(constants)]), ("kept", kept):
+        for number, var in enumerate(variables):
+            names[var] = what, number
     return TwoCotangents(
         is_late=is_late,
         kept=[var.aval for var in kept],
-        reads=_reads(second, kept),
+        outline=_outline(second, late, names),
         _inputs=[*constants, *closed.consts],
         _first=_program(jaxpr.invars, [*wanted, *early, *kept], first),
         _constants=constants,
@@ -200,28 +232,44 @@ def _is_cheap(equation: JaxprEqn) -> bool:
     return all(map(_is_cheap, inner))
 
 
-def _reads(
-    second: Sequence[JaxprEqn], kept: Sequence[Var]
-) -> list[tuple[str, list[int]]]:
-    numbers = {var: number for number, var in enumerate(kept)}
-    reads = []
-    for equation in second:
-        if not _is_cheap(equation):
-            read = [numbers.get(var, -1) for var in _variables([equation], ())]
-            reads.append((equation.primitive.name, read))
-    return reads
+def _outline(
+    equations: Sequence[JaxprEqn], results: Sequence[Any], names: dict[Var, Any]
+) -> list[Any]:
+    """Of a program, whose inputs have these names."""
+    names = {**names}
+    inputs = len(names)
+
+    def name_of(atom: Any) -> Any:
+        return names[atom] if isinstance(atom, Var) else str(atom)
+
+    lines = []
+    for equation in equations:
+        for var in equation.outvars:
+            names[var] = "made", len(names) - inputs
+        types = [str(var.aval) for var in equation.outvars]
+        read = [*map(name_of, equation.invars)]
+        lines.append((equation.primitive.name, read, types))
+    return [*lines, [*map(name_of, results)]]
 
 
 def _bytes_of(variables: Iterable[Var]) -> int:
     return sum(bytes_of(var.aval) for var in variables)
 
 
-def _needed(equations: Sequence[JaxprEqn], outputs: Iterable[Any]) -> list[JaxprEqn]:
+def needed_for(equations: Sequence[JaxprEqn], outputs: Iterable[Any]) -> list[JaxprEqn]:
+    """The equations that outputs depend on."""
+    return _needed(equations, outputs, with_effects=False)
+
+
+def _needed(
+    equations: Sequence[JaxprEqn], outputs: Iterable[Any], with_effects: bool = True
+) -> list[JaxprEqn]:
     """The equations that outputs depend on, and those with effects."""
     needed = {atom for atom in outputs if isinstance(atom, Var)}
     kept = []
     for equation in reversed(equations):
-        if equation.effects or needed.intersection(equation.outvars):
+        has_effects = with_effects and equation.effects
+        if has_effects or needed.intersection(equation.outvars):
             kept.append(equation)
             needed.update(_variables([equation], ()))
     return kept[::-1]

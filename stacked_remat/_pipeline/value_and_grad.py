@@ -8,7 +8,7 @@ axes of the mesh stay what they were.
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import equinox as eqx
 import jax
@@ -38,7 +38,7 @@ from .._static import (
     with_axes,
     with_leaves,
 )
-from .loss_parts import check_returned, cut_loss
+from .loss_parts import cut_loss
 from .schedule import Schedule, ScheduleName, make_schedule
 from .stages import Stages
 
@@ -86,9 +86,11 @@ def pipeline(
         stack: finds the stack in the model; by default its only `Stacked`. Layers must
             divide evenly over the stages.
         trainable: which arrays have gradients: a filter spec, as in `eqx.filter`.
-        has_aux: whether `loss` returns a pair, of the scalar and anything else.
-        gradient_dtype: in which gradients are added up and returned; by default that
-            of each weight.
+        has_aux: whether `loss` returns a pair, of the scalar and anything else but
+            named arrays: of the arrays in it those of all microbatches are returned,
+            the microbatches in front.
+        gradient_dtype: in which gradients of real weights are added up and returned; by
+            default, and for complex weights, that of each weight.
 
     Returns:
         A `Pipeline`, which has `value_and_grad(model, *batch)`, and `schedule_of(P)`.
@@ -140,6 +142,12 @@ class Pipeline:
                 f" {describe(self.axis)}."
             )
         whole_number("microbatches", self.microbatches, "a number of microbatches")
+        if not (self.stack is None or callable(self.stack)):
+            raise TypeError(
+                "stack is a function that finds the stack, lambda model: model.blocks;"
+                f" got {describe(self.stack)}."
+            )
+        _check_gradient_dtype(self.gradient_dtype)
         self.schedule_of(1)
 
     def schedule_of(self, stages: int) -> Schedule:
@@ -152,10 +160,10 @@ class Pipeline:
         Args:
             model: any tree with the stack. Its layers should be divided over the axis:
                 `jax.device_put(stack, NamedSharding(mesh, P("stage")))`.
-            batch: the other arguments of the loss. Row `i * microbatches + n` of each
-                array (of its first axis) is row `i` of microbatch `n`, so that rows
-                which are divided over devices stay there. `shared(x)` is given whole
-                to every microbatch.
+            batch: the other arguments of the loss, by position. Row
+                `i * microbatches + n` of each array (of its first axis) is row `i` of
+                microbatch `n`, so that rows which are divided over devices stay there.
+                `shared(x)` is given whole to every microbatch.
 
         Returns:
             What the loss returns, as a mean over microbatches, and the gradients, as
@@ -185,8 +193,8 @@ class Pipeline:
                 rest(trained),
                 rows.arguments(microbatch(0)),
                 model_parts.name,
+                self.has_aux,
             )
-            check_returned(parts.returned, self.has_aux)
             inputs = [*model_parts.is_rest_trained, *[False] * len(batch)]
             sums = Stages(
                 axis=self.axis,
@@ -222,9 +230,8 @@ class Pipeline:
             check_vma=False,
         )
         layers = [*map(raw_array, _named_leaves(stack))]
-        of_layers, of_rest, returned, types = jax.jit(run)(
-            layers, *model_parts.rest, rows.arrays
-        )
+        inputs = _without_derivatives((layers, *model_parts.rest, rows.arrays))
+        of_layers, of_rest, returned, types = jax.jit(run)(*inputs)
         # The last stage has it
         value, *aux = [leaf[-1] for leaf in returned]
         gradients = model_parts.gradients(of_layers, of_rest)
@@ -250,6 +257,30 @@ class Pipeline:
                 " jax.make_mesh(sizes, names, (AxisType.Auto,) * len(names))."
             )
         return mesh.shape[self.axis]
+
+
+def _check_gradient_dtype(dtype: Any) -> None:
+    try:
+        is_real = dtype is None or jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+    except TypeError:
+        is_real = False
+    if not is_real:
+        raise TypeError(f"gradient_dtype is a real floating-point type; got {dtype!r}.")
+
+
+@jax.custom_jvp
+def _without_derivatives(arrays: PyTree) -> PyTree:
+    """The same arrays; a derivative with respect to them is an error."""
+    return arrays
+
+
+@_without_derivatives.defjvp
+def _refuse_derivative(primals: Any, tangents: Any) -> NoReturn:
+    raise TypeError(
+        "The results of a pipeline's value_and_grad have no derivatives: its backward"
+        " pass has run by then. Differentiate the loss without a pipeline, or use"
+        " jax.lax.stop_gradient on the model and the batch."
+    )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -278,7 +309,14 @@ class ModelParts:
         stack, name = _stack_of(model, find)
         leaves, structure = jax.tree.flatten(model, is_leaf=lambda node: node is stack)
         place = next(i for i, leaf in enumerate(leaves) if leaf is stack)
-        trained = eqx.filter(model, trainable)
+        try:
+            trained = eqx.filter(model, trainable)
+        except ValueError as error:
+            raise ValueError(
+                "trainable is a function of leaves, or a tree of them and of booleans"
+                f" with the structure of the model or of its top; got"
+                f" {describe(trainable)}."
+            ) from error
         trained_leaves = structure.flatten_up_to(trained)
         trained_stack = trained_leaves[place]
         trained_leaves[place] = leaves[place] = None
@@ -359,6 +397,13 @@ class Rows:
         for path, leaf, rule in entries:
             array = raw_array(leaf)
             divides = is_array(array) and rule != "shared" and array.ndim > 0
+            if rule == "default" and is_unsplit_key(name_of(path), leaf):
+                raise ValueError(
+                    f"{name_of(path)} is a single random key, from which every"
+                    " microbatch would draw the same numbers. Give each its own,"
+                    f" jax.random.split(key, {microbatches}), of which the loss is"
+                    " given an array of one, or mark it stacked_remat.shared(...)."
+                )
             if divides:
                 rows = array.shape[0]
                 if rows % microbatches:
@@ -372,13 +417,6 @@ class Rows:
                 if is_named(leaf):
                     first, *others = leaf.axes
                     leaf = with_axes(array, (first.resize(count), *others))
-            elif rule == "default" and is_unsplit_key(name_of(path), leaf):
-                raise ValueError(
-                    f"{name_of(path)} is a single random key, from which every"
-                    " microbatch would draw the same numbers. Give each its own,"
-                    f" jax.random.split(key, {microbatches}), of which the loss is"
-                    " given an array of one, or mark it stacked_remat.shared(...)."
-                )
             leaves.append(leaf)
             if is_array(array):
                 arrays.append(array)
@@ -443,7 +481,13 @@ def _stack_of(model: PyTree, find: Callable[[Any], Any] | None) -> tuple[Stacked
             stacks[f"model{jtu.keystr(path)}"] = node
     if find is not None:
         wanted = find(model)
+        names = shortened([*stacks], ", ") or "none"
         stacks = {name: node for name, node in stacks.items() if node is wanted}
+        if not stacks:
+            raise ValueError(
+                f"stack finds {describe(wanted)}, which is no Stacked of the model; it"
+                f" has: {names}."
+            )
     if len(stacks) != 1:
         found = shortened([*stacks], ", ") or "none"
         raise ValueError(
@@ -461,7 +505,9 @@ def _stack_of(model: PyTree, find: Callable[[Any], Any] | None) -> tuple[Stacked
 
 def _check_layers(stack: Stacked, name: str, axis: str, stages: int) -> None:
     count = stack.Layers.size
-    if not count or count % stages:
+    if not count:
+        raise ValueError(f"{name} has no layers; a pipeline divides them over stages.")
+    if count % stages:
         raise ValueError(
             f"The {count} layers of {name} don't divide evenly over the {stages} stages"
             f" of the mesh axis {axis!r}. Make it a divisor of {count}."

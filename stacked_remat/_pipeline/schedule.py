@@ -23,7 +23,8 @@ take twice the longer of F and B.
 its result is sent before W, and W is run where a stage would wait. Stage s keeps s of
 them back, which gives it work at the end, when the others of its B come late. That
 leaves P - 1 idle units of F = B = W = 1 for each stage, where 1F1B has 3(P - 1); the
-last stage can't begin before P - 1 ticks, so no schedule has fewer.
+last stage can't begin before P - 1 ticks, so no schedule has fewer. With other costs,
+as where B runs the stage's forward pass again, it is (P - 1)(F + B - W) for W <= F.
 """
 
 from collections.abc import Iterator
@@ -107,7 +108,9 @@ class Schedule:
         return max(work.end for work in self.timeline(costs))
 
     def idle(self, costs: tuple[float, float, float] = (1, 1, 1)) -> float:
-        """Which part of the stages' time nothing runs."""
+        """Which part of the stages' time nothing runs. F of the last stage counts as
+        run; there B computes it, so `pipeline` doesn't run it.
+        """
         busy = sum(work.end - work.start for work in self.timeline(costs))
         return 1 - busy / (self.span(costs) * self.stages)
 

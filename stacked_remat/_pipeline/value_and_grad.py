@@ -103,13 +103,14 @@ def pipeline(
     Time: stages are idle for (P - 1) / (M + P - 1) of it. With `"zero_bubble"` the
     backward pass of a layer is taken apart: the cotangent of the carry, which the stage
     before waits for, is computed first, and those of weights where a stage would wait.
-    That leaves a third of the idle time, where forward pass and both parts take
-    equally long. Each stage runs its forward pass once more in its backward pass, in
-    addition to what the policy replays.
+    That leaves (P - 1)(F + B - W) of the idle time (P - 1)(F + B + W), if the forward
+    pass and the two parts take F, B and W, with W <= F. Each stage runs its forward
+    pass once more in B, in addition to what the policy replays.
 
     Memory of a stage: its layers, their gradients, and the rest of the model and its
-    gradients; the inputs of as many microbatches as are in flight, at most P; what the
-    policy keeps of one microbatch and the stage's layers. `"zero_bubble"` keeps, for
+    gradients; the inputs of min(P, M) microbatches; what the policy keeps of one
+    microbatch and the stage's layers. With a `scan` each input has the outputs of all
+    layers, which are sent with the carry. `"zero_bubble"` keeps, for
     each layer of the stage and at most P microbatches, what its weights are multiplied
     with, and the cotangents of these products.
     """

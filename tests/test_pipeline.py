@@ -54,22 +54,22 @@ def test_products_of_weights_run_apart():
 
         divided = take_apart(vjp, weights)
         found.append(divided)
-        of_x, early, kept = divided.first()
-        return [*of_x, *divided.second(weights, kept), *early], vjp()
+        of_x, early, kept = divided.run_early()
+        return [*of_x, *divided.late.run(weights, kept), *early], vjp()
 
     sizes = [(5, 4), (5, 4), (4, 6), (6, 4), (4, 4)]
     arrays = [normal(seed, *size) for seed, size in enumerate(sizes)]
     apart, (of_x, of_weights) = divided_and_whole(*arrays)
     assert_close(apart, [*of_x, *of_weights])
     (divided,) = found
-    assert divided.is_late == [True, True, False]
+    assert divided.late.is_late == [True, True, False]
 
     def products(jaxpr):
         return sum(eqn.primitive.name == "dot_general" for eqn in jaxpr.eqns)
 
-    assert (products(divided._first), products(divided._second)) == (3, 2)
+    assert (products(divided._early), products(divided.late._program)) == (3, 2)
     # The operands of both products: x, its cotangent, and those in between
-    shapes = sorted(type_.shape for type_ in divided.kept)
+    shapes = sorted(type_.shape for type_ in divided.late.kept)
     assert shapes == [(5, 4), (5, 4), (5, 6), (5, 6)]
 
 
@@ -381,6 +381,28 @@ def test_numbers_in_the_carry_and_effects_of_the_loss():
     # Rows 0 and 1 are the first of the microbatches; both schedules
     once = [("after", 4), ("after", 4), ("before", 0), ("before", 1)]
     assert sorted(printed) == sorted(once * 2)
+
+
+def test_memory_grows_with_microbatches_in_flight():
+    """Each of min(P, M) microbatches takes its input, and others nothing."""
+    rows, width = 64, 128
+    mesh = mesh_of(data=1)
+
+    def temporaries(microbatches):
+        def loss(model, x):
+            return jnp.mean(model.blocks.fold(x) ** 2)
+
+        run = pipeline(loss, "stage", microbatches=microbatches)
+        model = put(plain_model(STAGES, width), mesh)
+        x = jax.ShapeDtypeStruct((microbatches * rows, width), jnp.float32)
+        with jax.set_mesh(mesh):
+            compiled = quick_jit(run.value_and_grad).lower(model, x).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    two, eight, sixteen = map(temporaries, (2, 8, 16))
+    bytes_of_input = rows * width * 4
+    assert eight - two == (STAGES - 2) * bytes_of_input
+    assert sixteen == eight
 
 
 # --- What is refused

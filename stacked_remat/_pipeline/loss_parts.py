@@ -70,8 +70,8 @@ def _evaluated(program: Jaxpr, inputs: Sequence[Any]) -> list[Any]:
     results = []
     values = eval_jaxpr(program, (), *inputs)
     for value, atom in zip(values, program.outvars, strict=True):
-        is_number = not is_array(value)
-        results.append(jnp.asarray(value, atom.aval.dtype) if is_number else value)
+        type_: Any = atom.aval
+        results.append(value if is_array(value) else jnp.asarray(value, type_.dtype))
     return results
 
 

@@ -57,7 +57,7 @@ class Schedule:
         stages: P.
         microbatches: M.
         is_split: whether B and W are taken apart.
-        operations: what a stage runs in a tick: `IDLE`, `FORWARD` or `BACKWARD`.
+        operations: what a stage runs in a tick: 0 for nothing, 1 for F, 2 for B.
         numbers: the microbatch of that, or 0.
         weights_done: of how many microbatches, in order, W is done before that.
     """
@@ -76,6 +76,10 @@ class Schedule:
     def timeline(self, costs: tuple[float, float, float] = (1, 1, 1)) -> list[Work]:
         """When everything runs, if F, B and W take this long, and a stage goes on as
         soon as it has exchanged. Where they are not taken apart, B takes both.
+
+        Returns:
+            Named tuples `(stage, operation, microbatch, start, end)`; an operation is
+            "F", "B" or "W".
         """
         forward, backward, weights = costs
         if not self.is_split:

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from haliax import Axis
 from jax import lax
 
 from .. import _xla_hints as xla_hints
@@ -39,7 +40,7 @@ from .._sweep.trace import weak_as
 from .._trips import known_branches, known_trips
 from .loss_parts import LossParts
 from .schedule import BACKWARD, FORWARD, Schedule, exchanges
-from .two_cotangents import TwoCotangents, take_apart
+from .two_cotangents import LateCotangents, TwoCotangents, take_apart
 
 
 class Passed(NamedTuple):
@@ -83,8 +84,8 @@ class Stages:
     parts: LossParts
     # Whether the loss returns a pair
     has_aux: bool
-    # The stack of all layers, with types for arrays, and this stage's part of it
-    stack: Stacked
+    # The axis of all layers, and the stack of this stage's part of them
+    Layers: Axis
     layers: Stacked
     # For each leaf of a layer, None being one, whether it is trained
     is_trained: Sequence[bool]
@@ -101,7 +102,7 @@ class Stages:
 
     def run(self) -> StageState:
         """All ticks. What is left are the sums of this stage."""
-        divided = self._two_cotangents() if self.schedule.is_split else None
+        late = self._late_cotangents() if self.schedule.is_split else None
         schedule = self.schedule
         operations, numbers, weights_done = map(
             jnp.asarray,
@@ -112,13 +113,13 @@ class Stages:
         once_each = functools.partial(
             known_trips, schedule.microbatches, schedule.ticks
         )
-        backward = functools.partial(self._backward, divided)
+        backward = functools.partial(self._backward, late)
 
         def tick(time: Any, state: StageState) -> StageState:
-            if divided is not None:
+            if late is not None:
                 done = weights_done[jnp.maximum(time - 1, 0), self._stage]
                 until = weights_done[time, self._stage]
-                add = functools.partial(self._weights, divided, state.kept)
+                add = functools.partial(self._weights, late, state.kept)
                 with once_each():
                     layers = lax.fori_loop(done, until, add, state.layers)
                 state = state._replace(layers=layers)
@@ -131,7 +132,7 @@ class Stages:
                 state = xla_hints.run_if(operation == BACKWARD, backward, number, state)
             return self._exchanged(time, state)
 
-        return lax.fori_loop(0, schedule.ticks, tick, self._first_state(divided))
+        return lax.fori_loop(0, schedule.ticks, tick, self._first_state(late))
 
     # --- What is run in a tick
 
@@ -158,7 +159,7 @@ class Stages:
         return state._replace(inputs=inputs, passed=after)
 
     def _backward(
-        self, divided: TwoCotangents | None, number: Any, state: StageState
+        self, late: LateCotangents | None, number: Any, state: StageState
     ) -> StageState:
         """B: sweep back over the layers, and send the cotangent of the input back."""
         passed = read(state.inputs, number % self._slots)
@@ -168,15 +169,15 @@ class Stages:
         with known_trips(1):
             state = xla_hints.run_if(self._is_last, loss, number, state)
         cotangent = self._cotangent_of(result, state.cotangents)
-        if divided is None:
+        if late is None:
             swept = sweep_back(cotangent, self._added, layer_state=state.layers)
             state = state._replace(layers=swept.layer_state)
         else:
-            is_early = [not is_ for is_ in divided.is_late]
+            is_early = [not is_ for is_ in late.is_late]
             count = self.layers.Layers.size
-            kept = [zeros_of(type_, (count,)) for type_ in divided.kept]
+            kept = [zeros_of(type_, (count,)) for type_ in late.kept]
             before = pick(state.layers, is_early), kept
-            visitor = functools.partial(self._added_early, divided)
+            visitor = functools.partial(self._added_early, late)
             swept = sweep_back(cotangent, visitor, layer_state=before)
             early, kept = swept.layer_state
             state = state._replace(
@@ -189,7 +190,7 @@ class Stages:
         return self._pulled_back(number, carry, swept, state)
 
     def _weights(
-        self, divided: TwoCotangents, kept: list[Any], number: Any, sums: list[Any]
+        self, late: LateCotangents, kept: list[Any], number: Any, sums: list[Any]
     ) -> list[Any]:
         """W: add the cotangents of weights that B left to the sums."""
         _, args, kwargs = self._operands(number, self.trained)
@@ -199,15 +200,21 @@ class Stages:
 
         def add(layer: Any, sums: list[Any]) -> list[Any]:
             available = _arrays(split.layer(layer))
-            late = divided.second(available, read(of_microbatch, layer))
-            return write(sums, layer, [*map(_sum, read(sums, layer), late)])
+            found = late.run(available, read(of_microbatch, layer))
+            return write(sums, layer, [*map(_sum, read(sums, layer), found)])
 
-        late = pick(sums, divided.is_late)
-        late = lax.fori_loop(0, self.layers.Layers.size, add, late)
-        return merge(sums, late, divided.is_late)
+        of_late = pick(sums, late.is_late)
+        of_late = lax.fori_loop(0, self.layers.Layers.size, add, of_late)
+        return merge(sums, of_late, late.is_late)
 
     def _exchanged(self, time: Any, state: StageState) -> StageState:
-        """What the neighbour of this tick has sent in the place of what is sent."""
+        """What the neighbour of this tick has sent in the place of what is sent.
+
+        `ppermute` gives zeros to a stage to which none sends, as to the first of a pair
+        in place of its carry. They overwrite nothing that is read again: what a stage
+        makes is sent after the tick in which it was made, and what it receives is used
+        in the next (`schedule.py`).
+        """
 
         def at(parity: int) -> Callable[..., tuple[Passed, Passed]]:
             pairs = [*exchanges(parity, self.schedule.stages)]
@@ -309,17 +316,17 @@ class Stages:
         return result
 
     def _added_early(
-        self, expected: TwoCotangents, visit: LayerVisit, state: None
+        self, expected: LateCotangents, visit: LayerVisit, state: None
     ) -> LayerResult:
         """Add what B has of the gradient of a layer, and keep what W reads."""
         divided, structure = self._divided(visit)
-        if not divided.is_like(expected):
+        if not divided.late.is_like(expected):
             raise ValueError(
                 f"The policy {self.layers.remat!r} reverses some layers of"
                 f" {self.parts.fold.name} in another way than others, and zero_bubble"
                 " takes all apart in one way. Use schedule='1f1b', or another policy."
             )
-        others, early, kept = divided.first()
+        others, early, kept = divided.run_early()
         result = jax.tree.unflatten(structure, others)
         sums, _ = visit.layer_state
         sums = [*map(_sum, sums, early)]
@@ -343,12 +350,12 @@ class Stages:
         available = _arrays(((visit.layer, *visit.args), visit.kwargs))
         return take_apart(vjp, available, _arrays(visit.carry)), structures[0]
 
-    def _two_cotangents(self) -> TwoCotangents:
-        """The same of any layer, found by a visit that is traced and not run."""
+    def _late_cotangents(self) -> LateCotangents:
+        """W of any layer, found by a visit that is traced and not run."""
         found = []
 
         def visitor(visit: LayerVisit, state: None) -> LayerResult:
-            found.append(self._divided(visit)[0])
+            found.append(self._divided(visit)[0].late)
             return LayerResult(visit.vjp().carry)
 
         def visited() -> PyTree:
@@ -402,7 +409,7 @@ class Stages:
         arguments = (None, *args), kwargs
         count = self.layers.Layers.size
         (_, *args), kwargs = part_of_layers(
-            arguments, self.stack.Layers, self._stage * count, count, self.stack._caller
+            arguments, self.Layers, self._stage * count, count, self.layers._caller
         )
         leaves = []
         for leaf, type_ in zip(_arrays(init), self._carry_types, strict=True):
@@ -451,15 +458,17 @@ class Stages:
     def _is_float(self, leaves: Sequence[Any]) -> list[bool]:
         return [is_differentiable(leaf.dtype) for leaf in leaves]
 
-    def _first_state(self, divided: TwoCotangents | None) -> StageState:
-        """Zeros."""
+    def _first_state(self, late: LateCotangents | None) -> StageState:
+        """Zeros: nothing is in flight, and no gradient is summed. It has the types of
+        all states; `late` is W, where that is taken apart.
+        """
         outputs = self.parts.fold.out_aval[1] if self._is_scan else ()
         types = Passed(self._carry_types, jax.tree.leaves(outputs))
         floats = Passed(*(pick(leaves, self._is_float(leaves)) for leaves in types))
         slots = self._slots
         kept = []
-        if divided is not None:
-            for type_ in divided.kept:
+        if late is not None:
+            for type_ in late.kept:
                 kept.append(zeros_of(type_, (slots, self.layers.Layers.size)))
         returned = self.parts.returned
         value, aux = returned if self.has_aux else (returned, None)

@@ -43,52 +43,56 @@ _LONG = (
 
 
 @dataclass(frozen=True, eq=False)
-class TwoCotangents:
-    """The two programs of one layer's vector-Jacobian product.
+class LateCotangents:
+    """W of a layer, which can run in any trace.
 
     Attributes:
         is_late: for each weight whether its cotangent is a result of W.
         kept: the types of the kept values.
-        outline: of W: what each equation is and reads. Where two traces of a layer have
-            the same, the W of one takes the kept values of the other.
     """
 
     is_late: list[bool]
     kept: list[Any]
-    outline: list[Any]
-    # The arrays that the product was computed from: the inputs of B
-    _inputs: list[Any]
-    _first: Jaxpr
+    # What each equation is and reads
+    _outline: list[Any]
     # What W reads: arrays that no trace made, some of the available ones, kept values
     _constants: list[Any]
     _rereads: list[int]
-    _second: Jaxpr
+    _program: Jaxpr
 
-    def is_like(self, other: "TwoCotangents") -> bool:
+    def is_like(self, other: "LateCotangents") -> bool:
         """Whether W of the other takes the kept values of this one, in their order."""
         types = [[*map(str, one.kept)] for one in (self, other)]
-        return (self.is_late, types[0], self.outline) == (
+        return (self.is_late, types[0], self._outline) == (
             other.is_late,
             types[1],
-            other.outline,
+            other._outline,
         )
 
-    def first(self) -> tuple[list[Any], list[Any], list[Any]]:
+    def run(self, available: Sequence[Any], kept: Sequence[Any]) -> list[Any]:
+        """The late cotangents. `available` is as in `take_apart`, of the same layer."""
+        read_again = [available[number] for number in self._rereads]
+        return eval_jaxpr(self._program, (), *self._constants, *read_again, *kept)
+
+
+@dataclass(frozen=True, eq=False)
+class TwoCotangents:
+    """The two programs of one layer's vector-Jacobian product: B and W."""
+
+    late: LateCotangents
+    # The arrays that the product was computed from: the inputs of B
+    _inputs: list[Any]
+    _early: Jaxpr
+
+    def run_early(self) -> tuple[list[Any], list[Any], list[Any]]:
         """B, in the trace of `take_apart`: the cotangents of what is no weight, those
         of weights that are not late, and the kept values.
         """
-        results = eval_jaxpr(self._first, (), *self._inputs)
-        kept_from = len(results) - len(self.kept)
-        early_from = kept_from - self.is_late.count(False)
-        return results[:early_from], results[early_from:kept_from], results[kept_from:]
-
-    def second(self, available: Sequence[Any], kept: Sequence[Any]) -> list[Any]:
-        """W, in any trace: the late cotangents.
-
-        `available` is as in `take_apart`, of the same layer.
-        """
-        read_again = [available[number] for number in self._rereads]
-        return eval_jaxpr(self._second, (), *self._constants, *read_again, *kept)
+        results = eval_jaxpr(self._early, (), *self._inputs)
+        kept_from = len(results) - len(self.late.kept)
+        weights_from = kept_from - self.late.is_late.count(False)
+        of_weights = results[weights_from:kept_from]
+        return results[:weights_from], of_weights, results[kept_from:]
 
 
 def take_apart(
@@ -135,20 +139,20 @@ def take_apart(
     needed = {*_results(_needed(jaxpr.eqns, of_weights))}
     of_forward = [var for var in _results(long) if var in needed]
 
-    first = _needed(jaxpr.eqns, [*wanted, *of_forward])
+    in_early = _needed(jaxpr.eqns, [*wanted, *of_forward])
     # References may not be read by two programs
-    first = (
+    in_early = (
         jaxpr.eqns
         if jaxpr.effects
-        else _with_smaller_results(jaxpr.eqns, first, of_weights, known)
+        else _with_smaller_results(jaxpr.eqns, in_early, of_weights, known)
     )
-    made_first = {*jaxpr.invars, *_results(first)}
-    is_late = [isinstance(atom, Var) and atom not in made_first for atom in of_weights]
+    made_early = {*jaxpr.invars, *_results(in_early)}
+    is_late = [isinstance(atom, Var) and atom not in made_early for atom in of_weights]
     late = [atom for atom, is_ in zip(of_weights, is_late, strict=True) if is_]
     early = [atom for atom, is_ in zip(of_weights, is_late, strict=True) if not is_]
-    second = _needed(_second(jaxpr.eqns, first, known), late)
-    kept = _kept(second, late, known)
-    first = _needed(jaxpr.eqns, [*wanted, *early, *kept])
+    in_late = _needed(_in_late(jaxpr.eqns, in_early, known), late)
+    kept = _kept(in_late, late, known)
+    in_early = _needed(jaxpr.eqns, [*wanted, *early, *kept])
     reread = [*jaxpr.invars[: len(constants)], *(var for _, var in rereads)]
     # Arrays that W is given in any trace, by their numbers there
     names: dict[Var, Any] = {var: ("available", number) for number, var in rereads}
@@ -156,42 +160,44 @@ def take_apart(
         for number, var in enumerate(variables):
             names[var] = what, number
     return TwoCotangents(
-        is_late=is_late,
-        kept=[var.aval for var in kept],
-        outline=_outline(second, late, names),
+        late=LateCotangents(
+            is_late=is_late,
+            kept=[var.aval for var in kept],
+            _outline=_outline(in_late, late, names),
+            _constants=constants,
+            _rereads=[number for number, _ in rereads],
+            _program=_program([*reread, *kept], late, in_late),
+        ),
         _inputs=[*constants, *closed.consts],
-        _first=_program(jaxpr.invars, [*wanted, *early, *kept], first),
-        _constants=constants,
-        _rereads=[number for number, _ in rereads],
-        _second=_program([*reread, *kept], late, second),
+        _early=_program(jaxpr.invars, [*wanted, *early, *kept], in_early),
     )
 
 
-def _second(
-    equations: Sequence[JaxprEqn], first: Iterable[JaxprEqn], known: set[Var]
+def _in_late(
+    equations: Sequence[JaxprEqn], in_early: Iterable[JaxprEqn], known: set[Var]
 ) -> list[JaxprEqn]:
     """The equations that W has or may run again."""
-    of_first = {id(equation) for equation in first}
-    second = []
+    of_early = {id(equation) for equation in in_early}
+    in_late = []
     for equation in equations:
         runs_again = known.issuperset(equation.outvars)
-        if runs_again or id(equation) not in of_first:
-            second.append(equation)
-    return second
+        if runs_again or id(equation) not in of_early:
+            in_late.append(equation)
+    return in_late
 
 
 def _kept(
-    second: Sequence[JaxprEqn], late: Sequence[Any], known: set[Var]
+    in_late: Sequence[JaxprEqn], late: Sequence[Any], known: set[Var]
 ) -> list[Var]:
     """The variables that W reads and neither makes nor is given."""
-    made = known | _results(second)
-    read = dict.fromkeys(_variables(second, late))
+    made = known | _results(in_late)
+    read = dict.fromkeys(_variables(in_late, late))
     return [var for var in read if var not in made]
 
 
 def _with_smaller_results(
     equations: Sequence[JaxprEqn],
-    first: Sequence[JaxprEqn],
+    in_early: Sequence[JaxprEqn],
     of_weights: Sequence[Any],
     known: set[Var],
 ) -> list[JaxprEqn]:
@@ -200,16 +206,16 @@ def _with_smaller_results(
     In their order, each equation that is cheap and reads nothing that W makes: it runs
     in B unless its results are larger than what no other equation of W reads.
     """
-    of_first = {id(equation) for equation in first}
-    second = _needed(_second(equations, first, known), of_weights)
-    second = [one for one in second if not known.issuperset(one.outvars)]
-    made_second = _results(second)
+    of_early = {id(equation) for equation in in_early}
+    in_late = _needed(_in_late(equations, in_early, known), of_weights)
+    in_late = [one for one in in_late if not known.issuperset(one.outvars)]
+    made_late = _results(in_late)
     readers: dict[Var, int] = {}
-    for var in _variables(second, of_weights):
+    for var in _variables(in_late, of_weights):
         readers[var] = readers.get(var, 0) + 1
-    for equation in second:
+    for equation in in_late:
         read = {*_variables([equation], ())}
-        if made_second & read or not _is_cheap(equation):
+        if made_late & read or not _is_cheap(equation):
             continue
         alone = []
         for var in read - known:
@@ -218,11 +224,11 @@ def _with_smaller_results(
         results = [var for var in equation.outvars if readers.get(var)]
         if _bytes_of(results) > _bytes_of(alone):
             continue
-        of_first.add(id(equation))
-        made_second.difference_update(equation.outvars)
+        of_early.add(id(equation))
+        made_late.difference_update(equation.outvars)
         for var in _variables([equation], ()):
             readers[var] -= 1
-    return [equation for equation in equations if id(equation) in of_first]
+    return [equation for equation in equations if id(equation) in of_early]
 
 
 def _is_cheap(equation: JaxprEqn) -> bool:

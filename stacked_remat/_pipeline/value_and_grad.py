@@ -7,6 +7,7 @@ axes of the mesh stay what they were.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -176,45 +177,7 @@ class Pipeline:
         stack = model_parts.stack
         _check_layers(stack, model_parts.name, self.axis, stages)
         rows = Rows.of(self.loss, batch, self.microbatches)
-        schedule = self.schedule_of(stages)
-
-        def of_stage(
-            layers: list[Any], trained: list[Any], frozen: list[Any], batch: list[Any]
-        ) -> PyTree:
-            def rest(trained: Sequence[Any]) -> list[Any]:
-                return _merged(trained, frozen, model_parts.is_rest_trained)
-
-            def microbatch(number: Any) -> list[Any]:
-                return rows.of_microbatch(batch, number)
-
-            parts = cut_loss(
-                self.loss,
-                model_parts.model,
-                eqx.filter_eval_shape(lambda: stack),
-                rest(trained),
-                rows.arguments(microbatch(0)),
-                model_parts.name,
-                self.has_aux,
-            )
-            inputs = [*model_parts.is_rest_trained, *[False] * len(batch)]
-            sums = Stages(
-                axis=self.axis,
-                schedule=schedule,
-                parts=parts,
-                has_aux=self.has_aux,
-                stack=stack,
-                layers=_own_layers(stack, layers, stages),
-                is_trained=model_parts.is_layer_trained,
-                trained=trained,
-                rest=rest,
-                microbatch=microbatch,
-                is_active=parts.operands_depend_on(inputs),
-                dtype=self.gradient_dtype,
-            ).run()
-            returned = [leaf[None] for leaf in (sums.value, *sums.aux)]
-            of_rest = lax.psum(sums.rest, self.axis)
-            return sums.layers, of_rest, returned, Static(parts.returned)
-
+        of_stage = functools.partial(self._of_stage, stages, model_parts, rows)
         # The last two are what the loss returned on each stage, and its types
         by_stage, on_all = PartitionSpec(self.axis), PartitionSpec()
         layer_specs = [
@@ -232,6 +195,7 @@ class Pipeline:
         )
         layers = [*map(raw_array, _named_leaves(stack))]
         inputs = _without_derivatives((layers, *model_parts.rest, rows.arrays))
+        # JAX runs a shard_map over some of the axes of a mesh within jit alone
         of_layers, of_rest, returned, types = jax.jit(run)(*inputs)
         # The last stage has it
         value, *aux = [leaf[-1] for leaf in returned]
@@ -240,6 +204,67 @@ class Pipeline:
             return value, gradients
         arrays, static = eqx.partition(types.value[1], is_array)
         return (value, eqx.combine(with_leaves(arrays, aux), static)), gradients
+
+    def _of_stage(
+        self,
+        stages: int,
+        model_parts: "ModelParts",
+        rows: "Rows",
+        layers: list[Any],
+        trained: list[Any],
+        frozen: list[Any],
+        batch: list[Any],
+    ) -> tuple[list[Any], list[Any], list[Any], Static]:
+        """What each stage runs, within `jax.shard_map`.
+
+        Args:
+            stages: how many there are.
+            model_parts: the model, whose arrays are those that follow.
+            rows: the batch, in the same way.
+            layers: the arrays of this stage's layers.
+            trained: what is trained of the rest of the model.
+            frozen: the other arrays of it.
+            batch: the arrays of the batch.
+
+        Returns:
+            The gradients of these layers and of the rest; the arrays that the loss
+            returned; all that it returned, with types for arrays.
+        """
+
+        def rest(trained: Sequence[Any]) -> list[Any]:
+            return _merged(trained, frozen, model_parts.is_rest_trained)
+
+        def microbatch(number: Any) -> list[Any]:
+            return rows.of_microbatch(batch, number)
+
+        stack = model_parts.stack
+        parts = cut_loss(
+            self.loss,
+            model_parts.model,
+            eqx.filter_eval_shape(lambda: stack),
+            rest(trained),
+            rows.arguments(microbatch(0)),
+            model_parts.name,
+            self.has_aux,
+        )
+        inputs = [*model_parts.is_rest_trained, *[False] * len(batch)]
+        sums = Stages(
+            axis=self.axis,
+            schedule=self.schedule_of(stages),
+            parts=parts,
+            has_aux=self.has_aux,
+            Layers=stack.Layers,
+            layers=_own_layers(stack, layers, stages),
+            is_trained=model_parts.is_layer_trained,
+            trained=trained,
+            rest=rest,
+            microbatch=microbatch,
+            is_active=parts.operands_depend_on(inputs),
+            dtype=self.gradient_dtype,
+        ).run()
+        returned = [leaf[None] for leaf in (sums.value, *sums.aux)]
+        of_rest = lax.psum(sums.rest, self.axis)
+        return sums.layers, of_rest, returned, Static(parts.returned)
 
     def _stages(self) -> int:
         """The size of the axis in the mesh that is set."""

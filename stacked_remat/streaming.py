@@ -1,10 +1,12 @@
-"""Layers whose arrays are in host memory, and come to the device while they run.
+"""Layers whose arrays are in host memory or in files, and come to the device while they
+run.
 
 A *sweep*, the loop over layers, reads each layer of a *stack* on the host to the device
 when it runs, and writes its gradient, or what updates it, back to the host
 (`_sweep/store.py`). So streaming is a matter of where a stack's arrays are, and this
 file only moves them: `to_host` and `to_device` for a model that exists, and `init` for
-one that is larger than the device, whose layers are built one at a time.
+one that is larger than the device, whose layers are built one at a time. Frozen arrays
+may be in files, which layers read themselves (`_in_files.py`): `from_files`.
 """
 
 import functools
@@ -22,6 +24,13 @@ from jax.sharding import NamedSharding
 
 from . import _placement
 from ._block_foldable import block_builder
+from ._in_files import (
+    ArrayInFiles as ArrayInFiles,
+    LinearInFiles as LinearInFiles,
+    from_files as from_files,
+    in_memory as in_memory,
+    is_in_files as is_in_files,
+)
 from ._messages import axes_text
 from ._placement import is_on_host as is_on_host, moves_to_host as moves_to_host
 from ._policy import ScanCheckpointSpec

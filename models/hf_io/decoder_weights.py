@@ -31,6 +31,7 @@ from models.hf_io.safetensors_folder import (
     write_safetensors,
 )
 from models.hf_io.stacked_weights import (
+    EntriesInFiles,
     ExpertsTensor,
     TensorMap,
     check_tensors,
@@ -42,13 +43,18 @@ from models.parts.config import DecoderConfig
 from models.parts.convolution import ShortConvolution
 from models.parts.decoder import Decoder
 from models.parts.norms import Norm
-from stacked_remat import StackedPattern
+from stacked_remat import StackedPattern, streaming
 from stacked_remat.lora import LoraLinear, lora_linears
 
 
-def read_decoder(root: Path, like: Decoder) -> Decoder:
+def read_decoder(root: Path, like: Decoder, *, in_files: bool = False) -> Decoder:
     """Reads a checkpoint into a decoder of these shapes, in their dtypes and shardings,
     a tensor at a time.
+
+    Args:
+        in_files: whether the weights of linear maps in layers but for routers, the
+            embedding and the head stay in the files, from which each step reads a layer
+            at a time; see `stacked_remat.streaming.from_files`. They are constant.
 
     Cost: one tensor in host memory, or where experts are fused those of one expert,
     besides the decoder.
@@ -71,15 +77,55 @@ def read_decoder(root: Path, like: Decoder) -> Decoder:
     # Before any is read: what is missing is said in a second.
     check_tensors([*maps.values()], folder)
     default = SingleDeviceSharding(jax.devices()[0])
+    left = _read_by_layers(like) if in_files else frozenset()
 
-    def read(path: Any, shape: NamedArray) -> NamedArray:
+    def read(keys: Any, shape: NamedArray) -> Any:
+        path = jax.tree_util.keystr(keys)
+        one = maps[path]
+        if path in left:
+            entries = EntriesInFiles(one, folder, shape.dtype)
+            return streaming.from_files(shape, entries, stacked=len(one.stacked))
         sharding = getattr(shape.array, "sharding", None) or default
-        array = read_array(
-            maps[jax.tree_util.keystr(path)], folder.read, shape.dtype, sharding
-        )
+        array = read_array(one, folder.read, shape.dtype, sharding)
         return NamedArray(array, shape.axes)
 
-    return jax.tree_util.tree_map_with_path(read, like, is_leaf=is_named_array)
+    decoder = jax.tree_util.tree_map_with_path(read, like, is_leaf=is_named_array)
+    # Tiles cut the axes of linear maps, and need a layer's weights in memory.
+    is_whole = like.config.tiles == 1
+    return _with_products_in_files(decoder) if in_files and is_whole else decoder
+
+
+def _with_products_in_files(decoder: Decoder) -> Decoder:
+    """The decoder with linear maps of layers that read their weight for each product;
+    not those of experts, whose weights are read together.
+    """
+
+    def reading(node: Any) -> Any:
+        is_of_layers = (
+            isinstance(node, hnn.Linear)
+            and streaming.is_in_files(node.weight)
+            and node.weight.numbers.ndim == 1
+        )
+        return streaming.LinearInFiles.of(node) if is_of_layers else node
+
+    return jax.tree.map(
+        reading, decoder, is_leaf=lambda node: isinstance(node, hnn.Linear)
+    )
+
+
+def _read_by_layers(decoder: Decoder) -> frozenset[str]:
+    """The paths of the weights that may stay in files: who uses them reads them
+    first.
+    """
+    found = set()
+    for keys, module in jax.tree_util.tree_leaves_with_path(
+        decoder, is_leaf=_is_module
+    ):
+        path = jax.tree_util.keystr(keys)
+        # A router may compute in another dtype.
+        if isinstance(module, hnn.Linear | hnn.Embedding) and "router" not in path:
+            found.add(f"{path}.weight")
+    return frozenset(found)
 
 
 def with_own_head(config: DecoderConfig, root: Path) -> DecoderConfig:

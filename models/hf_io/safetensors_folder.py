@@ -62,6 +62,11 @@ class SafetensorsFolder:
     dtypes: Mapping[str, str]
     files: Set[mmap.mmap]
 
+    @property
+    def paths(self) -> Set[Path]:
+        """The files in which the tensors are."""
+        return {path for tensor in self.stored.values() for path in tensor.paths}
+
     @staticmethod
     def open(root: Path) -> "SafetensorsFolder":
         """Reads the index, if there is one, and the headers of the files; no tensor."""
@@ -161,6 +166,11 @@ class StoredTensor:
     shape: tuple[int, ...]
     dtype: str
 
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """The file that it is in."""
+        return (self.path,)
+
     def view(self) -> Shaped[np.ndarray, "..."]:
         """The tensor, of which only what is used is read."""
         with _errors_of(self.path):
@@ -186,6 +196,11 @@ class JoinedTensor:
     def dtype(self) -> str:
         """That of the first part."""
         return self.parts[0].dtype
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """The files that its parts are in."""
+        return tuple(path for part in self.parts for path in part.paths)
 
     def view(self) -> Shaped[np.ndarray, "..."]:
         """The whole, a copy."""

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import jax
@@ -196,6 +197,41 @@ def read_array(
     return jax.make_array_from_single_device_arrays(
         shape, sharding, [shard.array for shard in shards]
     )
+
+
+class EntriesInFiles:
+    """The entries of one array of a model by their number, read from the files of a
+    folder when they are asked for.
+
+    Raises WeightsError for a file that has changed since this was made: what was read
+    before would be of other weights.
+    """
+
+    def __init__(self, one: TensorMap, folder: SafetensorsFolder, dtype: DTypeLike):
+        self._map, self._folder, self._dtype = one, folder, dtype
+        self._entries = [(name, inside) for _, name, inside in one.numbered()]
+        self._stamps = {path: _stamp(path) for path in folder.paths}
+
+    def __call__(self, number: int) -> Tensor:
+        """An entry, a view of the file where its dtype is that of the array."""
+        for path, stamp in self._stamps.items():
+            if _stamp(path) != stamp:
+                raise WeightsError(
+                    f"{path} has changed since its weights began to be read. Leave it"
+                    " as it is while a program runs, and start again."
+                )
+        name, inside = self._entries[number]
+        tensor = self._map.part(self._folder.read(name, inside))
+        return tensor.reshape(self._map.layer_shape).astype(self._dtype, copy=False)
+
+
+def _stamp(path: Path) -> tuple[int, int] | None:
+    """What differs once a file is written again; None if there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_size, found.st_mtime_ns
 
 
 def pending_tensors(

@@ -25,6 +25,7 @@ from haliax.axis import axis_spec_to_tuple
 from jax import lax
 from jaxtyping import Array, DTypeLike, PRNGKeyArray
 
+from .._in_files import in_memory
 from .._paths import check_patterns, find_modules, first_match, map_modules
 from .._sweep.store import read, write
 from ._quantized import dequantize_linears
@@ -247,11 +248,12 @@ def merge_lora(model: T, *, donate: bool = False) -> T:
         model: a model with or without adapters.
         donate: whether to reuse the memory of W, after which `model` can't be used.
 
-    Quantized weights get the dtype that they had before. Sums are computed in float32
+    Quantized weights get the dtype that they had before, and those in files are read.
+    Sums are computed in float32
     and rounded to the dtype of W, a layer at a time.
     Memory: one layer of one linear in float32, and the new weights unless `donate`.
     """
-    model = dequantize_linears(model)
+    model = in_memory(dequantize_linears(model))
     return map_modules(model, (LoraLinear,), lambda path, node: _merged(node, donate))
 
 

@@ -18,8 +18,10 @@ from equinox import tree_pformat
 from haliax import Axis, NamedArray
 from haliax.axis import axis_spec_to_tuple
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
+from .. import lax_scan
+from .._in_files import ArrayInFiles, is_in_files
 from .._messages import axes_text
 from .._noted import DERIVATIVE_OF_RESULT, noted
 from .._sweep.store import zeros_after
@@ -38,6 +40,9 @@ Matrices = tuple[Float[Array, "in vocab"] | Float[Array, "vocab in"], ...]
 
 # Of a position without a target, as in PyTorch and Hugging Face's transformers
 IGNORED_TARGET = -100
+
+_MOST_ROWS_IN_FILES = 1024
+"""Of a head in files, which are read at once."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -80,7 +85,8 @@ def chunked_cross_entropy(
         hidden: `[..., Embed]`.
         head: `[Embed, Vocab]` in any order, or a linear map from `Embed` to `Vocab`: an
             `hnn.Linear`, or a `ComposedLinear` that adds up what its maps to `Vocab`
-            give, such as a `LoraLinear`. Cast to the dtype of `hidden`.
+            give, such as a `LoraLinear`. Cast to the dtype of `hidden`. One in files
+            (`streaming.from_files`), `[Vocab, Embed]`, is read some rows at a time.
         targets: integers `[...]`. The loss of -100 is zero and has no gradient, for any
             weight. That of any other integer outside `Vocab` is NaN.
         weights: float `[...]`; a token of weight 0 may have any target. The gradient of
@@ -119,6 +125,17 @@ def chunked_cross_entropy(
     check_softcap(softcap, "logits")
     cap = None if softcap is None else float(softcap)
     options = _Options(float(z_loss), chunk_size, (), float(scale), cap)
+    in_files = _in_files(head)
+    if in_files is not None:
+        if in_files.axes != (Vocab, Embed):
+            raise ValueError(
+                f"A head in files has the axes {axes_text((Vocab, Embed))}; got"
+                f" {axes_text(in_files.axes)}."
+            )
+        options = options._replace(names=("ve",))
+        return _of_head_in_files(
+            hidden, in_files, targets, weights, Embed, Vocab, options
+        )
     losses = functools.partial(_of_tokens, Embed, Vocab, options)
 
     def of_all(*arguments: Any) -> NamedArray:
@@ -187,7 +204,25 @@ def _apply_later(Vocab: Axis, linear: Any, x: NamedArray) -> Any:
     return _Logits(((x.rearrange((*tokens, In)), linear),), (*tokens, Vocab))
 
 
+def _in_files(head: Any) -> ArrayInFiles | None:
+    """The weights of a head in files, None for any other; refuses a bias or an
+    adapter.
+    """
+    if is_in_files(head):
+        return head
+    if not any(map(is_in_files, jax.tree.leaves(head, is_leaf=is_in_files))):
+        return None
+    if not is_plain(head) or head.bias is not None:
+        raise ValueError(
+            "A head in files is an array or an hnn.Linear without a bias or an adapter."
+            " Leave it out of LoraConfig.targets, or read it: streaming.in_memory."
+        )
+    return head.weight
+
+
 def _check_head(head: Any, Embed: Axis, Vocab: Axis) -> None:
+    if is_in_files(head):
+        return
     if isinstance(head, NamedArray):
         check_named("head", head, FLOATS, (Embed, Vocab), ())
         return
@@ -217,18 +252,7 @@ def _of_tokens(Embed: Axis, Vocab: Axis, options: "_Options", *given: Any) -> An
         rows.append(x.array.reshape(count, x.axes[-1].size))
     matrices, names = _matrices(logits, Vocab, hidden.dtype)
     options = options._replace(names=names)
-    # Narrower types could not hold Vocab.size
-    labels = targets.array.reshape(count).astype(jnp.int32)
-    counted = None
-    if weights is not None:
-        counted = weights.rearrange(tokens).array.reshape(count)
-    ignored = labels == IGNORED_TARGET
-    if counted is not None:
-        is_outside = (labels < 0) | (labels >= Vocab.size)
-        ignored |= (counted == 0) & is_outside
-    # A negative index would count from the end; an index beyond the end reads NaN.
-    labels = jnp.where(labels < 0, Vocab.size, labels)
-    labels = jnp.where(ignored, 0, labels)
+    labels, counted = _labels(targets, weights, Vocab)
     along = None
     if direction is not None:
         of_direction = _apply_later(Vocab, direction, hidden)
@@ -236,16 +260,80 @@ def _of_tokens(Embed: Axis, Vocab: Axis, options: "_Options", *given: Any) -> An
     of_rows = functools.partial(_of_rows, options)
     found = call_on_rows(of_rows, (tuple(rows), labels), (matrices, along))
 
-    def of_tokens(each: Any) -> NamedArray:
-        each = jnp.where(ignored, 0.0, each)
-        if counted is not None:
-            each = each * counted.astype(jnp.float32)
-        return named_as(each, tokens)
-
     losses, derivatives = found
     if derivatives is None:
-        return of_tokens(losses)
-    return of_tokens(losses), of_tokens(derivatives)
+        return named_as(counted(losses), tokens)
+    return named_as(counted(losses), tokens), named_as(counted(derivatives), tokens)
+
+
+def _labels(
+    targets: NamedArray, weights: NamedArray | None, Vocab: Axis
+) -> tuple[Int[Array, " token"], Callable[[Array], Array]]:
+    """Targets from 0 to `Vocab.size`, the latter for those outside of it, and a
+    function that weighs the losses of tokens.
+    """
+    # Narrower types could not hold Vocab.size
+    labels = targets.array.reshape(-1).astype(jnp.int32)
+    factors = None
+    if weights is not None:
+        factors = weights.rearrange(targets.axes).array.reshape(-1)
+    ignored = labels == IGNORED_TARGET
+    if factors is not None:
+        is_outside = (labels < 0) | (labels >= Vocab.size)
+        ignored |= (factors == 0) & is_outside
+    # A negative index would count from the end; an index beyond the end reads NaN.
+    labels = jnp.where(labels < 0, Vocab.size, labels)
+    labels = jnp.where(ignored, 0, labels)
+
+    def counted(losses: Array) -> Array:
+        losses = jnp.where(ignored, 0.0, losses)
+        return losses if factors is None else losses * factors.astype(jnp.float32)
+
+    return labels, counted
+
+
+def _of_head_in_files(
+    hidden: NamedArray,
+    head: ArrayInFiles,
+    targets: NamedArray,
+    weights: NamedArray | None,
+    Embed: Axis,
+    Vocab: Axis,
+    options: "_Options",
+) -> NamedArray:
+    """The losses by a head `[Vocab, Embed]` in files, some rows of it at a time, with
+    the logits of all tokens; as many logits as in a chunk.
+    """
+    tokens = targets.axes
+    labels, counted = _labels(targets, weights, Vocab)
+    rows = hidden.rearrange((*tokens, Embed)).array.reshape(len(labels), Embed.size)
+    # The gradient of the rows is a sum over blocks, in float32.
+    wide = rows.astype(jnp.float32)
+    size = options.size * Vocab.size // max(len(labels), 1)
+    size = max(1, min(size, _MOST_ROWS_IN_FILES, Vocab.size))
+    blocks = head.in_blocks(size, Embed.size)
+
+    def block(
+        state: tuple[Array, Array], numbers: Array
+    ) -> tuple[tuple[Array, Array], None]:
+        lse, picked = state
+        of_block = dataclasses.replace(blocks, numbers=numbers)
+        matrix = of_block.cast_to(rows.dtype)
+        logits = _logits((wide.astype(rows.dtype),), (matrix,), options)
+        first = numbers * size
+        entries = jnp.minimum(first, Vocab.size - size) + jnp.arange(size)[None, :]
+        # The last block has rows that the one before has too.
+        is_new = entries >= first
+        logits = jnp.where(is_new, logits, -jnp.inf)
+        hit = (labels[:, None] == entries) & is_new
+        picked = picked + jnp.sum(jnp.where(hit, logits, 0.0), axis=-1)
+        return (jnp.logaddexp(lse, jax.nn.logsumexp(logits, axis=-1)), picked), None
+
+    start = jnp.full(labels.shape, -jnp.inf), jnp.zeros(labels.shape)
+    (lse, picked), _ = lax_scan(block, start, blocks.numbers, remat=True)
+    picked = jnp.where(labels < Vocab.size, picked, jnp.nan)
+    losses = lse - picked + options.z_loss * lse**2
+    return named_as(counted(losses), tokens)
 
 
 def _matrices(

@@ -2,11 +2,13 @@
 
 import dataclasses
 import json
+import os
 import warnings
 import weakref
 from typing import Any
 
 import equinox as eqx
+import haliax as hax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,14 +26,17 @@ from models.hf_io.safetensors_folder import (
     SafetensorsFolder,
     WeightsError,
 )
+from models.lm import next_token_loss
 from models.parts.decoder import Decoder
 from models.parts.sections import AttentionConfig, ExpertsConfig
 from models.qwen3_moe import Qwen3MoeConfig
 from models.run_config import find_model
 from models.run_state import Placement
-from stacked_remat import ScanCheckpointPolicy
+from stacked_remat import ScanCheckpointPolicy, streaming
+from stacked_remat.lora import LoraConfig, apply_lora, lora_filter
+from stacked_remat.training import TokenBatch
 
-from ..blocks import assert_equal
+from ..blocks import assert_close, assert_equal, quick_jit
 from ..lora.stacks import filled
 
 Vocab = Axis("vocab", 10)
@@ -207,3 +212,44 @@ def test_the_auxiliary_loss_has_the_weight_of_the_folder_unless_the_config_has_o
         )
         assert isinstance(found, Qwen3MoeConfig)
         assert found.experts == dataclasses.replace(experts, load_balance_weight=weight)
+
+
+@pytest.mark.parametrize("tiles", [1, 2])
+def test_weights_that_stay_in_files(decoder, folder, tiles):
+    """Of layers with experts and without, an embedding and a head."""
+    config = dataclasses.replace(CONFIG, tiles=tiles)
+    like = eqx.filter_eval_shape(Decoder.init, config, Vocab, key=jax.random.key(0))
+    in_files = read_decoder(folder, like, in_files=True)
+    small = sum(
+        leaf.size
+        for leaf in jax.tree.leaves(eqx.filter(in_files, eqx.is_inexact_array))
+    )
+    assert small < sum(leaf.size for leaf in jax.tree.leaves(like)) / 8
+    axes = Axis("batch", 1), Axis("position", 5)
+    tokens = hax.named(jnp.asarray([[1, 9, 0, 3, 3]]), axes)
+    batch = TokenBatch(tokens, tokens, hax.ones(axes))
+
+    def loss_and_gradient(model):
+        model = apply_lora(model, LoraConfig(rank=2), key=jax.random.key(0))
+        trained, frozen = eqx.partition(model, lora_filter(model))
+
+        def loss(trained):
+            return next_token_loss(eqx.combine(trained, frozen), batch)[0]
+
+        value, gradient = quick_jit(jax.value_and_grad(loss))(trained)
+        return value, jax.tree.leaves(gradient)
+
+    expected = loss_and_gradient(dataclasses.replace(decoder, config=config))
+    assert_close(loss_and_gradient(in_files), expected, rtol=1e-4)
+    assert_equal(
+        streaming.in_memory(in_files).layers.stacks["dense"].stacked.mlp.up_proj.weight,
+        decoder.layers.stacks["dense"].stacked.mlp.up_proj.weight,
+    )
+
+
+def test_a_file_that_changes_while_it_is_read_is_refused(decoder, folder):
+    in_files = read_decoder(folder, decoder, in_files=True)
+    file = next(folder.glob("*.safetensors"))
+    os.utime(file, ns=(0, 0))
+    with pytest.raises(jax.errors.JaxRuntimeError, match=f"{file.name} has changed"):
+        jax.block_until_ready(streaming.in_memory(in_files.embedding))

@@ -9,7 +9,7 @@ knows which entry it is to read, under every policy.
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, TypeAlias, TypeVar
+from typing import Any, ClassVar, TypeAlias, TypeGuard, TypeVar
 
 import equinox as eqx
 import haliax as hax
@@ -67,7 +67,7 @@ class ArrayInFiles(eqx.Module):
     @property
     def axes(self) -> tuple[Axis, ...]:
         """The axes of a named array, those of stacks in front."""
-        assert is_named(self.numbers) and self.entry_axes is not None
+        assert isinstance(self.numbers, NamedArray) and self.entry_axes is not None
         return (*self.numbers.axes, *self.entry_axes)
 
     def cast_to(self, dtype: DTypeLike, *, after: Array | None = None) -> Any:
@@ -83,13 +83,15 @@ class ArrayInFiles(eqx.Module):
         """`NamedArray.take` along the first axis of an array that is not stacked; reads
         these rows alone.
         """
-        if self.axes[0] != axis:
+        self._check_is_entry()
+        first, *others = self.axes
+        if first != axis:
             raise ValueError(
-                f"An array in files gives entries of its first axis, {self.axes[0]};"
+                f"An array in files gives entries of its first axis, {first};"
                 f" asked for some of {axis}. Read it whole: streaming.in_memory."
             )
         rows = self._read(None, index.array)
-        return NamedArray(rows, (*index.axes, *self.axes[1:]))
+        return NamedArray(rows, (*index.axes, *others))
 
     def in_blocks(self, size: int, width: int) -> "ArrayInFiles":
         """One entry, as a matrix `[rows, width]`, as a stack of blocks of so many rows,
@@ -97,11 +99,20 @@ class ArrayInFiles(eqx.Module):
 
         The last block has the last rows, of which the one before may have some too.
         """
+        self._check_is_entry()
         blocks = _Blocks(self.read, self.entry, size, width)
         first = raw_array(self.numbers) * blocks.count
         numbers = first + jnp.arange(blocks.count, dtype=jnp.int32)
         block = jax.ShapeDtypeStruct((size, width), self.dtype)
         return ArrayInFiles(numbers, block, None, blocks)
+
+    def _check_is_entry(self) -> None:
+        if self.numbers.ndim:
+            raise ValueError(
+                "Rows are read of one entry of an array in files, and this one has"
+                f" entries along {self.numbers.ndim} axes. Use it in a loop over its"
+                " layers; an array without layers is made with stacked=0."
+            )
 
     def _read(self, after: Array | None, *rows: Array) -> Array:
         numbers = raw_array(self.numbers)
@@ -179,15 +190,15 @@ def _product(
         # After the inputs, or XLA's order might have it before they are needed.
         return None, x @ matrix.cast_to(x.dtype, after=x).T
 
-    _, outputs = lax.scan(of_block, None, blocks.numbers)
+    _, outputs = lax.scan(of_block, None, raw_array(blocks.numbers))
     return jnp.moveaxis(outputs, 0, 1).reshape(len(x), -1)
 
 
 def _transposed_product(
     blocks: ArrayInFiles, y: Float[Array, "token out"]
 ) -> Float[Array, "token in"]:
-    count, (size, width) = blocks.numbers.size, blocks.entry.shape
-    parts = jnp.moveaxis(y.reshape(len(y), count, size), 1, 0)
+    numbers, (size, width) = raw_array(blocks.numbers), blocks.entry.shape
+    parts = jnp.moveaxis(y.reshape(len(y), numbers.size, size), 1, 0)
 
     def of_block(total: Array, at: tuple[Array, Array]) -> tuple[Array, None]:
         number, part = at
@@ -198,7 +209,7 @@ def _transposed_product(
         return total + product, None
 
     start = jnp.zeros((len(y), width), jnp.float32)
-    total, _ = lax.scan(of_block, start, (blocks.numbers, parts))
+    total, _ = lax.scan(of_block, start, (numbers, parts))
     return total.astype(y.dtype)
 
 
@@ -299,7 +310,7 @@ def in_memory(model: T, dtype: DTypeLike | None = None) -> T:
     return jax.tree.map(read, model, is_leaf=is_in_files)
 
 
-def is_in_files(node: PyTree) -> bool:
+def is_in_files(node: PyTree) -> TypeGuard[ArrayInFiles]:
     """Whether a node of a model is an array in files."""
     return isinstance(node, ArrayInFiles)
 

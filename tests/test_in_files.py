@@ -189,6 +189,13 @@ def test_what_is_not_the_array_is_refused():
         one = dataclasses.replace(array, numbers=jnp.int32(number))
         with pytest.raises(jax.errors.JaxRuntimeError, match=text):
             jax.block_until_ready(jax.jit(streaming.in_memory)(one))
+    stacked = streaming.from_files(
+        hax.zeros((Inner, Embed)), lambda number: np.zeros(8, np.float32)
+    )
+    with pytest.raises(ValueError, match="entries along 1 axes"):
+        hnn.Embedding(stacked, Inner, Embed)(hax.arange(Pos))
+    with pytest.raises(ValueError, match="entries of inner=12, embed=8; got embed=8"):
+        chunked_cross_entropy(X, stacked, hax.arange(Pos), Embed, Inner)
     linear = hnn.Linear(normal(0, Embed, Inner), None, Embed, Inner)
     with pytest.raises(ValueError, match="of inner=12, embed=8"):
         streaming.LinearInFiles.of(linear)

@@ -37,6 +37,7 @@ from stacked_remat import (
     StackedPattern,
     checkpoint_name,
     per_kind,
+    streaming,
 )
 from stacked_remat.ops import (
     apply_linear,
@@ -438,7 +439,8 @@ class Decoder(eqx.Module):
 
     def logits(self, hidden: NamedArray) -> NamedArray:
         """Maps hidden states `[..., Embed]` to float32 logits `[..., Vocab]`."""
-        head = cast_floating(self.unembedding(), hidden.dtype)
+        head = streaming.in_memory(self.unembedding(), hidden.dtype)
+        head = cast_floating(head, hidden.dtype)
         # As `token_losses` does, in float32
         logits = apply_linear(head, hidden).astype(jnp.float32)
         if self.config.logit_factor != 1.0:

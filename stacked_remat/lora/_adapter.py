@@ -249,8 +249,7 @@ def merge_lora(model: T, *, donate: bool = False) -> T:
         donate: whether to reuse the memory of W, after which `model` can't be used.
 
     Quantized weights get the dtype that they had before, and those in files are read.
-    Sums are computed in float32
-    and rounded to the dtype of W, a layer at a time.
+    Sums are computed in float32 and rounded to the dtype of W, a layer at a time.
     Memory: one layer of one linear in float32, and the new weights unless `donate`.
     """
     model = in_memory(dequantize_linears(model))

@@ -127,10 +127,11 @@ def chunked_cross_entropy(
     options = _Options(float(z_loss), chunk_size, (), float(scale), cap)
     in_files = _in_files(head)
     if in_files is not None:
-        if in_files.axes != (Vocab, Embed):
+        if in_files.entry_axes != (Vocab, Embed):
             raise ValueError(
-                f"A head in files has the axes {axes_text((Vocab, Embed))}; got"
-                f" {axes_text(in_files.axes)}."
+                f"A head in files has entries of {axes_text((Vocab, Embed))}; got"
+                f" {axes_text(in_files.entry_axes or ())}. Give streaming.from_files an"
+                " array with these axes, and stacked=0."
             )
         options = options._replace(names=("ve",))
         return _of_head_in_files(

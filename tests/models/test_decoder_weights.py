@@ -239,12 +239,17 @@ def test_weights_that_stay_in_files(decoder, folder, tiles):
         value, gradient = quick_jit(jax.value_and_grad(loss))(trained)
         return value, jax.tree.leaves(gradient)
 
-    expected = loss_and_gradient(dataclasses.replace(decoder, config=config))
-    assert_close(loss_and_gradient(in_files), expected, rtol=1e-4)
-    assert_equal(
-        streaming.in_memory(in_files).layers.stacks["dense"].stacked.mlp.up_proj.weight,
-        decoder.layers.stacks["dense"].stacked.mlp.up_proj.weight,
-    )
+    decoder = dataclasses.replace(decoder, config=config)
+    assert_close(loss_and_gradient(in_files), loss_and_gradient(decoder), rtol=1e-4)
+    hidden = hax.ones((*axes, config.Embed))
+    for head in (decoder.head, None):  # None: the embedding, as if they were tied
+        expected = dataclasses.replace(decoder, head=head).logits(hidden)
+        own = None if head is None else in_files.head
+        found = dataclasses.replace(in_files, head=own).logits(hidden)
+        assert_close(found, expected)
+    layers: list[Any] = [streaming.in_memory(in_files).layers, decoder.layers]
+    read, expected = (own.stacks["dense"].stacked.mlp for own in layers)
+    assert_equal(read.up_proj.weight, expected.up_proj.weight)
 
 
 def test_a_file_that_changes_while_it_is_read_is_refused(decoder, folder):

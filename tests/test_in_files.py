@@ -18,7 +18,13 @@ import pytest
 from stacked_remat import Stacked, _in_files, lora, streaming
 from stacked_remat.ops import chunked_cross_entropy
 
-from .blocks import POLICIES, assert_close, assert_equal, quick_jit
+from .blocks import (
+    POLICIES,
+    assert_close,
+    assert_close_to_scale,
+    assert_equal,
+    quick_jit,
+)
 from .random_arrays import normal
 
 Layers = hax.Axis("layers", 6)
@@ -112,7 +118,8 @@ def test_products_read_their_weights_in_blocks(files, remat, monkeypatch):
     expected = gradients(stack_of(ProductBlock, remat))
     found = files(stack_of(ProductBlock, remat), streaming.LinearInFiles.of)
     assert _in_files._rows_of_block(Inner.size, Embed.size) == 4
-    assert_close(gradients(found), expected, rtol=1e-4)
+    # Sums over blocks are in another order, and some of their terms cancel.
+    assert_close_to_scale(gradients(found), expected)
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,12 @@ COMMANDS = [
         ("written", "read", "seconds", "resident", "temporaries"),
     ),
     (
+        "small_machines --models tiny --in_memory tiny --tokens 16 --steps 1",
+        "small_machines",
+        6,
+        ("resident MiB", "anonymous MiB"),
+    ),
+    (
         f"layer_flops --configs {CONFIG.with_name('qwen3_moe_tiny.yaml')} --tokens 64",
         "layer_flops",
         1,

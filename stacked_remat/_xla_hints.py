@@ -204,9 +204,8 @@ def run_if(is_run: Array, body: Callable[[Any, T], T], index: Array, state: T) -
 
     # H200, two kinds of layers and a remainder, against a conditional: "nested" 6.88 /
     # 7.61 GiB, "offload" 4.38 / 5.11. v5p, against an index without the counter:
-    # "nested" 5.00 / 5.14, "offload" 4.38 / 4.52. `test_pattern`. H200, `pipeline` with
-    # "zero_bubble", 4 stages of 4 layers, width 2,048, inner width 8,192, 16,384 tokens
-    # in a microbatch, against a conditional: 13.7 / 20.8.
+    # "nested" 5.00 / 5.14, "offload" 4.38 / 4.52. `test_pattern`. The state of a
+    # pipeline's stages goes through it too.
     def run(zero: Array, state: T) -> T:
         return body(index + zero, state)
 

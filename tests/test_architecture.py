@@ -26,8 +26,8 @@ CORE = "compat base schedule placement remat policy sweep scan stacks"
 LAYERS = {
     "compat": ("_compat", ""),
     "base": (
-        "_activity _carry_files _files _hijax _in_files _messages _noted _place_names"
-        " _placement _python_calls _static _trips",
+        "_activity _carry_files _files _hijax _in_files _messages _microbatches _noted"
+        " _place_names _placement _python_calls _static _trips",
         "compat",
     ),
     "schedule": ("_schedule", "base"),

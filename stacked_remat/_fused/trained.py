@@ -27,7 +27,7 @@ from haliax import Axis, NamedArray
 from haliax.util import is_named_array
 from jaxtyping import DTypeLike
 
-from .._activity import active_carry, active_outputs
+from .._activity import active_carry, active_outputs, is_differentiable
 from .._messages import shortened
 from .._scan.checks import describe
 from .._scan.marks import is_split, raw_array
@@ -46,6 +46,32 @@ def masked(tree: PyTree, mask: Iterable[bool]) -> PyTree:
     pairs = zip(leaves, mask, strict=True)
     kept = [leaf if is_kept else None for leaf, is_kept in pairs]
     return jax.tree.unflatten(structure, kept)
+
+
+def check_floating(trained: PyTree) -> None:
+    """Refuse what is trained of a model where that is no floating-point array; shapes
+    are taken too, of a model that is only sized.
+    """
+    for path, leaf in jtu.tree_leaves_with_path(trained):
+        if not is_differentiable(getattr(leaf, "dtype", bool)):
+            raise ValueError(
+                f"model{jtu.keystr(path)} can't be trained: {leaf!r} is not a"
+                " floating-point array. Leave it out of trainable."
+            )
+
+
+def check_split(trained_stack: PyTree, name: str, Layers: Axis, why: str) -> None:
+    """Refuse what is trained of a stack, with this path in the model, where layers
+    share an array; `why` says what can't be done then.
+    """
+    leaves = jtu.tree_leaves_with_path(trained_stack, is_leaf=is_named_array)
+    for path, leaf in leaves:
+        if raw_array(leaf) is not None and not is_split(leaf, Layers):
+            raise ValueError(
+                f"{name}{jtu.keystr(path)} ({describe(leaf)}) is shared by all layers,"
+                f" so {why}. Give it the layers' axis, keep it outside of the stack, or"
+                " leave it out of trainable."
+            )
 
 
 # The part of a model that is not in stacks, beside (node, kind, number) of layers.
@@ -112,30 +138,13 @@ class Trained:
                 " fuse. Let its layers be a Stacked, check trainable, or use"
                 " jax.value_and_grad and optimizer.update."
             )
-        for path, leaf in jtu.tree_leaves_with_path(self.trained):
-            # Shapes instead of arrays are taken, for a model that is only sized.
-            if not eqx.is_inexact_array(leaf) and not isinstance(
-                leaf, jax.ShapeDtypeStruct
-            ):
-                raise ValueError(
-                    f"model{jtu.keystr(path)} can't be trained: {leaf!r} is not a"
-                    " floating-point array. Leave it out of trainable."
-                )
+        check_floating(self.trained)
         # An array without the layers' axis would be updated at each layer, and each
         # update would change the layers that the sweep has still to replay.
         nodes = self.nodes(self.trained)
         for i, name in self.names.items():
-            for path, leaf in jtu.tree_leaves_with_path(
-                nodes[i], is_leaf=is_named_array
-            ):
-                is_array = raw_array(leaf) is not None
-                if is_array and not is_split(leaf, nodes[i].Layers):
-                    raise ValueError(
-                        f"{name}{jtu.keystr(path)} ({describe(leaf)}) is shared by all"
-                        " layers, so a fused update cannot update it with one of them."
-                        " Give it the layers' axis, keep it outside of the stack, or"
-                        " leave it out of trainable."
-                    )
+            why = "a fused update cannot update it with one of them"
+            check_split(nodes[i], name, nodes[i].Layers, why)
 
     def nodes(self, tree: PyTree) -> list[PyTree]:
         """The nodes of a tree like the model."""

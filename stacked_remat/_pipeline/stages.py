@@ -35,6 +35,7 @@ from .._scan.visitor import LayerResult, LayerVisit, SweepResult
 from .._stacked import Stacked
 from .._static import PyTree, with_leaves
 from .._sweep.gradient import merge, pick
+from .._sweep.slots import inverted
 from .._sweep.store import read, write, zeros_of
 from .._sweep.trace import weak_as
 from .._trips import known_branches, known_trips
@@ -173,7 +174,7 @@ class Stages:
             swept = sweep_back(cotangent, self._added, layer_state=state.layers)
             state = state._replace(layers=swept.layer_state)
         else:
-            is_early = [not is_ for is_ in late.is_late]
+            is_early = inverted(late.is_late)
             count = self.layers.Layers.size
             kept = [zeros_of(type_, (count,)) for type_ in late.kept]
             before = pick(state.layers, is_early), kept
@@ -281,11 +282,10 @@ class Stages:
                 init, args, kwargs = self._operands(number, trained)
                 return pick([*init, *_arrays((args, kwargs))], self.is_active)
 
-            zeros = [*map(jnp.zeros_like, carry)]
-            cotangents = [
-                jnp.where(self._is_first, leaf, zero)
-                for leaf, zero in zip(carry, zeros, strict=True)
-            ]
+            cotangents = []
+            for leaf in carry:
+                zeros = jnp.zeros_like(leaf)
+                cotangents.append(jnp.where(self._is_first, leaf, zeros))
             if self._arguments_are_active:
                 _, args, kwargs = self._operands(number, self.trained)
                 of_args = swept.args, swept.kwargs

@@ -26,6 +26,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from .._activity import CALLS, bytes_of, program_of, programs_in
 from .._compat import without_constants
+from .._sweep.gradient import pick
+from .._sweep.slots import inverted
 from .._xla_hints import BARRIERS
 
 # Equations that take long, by their primitives' names: products, loops, kernels
@@ -148,8 +150,8 @@ def take_apart(
     )
     made_early = {*jaxpr.invars, *_results(in_early)}
     is_late = [isinstance(atom, Var) and atom not in made_early for atom in of_weights]
-    late = [atom for atom, is_ in zip(of_weights, is_late, strict=True) if is_]
-    early = [atom for atom, is_ in zip(of_weights, is_late, strict=True) if not is_]
+    late = pick(of_weights, is_late)
+    early = pick(of_weights, inverted(is_late))
     in_late = _needed(_in_late(jaxpr.eqns, in_early, known), late)
     kept = _kept(in_late, late, known)
     in_early = _needed(jaxpr.eqns, [*wanted, *early, *kept])

@@ -19,8 +19,8 @@ from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import DTypeLike
 
-from .._activity import is_differentiable
 from .._fused.folds import leaves_or_none
+from .._fused.trained import check_floating, check_split
 from .._messages import shortened
 from .._placement import has_host_arrays
 from .._scan.arguments import argument_namer, is_unsplit_key
@@ -39,6 +39,8 @@ from .._static import (
     with_axes,
     with_leaves,
 )
+from .._sweep.gradient import merge, pick, scatter_leaves
+from .._sweep.slots import inverted
 from .loss_parts import cut_loss
 from .schedule import Schedule, ScheduleName, make_schedule
 from .stages import Stages
@@ -232,7 +234,9 @@ class Pipeline:
         """
 
         def rest(trained: Sequence[Any]) -> list[Any]:
-            return _merged(trained, frozen, model_parts.is_rest_trained)
+            is_trained = model_parts.is_rest_trained
+            leaves = scatter_leaves(frozen, inverted(is_trained))
+            return merge(leaves, trained, is_trained)
 
         def microbatch(number: Any) -> list[Any]:
             return rows.of_microbatch(batch, number)
@@ -350,7 +354,9 @@ class ModelParts:
         for leaf, kept in zip(leaves, trained_leaves, strict=True):
             if is_array(leaf):
                 is_rest_trained.append(kept is not None)
-        _check_trained(trained, trained_stack, stack, name)
+        check_floating(trained)
+        why = "all stages would have a gradient of it"
+        check_split(trained_stack, name, stack.Layers, why)
         return ModelParts(
             stack,
             name,
@@ -365,11 +371,9 @@ class ModelParts:
     @property
     def rest(self) -> tuple[list[Any], list[Any]]:
         """The arrays of the rest: those that are trained, and the others."""
-        trained, frozen = [], []
         arrays = [*filter(is_array, self.leaves)]
-        for array, is_trained in zip(arrays, self.is_rest_trained, strict=True):
-            (trained if is_trained else frozen).append(array)
-        return trained, frozen
+        is_trained = self.is_rest_trained
+        return pick(arrays, is_trained), pick(arrays, inverted(is_trained))
 
     @property
     def is_layer_trained(self) -> list[bool]:
@@ -386,10 +390,7 @@ class ModelParts:
     def gradients(self, of_layers: Sequence[Any], of_rest: Sequence[Any]) -> PyTree:
         """The gradients as a tree like the model, with None for what has none."""
         structure = jax.tree.structure(self.trained_stack, is_leaf=is_none)
-        nothing = [None] * structure.num_leaves
-        stack = structure.unflatten(
-            _merged(of_layers, nothing[len(of_layers) :], self.is_layer_trained)
-        )
+        stack = structure.unflatten(scatter_leaves(of_layers, self.is_layer_trained))
         gradients = iter(of_rest)
         leaves = []
         for leaf, kept in zip(self.leaves, self.trained_leaves, strict=True):
@@ -467,12 +468,6 @@ class Rows:
         return eqx.combine(with_leaves(types, arrays), static)
 
 
-def _merged(chosen: Sequence[Any], others: Sequence[Any], mask: list[bool]) -> list:
-    """The leaves in a mask, and the others, in one list."""
-    chosen_leaves, other_leaves = iter(chosen), iter(others)
-    return [next(chosen_leaves if is_ else other_leaves) for is_ in mask]
-
-
 def _named_leaves(stack: Stacked) -> list[Any]:
     """The arrays of a stack, named ones as they are."""
     leaves = jtu.tree_leaves(stack, is_leaf=is_named)
@@ -543,23 +538,3 @@ def _check_layers(stack: Stacked, name: str, axis: str, stages: int) -> None:
             f"{name} is in host memory; a pipeline takes layers on devices:"
             " stacked_remat.streaming.to_device(model)."
         )
-
-
-def _check_trained(
-    trained: PyTree, trained_stack: PyTree, stack: Stacked, name: str
-) -> None:
-    for path, leaf in jtu.tree_leaves_with_path(trained):
-        if not is_differentiable(getattr(leaf, "dtype", bool)):
-            raise ValueError(
-                f"model{jtu.keystr(path)} can't be trained: {leaf!r} is not a"
-                " floating-point array. Leave it out of trainable."
-            )
-    leaves = jtu.tree_leaves_with_path(trained_stack, is_leaf=is_named)
-    for path, leaf in leaves:
-        is_trained = is_array(raw_array(leaf))
-        if is_trained and not is_split(leaf, stack.Layers):
-            raise ValueError(
-                f"{name}{jtu.keystr(path)} ({describe(leaf)}) is shared by all layers,"
-                " so all stages would have a gradient of it. Give it the layers' axis,"
-                " keep it outside of the stack, or leave it out of trainable."
-            )

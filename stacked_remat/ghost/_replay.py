@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from jaxtyping import Array, Float
 
+from .._microbatches import in_microbatches
 from .._policy import ScanCheckpointSpec
 from .._scan.api import fold
 from .._scan.checks import layers_axis
@@ -283,7 +284,7 @@ def weighted_step(
 
         zeros = jax.tree.map(jnp.zeros_like, eqx.filter(model, eqx.is_inexact_array))
         Parts = Axis("microbatch", microbatches)
-        parts = _in_parts((batch, weights), weights.axes[0], Parts)
+        parts = in_microbatches((batch, weights), weights.axes[0], Parts)
         return fold(add, Parts)(zeros, *parts)
 
     def step(
@@ -301,27 +302,6 @@ def weighted_step(
         return eqx.apply_updates(model, updates), optimizer_state
 
     return step
-
-
-def _in_parts(batch: PyTree, Examples: Axis, Parts: Axis) -> PyTree:
-    """The batch with `Parts` in front; row `i * parts + n` is row `i` of part `n`."""
-    size, rest = divmod(Examples.size, Parts.size)
-    if rest:
-        raise ValueError(
-            f"A batch of {Examples.size} examples has no {Parts.size} equal"
-            " microbatches. Choose a divisor of its size."
-        )
-
-    def split(leaf: Any) -> Any:
-        if not is_named(leaf):
-            rows = jnp.reshape(leaf, (size, Parts.size, *jnp.shape(leaf)[1:]))
-            return jnp.moveaxis(rows, 1, 0)
-        if Examples.name not in [axis.name for axis in leaf.axes]:
-            return leaf
-        axes = (Examples.resize(size), Parts)
-        return leaf.unflatten_axis(Examples.name, axes).rearrange((Parts.name, ...))
-
-    return jax.tree.map(split, batch, is_leaf=is_named)
 
 
 def _with_hyperparameters(state: Any, new: dict[str, Array]) -> Any:

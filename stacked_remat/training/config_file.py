@@ -99,7 +99,7 @@ def _help(config_class: Any, key: str) -> str:
         sections = {one.rpartition(".")[0] for one in keys}
         hint = did_you_mean(key, [*sorted(sections), *keys])
         raise ConfigError(
-            f"There is no key `{key}`.{hint} `--help` has those there are."
+            f"There is no key `{key}`.{hint} `--help` shows what keys there are."
         )
     return text
 

@@ -14,6 +14,7 @@ from haliax.util import is_named_array
 from jaxtyping import Array, DTypeLike, Float, Int, PRNGKeyArray, UInt32
 
 from .._fused.update import FusedState, fused_update
+from .._microbatches import in_microbatches
 from .batches import BATCH_AXIS, TokenBatch
 from .mesh import Partitioning
 from .trainer_config import TrainerConfig
@@ -454,18 +455,8 @@ def of_whole_batch(metrics: Metrics, shares: Array) -> Metrics:
 
 
 def _split(batch: TokenBatch, count: int) -> TokenBatch:
-    """The batch with a leading axis of microbatches, equal in rows.
-
-    Rows go to the microbatches in turn, so that rows that are sharded over devices stay
-    on their devices.
-    """
-
-    def split(leaf: Any) -> Any:
-        rows = leaf.resolve_axis(BATCH_AXIS).size
-        axes = (Axis(BATCH_AXIS, rows // count), Axis(_MICROBATCH, count))
-        return leaf.unflatten_axis(BATCH_AXIS, axes).rearrange((_MICROBATCH, ...))
-
-    return jax.tree.map(split, batch, is_leaf=is_named_array)
+    Rows = batch.weights.resolve_axis(BATCH_AXIS)
+    return in_microbatches(batch, Rows, Axis(_MICROBATCH, count))
 
 
 def _microbatch(parts: TokenBatch, index: Any) -> TokenBatch:

@@ -192,9 +192,12 @@ def measured(
         for _ in range(steps):
             adapters, loss = compiled(adapters, frozen, batch)
             losses.append(float(loss))
+    analysis = compiled.memory_analysis()
+    if analysis is None:
+        raise RuntimeError("XLA did not say what memory the step takes.")
     sizes = {
         "weights_bytes": 2 * sum(leaf.size for leaf in jax.tree.leaves(like)),
-        "temporaries": compiled.memory_analysis().temp_size_in_bytes,
+        "temporaries": analysis.temp_size_in_bytes,
     }
     return losses, [sizes | phase for phase in phases]
 

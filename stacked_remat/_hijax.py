@@ -62,6 +62,7 @@ class LowPrimitive(HiPrim):
         super().__init__()
 
     def __call__(self, *args: PyTree) -> PyTree:
+        # `used=None` until JAX's pass for dead code says which results are read.
         leaves = self.in_tree.flatten_up_to(args)
         results = _call_p.bind(*leaves, _prim=self, programs=self.programs, used=None)
         return self.out_tree.unflatten(results)
@@ -172,6 +173,7 @@ def _by_method(rule: Callable[..., Any]) -> Callable[..., Any]:
     return by_method
 
 
+# The rules of JAX's own class call the same methods: they are taken as they are.
 _TABLES: tuple[dict[Any, Any], ...] = (
     ad.primitive_jvps,
     primitive_linearizations,
@@ -189,6 +191,7 @@ def _without_dead_code(
 
     JAX 0.12 also gives the inputs that are live.
     """
+    # The equation is the last of the arguments in both versions.
     equation: JaxprEqn = args[-1]
     if not any(used) and not equation.effects:
         return [False] * len(equation.invars), None

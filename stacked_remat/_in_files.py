@@ -166,6 +166,8 @@ class LinearInFiles(hnn.Linear):
         rows = inputs.rearrange((*tokens, *In)).array.reshape(-1, width)
         size = _rows_of_block(hax.axis_size(Out), width)
         blocks = self.weight.in_blocks(size, width)
+        # Linear in the inputs, and without a derivative for the weight: a gradient
+        # keeps nothing of it, and the pullback reads it again.
         outputs = linear_call(_product, _transposed_product, blocks, rows)
         outputs = outputs * self.reparam.active_scale
         sizes = [axis.size for axis in (*tokens, *Out)]
@@ -175,6 +177,7 @@ class LinearInFiles(hnn.Linear):
 
 def _rows_of_block(rows: int, width: int) -> int:
     """How many rows of a matrix are read at once, of which it has a multiple."""
+    # Blocks of one size, so that a loop runs over them.
     least = -(-rows * width // _MOST_IN_BLOCK)
     count = next(count for count in range(least, rows + 1) if rows % count == 0)
     return rows // count
@@ -235,6 +238,7 @@ class _Blocks:
 
     def __call__(self, number: int) -> np.ndarray:
         of_entry, block = divmod(number, self.count)
+        # The last block has as many rows as the others.
         first = min(block * self.size, self.rows - self.size)
         entry = _entry(self.read, self.entry, of_entry)
         return entry.reshape(self.rows, self.width)[first : first + self.size]
@@ -284,6 +288,7 @@ def from_files(like: Any, read: ReadEntry, *, stacked: int = 1) -> ArrayInFiles:
     outer, inner = array.shape[:stacked], array.shape[stacked:]
     entry = jax.ShapeDtypeStruct(inner, array.dtype)
     count = math.prod(outer)
+    # A file of another shape should be an error here, and not in a program.
     if count:
         _entry(read, entry, 0)
     numbers = jnp.arange(count, dtype=jnp.int32).reshape(outer)

@@ -55,6 +55,7 @@ class Places:
         def with_names(*args: PyTree) -> PyTree:
             closed, results = jax.make_jaxpr(fn, return_shape=True)(*args)
             jaxpr, constants = without_constants(closed)
+            # What nothing reads is no place, as `jax.grad` would not keep it either.
             jaxpr = without_dead_code(jaxpr)
             for operation, count in operation_counts(jaxpr).items():
                 self._counts.setdefault(operation, set()).add(count)
@@ -66,6 +67,7 @@ class Places:
     def _name(self, result: Any, place: str) -> Any:
         if place not in self.wanted:
             return result
+        # Layers of several kinds are traced one after the other: see `check`.
         self._had.add(place)
         return named(result, place)
 
@@ -160,6 +162,7 @@ def _called(equation: JaxprEqn) -> Jaxpr | None:
     if equation.primitive.name not in CALLS or _has_shardings(equation):
         return None
     called = program_of(equation)
+    # With constants it would be no function of its inputs alone.
     if getattr(called, "consts", ()):
         return None
     return getattr(called, "jaxpr", called)

@@ -34,6 +34,7 @@ def check(folder: str, inputs: PyTree) -> None:
         raise _CALLER.several_devices("several")
     # A program for another machine finds its folder there.
     if compiled_for.value is None:
+        # Now, and not in the middle of a program: is there a folder to write to?
         files.open_nameless(folder).close()
 
 
@@ -42,6 +43,8 @@ def open_file(folder: str, inputs: PyTree) -> Array:
 
     If some of the inputs are mapped (`jax.vmap`), so is the ticket.
     """
+    # The inputs are arguments so that `jax.vmap` is seen, and each call of a loop has a
+    # file of its own.
     (ticket,) = _open_p.bind(*jax.tree.leaves(inputs), folder=folder, shape=())
     return ticket
 
@@ -151,6 +154,7 @@ def _without_tangents(
 
 def _batched_open(args: Any, dims: Any, *, folder: str, shape: Any) -> Any:
     """A ticket for each example: the first axis of the ticket is the batch."""
+    # `jax.vmap` gives one size to all that it maps.
     sizes = set()
     for arg, dim in zip(args, dims, strict=True):
         if dim is not None:
@@ -177,6 +181,7 @@ def _batched_write(args: Any, dims: Any) -> Any:
 
 
 def _batched_read(args: Any, dims: Any, *, types: tuple[ShapedArray, ...]) -> Any:
+    # All examples are at one place of their own file.
     ticket, place = args
     ticket = jnp.moveaxis(ticket, dims[0], 0)
     size = ticket.shape[0]

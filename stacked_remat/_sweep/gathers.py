@@ -56,6 +56,7 @@ def gathers_of(jaxpr: Jaxpr, leaves: Sequence[Var]) -> list[Gather | None]:
 def _gather_of(
     jaxpr: Jaxpr, leaf: Var, readers: dict[Var, list[JaxprEqn | None]]
 ) -> Gather | None:
+    # Follows the leaf while one equation reads it, with no other input.
     equations = []
     until_last_gather = 0
     var = leaf
@@ -86,6 +87,7 @@ def _gathers(equation: JaxprEqn) -> bool:
     devices.
     """
     name = equation.primitive.name
+    # A constraint on an axis of size 1, or to the sharding that is there, is none.
     if name == "reshard":
         before, after = types_of((*equation.invars, *equation.outvars))
         return bool(_dividing(before.sharding.spec) - _dividing(after.sharding.spec))
@@ -137,6 +139,7 @@ def scattered(cotangent: Array, gather: Gather | None) -> Array:
     """The cotangent of a leaf, from that of what it is gathered to."""
     if gather is None:
         return cotangent
+    # One by one, as a constraint needs more than its transpose.
     for equation in reversed(gather.eqns):
         (operand,) = equation.invars
         run = functools.partial(gathered, gather=_program(gather, operand, [equation]))

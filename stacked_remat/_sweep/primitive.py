@@ -87,6 +87,7 @@ def run_layers(
     Returns:
         The last carry and a list of the outputs of each kind, as trees.
     """
+    # Leaves of the carry that all layers pass on unchanged need no loop.
     layers, passed_on = without_passed_on(traced._replace(init=[*init]))
     spec = replace(spec, kinds=layers.kinds)
     run_all = loop_of if spec.remat.form == "loop" else sweep_of
@@ -174,6 +175,7 @@ class Sweep(Differentiable):
         spec, perturbed, shared = differentiated(self.spec, perturbed, shared)
         spec = for_reverse(spec, perturbed, xs, shared)
         carry, ys, checkpoints = sweep_forward(spec, perturbed, init, xs, shared)
+        # The first carry is the first checkpoint; it is not kept twice.
         how = Static((mask, spec, perturbed))
         return (carry, self._weak(ys)), (checkpoints, xs, shared, how)
 
@@ -193,6 +195,8 @@ class Sweep(Differentiable):
         return self.in_tree.unflatten(scatter_leaves(input_cts, mask))
 
     def batch(self, axis: Any, args: PyTree, dims: PyTree) -> PyTree:
+        # Not `jax.vmap` of the loops: their buffers for gradients would be as many as
+        # examples, also of weights that all examples share.
         if not_mapped(self, axis, dims):
             return self(*args), jax.tree.map(lambda _: None, self.out_aval)
         init, xs, shared = args
@@ -285,6 +289,7 @@ def _mapped_layers(
     mapping the layers again until no further leaf is.
     """
     carry_mapped = _are_mapped(of_init)
+    # Ends, since each time but the last a leaf more is mapped.
     while True:
         layers, outputs_mapped = [], []
         for kind, x_dims, shared_dims in zip(spec.kinds, of_xs, of_shared, strict=True):
@@ -339,6 +344,8 @@ class Rule(Differentiable):
 
     def expand(self, *args: PyTree) -> PyTree:
         results = run(self._program, *args)
+        # Outside of `jax.jit` the reverse sweep runs later, or never: the files live
+        # as long as their tickets.
         if _writes_files(self.fn):
             _, _, checkpoints = results
             disk.keep_until_garbage(checkpoints.inputs)
@@ -372,6 +379,7 @@ class Rule(Differentiable):
         return Rule(fn, reference, *args)(*args), out_dims
 
     def active(self, nonzero: Mask) -> Mask:
+        # All that can: which results depend on which inputs is in the loops.
         is_float = floats(self.out_aval)
         return is_float if any(nonzero) else (False,) * len(is_float)
 

@@ -33,6 +33,7 @@ class Bound:
     """
 
     name: str
+    # JAX's caches of traces compare functions; a lambda would be new each time.
     fn: Callable = field(repr=False)
     # JAX asks for the text of what it traces
     bound: tuple[Any, ...] = field(repr=False)
@@ -81,6 +82,7 @@ class Differentiable(LowPrimitive):
         return cotangents_of(self.reference, nonzero, has_ct, args, cts)
 
     def vjp_fwd(self, nonzero: PyTree, *args: PyTree) -> PyTree:
+        # All arguments are residuals, and the reverse pass runs the reference again.
         nonzero = self._nonzero(self.in_tree.flatten_up_to(nonzero))
         return self.primal(nonzero, args), (args, Static(nonzero))
 
@@ -110,6 +112,7 @@ class Differentiable(LowPrimitive):
         given = self.in_tree.flatten_up_to(tangents)
         zeros = [ad.Zero(type_.to_tangent_aval()) for type_ in self.out_avals_flat]
         nonzero = self._nonzero([not isinstance(tangent, ad.Zero) for tangent in given])
+        # Outputs without a tangent keep a symbolic zero, which costs nothing.
         return self.primal(nonzero, primals), self._tangents(primals, given, zeros)
 
     def lin(self, nonzero: PyTree, *primals: PyTree) -> PyTree:
@@ -119,6 +122,7 @@ class Differentiable(LowPrimitive):
         )
 
     def linearized(self, primals: PyTree, *tangents: PyTree) -> PyTree:
+        # Here JAX takes arrays alone.
         zeros = [
             instantiated(ad.Zero(type_.to_tangent_aval()))
             for type_ in self.out_avals_flat
@@ -127,6 +131,7 @@ class Differentiable(LowPrimitive):
 
     def transposed(self, linear: Mask, args: PyTree, cotangents: PyTree) -> PyTree:
         """Reverse mode at zeros."""
+        # What is linear in some inputs has the same pullback wherever they are.
         zeros = [
             instantiated(ad.Zero(type_)) for type_ in pick(self.in_avals_flat, linear)
         ]
@@ -144,6 +149,8 @@ class Differentiable(LowPrimitive):
     ) -> PyTree:
         nonzero = self._nonzero([not isinstance(tangent, ad.Zero) for tangent in given])
         found: Arrays = []
+        # A primitive of its own, so that `jax.checkpoint` and partial evaluation can
+        # have the values without the tangents, and transpose the tangents alone.
         if any(active := self.active(nonzero)):
             found = Linear(self, nonzero, primals, pick(given, nonzero))(
                 primals, pick(given, nonzero)
@@ -172,8 +179,11 @@ def ruled(jaxpr: Jaxpr, nonzero: Sequence[bool]) -> Ruled:
 
 
 def _traced_rules(jaxpr: Jaxpr, nonzero: Sequence[bool]) -> Ruled:
+    # Under `jax.jvp` a `custom_vjp` computes its values by its forward rule. So the
+    # jaxpr is traced under `jvp` at zeros, and the tangents are cut off as dead code.
     active = [False] * len(jaxpr.outvars)
 
+    # A rule is told which tangents JAX knows to be zero.
     @jax.custom_jvp
     def observed(*outputs: PyTree) -> tuple[PyTree, ...]:
         return outputs
@@ -237,6 +247,8 @@ def without_closures(
     `nonzero` and `active` are the inputs and outputs that are differentiated.
     """
 
+    # The pullback is traced once, with what the rules close over still alive; from
+    # then on it is a jaxpr whose constants are arrays like any others.
     def forward(*inputs: PyTree) -> tuple[Sequence[PyTree], Callable]:
         def run(part: Arrays) -> tuple[Arrays, Sequence[PyTree]]:
             outputs = eval_jaxpr(jaxpr, (), *merge(inputs, part, nonzero))
@@ -252,6 +264,7 @@ def without_closures(
     cotangents = [
         type_.to_ct_aval() for type_ in pick(traced.out_avals[:count], active)
     ]
+    # The leaves of a pullback, as JAX makes it, are what it keeps.
     residuals = traced.out_avals[count:]
     traced_back = jax.make_jaxpr(
         lambda leaves, cts: pullback.unflatten(leaves)(cts)[0]
@@ -276,6 +289,7 @@ def without_closures(
         return None, tuple(scatter_leaves(found, nonzero))
 
     run.defvjp(with_residuals, back)
+    # The two jaxprs are the rules of a layer that closes over its constants openly.
     constants = traced.consts, traced_back.consts
     layer = jax.make_jaxpr(lambda *inputs: run(constants, inputs))(*types)
     is_result = [True] * count + [False] * len(residuals)
@@ -288,6 +302,7 @@ def primal_by_rules(fn: Callable, nonzero: Mask, *args: PyTree) -> PyTree:
     differentiated.
     """
     closed, types = jax.make_jaxpr(fn, return_shape=True)(*args)
+    # What `fn` closes over is an input too, but none that is differentiated.
     jaxpr, constants = without_constants(closed)
     of_constants = [False] * len(constants)
     by_rules = primal_of(jaxpr, [*of_constants, *nonzero])
@@ -386,6 +401,7 @@ class Linear(Differentiable):
         primals, tangents = args
         active = self.of.active(self.nonzero)
         zeros = [ad.Zero(type_.to_ct_aval()) for type_ in self.of.out_avals_flat]
+        # Outputs that are not active have no tangent, and so no cotangent.
         every = self.of.out_tree.unflatten(merge(zeros, cotangents, active))
         # The tangents are the last inputs.
         is_linear = linear[len(linear) - len(tangents) :]
@@ -408,6 +424,7 @@ def not_mapped(primitive: Any, axis: Any, dims: PyTree) -> bool:
     """
     if any(dim is not None for dim in primitive.in_tree.flatten_up_to(dims)):
         return False
+    # A collective over the axis has other results than one call gives.
     return axis.name not in named_axes(primitive.effects)
 
 

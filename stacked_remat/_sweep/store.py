@@ -46,6 +46,7 @@ def zeros_of(type_: ShapedArray, in_front: tuple[int, ...] = ()) -> Array:
     over a mesh like it.
     """
     if is_on_host(type_):
+        # Without a copy on the device on the way.
         return made_on_host(
             unmapped_aval(in_front[0], 0, type_) if in_front else type_, zeros_of
         )
@@ -85,6 +86,8 @@ def with_tangents(buffers: PyTree, inputs: PyTree) -> PyTree:
         if is_differentiable(jax.typeof(leaf).dtype):
             causes.append(leaf)
 
+    # The value is the buffers; the causes are arguments so that the rule is asked
+    # where one of them alone has a tangent.
     @jax.custom_jvp
     def made(leaves: list[Array], causes: list[Array]) -> list[Array]:
         return leaves
@@ -113,6 +116,7 @@ def zeros_after(done: PyTree, like: PyTree) -> PyTree:
     """Zeros of these shapes and types, sharded as these are, made once the arrays of
     `done` are there.
     """
+    # A barrier orders values that vary over the same axes alone.
     done, zero = varying_alike((done, jnp.zeros((), jnp.int32)))
     zero = xla_hints.zero_after(done, zero)
 
@@ -173,6 +177,7 @@ def read(stacked: PyTree, index: Index) -> PyTree:
     """The entry at `index` of every array of a tree, on the device."""
 
     def entry(stack: Array) -> Array:
+        # These two have no gather, to which JAX's `jax.vmap` of a slice would lead.
         if is_on_host(stack) or jax.sharding.get_abstract_mesh().explicit_axes:
             return _entry_of(0)(stack, jnp.asarray(index))
         return slice_of(stack, index, 0)
@@ -200,6 +205,7 @@ def _entry_of(axis: int) -> Callable[[Array, Array], Array]:
         _: int, is_mapped: list[bool], stack: Array, index: Array
     ) -> tuple[Array, bool]:
         if is_mapped[1]:
+            # Examples read different entries: a gather after all.
             dims = [0 if is_ else None for is_ in is_mapped]
             return jax.vmap(functools.partial(slice_of, axis=axis), dims)(
                 stack, index

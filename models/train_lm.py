@@ -116,9 +116,13 @@ def train_lm(
         folder = _run_folder(config, closing)
         # From here on arrays are divided as the run's mappings say.
         closing.enter_context(partitioning.active())
-        options: Any = {"run_config": config.entries, "saved": saved_arrays}
+        local_dir = config.trainer.checkpoint.local_dir
         checkpoints = Checkpoints(
-            folder.checkpoints, config.trainer.checkpoint, **options
+            folder.checkpoints,
+            config.trainer.checkpoint,
+            run_config=config.entries,
+            saved=saved_arrays,
+            local=in_turn(lambda: folder.local_checkpoints(local_dir)),
         )
         closing.callback(checkpoints.close)
         state, position = _first_state(config, partitioning, checkpoints)

@@ -11,9 +11,11 @@ errors in configs do not wait for it.
 import contextlib
 import errno
 import json
+import math
 import os
 import re
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, final
@@ -21,11 +23,12 @@ from typing import Any, TypeVar, final
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
+from jaxtyping import Array
 
 from .._messages import shortened
 from .array_layout import arrays_by_name, differences, digests, layout, with_arrays
-from .processes import LargestOfAll
+from .local_checkpoints import LocalFiles
+from .processes import LargestOfAll, of_all
 from .trainer_config import CheckpointConfig
 
 State = TypeVar("State")
@@ -56,6 +59,8 @@ class Checkpoints:
 
     Attributes:
         folder: of the checkpoints.
+        local: the files that this process writes near it between two checkpoints; None
+            without.
     """
 
     def __init__(
@@ -65,6 +70,7 @@ class Checkpoints:
         *,
         run_config: Mapping[str, Any],
         saved: Callable[[Any], Any] | None = None,
+        local: Path | None = None,
     ):
         """Opens or makes the folder, and removes unfinished checkpoints of an earlier
         process.
@@ -77,6 +83,8 @@ class Checkpoints:
                 if not given. The others must never change, and must be given to
                 `restore`: checkpoints have their digests, and are not restored with
                 other arrays.
+            local: where this process writes its part of the state every
+                `local_every_steps`, and no other process; not at all if not given.
         """
         import orbax.checkpoint as ocp
 
@@ -95,14 +103,23 @@ class Checkpoints:
         )
         folder.mkdir(parents=True, exist_ok=True)
         self._manager = ocp.CheckpointManager(folder.absolute(), options=options)
+        self.local = None if local is None else LocalFiles(local)
 
     def latest(self) -> int | None:
         """The step of the latest checkpoint, whole or damaged; None if there is
         none.
+
+        All processes of a run call this.
         """
         # Not by Orbax, which hides damaged ones: a run must not resume silently from an
         # earlier checkpoint.
-        return max(checkpoint_steps(self.folder), default=None)
+        return max([*checkpoint_steps(self.folder), *self._local_steps()], default=None)
+
+    def _local_steps(self) -> set[int]:
+        """The steps of which every process has its part near it."""
+        if self.local is None:
+            return set()
+        return set.intersection(*map(set, of_all(self.local.steps())))
 
     def is_due(self, step: int) -> bool:
         """Whether the config asks for a checkpoint after this step.
@@ -117,6 +134,10 @@ class Checkpoints:
         )
         return by_step or bool(by_time)
 
+    def is_local_due(self, step: int) -> bool:
+        """Whether the config asks for a local checkpoint after this step."""
+        return self.local is not None and step % self._config.local_every_steps == 0
+
     def save(
         self,
         step: int,
@@ -124,6 +145,7 @@ class Checkpoints:
         position: Mapping[str, Any],
         *,
         best: int | None = None,
+        local: bool = False,
     ) -> None:
         """Writes a checkpoint, in the background.
 
@@ -133,20 +155,15 @@ class Checkpoints:
                 returns.
             position: anything else that is needed to resume, as JSON.
             best: the step of the best checkpoint, for `keep_best`.
+            local: whether each process writes its part near it, and no more.
 
         Raises:
             OSError: this checkpoint or the one before it can't be written.
         """
         import orbax.checkpoint as ocp
 
-        # An error of the one before is raised here, and not lost in a thread.
-        self.wait()
-        self._kept.step = best
         chosen, rest = self._divided(state)
-        # An array without elements is in the layout alone, which has its shape.
-        arrays = {
-            name: array for name, array in arrays_by_name(chosen).items() if array.size
-        }
+        arrays = _with_elements(arrays_by_name(chosen))
         # Frozen weights never change, so their digests are found once.
         if self._unsaved is None:
             self._unsaved = digests(rest)
@@ -155,9 +172,15 @@ class Checkpoints:
             "position": dict(position),
             "config": self._run_config,
             "layout": layout(chosen),
-            "saved": digests(chosen),
             "unsaved": self._unsaved,
         }
+        if local and self.local is not None:
+            # Without digests, for which the devices would wait: files have checksums.
+            return self.local.save(step, arrays, run)
+        # An error of the one before is raised here, and not lost in a thread.
+        self.wait()
+        self._kept.step = best
+        run["saved"] = digests(chosen)
         items = {_STATE: ocp.args.PyTreeSave(arrays), _RUN: ocp.args.JsonSave(run)}
         self._saving = step
         with self._writing():
@@ -165,8 +188,8 @@ class Checkpoints:
         self._last_save, self._is_late = time.monotonic(), LargestOfAll()
 
     def restore(self, like: State) -> tuple[State, dict[str, Any]]:
-        """The state and the position of the latest checkpoint; all processes of a run
-        call this.
+        """The state and the position of the latest checkpoint, be it local; all
+        processes of a run call this.
 
         Args:
             like: a state of the same structure. Saved arrays may be
@@ -178,9 +201,48 @@ class Checkpoints:
         """
         self.wait()
         chosen, rest = self._divided(like)
-        check_unsaved(self.folder, rest)
-        restored = load_checkpoint(self.folder, chosen)
-        return eqx.combine(restored, rest), checkpoint_run(self.folder)["position"]
+        step = self._local_step(chosen)
+        if self.local is not None and step is not None:
+            run = self.local.run(step)
+            _check_same_rest(self.local.path(step), run["unsaved"], rest)
+            wanted = arrays_by_name(chosen)
+            found = self.local.read(step, _with_elements(wanted))
+            restored = with_arrays(chosen, found | _without_elements(wanted))
+        else:
+            check_unsaved(self.folder, rest)
+            restored = load_checkpoint(self.folder, chosen)
+            run = checkpoint_run(self.folder)
+        return eqx.combine(restored, rest), run["position"]
+
+    def _local_step(self, like: Any) -> int | None:
+        """The step of the local checkpoint to resume from, if that is the latest."""
+        shared = max(checkpoint_steps(self.folder), default=-1)
+        later = {step for step in self._local_steps() if step > shared}
+        if self.local is None or not later:
+            return None
+        last = max(later)
+        _check_layout(
+            self.local.path(last), self.local.run(last)["layout"], layout(like)
+        )
+        wanted = _with_elements(arrays_by_name(like))
+        fitting = [step for step in later if self.local.fits(step, wanted)]
+        usable = set.intersection(*map(set, of_all(fitting)))
+        if usable:
+            return max(usable)
+        problem = (
+            f"The local checkpoints in {self.local.folder} divide arrays over devices"
+            " in another way than this run"
+        )
+        if shared < 0:
+            raise CheckpointMismatchError(
+                f"{problem}, and there are no others. Resume with the devices and the"
+                " mesh that the run had, or delete that folder to begin again."
+            )
+        warnings.warn(
+            f"{problem}, which resumes from the checkpoint of step {shared}.",
+            stacklevel=2,
+        )
+        return None
 
     def wait(self) -> None:
         """Waits until all checkpoints are on disk; raises an OSError if one can't be
@@ -188,11 +250,18 @@ class Checkpoints:
         """
         with self._writing():
             self._manager.wait_until_finished()
+        if self.local is not None:
+            self.local.wait()
+            # A run never resumes from them once there is a later one for all.
+            self.local.remove(max(checkpoint_steps(self.folder), default=-1))
 
     def close(self) -> None:
         """Waits as `wait`, and ends the background threads."""
         with self._writing():
             self._manager.close()
+        if self.local is not None:
+            self.local.remove(max(checkpoint_steps(self.folder), default=-1))
+            self.local.close()
 
     def _divided(self, state: Any) -> tuple[Any, Any]:
         """The part of a state that is saved, and the rest."""
@@ -249,17 +318,9 @@ def load_checkpoint(
         if name.startswith(prefix)
     }
     # Compared before anything is read, which may take minutes.
-    differing = differences(saved, layout(like))
-    if differing:
-        raise CheckpointMismatchError(
-            f"The checkpoint {path} does not fit this run's model or optimizer:\n  "
-            + shortened(differing, "\n  ", most=8)
-        )
+    _check_layout(path, saved, layout(like))
     wanted = {prefix + name: array for name, array in arrays_by_name(like).items()}
-    found = _read(
-        path / _STATE,
-        {name: array for name, array in wanted.items() if np.prod(array.shape)},
-    )
+    found = _read(path / _STATE, _with_elements(wanted))
     # Orbax itself finds only some damage.
     changed = [
         name
@@ -271,15 +332,34 @@ def load_checkpoint(
             path,
             f"arrays are not those that were written: {shortened(changed, most=3)}",
         )
-    empty = {
-        name: jnp.zeros(a.shape, a.dtype)
-        for name, a in wanted.items()
-        if not np.prod(a.shape)
-    }
+    found |= _without_elements(wanted)
     return with_arrays(
         like,
-        {name.removeprefix(prefix): array for name, array in (found | empty).items()},
+        {name.removeprefix(prefix): array for name, array in found.items()},
     )
+
+
+def _check_layout(path: Path, saved: Any, wanted: Any) -> None:
+    """Refuses a checkpoint whose arrays are not those of this run."""
+    differing = differences(saved, wanted)
+    if differing:
+        raise CheckpointMismatchError(
+            f"The checkpoint {path} does not fit this run's model or optimizer:\n  "
+            + shortened(differing, "\n  ", most=8)
+        )
+
+
+# An array without elements is in the layout alone, which has its shape.
+def _with_elements(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: array for name, array in arrays.items() if math.prod(array.shape)}
+
+
+def _without_elements(arrays: Mapping[str, Any]) -> dict[str, Array]:
+    return {
+        name: jnp.zeros(array.shape, array.dtype)
+        for name, array in arrays.items()
+        if not math.prod(array.shape)
+    }
 
 
 def check_unsaved(folder: Path, rest: Any, *, step: int | None = None) -> None:
@@ -288,13 +368,18 @@ def check_unsaved(folder: Path, rest: Any, *, step: int | None = None) -> None:
 
     A CheckpointMismatchError names the arrays that differ.
     """
-    saved, found = checkpoint_run(folder, step=step)["unsaved"], digests(rest)
+    saved = checkpoint_run(folder, step=step)["unsaved"]
+    _check_same_rest(_existing(folder, step), saved, rest)
+
+
+def _check_same_rest(path: Path, saved: Mapping[str, Any], rest: Any) -> None:
+    found = digests(rest)
     differing = [
         name for name in sorted({*saved, *found}) if saved.get(name) != found.get(name)
     ]
     if differing:
         raise CheckpointMismatchError(
-            f"The checkpoint {_existing(folder, step)} belongs to a run with other"
+            f"The checkpoint {path} belongs to a run with other"
             f" frozen weights: {shortened(differing, most=3)}. Give the run the weights"
             " that it began with (the same files, or the same revision on the Hub), or"
             " start a new run."

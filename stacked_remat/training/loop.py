@@ -179,9 +179,10 @@ def train(
                 config.eval_every and done % config.eval_every == 0
             )
             is_due = outputs.checkpoints.is_due(done)
+            is_local_due = outputs.checkpoints.is_local_due(done)
             # What is written has to be of steps that are done: else the loop stays a
             # step ahead.
-            is_read = is_evaluated or is_due or done == last_traced
+            is_read = is_evaluated or is_due or is_local_due or done == last_traced
             if is_read or asked is not None or scores is not None:
                 report.catch_up()
             if scores is not None:
@@ -193,8 +194,9 @@ def train(
                 asked = asked or should_stop()  # an evaluation may take long
             stopped_by = None if report.is_over(done) else asked
             is_last = report.is_over(done) or stopped_by is not None
-            if is_last or is_due or report.is_best(done):
-                report.save(done, data, state, scorer, is_last)
+            is_for_all = is_last or is_due or report.is_best(done)
+            if is_for_all or is_local_due:
+                report.save(done, data, state, scorer, is_last, not is_for_all)
     return report.result(state, stopped_by)
 
 
@@ -367,6 +369,7 @@ class _Report:
         state: TrainState,
         scorer: StepScorer | None,
         is_last: bool,
+        local: bool,
     ) -> None:
         """Writes a checkpoint, after scores and metrics up to it; waits for the last
         one.
@@ -380,7 +383,8 @@ class _Report:
         # Metrics and scores first: a run that is killed between them and the checkpoint
         # drops their last rows when it resumes, but never lacks any.
         with self._clock.paused():
-            checkpoints.save(done, state, asdict(self.position), best=best)
+            position = asdict(self.position)
+            checkpoints.save(done, state, position, best=best, local=local)
             if is_last:
                 checkpoints.wait()
 

@@ -5,6 +5,7 @@ number.
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -40,6 +41,8 @@ SHORT = (
     *("--trainer.num_steps", "12", "--trainer.mesh.axes.data", "-1"),
     *("--trainer.checkpoint.every_steps", "4"),
 )
+
+CONSTANT = ("--optimizer.schedule.type", "constant")  # whatever the number of steps
 
 
 def free_port():
@@ -177,6 +180,40 @@ def test_a_killed_process_ends_the_others_and_any_number_resumes(workplace):
     assert status == [0], shown
     steps = [step for step, name in metrics_of(workplace / "run") if name == "loss"]
     assert steps == list(range(1, done + 3))
+
+
+@pytest.mark.deep
+def test_processes_resume_from_what_each_wrote_near_it(workplace, tmp_path):
+    near = (
+        *("--trainer.checkpoint.local_dir", str(tmp_path / "near")),
+        *("--trainer.checkpoint.every_steps", "1000"),
+        *CONSTANT,
+    )
+    long = ("--trainer.num_steps", "4000")
+    started = start(workplace, 2, *near, *long, run="near")
+    wait_for(workplace / "near/metrics.jsonl", '"step": 7,', started)
+    for process in started:
+        process.kill()
+    ended(started)
+    done = max(step for step, _ in metrics_of(workplace / "near"))
+    assert not checkpoints_of(workplace / "near")
+    accept = ("--trainer.checkpoint.accept_changes", "true", "--trainer.num_steps")
+    status, shown = ended(
+        start(workplace, 2, *near, *accept, str(done + 3), run="near")
+    )
+    assert status == [0, 0], shown
+    resumed = int(re.search(r"resuming after step (\d+)", shown[0])[1])
+    assert done - 2 <= resumed <= done, shown[0]
+    steps = [step for step, name in metrics_of(workplace / "near") if name == "loss"]
+    assert steps == list(range(1, done + 4))
+    assert [*(tmp_path / "near").iterdir()] == []
+    # One process with as many devices equals it.
+    fresh = ("--trainer.checkpoint.overwrite", "true", "--trainer.num_steps")
+    status, shown = ended(
+        start(workplace, 1, *CONSTANT, *fresh, str(done + 3), run="near whole")
+    )
+    assert status == [0], shown
+    assert_same_run(workplace / "near", workplace / "near whole")
 
 
 def ended_together(count, program):

@@ -376,3 +376,88 @@ def test_a_checkpoint_with_digests_of_an_earlier_version_is_refused_by_name(tmp_
         match=r"An earlier version .* wrote the checkpoint .*/3: its",
     ):
         load_checkpoint(tmp_path / "checkpoints", shapes())
+
+
+def divided(tree, *shape):
+    """A tree whose arrays are divided over a mesh of this shape as far as they go."""
+    devices = np.array(jax.devices()[: np.prod(shape)]).reshape(shape)
+    mesh = Mesh(devices, ("x", "y")[: len(shape)])
+
+    def put(array):
+        over = [
+            name if array.shape[axis] % mesh.shape[name] == 0 else None
+            for axis, name in enumerate(mesh.axis_names)
+            if axis < array.ndim
+        ]
+        return jax.device_put(array, NamedSharding(mesh, PartitionSpec(*over)))
+
+    return jax.tree.map(lambda a: put(a) if eqx.is_array(a) else a, tree)
+
+
+def test_a_run_resumes_from_files_of_its_host_where_those_are_later(tmp_path):
+    near = tmp_path / "memory" / "run" / "id" / "process-0"
+    other = tmp_path / "memory" / "run" / "earlier"
+    other.mkdir(parents=True)
+    options = {"config": CheckpointConfig(local_every_steps=2), "local": near}
+    checkpoints = opened(tmp_path, **options)
+    assert not other.exists()
+    assert [step for step in range(1, 7) if checkpoints.is_local_due(step)] == [2, 4, 6]
+    assert checkpoints.latest() is None
+    for step in range(2, 10):
+        of_all = step == 4
+        checkpoints.save(step, divided(state(seed=step), 2, 2), {}, local=not of_all)
+    checkpoints.wait()
+    assert checkpoints.latest() == 9 and checkpoints.local.steps() == [8, 9]
+
+    # Each part of an array is there once, be it on two devices.
+    like = divided(state(), 2, 2)
+    restored, _ = opened(tmp_path, **options).restore(like)
+    assert eqx.tree_equal(restored, state(seed=9))
+    weight, there = (
+        one.trained.linear.weight.array.sharding for one in (restored, like)
+    )
+    assert weight == there and not weight.is_fully_replicated
+    with np.load(near / "9.npz") as archive:
+        assert sum(name.startswith("step:") for name in archive) == 1
+    # Another division, as of other devices: the checkpoint for all
+    with pytest.warns(UserWarning, match=r"id/process-0 divide .* of step 4\."):
+        restored, _ = opened(tmp_path, **options).restore(divided(state(), 4))
+    assert eqx.tree_equal(restored, state(seed=4))
+    # Another model
+    with pytest.raises(CheckpointMismatchError, match=r"9\.npz does not fit"):
+        opened(tmp_path, **options).restore(shapes(out=Out.resize(5)))
+    # Damage, and a file that was not finished
+    content = bytearray((near / "9.npz").read_bytes())
+    content[len(content) // 2] ^= 1
+    (near / "9.npz").write_bytes(content)
+    (near / ".10.npz.unfinished").touch()
+    with pytest.raises(ValueError, match=r"9\.npz is damaged .* Delete it"):
+        opened(tmp_path, **options).restore(divided(state(), 2, 2))
+    assert not (near / ".10.npz.unfinished").exists()
+    (near / "9.npz").unlink()
+    checkpoints = opened(tmp_path, **options)
+    restored, _ = checkpoints.restore(divided(state(), 2, 2))
+    assert eqx.tree_equal(restored, state(seed=8))
+    # Nothing is left near it once all is in the checkpoint for all.
+    checkpoints.save(10, state(), {})
+    checkpoints.close()
+    assert not (tmp_path / "memory" / "run").exists()
+    shutil.rmtree(tmp_path / "checkpoints")
+    checkpoints = opened(tmp_path, **options)
+    checkpoints.save(2, divided(state(), 2, 2), {}, local=True)
+    with pytest.raises(CheckpointMismatchError, match="and there are no others"):
+        checkpoints.restore(divided(state(), 4))
+    checkpoints.close()
+
+
+def test_a_local_checkpoint_that_cannot_be_written_is_named(tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "no space")
+
+    checkpoints = opened(tmp_path, local=tmp_path / "a" / "b" / "c")
+    monkeypatch.setattr(np, "savez", full)
+    checkpoints.save(3, state(), {}, local=True)
+    with pytest.raises(OSError, match=r"local checkpoint of step 3: No space left"):
+        checkpoints.wait()
+    assert checkpoints.latest() is None
+    checkpoints.close()

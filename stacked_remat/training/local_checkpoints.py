@@ -1,0 +1,231 @@
+"""The near tier of checkpoints: what a process holds of the state, in files of its
+host.
+
+A checkpoint on a file system that all hosts share takes long and is written seldom.
+Between two of them each process writes its own part of the state every few steps to a
+disk or to memory of its host (`/dev/shm`), which outlives the process. A run that is
+started again on the same hosts resumes from the last step that all processes have;
+where a host was lost, it resumes from the shared checkpoint.
+
+A file is an archive of NumPy's (`.npz`, a ZIP without compression): a checkpoint's
+JSON, and the bytes of each part of an array that a device of the process holds, once.
+ZIP has a checksum of each.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import zipfile
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeAlias, final
+
+import jax
+import numpy as np
+
+from .._files import replaced_whole
+
+# The first and the last index, exclusive, along each axis of an array
+Part: TypeAlias = tuple[tuple[int, int], ...]
+
+_RUN = "run"  # the member of an archive that has the JSON
+_PARTS = "parts"  # the field of that JSON that says which parts there are
+
+
+@final
+class LocalFiles:
+    """The files of one process of a run, the latest two of which are kept.
+
+    Two, because processes end their writing at different times: the last step that all
+    have may be the one before the last.
+    """
+
+    def __init__(self, folder: Path):
+        """Makes the folder, and removes what an earlier process did not finish, and
+        what an earlier run of the same run folder left beside it.
+
+        Args:
+            folder: `.../RUN/ID/PROCESS`, where all that is in RUN and not in ID is of
+                runs that are no more.
+        """
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        own = folder.parent
+        for path in own.parent.iterdir():
+            if path != own:
+                shutil.rmtree(path, ignore_errors=True)
+        for path in folder.glob("*.unfinished"):
+            path.unlink()
+        self._writer = ThreadPoolExecutor(1, "local checkpoints")
+        self._writing: Future[None] | None = None
+
+    def steps(self) -> list[int]:
+        """The steps of the files, in order."""
+        found = self.folder.glob("*.npz")
+        return sorted(int(path.stem) for path in found if path.stem.isdecimal())
+
+    def save(
+        self, step: int, arrays: Mapping[str, jax.Array], run: Mapping[str, Any]
+    ) -> None:
+        """Copies this process's parts of the arrays to the host, and writes them in the
+        background.
+
+        Args:
+            step: of the file.
+            arrays: by name; their buffers may be donated as soon as this returns.
+            run: what a checkpoint says of its run, as JSON.
+
+        Raises:
+            OSError: the file before this one can't be written.
+        """
+        self.wait()
+        parts: dict[str, list[Part]] = {}
+        members: dict[str, np.ndarray] = {}
+        for name, array in arrays.items():
+            copies: dict[Part, np.ndarray] = {}
+            for shard in array.addressable_shards:
+                part = _part(shard.index, array.shape)
+                if part not in copies:
+                    # A copy: on CPUs `np.asarray` would be a view of what is donated.
+                    copies[part] = np.array(shard.data)
+            parts[name] = list(copies)
+            for number, copy in enumerate(copies.values()):
+                # NumPy's format does not know bfloat16 and the like.
+                members[f"{name}:{number}"] = copy.reshape(-1).view(np.uint8)
+        text = json.dumps({**run, _PARTS: parts})
+        members[_RUN] = np.frombuffer(text.encode(), np.uint8)
+        self._writing = self._writer.submit(self._write, step, members)
+
+    def _write(self, step: int, members: Mapping[str, np.ndarray]) -> None:
+        try:
+            with replaced_whole(self.path(step)) as path, path.open("wb") as file:
+                np.savez(file, **members)  # pyright: ignore[reportArgumentType]
+        except OSError as error:
+            number = error.errno or 0
+            raise OSError(
+                number,
+                f"Can't write the local checkpoint of step {step}:"
+                f" {os.strerror(number)}. Earlier ones are whole. Make room, or name"
+                " another folder as trainer.checkpoint.local_dir",
+                str(self.folder),
+            ) from error
+        for old in self.steps()[:-2]:
+            self.path(old).unlink()
+
+    def wait(self) -> None:
+        """Waits until the last file is written; raises an OSError if it can't be."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
+
+    def remove(self, last: int) -> None:
+        """Removes the files up to a step, of which there is a shared checkpoint."""
+        for step in self.steps():
+            if step <= last:
+                self.path(step).unlink()
+
+    def close(self) -> None:
+        """Waits as `wait`, and removes folders that are empty."""
+        try:
+            self.wait()
+        finally:
+            self._writer.shutdown()
+        folder = self.folder
+        for path in (folder, folder.parent, folder.parent.parent):
+            # One with files, maybe of another process, stays.
+            with contextlib.suppress(OSError):
+                path.rmdir()
+
+    def run(self, step: int) -> dict[str, Any]:
+        """What the file of a step says of its run; a ValueError if it is damaged."""
+        with _opened(self.path(step)) as archive:
+            return json.loads(archive[_RUN].tobytes())
+
+    def fits(self, step: int, like: Mapping[str, Any]) -> bool:
+        """Whether a file has the parts that this process's devices hold of arrays.
+
+        Raises:
+            ValueError: the file is damaged.
+        """
+        saved = self.run(step)[_PARTS]
+        for name, wanted in like.items():
+            there = {_as_part(one) for one in saved.get(name, ())}
+            if not there.issuperset(_held(wanted)):
+                return False
+        return True
+
+    def read(self, step: int, like: Mapping[str, Any]) -> dict[str, jax.Array]:
+        """The arrays of a file.
+
+        Args:
+            step: of the file, which fits.
+            like: an array or a `jax.ShapeDtypeStruct` by name; each is read with its
+                sharding, or onto the default device.
+
+        Raises:
+            ValueError: the file is damaged.
+        """
+        found: dict[str, jax.Array] = {}
+        with _opened(self.path(step)) as archive:
+            saved = json.loads(archive[_RUN].tobytes())[_PARTS]
+            for name, wanted in like.items():
+                parts = {}
+                for number, one in enumerate(saved[name]):
+                    part = _as_part(one)
+                    sizes = [stop - start for start, stop in part]
+                    content = archive[f"{name}:{number}"]
+                    parts[part] = content.view(wanted.dtype).reshape(sizes)
+                found[name] = _made(wanted, parts)
+        return found
+
+    def path(self, step: int) -> Path:
+        """The file of a step."""
+        return self.folder / f"{step}.npz"
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """An archive, whose errors are a ValueError that names it."""
+    try:
+        with np.load(path) as archive:
+            yield archive
+    except _DAMAGED as error:
+        raise ValueError(
+            f"The local checkpoint {path} is damaged ({error}). Delete it: the run then"
+            " resumes from the one before."
+        ) from error
+
+
+# Of a file that is cut short, has no member of that name, or another checksum
+_DAMAGED = (zipfile.BadZipFile, ValueError, KeyError, EOFError)
+
+
+def _sharding(array: Any) -> jax.sharding.Sharding:
+    own = getattr(array, "sharding", None)
+    return own or jax.sharding.SingleDeviceSharding(jax.devices()[0])
+
+
+def _made(like: Any, parts: Mapping[Part, np.ndarray]) -> jax.Array:
+    """An array like another one, of the parts that this process's devices hold."""
+    shape = tuple(like.shape)
+    return jax.make_array_from_callback(
+        shape, _sharding(like), lambda index: parts[_part(index or (), shape)]
+    )
+
+
+def _held(array: Any) -> set[Part]:
+    """The parts of an array that the devices of this process hold."""
+    shape = tuple(array.shape)
+    held = _sharding(array).addressable_devices_indices_map(shape)
+    return {_part(index or (), shape) for index in held.values()}
+
+
+def _part(index: Iterable[slice], shape: Iterable[int]) -> Part:
+    return tuple(one.indices(size)[:2] for one, size in zip(index, shape, strict=True))
+
+
+def _as_part(one: Iterable[Iterable[int]]) -> Part:
+    """A part that was read from JSON."""
+    return tuple((start, stop) for start, stop in one)

@@ -24,7 +24,7 @@ from stacked_remat.training import config_reference  # noqa: E402
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Adds the pages and notebooks of the gallery, which it runs."""
+    """Adds the pages, pictures and notebooks of the gallery, which it runs."""
     scripts = gallery.examples()
     os.environ["JAX_PLATFORMS"] = "cpu"  # also of the processes
     spawn = multiprocessing.get_context("spawn")
@@ -37,6 +37,8 @@ def on_files(files: Files, config: Any) -> Files:
             f"gallery/{script.stem}.md": gallery.page(script, outputs),
             f"gallery/{script.stem}.ipynb": gallery.notebook(script, outputs),
         }
+        for name, picture in gallery.pictures(script, outputs).items():
+            made[f"gallery/{name}"] = picture
         for name, content in made.items():
             files.append(File.generated(config, name, content=content))
     return files

@@ -1,8 +1,9 @@
 """Runs the examples of `docs/gallery`, and makes a page and a notebook of each.
 
 An example is a Python script whose cells begin with `# %%`, those of text with `# %%
-[markdown]`, as Jupytext reads them. What its cells print is kept by content: it is run
-again once the script, the code of the repository or a version has changed.
+[markdown]`, as Jupytext reads them. A cell shows what it prints, and the picture that
+it names `figure` (matplotlib). Both are kept by content: an example is run again once
+the script, the code of the repository or a version has changed.
 """
 
 import contextlib
@@ -36,6 +37,13 @@ class Cell(NamedTuple):
     line: int
 
 
+class Output(NamedTuple):
+    """What a cell printed, and the picture that it drew, as SVG; empty for none."""
+
+    text: str
+    picture: str = ""
+
+
 def examples() -> list[Path]:
     """The scripts of the gallery, in the order of their names."""
     return sorted(GALLERY.glob("*.py"))
@@ -67,8 +75,8 @@ def cells_of(script: Path) -> list[Cell]:
     return found
 
 
-def run(script: Path) -> list[str]:
-    """What each cell prints; runs them in this process, one after the other, in one
+def run(script: Path) -> list[Output]:
+    """What each cell shows; runs them in this process, one after the other, in one
     namespace.
 
     Raises:
@@ -82,23 +90,37 @@ def run(script: Path) -> list[str]:
             program = compile("\n" * (cell.line - 1) + cell.text, script, "exec")
             with contextlib.redirect_stdout(printed):
                 exec(program, namespace)
-        outputs.append(printed.getvalue())
-    if sum(map(bool, outputs)) < 2:
+        figure = namespace.pop("figure", None)
+        outputs.append(
+            Output(printed.getvalue(), "" if figure is None else svg(figure))
+        )
+    if sum(bool(output.text) for output in outputs) < 2:
         raise ValueError(
             f"{script}: an example prints in at least two cells, to show what happens"
         )
     return outputs
 
 
-def run_or_read(script: Path) -> list[str]:
-    """What each cell prints, from the folder in `KEPT_GALLERY` if it is there."""
+def svg(figure: Any) -> str:
+    """A figure of matplotlib as SVG, the same each time that it is drawn."""
+    import matplotlib
+
+    drawn = io.StringIO()
+    # Words are text, and ids of elements depend on nothing else.
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "gallery"}):
+        figure.savefig(drawn, format="svg", metadata={"Date": None})
+    return drawn.getvalue()
+
+
+def run_or_read(script: Path) -> list[Output]:
+    """What each cell shows, from the folder in `KEPT_GALLERY` if it is there."""
     folder = os.environ.get("KEPT_GALLERY")
     if not folder:
         return run(script)
     digest = hashlib.sha256(script.read_bytes() + _everything_used().encode())
     file = Path(folder) / f"{script.stem}-{digest.hexdigest()[:32]}.json"
     if file.exists():
-        return json.loads(file.read_text(encoding="utf-8"))
+        return [Output(*one) for one in json.loads(file.read_text(encoding="utf-8"))]
     outputs = run(script)
     file.parent.mkdir(parents=True, exist_ok=True)
     # Whole or not at all: another build may read the folder
@@ -122,8 +144,8 @@ def _everything_used() -> str:
     return f"{digest.hexdigest()} {sys.version} {sorted(versions)}"
 
 
-def notebook(script: Path, outputs: Sequence[str]) -> str:
-    """The example as a notebook (nbformat 4.5), with what each cell printed."""
+def notebook(script: Path, outputs: Sequence[Output]) -> str:
+    """The example as a notebook (nbformat 4.5), with what each cell showed."""
     cells = []
     pairs = zip(cells_of(script), outputs, strict=True)
     for number, (cell, output) in enumerate(pairs):
@@ -134,11 +156,7 @@ def notebook(script: Path, outputs: Sequence[str]) -> str:
             "source": cell.text,
         }
         if cell.is_code:
-            stream = {"output_type": "stream", "name": "stdout", "text": output}
-            entry |= {
-                "execution_count": None,
-                "outputs": [stream] if output else [],
-            }
+            entry |= {"execution_count": None, "outputs": _shown(output)}
         cells.append(entry)
     kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
     content = {
@@ -150,13 +168,38 @@ def notebook(script: Path, outputs: Sequence[str]) -> str:
     return json.dumps(content, indent=1, ensure_ascii=False)
 
 
+def _shown(output: Output) -> list[dict[str, Any]]:
+    """An output in a notebook's format."""
+    found: list[dict[str, Any]] = []
+    if output.text:
+        stream = {"output_type": "stream", "name": "stdout", "text": output.text}
+        found.append(stream)
+    if output.picture:
+        data = {"image/svg+xml": output.picture}
+        found.append({"output_type": "display_data", "metadata": {}, "data": data})
+    return found
+
+
+def pictures(script: Path, outputs: Sequence[Output]) -> dict[str, str]:
+    """The pictures of an example by the names of their files, as its page has them."""
+    found = {}
+    for number, output in enumerate(outputs):
+        if output.picture:
+            found[_picture_name(script, number)] = output.picture
+    return found
+
+
+def _picture_name(script: Path, number: int) -> str:
+    return f"{script.stem}-{number}.svg"
+
+
 def with_links_to_pages(markdown: str) -> str:
     """Links to examples made links to their pages, which only the site has."""
     return _EXAMPLE.sub(r"\1.md", markdown)
 
 
-def page(script: Path, outputs: Sequence[str]) -> str:
-    """The example as a page, with what each cell printed under it."""
+def page(script: Path, outputs: Sequence[Output]) -> str:
+    """The example as a page, with what each cell showed under it."""
     heading, *rest = cells_of(script)
     title, _, introduction = heading.text.partition("\n")
     file = (
@@ -164,12 +207,15 @@ def page(script: Path, outputs: Sequence[str]) -> str:
         f" [Python]({script.name}){{ download }}"
     )
     parts = [title, file, with_links_to_pages(introduction.strip())]
-    for cell, output in zip(rest, outputs[1:], strict=True):
+    for number, cell in enumerate(rest, 1):
+        output = outputs[number]
         parts.append(
             f"```python\n{cell.text}\n```"
             if cell.is_code
             else with_links_to_pages(cell.text)
         )
-        if output:
-            parts.append(f"```text\n{output.rstrip()}\n```")
+        if output.text:
+            parts.append(f"```text\n{output.text.rstrip()}\n```")
+        if output.picture:
+            parts.append(f"![what the cell drew]({_picture_name(script, number)})")
     return "\n\n".join(parts) + "\n"

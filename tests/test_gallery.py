@@ -9,10 +9,12 @@ import pytest
 from scripts.gallery import (
     GALLERY,
     ROOT,
+    Output,
     cells_of,
     examples,
     notebook,
     page,
+    pictures,
     run,
     run_or_read,
     with_links_to_pages,
@@ -33,7 +35,7 @@ def test_an_example_that_fails_or_prints_once_ends_the_build(tmp_path):
     script = tmp_path / "example.py"
     first = "# %% [markdown]\n# # Title\n# %%\nprint(1)\n# %%\n"
     script.write_text(first + "print(2)\n")
-    assert run(script) == ["", "1\n", "2\n"]
+    assert run(script) == [*map(Output, ("", "1\n", "2\n"))]
     script.write_text(first + "pass\n")
     with pytest.raises(ValueError, match="prints in at least two cells"):
         run(script)
@@ -48,10 +50,30 @@ def test_an_example_is_run_again_once_it_has_changed(tmp_path, monkeypatch):
     writes = f"with open({str(ran)!r}, 'a') as file: file.write('x')\n"
     text = f"# %% [markdown]\n# # Title\n# %%\nprint(1)\n# %%\n{writes}"
     script.write_text(text + "print(2)\n")
-    assert run_or_read(script) == run_or_read(script) == ["", "1\n", "2\n"]
+    expected = [*map(Output, ("", "1\n", "2\n"))]
+    assert run_or_read(script) == run_or_read(script) == expected
     assert ran.read_text() == "x"
     script.write_text(text + "print(3)\n")
-    assert run_or_read(script)[-1] == "3\n" and ran.read_text() == "xx"
+    assert run_or_read(script)[-1].text == "3\n" and ran.read_text() == "xx"
+
+
+def test_a_figure_is_a_picture_of_its_cell_alone(tmp_path):
+    script = tmp_path / "drawn.py"
+    script.write_text(
+        "# %% [markdown]\n# # Title\n# %%\nprint(1)\n# %%\n"
+        "from matplotlib.figure import Figure\n"
+        "figure = Figure()\nfigure.subplots().plot([1, 2])\n# %%\nprint(2)\n"
+    )
+    outputs = run(script)
+    assert [bool(output.picture) for output in outputs] == [False, False, True, False]
+    assert outputs == run(script) and "</svg>" in outputs[2].picture
+    assert pictures(script, outputs) == {"drawn-2.svg": outputs[2].picture}
+    assert (
+        "plot([1, 2])\n```\n\n![what the cell drew](drawn-2.svg)\n\n```python"
+        in page(script, outputs)
+    )
+    cell = json.loads(notebook(script, outputs))["cells"][2]
+    assert cell["outputs"][0]["data"] == {"image/svg+xml": outputs[2].picture}
 
 
 def test_every_example_is_in_the_navigation_and_the_table():
@@ -70,7 +92,7 @@ def test_the_page_holds_all_cells(script):
     cells = cells_of(script)
     assert len(script.read_text(encoding="utf-8").splitlines()) <= 125
     outputs = [
-        f"printed {number}\n" if cell.is_code else ""
+        Output(f"printed {number}\n" if cell.is_code else "")
         for number, cell in enumerate(cells)
     ]
     shown = page(script, outputs)
@@ -80,11 +102,13 @@ def test_the_page_holds_all_cells(script):
     )
     for cell, output in zip(cells, outputs, strict=True):
         if cell.is_code:
-            assert f"```python\n{cell.text}\n```\n\n```text\n{output}```" in shown
+            printed = f"```text\n{output.text}```"
+            assert f"```python\n{cell.text}\n```\n\n{printed}" in shown
     made = json.loads(notebook(script, outputs))
     assert [cell["source"] for cell in made["cells"]] == [cell.text for cell in cells]
     printed = [cell["outputs"] for cell in made["cells"] if "outputs" in cell]
-    assert [output["text"] for (output,) in printed] == [*filter(None, outputs)]
+    texts = [output.text for output in outputs if output.text]
+    assert [output["text"] for (output,) in printed] == texts
     code = "\n".join(cell.text for cell in cells if cell.is_code)
     whole = script.read_text(encoding="utf-8")
     # No line is lost between cells

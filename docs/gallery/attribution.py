@@ -9,6 +9,7 @@ import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
+from matplotlib.figure import Figure
 
 from stacked_remat import Stacked, ghost
 
@@ -92,6 +93,11 @@ order = jnp.argsort(total)
 print("".join("x" if wrong[index] else "." for index in order))
 print(f"wrong labels among the worst third: {int(wrong[order[:16]].sum())} of 16")
 print(f"mean score: right {total[~wrong].mean():.3f}, wrong {total[wrong].mean():.3f}")
+figure = Figure((6, 2.5), layout="constrained")
+axes = figure.subplots()
+axes.set(xlabel="score", ylabel="examples")
+axes.hist([total[~wrong], total[wrong]], 12, label=["right label", "wrong label"])
+_ = axes.legend()
 
 # %% [markdown]
 # ## Scores by layer
@@ -104,7 +110,4 @@ _, found = ghost.grad_dot(
 )
 by_layer = found.scores["blocks.*.linear.weight"].array
 for layer, size in enumerate(jnp.abs(by_layer).sum(1).tolist()):
-    print(
-        f"layer {layer}  {size:.3f}  "
-        + "#" * int(40 * size / float(jnp.abs(by_layer).sum(1).max()))
-    )
+    print(f"layer {layer}  {size:.3f}")

@@ -12,6 +12,7 @@ import tempfile
 import haliax as hax
 import jax
 import jax.numpy as jnp
+from matplotlib.figure import Figure
 
 from stacked_remat import ScanCheckpointPolicy, fold
 
@@ -36,6 +37,17 @@ def order(field, diffusion, remat):
 field = 0.1 * jax.random.normal(jax.random.key(0), (WIDTH, WIDTH))
 diffusion = jnp.linspace(0.5, 1.0, Time.size)
 print(f"a state of {field.nbytes / 2**20:.0f} MiB, {Time.size} steps")
+
+# %%
+end = jax.jit(fold(step, Time))(field, diffusion)
+figure = Figure((7, 3), layout="constrained")
+for axes, state, title in zip(
+    figure.subplots(1, 2), (field, end), ("at first", "at the end"), strict=True
+):
+    axes.imshow(
+        state[:128, :128], cmap="coolwarm", vmin=-1, vmax=1, interpolation="none"
+    )
+    axes.set(title=title, xticks=[], yticks=[])
 
 # %% [markdown]
 # ## What each policy takes

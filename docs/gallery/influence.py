@@ -12,6 +12,7 @@ import haliax as hax
 import jax
 import jax.numpy as jnp
 import optax
+from matplotlib.figure import Figure
 
 from stacked_remat import ScanCheckpointPolicy, Stacked, fold, ghost
 
@@ -90,6 +91,12 @@ print(
     " the most harmful ones"
 )
 assert is_wrong[worst].mean() > 2 * is_wrong.mean()
+figure = Figure((6, 2.5), layout="constrained")
+axes = figure.subplots()
+axes.set(xlabel="d loss / d weight of the example", ylabel="examples", yscale="log")
+axes.hist([harm[~is_wrong], harm[is_wrong]], label=["right label", "wrong label"])
+_ = axes.legend()
+
 # %% [markdown]
 # Leaving them out, in the same run:
 
@@ -110,10 +117,8 @@ assert without < found.loss
 # of the policy: here at most four of the forty.
 
 # %%
-print(
-    "d loss / d learning rate, first steps:",
-    found.per_step["learning_rate"][:3].round(2),
-)
+of_rates = found.per_step["learning_rate"]
+print("d loss / d learning rate, first steps:", of_rates[:3].round(2))
 few = replayed(
     start, (x, label), jnp.full(Steps.size, 0.03), ScanCheckpointPolicy(max_carries=4)
 )

@@ -11,6 +11,7 @@ import haliax as hax
 import jax
 import jax.numpy as jnp
 import optax
+from matplotlib.figure import Figure
 
 from stacked_remat import scan, shared
 
@@ -95,13 +96,23 @@ def update(guess, state):
     return optax.apply_updates(guess, moves), state, value
 
 
-state = optimizer.init(guess)
+state, first = optimizer.init(guess), jnp.exp(guess)
 for number in range(301):
     guess, state, value = update(guess, state)
     if number % 60 == 0:
         found = "  ".join(f"{value:.2f}" for value in jnp.exp(guess))
         print(f"update {number:3}  error {value:6.3f} mV  conductances {found}")
 assert jnp.allclose(jnp.exp(guess), true, rtol=0.05)
+
+# %%
+figure = Figure((7, 2.5), layout="constrained")
+axes = figure.subplots()
+axes.set(xlabel="time (ms)", ylabel="voltage (mV)")
+milliseconds = DT * jnp.arange(Time.size)
+axes.plot(milliseconds, measured, color="black", lw=3, label="recorded")
+axes.plot(milliseconds, recording(first, current), "--", label="first guess")
+axes.plot(milliseconds, recording(jnp.exp(guess), current), label="fit")
+_ = axes.legend()
 
 # %% [markdown]
 # ## What a gradient takes

@@ -10,6 +10,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
+from matplotlib.figure import Figure
 
 from stacked_remat import Stacked
 
@@ -110,3 +111,8 @@ print(
     f" {jnp.median(nearest):.3f}"
 )
 assert value < 1.0 and jnp.median(nearest) < 0.1
+figure = Figure((6, 3), layout="constrained")
+axes = figure.subplots()
+axes.plot(*data[:300].T, ".", label="data")
+axes.plot(*samples[:300].T, "x", label="samples of the flow")
+_ = axes.legend()

@@ -11,6 +11,7 @@ import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
+from matplotlib.figure import Figure
 
 from stacked_remat import LayerResult, Stacked
 
@@ -65,10 +66,11 @@ found = measure(blocks, x)
 for layer, (signal, noise) in enumerate(found.tolist()):
     if layer % 3 == 0:
         scale = noise / signal
-        print(
-            f"layer {layer:2}  gradient {signal**0.5:.3f}  noise scale {scale:6.1f}  "
-            + "#" * int(scale / 4)
-        )
+        print(f"layer {layer:2}  gradient {signal**0.5:.3f}  noise scale {scale:6.1f}")
+figure = Figure((6, 2.5), layout="constrained")
+axes = figure.subplots()
+axes.set(xlabel="layer", ylabel="noise scale")
+_ = axes.bar(range(Layers.size), found[:, 1] / found[:, 0])
 
 # %% [markdown]
 # The noise scale is about the batch size above which larger batches stop helping

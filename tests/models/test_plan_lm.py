@@ -380,7 +380,7 @@ def test_the_frontier_is_a_table_json_and_a_picture(monkeypatch, reports, tmp_pa
         ),
         (
             ["--find", "layers"],
-            "`find` on the command line must be policy|context|batch|mesh",
+            "`find` on the command line must be 'policy', 'context', 'batch'",
         ),
     ],
 )

@@ -46,7 +46,7 @@ def config_summary(config_class: Any) -> str:
     """
     usage = (
         f"{_USAGE}; `--help KEY` says more of a key or section, and `--help all` of all"
-        " of them."
+        " of them; `--schema` prints a JSON schema for editors."
     )
     hints, meanings = typing.get_type_hints(config_class), field_meanings(config_class)
     values, sections = [], []

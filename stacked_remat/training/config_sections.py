@@ -17,6 +17,7 @@ from pydantic import (
     ConfigDict,
     Field,
     GetCoreSchemaHandler,
+    Strict,
     TypeAdapter,
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
@@ -259,7 +260,16 @@ def natural(value: Any) -> Any:
 
 Natural: TypeAlias = Annotated[Any, BeforeValidator(natural)]
 """Any value; text that reads as a number or a bool is one."""
+
+
+def _flag(value: Any) -> Any:
+    return BOOLS.get(value.lower(), value) if isinstance(value, str) else value
+
+
+Flag: TypeAlias = Annotated[bool, Strict(), BeforeValidator(_flag)]
+"""A bool in a union with text, where text such as `1` is no bool."""
+FlagOrText: TypeAlias = Annotated[Flag | str, Field(union_mode="left_to_right")]
 Switch: TypeAlias = Annotated[
-    bool | dict[str, Natural] | str, Field(union_mode="left_to_right")
+    Flag | dict[str, Natural] | str, Field(union_mode="left_to_right")
 ]
-"""A bool, also where it is written as text; a section; or a name."""
+"""A bool, the keys of a section, or a name."""

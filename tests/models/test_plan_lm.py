@@ -34,6 +34,7 @@ from stacked_remat.training import (
     Partitioning,
     TrainerConfig,
     UpdateConfig,
+    parse_config,
     remat_policy,
 )
 
@@ -336,6 +337,12 @@ def test_tiles_and_weights_on_the_host_are_compared_whatever_the_config_keeps(
         "nested, streamed",
     ]
     assert [on_host for _, on_host in compiled] == [False, False, True]
+
+
+def test_the_row_of_true_is_named_by_a_bool_or_alone():
+    for given in (["--only"], ["--only", "true"], ["--only=yes"]):
+        assert parse_config(PlanLmConfig, given).only is True
+    assert parse_config(PlanLmConfig, ["--only", "1|n.*"]).only == "1|n.*"
 
 
 def test_the_frontier_is_a_table_json_and_a_picture(monkeypatch, reports, tmp_path):

@@ -33,6 +33,8 @@ def test_the_file_gives_values_and_the_command_line_overrides_them(tmp_path):
     for text, value in (
         ("nested", "nested"),
         ("On", True),
+        ("1", "1"),
+        ("{a: [3, 0.5, x], b: {c: 1e-3}}", {"a": [3, 0.5, "x"], "b": {"c": 0.001}}),
         ("{a: 2, b: False}", {"a": 2, "b": False}),
     ):
         assert parse(tmp_path, f"remat: {text}").remat == value

@@ -143,18 +143,12 @@ class Mistakes:
         """
         hint, node = self._config_class, self._tree
         for key in path:
-            _, found = _classes(hint, node)
+            found = chosen_class(section_class(hint), node)
             named = typing.get_args(hint)[-1:]
             hint = named[0] if found is None else typing.get_type_hints(found)[key]
             node = node[key]
-        return _classes(hint, node)
-
-
-def _classes(hint: Any, node: Any) -> tuple[Any, Any]:
-    section = section_class(hint)
-    if not is_registry(section):
-        return section, section
-    return section, chosen_class(section, node if isinstance(node, dict) else {})
+        section = section_class(hint)
+        return section, chosen_class(section, node)
 
 
 def _keys(section: Any) -> list[str]:

@@ -2,7 +2,9 @@
 back.
 """
 
+import dataclasses
 import json
+import typing
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -15,9 +17,11 @@ from .config_reference import (
     config_reference,
     config_section,
     config_summary,
+    named_section_class,
+    section_class,
 )
 from .config_schema import config_schema
-from .config_sections import adapter, record_written
+from .config_sections import adapter, chosen_class, default_of, record_written
 from .config_tree import read_config_file, set_key
 from .errors import ConfigError
 
@@ -132,9 +136,34 @@ def decode_config(
     line, by dotted key.
     """
     try:
-        config = adapter(config_class).validate_python(tree)
+        config = adapter(config_class).validate_python(_filled(config_class, tree))
     except ValidationError as error:
         mistakes = Mistakes(config_class, tree, place, given)
         raise ConfigError(mistakes.text(error.errors())) from error
     record_written(config, tree)
     return config
+
+
+def _filled(hint: Any, tree: Any, usual: Any = None) -> Any:
+    """What is annotated so, with what it has by default where that is not written.
+
+    `usual` is what there is without the section, such as an architecture's.
+    """
+    if not isinstance(tree, dict):
+        return tree
+    if (named := named_section_class(hint)) is not None:
+        return {name: _filled(named, own) for name, own in tree.items()}
+    config_class = chosen_class(section_class(hint), tree)
+    if config_class is None:
+        return tree
+    filled = dict(tree)
+    hints = typing.get_type_hints(config_class)
+    is_usual = type(usual) is config_class
+    for field in dataclasses.fields(config_class):
+        name = field.name
+        value = getattr(usual, name) if is_usual else default_of(field)
+        if name in tree:
+            filled[name] = _filled(hints[name], tree[name], value)
+        elif is_usual:
+            filled[name] = value
+    return filled

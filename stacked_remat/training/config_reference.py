@@ -13,7 +13,7 @@ import typing
 from collections.abc import Iterator
 from typing import Any
 
-from .config_sections import is_registry, plain, union_parts
+from .config_sections import default_of, is_registry, plain, union_parts
 
 _WIDTH = 79
 _HEADING = re.compile(r"#+ `([\w.]+)`")
@@ -116,12 +116,7 @@ def _rows(config_class: Any, prefix: str, instance: Any = None) -> Iterator[str]
             f"{prefix}{field.name}",
             meanings.get(field.name, ""),
         )
-        default = (
-            field.default
-            if field.default_factory is dataclasses.MISSING
-            else field.default_factory()
-        )
-        value = default if instance is None else getattr(instance, field.name)
+        value = default_of(field) if instance is None else getattr(instance, field.name)
         if (named := named_section_class(hint)) is not None:
             sections.append(_section(named, f"{dotted}.NAME", meaning, {}))
         elif (section := section_class(hint)) is not None:

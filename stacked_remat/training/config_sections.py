@@ -56,9 +56,7 @@ class RecordsArguments:
     """A section of configs whose `written_keys` are known where Python code made it.
 
     These are its arguments, so that a value that is written differs from a default
-    that it equals. `dataclasses.replace` gives all fields as arguments. Of a section
-    within it, keys that are not written have the values of its default for that
-    section.
+    that it equals. `dataclasses.replace` gives all fields as arguments.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
@@ -74,15 +72,6 @@ class RecordsArguments:
                 written.add(name)
         object.__setattr__(section, _WRITTEN, frozenset(written))
         return section
-
-    @classmethod
-    def __get_pydantic_core_schema__(
-        cls, source: Any, handler: GetCoreSchemaHandler
-    ) -> CoreSchema:
-        """How pydantic reads one."""
-        return core_schema.no_info_before_validator_function(
-            functools.partial(_with_defaults, source), handler(source)
-        )
 
 
 class ChoiceRegistry(RecordsArguments):
@@ -134,7 +123,7 @@ class ChoiceRegistry(RecordsArguments):
             return core_schema.no_info_plain_validator_function(
                 functools.partial(_chosen, source), metadata={FAMILY: source}
             )
-        return super().__get_pydantic_core_schema__(source, handler)
+        return handler(source)
 
 
 def union_parts(hint: Any) -> tuple[Any, ...]:
@@ -155,10 +144,13 @@ def family_of(config_class: type) -> Any:
     return next(filter(is_registry, config_class.__mro__), None)
 
 
-def chosen_class(registry: Any, tree: dict[str, Any]) -> Any:
-    """The class that a section's `type` names, or None."""
-    name = tree.get("type", registry.default_choice_name())
-    return registry.get_known_choices().get(name) if isinstance(name, str) else None
+def chosen_class(section: Any, tree: Any) -> Any:
+    """The class of a section: of a family the one that its `type` names, or None."""
+    if not is_registry(section):
+        return section
+    usual = section.default_choice_name()
+    name = tree.get("type", usual) if isinstance(tree, dict) else None
+    return section.get_known_choices().get(name) if isinstance(name, str) else None
 
 
 def _chosen(registry: Any, tree: Any) -> Any:
@@ -178,20 +170,11 @@ def _chosen(registry: Any, tree: Any) -> Any:
     return adapter(choice).validate_python(own)
 
 
-def _with_defaults(config_class: Any, tree: Any) -> Any:
-    """The section with what its own defaults of sections within it have, such as an
-    architecture's, where that is not written.
-    """
-    if not isinstance(tree, dict):
-        return tree
-    filled = dict(tree)
-    for field in dataclasses.fields(config_class):
-        value = tree.get(field.name)
-        if field.default_factory is not dataclasses.MISSING and isinstance(value, dict):
-            usual = field.default_factory()
-            names = () if isinstance(usual, ChoiceRegistry) else written_keys(usual)
-            filled[field.name] = {name: getattr(usual, name) for name in names} | value
-    return filled
+def default_of(field: dataclasses.Field[Any]) -> Any:
+    """What a field is by default; `dataclasses.MISSING` if it is required."""
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default
 
 
 def written_keys(section: Any) -> frozenset[str]:

@@ -1,12 +1,13 @@
 """Config files and command lines to configs, and the errors for mistakes in them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pytest
 import yaml
 
 from stacked_remat.training import ConfigError, config_as_dict, parse_config
 from stacked_remat.training.config_checks import Count
+from stacked_remat.training.config_sections import written_keys
 
 from .drawing import Circle, Drawing, Frame, Paint, Shape, Square
 
@@ -305,3 +306,21 @@ def test_a_family_is_open(monkeypatch):
     assert drawing.shape == Dot(3) and config_as_dict(drawing)["shape"]["type"] == "dot"
     with pytest.raises(ConfigError, match="`shape.size` on .* must be at least 1, got"):
         parse_config(Drawing, ["--shape.type", "dot", "--shape.size", "0"])
+
+
+@dataclass(frozen=True)
+class Sketch:
+    paint: Paint = field(default_factory=lambda: Paint(layers=5))
+    shape: Shape = field(default_factory=lambda: Circle(2.0, Paint(layers=7)))
+
+
+def test_keys_that_are_not_written_keep_the_defaults_of_the_whole_config():
+    def parsed(*arguments):
+        return parse_config(Sketch, arguments)
+
+    assert parsed("--paint.colour", "blue").paint == Paint("blue", 5)
+    assert parsed("--shape.type", "circle").shape == Sketch().shape
+    thick = parsed("--shape.type", "circle", "--shape.paint.colour", "blue").shape
+    assert thick == Circle(2.0, Paint("blue", 7))
+    assert parsed("--shape.type", "square").shape == Square()
+    assert written_keys(parsed("--paint.colour", "blue").paint) == {"colour"}

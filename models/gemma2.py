@@ -14,7 +14,7 @@ from models.parts.attention import Attention
 from models.parts.config import DecoderConfig, LayerKind
 from models.parts.mlp import GatedMlp, gelu_gated
 from models.parts.norms import Norm, offset_rms_norm
-from stacked_remat.training.config_checks import check_positive
+from stacked_remat.training.config_checks import Count, Positive
 
 
 @dataclass(frozen=True)
@@ -28,14 +28,9 @@ class Gemma2Config(DecoderConfig):
     """
 
     tie_word_embeddings: bool = True
-    query_pre_attn_scalar: int = 256
-    score_softcap: float | None = 50.0
-    output_softcap: float | None = 30.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        names = ("query_pre_attn_scalar", "score_softcap", "output_softcap")
-        check_positive("model", self, *names)
+    query_pre_attn_scalar: Count = 256
+    score_softcap: Positive | None = 50.0
+    output_softcap: Positive | None = 30.0
 
     @property
     def embedding_scale(self) -> float:

@@ -17,7 +17,7 @@ from models.parts.decoder import DecoderLayer, LayerOutput, residual
 from models.parts.mlp import GatedMlp, gelu_gated
 from models.parts.norms import Norm, offset_rms_norm
 from models.parts.tokens import Tokens
-from stacked_remat.training.config_checks import check_positive
+from stacked_remat.training.config_checks import Count
 
 
 class Gemma3Layer(DecoderLayer):
@@ -53,12 +53,8 @@ class Gemma3Config(DecoderConfig):
     """
 
     tie_word_embeddings: bool = True
-    query_pre_attn_scalar: int = 256
+    query_pre_attn_scalar: Count = 256
     local_theta: float = 10_000.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_positive("model", self, "query_pre_attn_scalar")
 
     @property
     def embedding_scale(self) -> float:

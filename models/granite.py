@@ -16,7 +16,7 @@ from models.parts.decoder import DecoderLayer, LayerOutput, residual
 from models.parts.mlp import GatedMlp
 from models.parts.norms import Norm
 from models.parts.tokens import Tokens
-from stacked_remat.training.config_checks import check_positive
+from stacked_remat.training.config_checks import Positive
 
 
 class GraniteLayer(DecoderLayer):
@@ -54,11 +54,7 @@ class MultipliedConfig(DecoderConfig):
     embedding_multiplier: float = 1.0
     attention_multiplier: float = 1.0
     residual_multiplier: float = 1.0
-    logits_scaling: float = 1.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_positive("model", self, "logits_scaling")
+    logits_scaling: Positive = 1.0
 
     @property
     def embedding_scale(self) -> float:

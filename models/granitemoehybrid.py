@@ -28,7 +28,7 @@ from models.parts.mlp import FeedForward
 from models.parts.norms import Norm
 from models.parts.sections import FULL, LINEAR, ExpertsConfig
 from models.parts.tokens import Tokens
-from stacked_remat.training.config_checks import check_positive
+from stacked_remat.training.config_checks import Count
 
 
 class GraniteMoeHybridLayer(DecoderLayer):
@@ -71,12 +71,11 @@ class GraniteMoeHybridConfig(
     linear_names = MAMBA_NAMES
 
     mamba: MambaConfig = field(default_factory=MambaConfig)
-    shared_dim: int = 128
+    shared_dim: Count = 128
     rotates: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_positive("model", self, "shared_dim")
         if self.mlp_dim not in (None, self.shared_dim):
             raise ValueError(
                 "Leave model.mlp_dim out: model.shared_dim is the width of MLPs."

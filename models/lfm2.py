@@ -23,7 +23,7 @@ from models.parts.norms import Norm, rms_norm
 from models.parts.sections import FULL
 from models.parts.tokens import Tokens
 from stacked_remat._messages import shown
-from stacked_remat.training.config_checks import check_positive
+from stacked_remat.training.config_checks import Count
 
 
 class Lfm2Layer(DecoderLayer):
@@ -58,12 +58,8 @@ class ConvolutionalConfig(HybridDecoderConfig):
 
     linear_names = CONVOLUTION_NAMES
 
-    conv_size: int = 3
+    conv_size: Count = 3
     conv_bias: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_positive("model", self, "conv_size")
 
     @property
     def expert_options(self) -> dict[str, Any]:

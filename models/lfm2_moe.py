@@ -13,7 +13,7 @@ from models.lfm2 import (
 )
 from models.parts.config import SparseDecoderConfig
 from models.parts.sections import ExpertsConfig, Routing
-from stacked_remat.training.config_checks import check_positive
+from stacked_remat.training.config_checks import Positive
 
 
 @dataclass(frozen=True)
@@ -26,11 +26,7 @@ class Lfm2MoeConfig(SparseDecoderConfig, ConvolutionalConfig):
     """
 
     expert_bias: bool = True
-    gate_scale: float = 1.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_positive("model", self, "gate_scale")
+    gate_scale: Positive = 1.0
 
     @property
     def expert_options(self) -> dict[str, Any]:

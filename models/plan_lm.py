@@ -45,6 +45,8 @@ from stacked_remat.memory import (
 )
 from stacked_remat.ops import backends_taken
 from stacked_remat.training import ConfigError, parse_config, remat_policy
+from stacked_remat.training.config_checks import Count
+from stacked_remat.training.config_sections import FlagOrText
 from stacked_remat.training.progress import lasting_console
 from stacked_remat.training.remat import remat_entry
 
@@ -101,16 +103,14 @@ class PlanLmConfig(LmRunConfig):
     """
 
     target: str = "local"
-    devices: int | None = None
-    only: str | bool | None = None
+    devices: Count | None = None
+    only: FlagOrText | None = None
     find: Literal["policy", "context", "batch", "mesh", "frontier"] = "policy"
     picture: str | None = None
     json: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.devices is not None and self.devices < 1:
-            raise ValueError(f"devices must be at least 1, got {self.devices}.")
         if self.only is not None and self.policy is None:
             raise ValueError(
                 "only has no effect with remat: auto, which makes no table: leave it"

@@ -30,7 +30,7 @@ from models.parts.remat_presets import ATTENTION_NAMES
 from models.parts.sections import ExpertsConfig, LinearAttentionConfig, MtpConfig
 from models.parts.tokens import Tokens
 from models.qwen3_moe import FIELDS as QWEN3_FIELDS
-from stacked_remat.training.config_checks import check_positive
+from stacked_remat.training.config_checks import Count
 
 
 class Qwen3NextLayer(DecoderLayer):
@@ -119,11 +119,7 @@ class Qwen3NextConfig(GatedHybridConfig, SparseDecoderConfig):
         shared_dim: inner width of the expert that all tokens are routed to besides.
     """
 
-    shared_dim: int = 128
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_positive("model", self, "shared_dim")
+    shared_dim: Count = 128
 
 
 SIZES = hf.LINEAR_SIZES | {

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import datetime
 import functools
-import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -46,7 +45,9 @@ from stacked_remat.training import (
     learning_rate_schedule,
     load_tokenizer,
 )
+from stacked_remat.training.config_checks import Count, NotNegative, check_fields
 from stacked_remat.training.config_file import decode_config
+from stacked_remat.training.config_sections import Switch
 
 _BYTES = "byte"  # the tokenizer
 CHECKPOINTS = "checkpoints"
@@ -106,30 +107,24 @@ class LmRunConfig:
         default_factory=lambda: decode_config(Qwen3MoeConfig, {}, "by default")
     )
     initialize_from_hf: str | None = None
-    vocab_size: int | None = None
+    vocab_size: Count | None = None
     lora: LoraConfig | None = None
     freeze: list[str] = field(default_factory=list)
-    remat: bool | dict[str, Any] | str = True
+    remat: Switch = True
     budget: str | None = None
     host_budget: str | None = None
     data: DataConfig = field(default_factory=DataConfig)
-    z_loss: float = 0.0
+    z_loss: NotNegative = 0.0
     ghost: GhostConfig | None = None
-    distributed: bool | str | dict[str, Any] = "auto"
+    distributed: Switch = "auto"
     optimizer: OptimizerConfig = field(default_factory=AdamWConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
 
     def __post_init__(self) -> None:
-        if self.vocab_size is not None and self.vocab_size < 1:
-            raise ValueError(f"vocab_size must be at least 1, got {self.vocab_size}.")
+        check_fields("", self)
         # An alias or a preset is named with what it stands for.
         key = f"remat ({self.remat})" if isinstance(self.remat, str) else "remat"
         check_remat_names(self.model.remat_names, self.policy, key)
-        if not 0 <= self.z_loss < math.inf:
-            raise ValueError(
-                f"z_loss must not be negative or infinite, got {self.z_loss}; 0 turns"
-                " it off."
-            )
         self._check_streaming()
         self._check_quantized()
         self._check_ghost()

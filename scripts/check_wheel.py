@@ -23,7 +23,7 @@ PACKAGE = "stacked_remat"
 # Runs inside the clean environment, outside the checkout.
 PROOF = """
 import importlib.metadata, importlib.util, sys
-for extra in ("draccus", "matplotlib", "pytest"):
+for extra in ("pydantic", "matplotlib", "pytest"):
     found = importlib.util.find_spec(extra)
     assert found is None, f"{extra} is here, so this is no core install"
 

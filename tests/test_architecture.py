@@ -95,6 +95,8 @@ IMPORT_NAMES = {
     "pyyaml": "yaml",
     "orbax-checkpoint": "orbax",
 }
+# Modules whose versions a package chooses, and that its users import
+PARTS = {"pydantic": {"pydantic_core", "annotated_types"}}
 
 ARCHITECTURES = re.compile(
     r"qwen|llama|gemma|mistral|mixtral|gpt2|gpt_|olmo|deepseek|smollm|granite|cohere"
@@ -198,7 +200,8 @@ def _extra_modules(extras: Iterable[str]) -> set[str]:
         need for extra in extras for need in project["optional-dependencies"][extra]
     ]
     names = {re.split(r"[\[<>=!~; ]", need, maxsplit=1)[0].lower() for need in needed}
-    return {IMPORT_NAMES.get(name, name.replace("-", "_")) for name in names}
+    found = {IMPORT_NAMES.get(name, name.replace("-", "_")) for name in names}
+    return found.union(*(PARTS.get(name, set()) for name in found))
 
 
 def layers_import_only_what_is_below_them(source: Source) -> Iterator[str]:

@@ -24,7 +24,8 @@ from models.parts.config import DecoderConfig
 from models.parts.hybrid import HybridDecoderConfig
 from models.parts.sections import FULL, SLIDING, AttentionConfig, MtpConfig
 from stacked_remat._messages import shortened, shown
-from stacked_remat.training.config_file import decode_config, written_keys
+from stacked_remat.training.config_file import decode_config
+from stacked_remat.training.config_sections import written_keys
 from stacked_remat.training.errors import ConfigError
 
 GENERATION_CONFIG = "generation_config.json"
@@ -238,7 +239,7 @@ def register_format(known: HfFormat, *also: str) -> None:
     """Registers an architecture for `model.type` of configs, and for folders, which may
     have other names.
     """
-    DecoderConfig.register_subclass(known.model_type, known.config_class)
+    DecoderConfig.register_subclass(known.model_type)(known.config_class)
     _FORMATS.update(dict.fromkeys((known.model_type, *also), known))
 
 

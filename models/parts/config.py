@@ -6,7 +6,6 @@ from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any, ClassVar, Literal
 
-import draccus
 from haliax import Axis
 from jaxtyping import PRNGKeyArray
 
@@ -26,9 +25,8 @@ from models.parts.sections import (
     RotaryConfig,
     Routing,
 )
-from stacked_remat.training import RematPresets
-from stacked_remat.training.config_checks import check_choices, check_positive
-from stacked_remat.training.config_file import RecordsArguments
+from stacked_remat.training import ChoiceRegistry, RematPresets
+from stacked_remat.training.config_checks import Count, Positive, check_fields
 
 
 def _axis(name: str, size: str, doc: str) -> Any:
@@ -65,7 +63,7 @@ class LayerKind:
 
 
 @dataclass(frozen=True)
-class DecoderConfig(RecordsArguments, draccus.ChoiceRegistry):
+class DecoderConfig(ChoiceRegistry):
     """A decoder in which every layer has one MLP, and what decoders with experts share
     with it.
 
@@ -91,7 +89,7 @@ class DecoderConfig(RecordsArguments, draccus.ChoiceRegistry):
         rms_norm_eps: added to the mean square in every norm.
         initializer_range: standard deviation of the initial weights.
         tie_word_embeddings: whether the head reuses the embedding's weights.
-        tiles: into how many parts a layer is cut that exist one after the other, so
+        tiles: Counto how many parts a layer is cut that exist one after the other, so
             that what it computes inside takes less memory: attention by its key-value
             heads (at most as many; whole where norms are over all heads), MLPs and
             experts by positions. Each part is computed once more in the backward pass,
@@ -109,33 +107,24 @@ class DecoderConfig(RecordsArguments, draccus.ChoiceRegistry):
     has_halves: ClassVar[bool] = True  # of parallel blocks it is False
     attention_names: ClassVar[tuple[str, ...]] = ATTENTION_NAMES
 
-    hidden_dim: int = 128
-    num_layers: int = 4
-    num_heads: int = 4
-    num_kv_heads: int = 2
+    hidden_dim: Count = 128
+    num_layers: Count = 4
+    num_heads: Count = 4
+    num_kv_heads: Count = 2
     attention: AttentionConfig = field(default_factory=AttentionConfig)
-    mlp_dim: int | None = None
+    mlp_dim: Count | None = None
     rotary: RotaryConfig = field(default_factory=RotaryConfig)
-    rms_norm_eps: float = 1e-6
-    initializer_range: float = field(default=0.02, metadata=OF_RUN)
+    rms_norm_eps: Positive = 1e-6
+    initializer_range: Positive = field(default=0.02, metadata=OF_RUN)
     tie_word_embeddings: bool = False
-    tiles: int = field(default=1, metadata=OF_RUN)
+    tiles: Count = field(default=1, metadata=OF_RUN)
     compute_dtype: Literal["float32", "bfloat16"] = field(
         default="float32", metadata=OF_RUN
     )
 
     def __post_init__(self) -> None:
-        sizes = (
-            "hidden_dim",
-            "num_layers",
-            "num_heads",
-            "num_kv_heads",
-            "mlp_dim",
-            "tiles",
-        )
-        check_positive("model", self, *sizes, "rms_norm_eps", "initializer_range")
+        check_fields("model.", self)
         self._check_heads()
-        check_choices("model", self)
         types = self.attention.layer_types or ()
         if len(types) > self.num_layers:
             raise ValueError(
@@ -439,22 +428,14 @@ class GroupedDecoderConfig(SparseDecoderConfig):
             norm that `optimizer.max_grad_norm` bounds leaves them out.
     """
 
-    num_groups: int = 1
-    groups_per_token: int = 1
-    gate_scale: float = 1.0
-    shared_experts: int = 1
+    num_groups: Count = 1
+    groups_per_token: Count = 1
+    gate_scale: Positive = 1.0
+    shared_experts: Count = 1
     bias: Literal["frozen", "by_load"] = field(default="frozen", metadata=OF_RUN)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_positive(
-            "model",
-            self,
-            "num_groups",
-            "groups_per_token",
-            "gate_scale",
-            "shared_experts",
-        )
         # A group is scored by its best two experts, so it has at least two.
         members = self.experts.num_experts // self.num_groups
         if (
@@ -505,8 +486,8 @@ class LatentDecoderConfig(GroupedDecoderConfig):
     """
 
     # Each head has keys and values of its own: they are made of one narrow vector.
-    num_heads: int = 4
-    num_kv_heads: int = 4
+    num_heads: Count = 4
+    num_kv_heads: Count = 4
     experts: ExpertsConfig = field(
         # The routers of these models multiply in float32.
         default_factory=lambda: ExpertsConfig(router_dtype="float32")

@@ -18,8 +18,8 @@ from models.parts.delta_net import attend_linearly
 from models.parts.linear import Float32Part, linear
 from models.parts.stateful import StatefulMixer
 from models.parts.tokens import Tokens
-from stacked_remat.training.config_checks import check_positive
-from stacked_remat.training.config_file import RecordsArguments
+from stacked_remat.training.config_checks import Count, check_fields
+from stacked_remat.training.config_sections import RecordsArguments
 
 MAMBA_NAMES = ("query", "key", "value", "gate")
 """The names in a `Mamba2`."""
@@ -40,17 +40,16 @@ class MambaConfig(RecordsArguments):
         bias: whether projections have.
     """
 
-    num_heads: int = 4
-    num_groups: int = 1
-    head_dim: int = 64
-    state_dim: int = 64
-    conv_size: int = 4
+    num_heads: Count = 4
+    num_groups: Count = 1
+    head_dim: Count = 64
+    state_dim: Count = 64
+    conv_size: Count = 4
     conv_bias: bool = True
     bias: bool = False
 
     def __post_init__(self) -> None:
-        sizes = ("num_heads", "num_groups", "head_dim", "state_dim", "conv_size")
-        check_positive("model.mamba", self, *sizes)
+        check_fields("model.mamba.", self)
         if self.num_heads % self.num_groups:
             raise ValueError(
                 f"model.mamba.num_heads = {self.num_heads} must be a multiple of"

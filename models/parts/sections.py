@@ -1,21 +1,17 @@
 """Sections of a decoder's config: the settings of its parts."""
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
-import draccus
+from annotated_types import Ge, Gt
 from haliax import Axis
+from pydantic import BeforeValidator, WithJsonSchema
 
+from stacked_remat._messages import shown
 from stacked_remat.ops import RotaryScaling, rotary_from_hf, rotary_to_hf
-from stacked_remat.training.config_checks import (
-    check_at_least,
-    check_choices,
-    check_positive,
-)
-from stacked_remat.training.config_file import RecordsArguments
+from stacked_remat.training.config_checks import Count, NotNegative, check_fields
+from stacked_remat.training.config_sections import RecordsArguments, natural, plain
 
 OF_RUN = MappingProxyType({"of_run": True})
 """The metadata of fields that a run decides, not the folder of its weights; null takes
@@ -43,7 +39,7 @@ class AttentionConfig(RecordsArguments):
 
     head_dim: int | None = None
     bias: bool = False
-    window: int | None = None
+    window: Count | None = None
     layer_types: tuple[Literal["sliding_attention", "full_attention"], ...] | None = (
         None
     )
@@ -52,8 +48,7 @@ class AttentionConfig(RecordsArguments):
     )
 
     def __post_init__(self) -> None:
-        check_choices("model.attention", self)
-        check_positive("model.attention", self, "window")
+        check_fields("model.attention.", self)
         if self.layer_types and (SLIDING in self.layer_types) != (
             self.window is not None
         ):
@@ -61,6 +56,28 @@ class AttentionConfig(RecordsArguments):
                 "model.attention.window is of layers of the type sliding_attention."
                 " Give both, or neither."
             )
+
+
+def _scaling(raw: Any) -> Any:
+    """Reads the section of a YAML file as Hugging Face's field of the same contents."""
+    # From Python a scaling is given as such.
+    if isinstance(raw, RotaryScaling):
+        return raw
+    if not isinstance(raw, dict):
+        raise ValueError(
+            f"model.rotary.scaling needs rope_type and its fields; got {shown(raw)}."
+        )
+    given = "original_max_position_embeddings"
+    found = rotary_from_hf(natural(raw), max_position_embeddings=raw.get(given, 1))
+    if hasattr(found, given) and given not in raw:
+        raise ValueError(f"model.rotary.scaling needs {given}; got {raw!r}.")
+    return found
+
+
+Scaling: TypeAlias = Annotated[
+    RotaryScaling, BeforeValidator(_scaling), WithJsonSchema({"type": "object"})
+]
+plain.register(RotaryScaling, rotary_to_hf)
 
 
 @dataclass(frozen=True)
@@ -76,15 +93,13 @@ class RotaryConfig(RecordsArguments):
             configs.
     """
 
-    theta: float = 1_000_000.0
-    scaling: RotaryScaling | None = None
-    max_position_embeddings: int = 32_768
+    # The wavelengths are powers of it: with 1 all pairs would turn alike.
+    theta: Annotated[float, Gt(1)] = 1_000_000.0
+    scaling: Scaling | None = None
+    max_position_embeddings: Count = 32_768
 
     def __post_init__(self) -> None:
-        check_positive("model.rotary", self, "max_position_embeddings")
-        # The wavelengths are powers of it: with 1 all pairs would turn alike.
-        if self.theta <= 1:
-            raise ValueError(f"model.rotary.theta must be above 1, got {self.theta}.")
+        check_fields("model.rotary.", self)
 
 
 @dataclass(frozen=True)
@@ -99,11 +114,11 @@ class TemperatureConfig(RecordsArguments):
         scale: how much it grows; 0 for not.
     """
 
-    floor: int = 8_192
+    floor: Count = 8_192
     scale: float = 0.1
 
     def __post_init__(self) -> None:
-        check_positive("model.temperature", self, "floor")
+        check_fields("model.temperature.", self)
 
 
 @dataclass(frozen=True)
@@ -135,12 +150,12 @@ class ExpertsConfig(RecordsArguments):
             `float32`.
     """
 
-    num_experts: int = 8
-    experts_per_token: int = 2
-    intermediate_dim: int = 128
+    num_experts: Count = 8
+    experts_per_token: Count = 2
+    intermediate_dim: Count = 128
     norm_topk_prob: bool = True
-    load_balance_weight: float | None = field(default=None, metadata=OF_RUN)
-    z_loss_weight: float = field(default=0.0, metadata=OF_RUN)
+    load_balance_weight: NotNegative | None = field(default=None, metadata=OF_RUN)
+    z_loss_weight: NotNegative = field(default=0.0, metadata=OF_RUN)
     dense_layers: tuple[int, ...] = ()
     load_balance_loss: Literal["per_layer", "pooled"] = field(
         default="per_layer", metadata=OF_RUN
@@ -153,27 +168,13 @@ class ExpertsConfig(RecordsArguments):
     )
 
     def __post_init__(self) -> None:
-        check_positive(
-            "model.experts",
-            self,
-            "num_experts",
-            "experts_per_token",
-            "intermediate_dim",
-        )
+        check_fields("model.experts.", self)
         if self.experts_per_token > self.num_experts:
             most, given = self.num_experts, self.experts_per_token
             raise ValueError(
                 f"model.experts.experts_per_token = {given} is more than num_experts ="
                 f" {most}."
             )
-        for name in ("load_balance_weight", "z_loss_weight"):
-            weight = getattr(self, name)
-            if weight is not None and not 0 <= weight < math.inf:
-                raise ValueError(
-                    f"model.experts.{name} must not be negative or infinite, got"
-                    f" {weight}."
-                )
-        check_choices("model.experts", self)
 
     @property
     def load_balance_weight_used(self) -> float:
@@ -194,16 +195,15 @@ class LatentConfig(RecordsArguments):
         interleaved: whether coordinates 2i and 2i + 1 are a pair that is rotated.
     """
 
-    query_rank: int | None = 1_536
-    key_value_rank: int = 512
-    plain_dim: int = 128
-    rotary_dim: int = 64
-    value_dim: int = 128
+    query_rank: Count | None = 1_536
+    key_value_rank: Count = 512
+    plain_dim: Count = 128
+    rotary_dim: Count = 64
+    value_dim: Count = 128
     interleaved: bool = True
 
     def __post_init__(self) -> None:
-        sizes = ("query_rank", "key_value_rank", "plain_dim", "rotary_dim", "value_dim")
-        check_positive("model.latent", self, *sizes)
+        check_fields("model.latent.", self)
         if self.rotary_dim % 2:
             raise ValueError(
                 f"model.latent.rotary_dim = {self.rotary_dim} must be even: pairs are"
@@ -229,15 +229,11 @@ class MtpConfig(RecordsArguments):
             exported. The paper has 0.3, and 0.1 at the end of training.
     """
 
-    depths: int = 0
-    weight: float = field(default=0.0, metadata=OF_RUN)
+    depths: Annotated[int, Ge(0)] = 0
+    weight: NotNegative = field(default=0.0, metadata=OF_RUN)
 
     def __post_init__(self) -> None:
-        check_at_least(0, "model.mtp", self, "depths")
-        if not 0 <= self.weight < math.inf:
-            raise ValueError(
-                f"model.mtp.weight must not be negative or infinite, got {self.weight}."
-            )
+        check_fields("model.mtp.", self)
 
     @property
     def trained_depths(self) -> int:
@@ -259,15 +255,14 @@ class LinearAttentionConfig(RecordsArguments):
             included.
     """
 
-    num_key_heads: int = 2
-    num_value_heads: int = 4
-    key_dim: int = 32
-    value_dim: int = 32
-    conv_size: int = 4
+    num_key_heads: Count = 2
+    num_value_heads: Count = 4
+    key_dim: Count = 32
+    value_dim: Count = 32
+    conv_size: Count = 4
 
     def __post_init__(self) -> None:
-        sizes = ("num_key_heads", "num_value_heads", "key_dim", "value_dim")
-        check_positive("model.linear", self, *sizes, "conv_size")
+        check_fields("model.linear.", self)
         if self.num_value_heads % self.num_key_heads:
             raise ValueError(
                 f"model.linear.num_value_heads = {self.num_value_heads} must be a"
@@ -320,23 +315,3 @@ class Routing:
     groups_per_token: int = 1
     gate_scale: float = 1.0
     weighs_input: bool = False
-
-
-def _decode_scaling(raw: Any, path: Sequence[str]) -> RotaryScaling:
-    """Reads the section of a YAML file as Hugging Face's field of the same contents."""
-    # From Python a scaling is given as such.
-    if isinstance(raw, RotaryScaling):
-        return raw
-    given = "original_max_position_embeddings"
-    if not isinstance(raw, dict):
-        raise ValueError(
-            f"{'.'.join(path)} needs rope_type and its fields; got {raw!r}."
-        )
-    found = rotary_from_hf(raw, max_position_embeddings=raw.get(given, 1))
-    if hasattr(found, given) and given not in raw:
-        raise ValueError(f"{'.'.join(path)} needs {given}; got {raw!r}.")
-    return found
-
-
-draccus.decode.register(RotaryScaling, _decode_scaling)
-draccus.encode.register(RotaryScaling, lambda scaling, *_: rotary_to_hf(scaling))

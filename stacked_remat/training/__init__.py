@@ -17,8 +17,13 @@ from .checkpoint import (
     checkpoint_run as checkpoint_run,
     load_checkpoint as load_checkpoint,
 )
-from .config_file import config_as_dict as config_as_dict, parse_config as parse_config
+from .config_file import parse_config as parse_config
 from .config_reference import config_reference as config_reference
+from .config_schema import config_schema as config_schema
+from .config_sections import (
+    ChoiceRegistry as ChoiceRegistry,
+    config_as_dict as config_as_dict,
+)
 from .data.batch_stream import (
     BatchStream as BatchStream,
     HeldOutBatches as HeldOutBatches,

@@ -1,41 +1,67 @@
-"""Checks of values that several configs have in common; they raise a `ValueError` that
-names the key.
+"""What values of configs may be: limits in annotations, and checks of single values.
+
+pydantic reads the limits of what files and the command line give; `check_fields` holds
+them for configs that Python code makes.
 """
 
 import datetime
+import functools
+import math
+import operator
 import typing
-from typing import Any
+from typing import Annotated, Any, TypeAlias
 
+from annotated_types import Ge, Gt, Lt
+
+from .config_sections import union_parts
 from .errors import without_credentials
 
+Count: TypeAlias = Annotated[int, Ge(1)]
+Positive: TypeAlias = Annotated[float, Gt(0)]
+NotNegative: TypeAlias = Annotated[float, Ge(0)]
+Share: TypeAlias = Annotated[float, Ge(0), Lt(1)]
 
-def check_at_least(lowest: int, section: str, config: Any, *names: str) -> None:
-    """Refuses fields of a config below `lowest`; None is not checked."""
-    for name in names:
-        if (value := getattr(config, name)) is not None and value < lowest:
-            raise ValueError(
-                f"{section}.{name} must be at least {lowest}, got {value}."
-            )
-
-
-def check_positive(section: str, config: Any, *names: str) -> None:
-    """Refuses fields of a config that are not above 0; None is not checked."""
-    for name in names:
-        if (value := getattr(config, name)) is not None and value <= 0:
-            raise ValueError(f"{section}.{name} must be positive, got {value}.")
+# How a limit is said, and what compares its number with a value
+_LIMITS: dict[str, tuple[str, Any]] = {
+    "ge": ("at least", operator.le),
+    "gt": ("above", operator.lt),
+    "le": ("at most", operator.ge),
+    "lt": ("below", operator.gt),
+}
 
 
-def check_choices(section: str, config: Any) -> None:
-    """Refuses values that the `Literal` annotations of a dataclass do not list."""
-    for name, hint in typing.get_type_hints(type(config)).items():
-        valid = (
-            typing.get_args(hint) if typing.get_origin(hint) is typing.Literal else ()
-        )
-        if valid and getattr(config, name) not in valid:
-            raise ValueError(
-                f"{section}.{name} must be one of {', '.join(valid)}, got"
-                f" {getattr(config, name)!r}."
-            )
+def check_fields(section: str, config: Any) -> None:
+    """Refuses values that the limits and the `Literal`s in the annotations of a
+    dataclass do not allow, and numbers with limits that are not finite; None is not
+    checked.
+
+    `section` is what stands before the names of its keys, such as `trainer.`.
+    """
+    for name, said, holds in _limits(type(config)):
+        value = getattr(config, name)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{section}{name} must be finite, got {value}.")
+        if value is not None and not holds(value):
+            raise ValueError(f"{section}{name} must be {said}, got {value!r}.")
+
+
+@functools.cache
+def _limits(config_class: type) -> list[tuple[str, str, Any]]:
+    """The limits of fields: each with the field's name, in words, and as a function."""
+    found = []
+    hints = typing.get_type_hints(config_class, include_extras=True)
+    for name, hint in hints.items():
+        for part in union_parts(hint):
+            if typing.get_origin(part) is typing.Literal:
+                choices = typing.get_args(part)
+                holds = functools.partial(operator.contains, choices)
+                found.append((name, f"one of {', '.join(choices)}", holds))
+            for limit in getattr(part, "__metadata__", ()):
+                for kind, (words, compare) in _LIMITS.items():
+                    if (number := getattr(limit, kind, None)) is not None:
+                        holds = functools.partial(compare, number)
+                        found.append((name, f"{words} {number}", holds))
+    return found
 
 
 def check_date(key: str, date: str | None) -> None:

@@ -9,12 +9,11 @@ import inspect
 import json
 import re
 import textwrap
-import types
 import typing
 from collections.abc import Iterator
 from typing import Any
 
-import draccus
+from .config_sections import default_of, is_registry, plain, union_parts
 
 _WIDTH = 79
 _HEADING = re.compile(r"#+ `([\w.]+)`")
@@ -34,10 +33,10 @@ def config_reference(config_class: Any) -> str:
 
     Args:
         config_class: a dataclass of values, dataclasses and registries
-            (`draccus.ChoiceRegistry`), of which every known type is described.
+            (`ChoiceRegistry`), of which every known type is described.
     """
     usage = f"{_USAGE}."
-    blocks = [*_description(config_class), _wrapped(usage), *_rows(config_class, "")]
+    blocks = [*description(config_class), _wrapped(usage), *_rows(config_class, "")]
     return "\n\n".join(blocks) + "\n"
 
 
@@ -47,9 +46,9 @@ def config_summary(config_class: Any) -> str:
     """
     usage = (
         f"{_USAGE}; `--help KEY` says more of a key or section, and `--help all` of all"
-        " of them."
+        " of them; `--schema` prints a JSON schema for editors."
     )
-    hints, meanings = typing.get_type_hints(config_class), _meanings(config_class)
+    hints, meanings = typing.get_type_hints(config_class), field_meanings(config_class)
     values, sections = [], []
     for field in dataclasses.fields(config_class):
         hint = hints[field.name]
@@ -60,7 +59,7 @@ def config_summary(config_class: Any) -> str:
             values.append(_wrapped(text))
         else:
             sections.append(_wrapped(f"{text}: {', '.join(_names_in(section))}"))
-    blocks = [*_description(config_class), _wrapped(usage)]
+    blocks = [*description(config_class), _wrapped(usage)]
     return "\n\n".join([*blocks, "\n".join(values), "\n".join(sections)]) + "\n"
 
 
@@ -109,7 +108,7 @@ def _rows(config_class: Any, prefix: str, instance: Any = None) -> Iterator[str]
 
     Keys are below `prefix`; an instance has the default values in place of the class.
     """
-    hints, meanings = typing.get_type_hints(config_class), _meanings(config_class)
+    hints, meanings = typing.get_type_hints(config_class), field_meanings(config_class)
     sections = []
     for field in dataclasses.fields(config_class):
         hint, dotted, meaning = (
@@ -117,18 +116,13 @@ def _rows(config_class: Any, prefix: str, instance: Any = None) -> Iterator[str]
             f"{prefix}{field.name}",
             meanings.get(field.name, ""),
         )
-        default = (
-            field.default
-            if field.default_factory is dataclasses.MISSING
-            else field.default_factory()
-        )
-        value = default if instance is None else getattr(instance, field.name)
+        value = default_of(field) if instance is None else getattr(instance, field.name)
         if (named := named_section_class(hint)) is not None:
             sections.append(_section(named, f"{dotted}.NAME", meaning, {}))
         elif (section := section_class(hint)) is not None:
             sections.append(_section(section, dotted, meaning, value))
         else:
-            encoded = None if value is dataclasses.MISSING else draccus.encode(value)
+            encoded = None if value is dataclasses.MISSING else plain(value)
             written = encoded if isinstance(encoded, str) else json.dumps(encoded)
             given = (
                 "required" if value is dataclasses.MISSING else f"default `{written}`"
@@ -150,7 +144,7 @@ def _section(section: Any, dotted: str, meaning: str, default: Any) -> str:
     if is_registry(section):
         body = [_wrapped(meaning), *unset, *_types(section, dotted, instance)]
     else:
-        text = _description(section) or [_wrapped(meaning)]
+        text = description(section) or [_wrapped(meaning)]
         body = [*text, *unset, *_rows(section, f"{dotted}.", instance)]
     return "\n\n".join([heading, *filter(None, body)])
 
@@ -169,7 +163,7 @@ def _types(registry: Any, dotted: str, instance: Any) -> Iterator[str]:
     owners: dict[str, list[str]] = {}
     for name, choice in choices.items():
         own = instance if type(instance) is choice else None
-        for row in [*_description(choice), *_rows(choice, f"{dotted}.", own)]:
+        for row in [*description(choice), *_rows(choice, f"{dotted}.", own)]:
             owners.setdefault(row, []).append(name)
     groups = dict.fromkeys(map(tuple, owners.values()))
     for names in sorted(groups, key=lambda names: -len(names)):
@@ -187,7 +181,7 @@ def _wrapped(text: str) -> str:
     return textwrap.fill(text, _WIDTH, subsequent_indent=indent, **options)
 
 
-def _description(config_class: Any) -> list[str]:
+def description(config_class: Any) -> list[str]:
     """The paragraphs that a docstring has before its attributes; indented ones are
     examples, and kept.
     """
@@ -205,7 +199,7 @@ def _description(config_class: Any) -> list[str]:
     ]
 
 
-def _meanings(config_class: type) -> dict[str, str]:
+def field_meanings(config_class: type) -> dict[str, str]:
     """What the `Attributes:` of a class and of its bases say about each field."""
     found: dict[str, str] = {}
     # Bases first, so that a class may say more of a field that it inherits.
@@ -220,19 +214,6 @@ def _meanings(config_class: type) -> dict[str, str]:
             if colon:
                 found[name] = " ".join(meaning.split())
     return found
-
-
-def is_registry(hint: Any) -> bool:
-    """Whether this is the root of a family of dataclasses of which `type:` chooses
-    one.
-    """
-    return isinstance(hint, type) and draccus.ChoiceRegistry in hint.__bases__
-
-
-def union_parts(hint: Any) -> tuple[Any, ...]:
-    """The members of a union; the annotation itself if it is not a union."""
-    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
-    return typing.get_args(hint) if is_union else (hint,)
 
 
 def section_class(hint: Any) -> Any:

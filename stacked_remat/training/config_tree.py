@@ -61,13 +61,18 @@ def read_config_file(location: str) -> dict[str, Any]:
     return tree
 
 
-class _Alone:
+BOOLS = yaml.SafeLoader.bool_values  # of `yes`, `true`, `on` and their opposites
+
+
+class Alone(str):
+    """The value of a key that stands alone on the command line: true, for a boolean
+    one.
+    """
+
+    __slots__ = ()
+
     def __repr__(self) -> str:
         return "nothing"
-
-
-ALONE = _Alone()
-"""The value of a key that stands alone on the command line."""
 
 
 def set_key(tree: dict[str, Any], dotted: str, text: str | None) -> None:
@@ -86,7 +91,7 @@ def set_key(tree: dict[str, Any], dotted: str, text: str | None) -> None:
         # Others may refer to the one of the file, by an alias
         tree[name] = tree = dict(below or {})
     try:
-        tree[last] = ALONE if text is None else from_yaml(text)
+        tree[last] = Alone(True) if text is None else from_yaml(text)
     except ConfigError:
         raise
     except Exception as error:  # PyYAML raises a KeyError for `!!bool abc`

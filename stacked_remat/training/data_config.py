@@ -3,9 +3,10 @@ batches.
 """
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
-from .config_checks import check_at_least, check_date, check_folder
+from .config_checks import Count, Share, check_date, check_fields, check_folder
+from .config_sections import Natural
 
 RESERVED_VARIABLES = ("messages", "add_generation_prompt")
 """Variables of chat templates that no `chat_template_kwargs` may have."""
@@ -52,7 +53,7 @@ class SourceConfig:
     messages_key: str = "messages"
     weight_key: str | None = None
     train_on: Literal["all", "answers"] = "all"
-    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    chat_template_kwargs: dict[str, Natural] = field(default_factory=dict)
     weight: float = 1.0
 
     def __post_init__(self) -> None:
@@ -112,28 +113,21 @@ class DataConfig:
     tokenizer: str | None = None
     chat_date: str | None = None
     cache_dir: str = "runs/token-cache"
-    tokenizing_processes: int | None = None
-    held_out_fraction: float = 0.05
-    seq_len: int = 256
-    batch_size: int = 16
+    tokenizing_processes: Count | None = None
+    held_out_fraction: Share = 0.05
+    seq_len: Count = 256
+    batch_size: Count = 16
     packing: Literal["split", "whole"] = "split"
     separate_documents: bool = True
     on_malformed: Literal["error", "skip"] = "error"
 
     def __post_init__(self) -> None:
-        if not 0 <= self.held_out_fraction < 1:
-            raise ValueError(
-                "data.held_out_fraction must be at least 0 and below 1, got"
-                f" {self.held_out_fraction}; 0.05 holds out about one document in"
-                " twenty, and 0 none."
-            )
+        check_fields("data.", self)
         for name in self.sources:
             if not name.strip(" .") or not name.isprintable() or len(name) > 100:
                 raise ValueError(
                     f"data.sources has the name {name!r}; write 1 to 100 printable"
                     " letters."
                 )
-        counts = ("seq_len", "batch_size", "tokenizing_processes")
-        check_at_least(1, "data", self, *counts)
         check_folder("data.cache_dir", self.cache_dir)
         check_date("data.chat_date", self.chat_date)

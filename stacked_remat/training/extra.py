@@ -8,7 +8,7 @@ from typing import Any
 from .errors import DataError
 
 # By the names of their modules, in the order of pyproject.toml.
-PACKAGES = ("optax", "draccus", "rich", "yaml", "orbax", "grain", "fsspec")
+PACKAGES = ("optax", "pydantic", "rich", "yaml", "orbax", "grain", "fsspec")
 
 
 def check_installed(packages: tuple[str, ...] = PACKAGES) -> None:

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from .config_checks import check_at_least
+from .config_checks import Count, check_fields
 
 
 @dataclass(frozen=True)
@@ -22,10 +22,10 @@ class GhostValidationConfig:
     """
 
     sources: dict[str, float] = field(default_factory=dict)
-    batches: int = 1
+    batches: Count = 1
 
     def __post_init__(self) -> None:
-        check_at_least(1, "ghost.validation", self, "batches")
+        check_fields("ghost.validation.", self)
         for name, weight in self.sources.items():
             if not (weight > 0 and math.isfinite(weight)):
                 raise ValueError(
@@ -62,9 +62,9 @@ class GhostConfig:
 
     method: Literal["grad_dot"] = "grad_dot"
     token_mean: Literal["batch", "example"] = "batch"
-    every: int = 10
+    every: Count = 10
     norms: bool = False
     validation: GhostValidationConfig = field(default_factory=GhostValidationConfig)
 
     def __post_init__(self) -> None:
-        check_at_least(1, "ghost", self, "every")
+        check_fields("ghost.", self)

@@ -1,23 +1,18 @@
 """Configs of optimizers and learning-rate schedules, chosen by `type:`."""
 
 import abc
-import dataclasses
 import math
 from dataclasses import dataclass, field
 from fractions import Fraction
+from typing import Annotated
 
-import draccus
+from annotated_types import Ge, Le
 
-from .config_checks import check_at_least, check_positive
-
-_DECAYS = ("momentum", "beta1", "beta2")
-_POSITIVE = (
-    *("learning_rate", "max_grad_norm", "epsilon"),
-    *("decay_rate", "clipping_threshold", "min_factored_dim", "update_rms"),
-)
+from .config_checks import Count, NotNegative, Positive, Share, check_fields
+from .config_sections import ChoiceRegistry
 
 
-class ScheduleConfig(draccus.ChoiceRegistry, abc.ABC):
+class ScheduleConfig(ChoiceRegistry, abc.ABC):
     """The learning rate after the warm-up: `schedule: {type: NAME, ...}`, cosine by
     default.
     """
@@ -43,14 +38,10 @@ class _Decay(ScheduleConfig):
             share of the highest.
     """
 
-    min_lr_ratio: float = 0.0
+    min_lr_ratio: Annotated[float, Ge(0), Le(1)] = 0.0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.min_lr_ratio <= 1:
-            raise ValueError(
-                "optimizer.schedule.min_lr_ratio must lie in [0, 1], got"
-                f" {self.min_lr_ratio}."
-            )
+        check_fields("optimizer.schedule.", self)
 
 
 @ScheduleConfig.register_subclass("cosine")
@@ -58,7 +49,7 @@ class _Decay(ScheduleConfig):
 class CosineSchedule(_Decay):
     """Half a cosine down to the end of the run (Loshchilov & Hutter 2017)."""
 
-    min_lr_ratio: float = 0.1
+    min_lr_ratio: Annotated[float, Ge(0), Le(1)] = 0.1
 
 
 @ScheduleConfig.register_subclass("linear")
@@ -97,7 +88,7 @@ class WarmupStableDecaySchedule(_Decay):
 
 
 @dataclass(frozen=True)
-class OptimizerConfig(draccus.ChoiceRegistry, abc.ABC):
+class OptimizerConfig(ChoiceRegistry, abc.ABC):
     """Base of all optimizers: `optimizer: {type: NAME, ...}`, AdamW by default.
 
     Weight decay is decoupled from the gradient for every optimizer: `learning_rate *
@@ -118,13 +109,13 @@ class OptimizerConfig(draccus.ChoiceRegistry, abc.ABC):
             turns this off.
     """
 
-    learning_rate: float = 1e-3
+    learning_rate: Positive = 1e-3
     # A dict has no hash, and two configs that are equal have equal ones.
     learning_rates: dict[str, float] = field(default_factory=dict, hash=False)
-    warmup: float = 0.01
+    warmup: NotNegative = 0.01
     schedule: ScheduleConfig = field(default_factory=CosineSchedule)
-    weight_decay: float = 0.1
-    max_grad_norm: float | None = 1.0
+    weight_decay: NotNegative = 0.1
+    max_grad_norm: Positive | None = 1.0
 
     @classmethod
     def default_choice_name(cls) -> str:
@@ -133,12 +124,7 @@ class OptimizerConfig(draccus.ChoiceRegistry, abc.ABC):
 
     def __post_init__(self) -> None:
         """Refuses values out of range, of subclasses too."""
-        own = [field.name for field in dataclasses.fields(self)]
-        check_at_least(0, "optimizer", self, "warmup", "weight_decay")
-        check_positive("optimizer", self, *(name for name in own if name in _POSITIVE))
-        for name in (name for name in own if name in _DECAYS):
-            if not 0 <= (value := getattr(self, name)) < 1:
-                raise ValueError(f"optimizer.{name} must lie in [0, 1), got {value}.")
+        check_fields("optimizer.", self)
         for pattern, factor in self.learning_rates.items():
             if not 0 < factor < math.inf:
                 raise ValueError(
@@ -181,9 +167,9 @@ class AdamWConfig(OptimizerConfig):
         epsilon: added to the root of the mean of squared gradients.
     """
 
-    beta1: float = 0.9
-    beta2: float = 0.95
-    epsilon: float = 1e-8
+    beta1: Share = 0.9
+    beta2: Share = 0.95
+    epsilon: Positive = 1e-8
 
 
 @OptimizerConfig.register_subclass("lion")
@@ -200,8 +186,8 @@ class LionConfig(OptimizerConfig):
         beta2: decay of the mean of gradients.
     """
 
-    beta1: float = 0.9
-    beta2: float = 0.99
+    beta1: Share = 0.9
+    beta2: Share = 0.99
 
 
 @OptimizerConfig.register_subclass("adafactor")
@@ -225,10 +211,10 @@ class AdafactorConfig(OptimizerConfig):
             factored.
     """
 
-    decay_rate: float = 0.8
-    clipping_threshold: float | None = 1.0
+    decay_rate: Positive = 0.8
+    clipping_threshold: Positive | None = 1.0
     scale_by_parameter: bool = True
-    min_factored_dim: int = 128
+    min_factored_dim: Count = 128
 
 
 @OptimizerConfig.register_subclass("muon")
@@ -249,11 +235,11 @@ class MuonConfig(OptimizerConfig):
         epsilon: of AdamW and of the orthogonalisation.
     """
 
-    momentum: float = 0.95
-    update_rms: float = 0.2
-    beta1: float = 0.9
-    beta2: float = 0.95
-    epsilon: float = 1e-8
+    momentum: Share = 0.95
+    update_rms: Positive = 0.2
+    beta1: Share = 0.9
+    beta2: Share = 0.95
+    epsilon: Positive = 1e-8
 
 
 @OptimizerConfig.register_subclass("sgd")
@@ -267,7 +253,7 @@ class SgdConfig(OptimizerConfig):
         nesterov: whether to use Nesterov's momentum.
     """
 
-    momentum: float = 0.9
+    momentum: Share = 0.9
     nesterov: bool = False
 
     def __post_init__(self) -> None:

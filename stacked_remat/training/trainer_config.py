@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-from .config_checks import check_at_least, check_folder, check_positive
+from .config_checks import Count, Positive, check_fields, check_folder
 
 FloatName: TypeAlias = Literal["float32", "bfloat16"]
 
@@ -24,15 +24,13 @@ class UpdateConfig:
             gradient exists, so that no gradient of the whole model takes memory.
     """
 
-    microbatches: int = 1
+    microbatches: Count = 1
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    max_consecutive_skips: int = 10
+    max_consecutive_skips: Count = 10
     fused: bool = False
 
     def __post_init__(self) -> None:
-        check_at_least(
-            1, "trainer.update", self, "microbatches", "max_consecutive_skips"
-        )
+        check_fields("trainer.update.", self)
         if self.fused and (self.microbatches > 1 or self.on_nonfinite == "skip"):
             raise ValueError(
                 "trainer.update.fused changes weights before all gradients are known:"
@@ -136,27 +134,20 @@ class CheckpointConfig:
             results.
     """
 
-    every_steps: int | None = None
-    every_minutes: float | None = 10.0
-    keep_last: int = 2
-    keep_every_steps: int | None = None
+    every_steps: Count | None = None
+    every_minutes: Positive | None = 10.0
+    keep_last: Count = 2
+    keep_every_steps: Count | None = None
     keep_best: bool = False
     local_dir: str | None = None
-    local_every_steps: int = 1
+    local_every_steps: Count = 1
     overwrite: bool = False
     accept_changes: bool = False
 
     def __post_init__(self) -> None:
-        check_at_least(1, "trainer.checkpoint", self, "keep_last", "local_every_steps")
+        check_fields("trainer.checkpoint.", self)
         if self.local_dir is not None:
             check_folder("trainer.checkpoint.local_dir", self.local_dir)
-        check_positive(
-            "trainer.checkpoint",
-            self,
-            "every_steps",
-            "every_minutes",
-            "keep_every_steps",
-        )
 
 
 @dataclass(frozen=True)
@@ -171,13 +162,12 @@ class ProfilerConfig:
             where it is not known.
     """
 
-    start_step: int | None = None
-    num_steps: int = 3
-    peak_flops: float | None = None
+    start_step: Count | None = None
+    num_steps: Count = 3
+    peak_flops: Positive | None = None
 
     def __post_init__(self) -> None:
-        check_at_least(1, "trainer.profiler", self, "num_steps", "start_step")
-        check_positive("trainer.profiler", self, "peak_flops")
+        check_fields("trainer.profiler.", self)
 
 
 @dataclass(frozen=True)
@@ -239,12 +229,12 @@ class TrainerConfig:
         trackers: where metrics are logged besides the metrics file.
     """
 
-    num_steps: int = 100
+    num_steps: Count = 100
     seed: int = 0
-    log_every: int = 10
-    eval_every: int | None = None
-    eval_batches: int = 8
-    patience: int | None = None
+    log_every: Count = 10
+    eval_every: Count | None = None
+    eval_batches: Count = 8
+    patience: Count | None = None
     run_dir: str | None = None
     mesh: MeshConfig = field(default_factory=MeshConfig)
     update: UpdateConfig = field(default_factory=UpdateConfig)
@@ -255,8 +245,7 @@ class TrainerConfig:
     trackers: TrackersConfig = field(default_factory=TrackersConfig)
 
     def __post_init__(self) -> None:
-        counts = ("num_steps", "log_every", "eval_every", "eval_batches", "patience")
-        check_at_least(1, "trainer", self, *counts)
+        check_fields("trainer.", self)
         if self.by_held_out_loss and self.eval_every is None:
             raise ValueError(
                 f"{self.by_held_out_loss} goes by the loss on held-out text: give"

@@ -52,9 +52,7 @@ def other(monkeypatch):
         "mlp": "ffn",
     }
     monkeypatch.setattr(formats, "_FORMATS", dict(formats._FORMATS))
-    monkeypatch.setattr(
-        DecoderConfig, "_choice_registry", dict(DecoderConfig._choice_registry)
-    )
+    monkeypatch.setattr(DecoderConfig, "_choices", dict(DecoderConfig._choices))
     formats.register_format(HfFormat("other", OtherConfig, FIELDS, {**names}))
     attention = AttentionConfig(head_dim=4)
     return OtherConfig(

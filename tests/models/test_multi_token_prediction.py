@@ -288,7 +288,7 @@ def test_copies_of_embedding_and_head_are_written_and_compared(folder):
         ((1, 0.0), "model.mtp.depths = 1 has no effect where model.mtp.weight is 0"),
         ((0, 0.3), "model.mtp.weight = 0.3 has no effect where model.mtp.depths is 0"),
         ((-1, 0.3), "model.mtp.depths must be at least 0, got -1"),
-        ((1, -0.3), "model.mtp.weight must not be negative or infinite, got -0.3"),
+        ((1, -0.3), "model.mtp.weight must be at least 0, got -0.3"),
     ],
 )
 def test_numbers_without_effect_are_refused(mtp, message):

@@ -34,6 +34,7 @@ from stacked_remat.training import (
     Partitioning,
     TrainerConfig,
     UpdateConfig,
+    parse_config,
     remat_policy,
 )
 
@@ -338,6 +339,12 @@ def test_tiles_and_weights_on_the_host_are_compared_whatever_the_config_keeps(
     assert [on_host for _, on_host in compiled] == [False, False, True]
 
 
+def test_the_row_of_true_is_named_by_a_bool_or_alone():
+    for given in (["--only"], ["--only", "true"], ["--only=yes"]):
+        assert parse_config(PlanLmConfig, given).only is True
+    assert parse_config(PlanLmConfig, ["--only", "1|n.*"]).only == "1|n.*"
+
+
 def test_the_frontier_is_a_table_json_and_a_picture(monkeypatch, reports, tmp_path):
     trials = tuple(Trial(name, reports[str(name)]) for name in ("nested", True, False))
     curve = Frontier(trials, Comparison(trials))
@@ -380,7 +387,7 @@ def test_the_frontier_is_a_table_json_and_a_picture(monkeypatch, reports, tmp_pa
         ),
         (
             ["--find", "layers"],
-            "`find` on the command line must be policy|context|batch|mesh",
+            "`find` on the command line must be 'policy', 'context', 'batch'",
         ),
     ],
 )

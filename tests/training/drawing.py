@@ -1,12 +1,13 @@
 """A config with each kind of value, section and docstring."""
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
-import draccus
+from stacked_remat.training import ChoiceRegistry
+from stacked_remat.training.config_sections import Switch
 
 
-class Shape(draccus.ChoiceRegistry):
+class Shape(ChoiceRegistry):
     pass
 
 
@@ -48,7 +49,7 @@ class Square(Shape):
 
 
 @dataclass(frozen=True)
-class Pen(draccus.ChoiceRegistry):
+class Pen(ChoiceRegistry):
     """What is drawn with.
 
     Attributes:
@@ -117,7 +118,7 @@ class Drawing:
 
     shape: Shape = field(default_factory=Circle)
     title: str | None = None
-    remat: bool | dict[str, Any] | str = True
+    remat: Switch = True
     paint: Paint | None = None
     pen: Pen = field(default_factory=Quill)
     frames: dict[str, Frame] = field(default_factory=dict)

@@ -58,7 +58,7 @@ from stacked_remat import training as t
         (
             t.DataConfig,
             {"held_out_fraction": 1.0},
-            r"held_out_fraction must be at least 0 and below 1, got 1.0",
+            r"data.held_out_fraction must be below 1, got 1.0",
         ),
         (
             t.DataConfig,
@@ -74,7 +74,7 @@ from stacked_remat import training as t
         (
             t.AdamWConfig,
             {"learning_rate": 0.0},
-            r"optimizer.learning_rate must be positive",
+            r"optimizer.learning_rate must be above 0",
         ),
         (
             t.SgdConfig,
@@ -89,7 +89,7 @@ from stacked_remat import training as t
         (
             t.AdamWConfig,
             {"beta2": 1.0},
-            r"optimizer.beta2 must lie in \[0, 1\), got 1.0",
+            r"optimizer.beta2 must be below 1, got 1.0",
         ),
         (
             t.SgdConfig,
@@ -99,7 +99,7 @@ from stacked_remat import training as t
         (
             t.CosineSchedule,
             {"min_lr_ratio": 2.0},
-            r"schedule.min_lr_ratio must lie in \[0, 1\]",
+            r"schedule.min_lr_ratio must be at most 1",
         ),
         (
             t.WarmupStableDecaySchedule,

@@ -1,0 +1,172 @@
+"""What pydantic refuses in a config, in words that name the key, where it was written,
+and the fix.
+"""
+
+import contextlib
+import dataclasses
+import re
+import typing
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic_core import ErrorDetails
+
+from .._messages import did_you_mean, shown
+from .config_reference import config_keys, section_class
+from .config_sections import NO_TYPE, chosen_class, is_registry
+from .config_tree import Alone, leaves
+from .errors import ConfigError
+
+CONFIG_PATH, COMMAND_LINE = "config_path", "on the command line"
+
+_UNKNOWN = "unexpected_keyword_argument"  # pydantic's type of an unknown key
+# What a value has to be, by the beginning of pydantic's type of an error
+_EXPECTED = {
+    "int_": "a whole number in decimal digits",
+    "float_": "a number",
+    "finite_number": "a finite number",
+    "string_": "text",
+    "bool_": "true or false",
+    "tuple_type": "a list",
+    "list_type": "a list",
+    "dict_type": "a mapping of keys to values",
+    "greater_than_equal": "at least {ge:g}",
+    "greater_than": "above {gt:g}",
+    "less_than_equal": "at most {le:g}",
+    "less_than": "below {lt:g}",
+}
+
+
+def without_value(key: str) -> ConfigError:
+    """The error for a key that stands alone and may not."""
+    return ConfigError(
+        f"`--{key}` on the command line has no value: write `--{key} VALUE`."
+    )
+
+
+class Mistakes:
+    """The texts of errors of a config of some class, which was read from a tree.
+
+    `place` says where values were written, but for those `given` on the command line,
+    by dotted key.
+    """
+
+    def __init__(self, config_class: Any, tree: Any, place: str, given: Sequence[str]):
+        self._config_class, self._tree = config_class, tree
+        self._place, self._given = place, given
+
+    def text(self, errors: Sequence[ErrorDetails]) -> str:
+        """What is wrong, a line for each key."""
+        by_key: dict[tuple[Any, ...], list[ErrorDetails]] = {}
+        # A key that is missing may be one that is spelled wrong, which is said first.
+        for error in sorted(errors, key=lambda error: error["type"] != _UNKNOWN):
+            by_key.setdefault(self._path(error["loc"]), []).append(error)
+        return "\n".join(self._line(path, own) for path, own in by_key.items())
+
+    def _path(self, loc: Sequence[int | str]) -> tuple[Any, ...]:
+        """The keys of a location, which names members of unions too."""
+        node: Any = self._tree
+        path = []
+        for part in loc:
+            with contextlib.suppress(KeyError, TypeError):
+                node = node[part]
+                path.append(part)
+        return tuple(path)
+
+    def _line(self, path: tuple[Any, ...], errors: Sequence[ErrorDetails]) -> str:
+        """What is wrong with one key; of a union each member has an error."""
+        first, at = errors[0], ".".join(map(str, path))
+        kind, value = first["type"], first["input"]
+        if kind == _UNKNOWN:
+            return f"Unknown key {self._named(at)}.{self._meant(*path)}"
+        if kind == "missing":
+            return f"{self._named(at)} lacks the key `{first['loc'][-1]}`."
+        if kind == NO_TYPE:
+            named = self._named(f"{at}.type" if "type" in value else at)
+            return f"{named} {first['msg']}"
+        if kind == "value_error":
+            return self._refused(at, first["msg"].removeprefix("Value error, "))
+        if isinstance(value, Alone):
+            return str(without_value(at))
+        got = "nothing (null)" if value is None else shown(value)
+        if kind == "dataclass_type":
+            names = ", ".join(_keys(self._section(path)[1])[:4])
+            return (
+                f"{self._named(at)} is a section of keys, got {got}. Write its keys"
+                f" there ({names}, ...), or leave `{at}` out."
+            )
+        expected = " or ".join(dict.fromkeys(map(_expected, errors)))
+        return f"{self._named(at)} must be {expected}, got {got}.{_fix(first)}"
+
+    def _named(self, at: str) -> str:
+        """A key and where it was written."""
+        return f"`{at}` {self._where(at)}" if at else "The config"
+
+    def _where(self, at: str) -> str:
+        given = any(
+            f"{key}.".startswith(f"{at}.") or at.startswith(f"{key}.")
+            for key in self._given
+        )
+        return COMMAND_LINE if given else self._place
+
+    def _refused(self, at: str, message: str) -> str:
+        """The error of a check of a dataclass, which knows no file."""
+        keys = [".".join(path) for path, _ in leaves(self._tree)]
+        own = [key for key in keys if not at or f"{key}.".startswith(f"{at}.")]
+        places = " and ".join(dict.fromkeys(map(self._where, own or [at])))
+        name = at.rpartition(".")[2]
+        of = "" if re.search(rf"\b{name}\b", message) else f" (of `{at}`)"
+        return f"Bad config {places}{of}: {message}"
+
+    def _meant(self, *path: Any) -> str:
+        """What an unknown key may have been meant to be."""
+        *section, key = path
+        root, found = self._section(section)
+        choices = root.get_known_choices() if is_registry(root) else {}
+        owners = [
+            f"`type: {name}`" for name, one in choices.items() if key in _keys(one)
+        ]
+        keys = dict.fromkeys(config_keys(self._config_class))
+        same = [other for other in keys if other.rpartition(".")[2] == key]
+        valid = _keys(found)
+        if owners:
+            meant = f" It is one of {', '.join(owners)}."
+        elif same:
+            meant = f" Did you mean `{'` or `'.join(same[:3])}`?"
+        else:
+            meant = did_you_mean(key, [*valid, CONFIG_PATH])
+        return f"{meant} Valid: {', '.join(valid) or 'none'}."
+
+    def _section(self, path: Sequence[Any]) -> tuple[Any, Any]:
+        """The class that is annotated for the section at a key, and the one of its
+        family that is written there; None for none.
+        """
+        hint, node = self._config_class, self._tree
+        for key in path:
+            found = chosen_class(section_class(hint), node)
+            named = typing.get_args(hint)[-1:]
+            hint = named[0] if found is None else typing.get_type_hints(found)[key]
+            node = node[key]
+        section = section_class(hint)
+        return section, chosen_class(section, node)
+
+
+def _keys(section: Any) -> list[str]:
+    if section is None:
+        return ["type"]
+    return [field.name for field in dataclasses.fields(section)]
+
+
+def _expected(error: ErrorDetails) -> str:
+    for kind, expected in _EXPECTED.items():
+        if error["type"].startswith(kind):
+            return expected.format(**error.get("ctx", {}))
+    return error["msg"].removeprefix("Input should be ")
+
+
+def _fix(error: ErrorDetails) -> str:
+    value = error["input"]
+    if _expected(error) == "a list" and isinstance(value, str):
+        return f" Write [{value}]."
+    valid = re.findall("'(.*?)'", error.get("ctx", {}).get("expected", ""))
+    return did_you_mean(str(value), valid)

@@ -25,6 +25,9 @@ from models.parts.tokens import Tokens, has_positions
 from stacked_remat.ops import linear_attention, linear_attention_step
 from stacked_remat.training import POSITION_AXIS
 
+DELTA_NAMES = ("query", "key", "value", "decay", "gate")
+"""The names in a `GatedDeltaNet`."""
+
 
 class Decay(Float32Part):
     """By how much a token scales the state before it, `exp(-exp(a_log) * softplus(x +

@@ -22,7 +22,7 @@ class HybridDecoderConfig(DecoderConfig):
             list repeats.
     """
 
-    linear_names: ClassVar[tuple[str, ...]] = ("query", "key", "value", "gate")
+    linear_names: ClassVar[tuple[str, ...]]
 
     layer_types: tuple[Literal["linear_attention", "full_attention"], ...] = (
         LINEAR,

@@ -59,6 +59,7 @@ class HybridDecoderConfig(DecoderConfig):
 
     def kind_of(self, number: int) -> LayerKind:
         """The kind of a layer."""
+        # Whether a layer has experts is the base's to say.
         kind = super().kind_of(number)
         return replace(kind, linear=self.types_of_layers[number] == LINEAR)
 

@@ -48,6 +48,7 @@ class GptOssLayer(DecoderLayer):
         self, x: NamedArray, tokens: Tokens, cache: LayerCache | None = None
     ) -> LayerOutput:
         """Adds attention, then the experts, each of normalised input."""
+        # GptOssDecoderLayer of transformers
         attended, cache = self.attention(self.input_norm(x), tokens, cache)
         x = residual(x + attended)
         # GptOssTopKRouter takes the softmax of the chosen logits. That of all logits,

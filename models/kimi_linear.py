@@ -9,20 +9,15 @@ from typing import Any
 
 import haliax.nn as hnn
 import jax
-from haliax import NamedArray
 from jaxtyping import PRNGKeyArray
 
 from models.hf_io import config_fields as hf
 from models.hf_io.formats import HfFormat, register_format
-from models.parts.cache import LayerCache
 from models.parts.config import LatentDecoderConfig, LayerKind
-from models.parts.decoder import DecoderLayer, LayerOutput, residual
-from models.parts.delta_net import GatedDeltaNet
+from models.parts.delta_net import DELTA_NAMES, GatedDeltaNet
 from models.parts.experts import init_feed_forward
 from models.parts.hybrid import HybridDecoderConfig
 from models.parts.latent_attention import LatentAttention
-from models.parts.mlp import FeedForward
-from models.parts.norms import Norm
 from models.parts.sections import (
     FULL,
     LINEAR,
@@ -30,28 +25,8 @@ from models.parts.sections import (
     LinearAttentionConfig,
     RotaryConfig,
 )
-from models.parts.tokens import Tokens
+from models.qwen3_next import Qwen3NextLayer
 from stacked_remat._messages import shown
-
-
-class KimiLinearLayer(DecoderLayer):
-    """A layer of Kimi Linear, with either attention, and an MLP or experts."""
-
-    input_norm: Norm
-    attention: LatentAttention | None
-    linear_attention: GatedDeltaNet | None
-    post_attention_norm: Norm
-    mlp: FeedForward
-
-    def forward(
-        self, x: NamedArray, tokens: Tokens, cache: LayerCache | None = None
-    ) -> LayerOutput:
-        """Adds the mixer, then the MLP or experts, each of normalised input."""
-        # KimiLinearDecoderLayer of transformers
-        attended, cache = self.mixer(self.input_norm(x), tokens, cache)
-        x = residual(x + attended)
-        mixed, statistics = self.mlp(x, tokens, norm=self.post_attention_norm)
-        return x + mixed, cache, statistics
 
 
 @dataclass(frozen=True)
@@ -62,7 +37,7 @@ class KimiLinearConfig(LatentDecoderConfig, HybridDecoderConfig):
         linear: sizes of layers with Kimi Delta Attention.
     """
 
-    linear_names = ("query", "key", "value", "decay", "gate")
+    linear_names = DELTA_NAMES
 
     linear: LinearAttentionConfig = field(
         default_factory=lambda: LinearAttentionConfig(num_key_heads=4)
@@ -86,8 +61,9 @@ class KimiLinearConfig(LatentDecoderConfig, HybridDecoderConfig):
                 " rotates nothing."
             )
 
-    def init_layer(self, kind: LayerKind, *, key: PRNGKeyArray) -> KimiLinearLayer:
+    def init_layer(self, kind: LayerKind, *, key: PRNGKeyArray) -> Qwen3NextLayer:
         """Makes a layer from `key`."""
+        # KimiLinearDecoderLayer of transformers is wired as Qwen3-Next's.
         mixer_key, mlp_key = jax.random.split(key)
         attention = linear_attention = None
         if kind.linear:
@@ -109,7 +85,7 @@ class KimiLinearConfig(LatentDecoderConfig, HybridDecoderConfig):
         mlp = init_feed_forward(
             self, kind, routing=self.routing, shared_dim=self.shared_dim, key=mlp_key
         )
-        return KimiLinearLayer(
+        return Qwen3NextLayer(
             input_norm=self.init_norm(),
             attention=attention,
             linear_attention=linear_attention,

@@ -101,6 +101,7 @@ def from_hf(given: hf.ConfigFields) -> hf.Found:
     if not given("attn_temperature_tuning", True, kind=int):
         found["temperature.scale"] = 0.0
     layers = range(found["num_layers"])
+    # Every so many layers, the last of them has experts: of 2 the layers 1, 3, ...
     every = given("interleave_moe_layer_step", 1)
     sparse = given("moe_layers", [*layers[every - 1 :: every]])
     found["experts.dense_layers"] = [one for one in layers if one not in sparse]

@@ -84,6 +84,8 @@ def _sums(auxiliary: AuxiliaryLoss, batch: TokenBatch) -> tuple[Any, Array]:
     if batch.documents is not None:
         real = hax.where(batch.documents != 0, real, 0.0)
     count = hax.sum(real).scalar()
+    # A loss of routers is a product of means over the whole batch, and no sum of those
+    # of its sequences; of sums it can be computed at the end.
     return jax.tree.map(lambda mean: mean * count, auxiliary.statistics), count
 
 
@@ -124,6 +126,8 @@ def _further_loss(
     """
     Depths = hidden.resolve_axis(DEPTHS_AXIS)
     shifted = [targets_ahead(batch, 1 + depth) for depth in range(Depths.size)]
+    # [depths, Batch, Pos], as the hidden states are: the head computes all depths at
+    # once
     targets, weights = (
         hax.stack(Depths, of_depths) for of_depths in zip(*shifted, strict=True)
     )
@@ -132,6 +136,8 @@ def _further_loss(
         hax.sum(each, batch.tokens.axes).rearrange((Depths,)).array
         for each in (losses, weights)
     )
+    # The log has each depth's mean over its own targets; the loss divides all by those
+    # of the next token, so that losses of microbatches add up.
     means = jax.lax.stop_gradient(total / jnp.maximum(count, 1.0))
     metrics = {f"mtp_loss_{1 + depth}": mean for depth, mean in enumerate(means)}
     weight = model.config.further_tokens.weight

@@ -30,6 +30,7 @@ class MiniMaxM2Layer(DecoderLayer):
         self, x: NamedArray, tokens: Tokens, cache: LayerCache | None = None
     ) -> LayerOutput:
         """Adds attention, then the experts, each of normalised input."""
+        # MiniMaxM2DecoderLayer of transformers
         attended, cache = self.attention(self.input_norm(x), tokens, cache)
         x = residual(x + attended)
         mixed, statistics = self.mlp(x, tokens, norm=self.post_attention_norm)

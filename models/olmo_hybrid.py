@@ -16,7 +16,7 @@ from models.parts.attention import Attention
 from models.parts.cache import LayerCache
 from models.parts.config import LayerKind
 from models.parts.decoder import DecoderLayer, LayerOutput, residual
-from models.parts.delta_net import GatedDeltaNet
+from models.parts.delta_net import DELTA_NAMES, GatedDeltaNet
 from models.parts.hybrid import HybridDecoderConfig
 from models.parts.mlp import GatedMlp
 from models.parts.norms import Norm, rms_norm
@@ -52,6 +52,8 @@ class OlmoHybridConfig(HybridDecoderConfig):
         negative_eigenvalues: whether beta is up to 2, not 1.
         rotates: whether queries and keys of attention are rotated.
     """
+
+    linear_names = DELTA_NAMES
 
     linear: LinearAttentionConfig = field(default_factory=LinearAttentionConfig)
     negative_eigenvalues: bool = True

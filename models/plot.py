@@ -108,6 +108,7 @@ def text_curve(name: str, curve: Curve) -> str:
     width = min(_WIDTH, len(curve.steps))
     parts: list[list[float]] = [[] for _ in range(width)]
     for step, value in zip(*curve, strict=True):
+        # Bars divide the steps evenly, also where steps without a line are between.
         place = 0 if first == last else (step - first) * width // (last - first + 1)
         parts[place].append(value)
     means: list[float] = []

@@ -21,9 +21,10 @@ from models.parts.config import (
     SparseDecoderConfig,
 )
 from models.parts.decoder import DecoderLayer, LayerOutput, residual
-from models.parts.delta_net import GatedDeltaNet
+from models.parts.delta_net import DELTA_NAMES, GatedDeltaNet
 from models.parts.experts import init_feed_forward
 from models.parts.hybrid import HybridDecoderConfig
+from models.parts.latent_attention import LatentAttention
 from models.parts.mlp import FeedForward
 from models.parts.norms import Norm, offset_rms_norm
 from models.parts.remat_presets import ATTENTION_NAMES
@@ -37,7 +38,8 @@ class Qwen3NextLayer(DecoderLayer):
     """A layer of Qwen3-Next, with linear attention or with attention."""
 
     input_norm: Norm
-    attention: Attention | None
+    # Of Kimi Linear, which has such layers too, it is latent.
+    attention: Attention | LatentAttention | None
     linear_attention: GatedDeltaNet | None
     post_attention_norm: Norm
     mlp: FeedForward
@@ -63,6 +65,7 @@ class GatedHybridConfig(PartialRotaryConfig, HybridDecoderConfig, MtpDecoderConf
     """
 
     attention_names = (*ATTENTION_NAMES, "gate")
+    linear_names = DELTA_NAMES
     shared_dim: ClassVar[Any] = None
     most_depths = 1
 

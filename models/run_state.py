@@ -74,6 +74,8 @@ def run_optimizer(
     if config.trainer.update.fused:
         return FusedOptimizer(unclipped, most)
     if most is not None and config.model.balances_by_bias:
+        # Those of router biases are 1, 0 or -1 whatever the loss is: in the norm they
+        # would shrink the others, and be shrunk by them.
         return optax.chain(
             optax.masked(optax.clip_by_global_norm(most), _but_router_biases), unclipped
         )
@@ -269,6 +271,8 @@ class Placement:
             trained, frozen = eqx.partition(shapes, trainable)
             load = functools.partial(load_checkpoint, folder, step=found.step)
             model = load(trained, part="trained")
+            # Frozen weights are a part of their own in a checkpoint, as they have no
+            # optimizer state.
             if run.freeze:
                 model = eqx.combine(model, load(frozen, part="frozen"))
             return model
@@ -336,6 +340,8 @@ def restored_state(
     again.
     """
     like = (state_shapes if config.lora is None else initial_state)(config)
+    # What is not saved must be what the run began with: a checksum of it is in the
+    # checkpoint.
     saved, rest = eqx.partition(like, saved_arrays(like))
     check_unsaved(run_dir / CHECKPOINTS, rest, step=step)
     return eqx.combine(load_checkpoint(run_dir / CHECKPOINTS, saved, step=step), rest)

@@ -71,6 +71,7 @@ def keep_top_k(logits: Logits, k: int) -> Logits:
     """The logits with minus infinity for all but the `k` highest, and those that equal
     the least of them.
     """
+    # As TopKLogitsWarper of transformers: below the k-th, not at it
     highest, _ = jax.lax.top_k(logits, min(k, logits.shape[-1]))
     return jnp.where(logits < highest[..., -1:], -jnp.inf, logits)
 
@@ -84,6 +85,8 @@ def keep_top_p(logits: Logits, p: float) -> Logits:
     """
     ordered = jnp.sort(logits, axis=-1, descending=True)
     probabilities = jax.nn.softmax(ordered, axis=-1)
+    # The probability of all tokens that are likelier than each: one remains while
+    # theirs is below `p`, so the token that reaches it is the last.
     likelier = jnp.cumsum(probabilities, axis=-1) - probabilities
     lowest = jnp.min(
         ordered, axis=-1, keepdims=True, where=likelier < p, initial=jnp.inf

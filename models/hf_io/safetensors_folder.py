@@ -248,6 +248,7 @@ def _tensors(path: Path) -> dict[str, StoredTensor]:
     with _errors_of(path):
         with path.open("rb") as file:
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        # The file begins with the length of its header, in 8 bytes.
         start = end = 8 + int.from_bytes(mapped[:8], "little")
         # Before it is parsed: a damaged length could ask for any amount of memory.
         if start > min(len(mapped), _LONGEST_HEADER):

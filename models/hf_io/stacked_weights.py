@@ -296,6 +296,7 @@ def _put(array: Array, part: Array, one: Array) -> Array:
 
 @jax.jit
 def _take(array: Array, one: Array) -> Array:
+    # Indices are traced, so that all layers have one program.
     for index in one:
         array = lax.dynamic_index_in_dim(array, index, keepdims=False)
     return array

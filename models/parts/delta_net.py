@@ -25,6 +25,9 @@ from models.parts.tokens import Tokens, has_positions
 from stacked_remat.ops import linear_attention, linear_attention_step
 from stacked_remat.training import POSITION_AXIS
 
+DELTA_NAMES = ("query", "key", "value", "decay", "gate")
+"""The names in a `GatedDeltaNet`."""
+
 
 class Decay(Float32Part):
     """By how much a token scales the state before it, `exp(-exp(a_log) * softplus(x +
@@ -190,6 +193,7 @@ class GatedDeltaNet(StatefulMixer):
         # eigenvalue 1 - beta along the key and 1 elsewhere: a state does not grow.
         query = unit_length(hnn.silu(query), self.KeyDim) * self.KeyDim.size**-0.5
         key = unit_length(hnn.silu(key), self.KeyDim)
+        # 1 overwrites what the state has of a key, 0 leaves it.
         beta = hnn.sigmoid(self.b_proj(x).astype(jnp.float32)) * self.beta_scale
         decay = named_heads(self.a_proj(x), "decay", x)
         output, state = attend_linearly(

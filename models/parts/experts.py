@@ -244,7 +244,8 @@ class SparseExperts(FeedForward):
 
         In a layer that is not recomputed, or keeps `expert_internals`, the outputs of
         `gate_proj` and `up_proj` are kept for the backward pass, which then recomputes
-        neither, at `2 * experts_per_token * expert_dim` activations a token.
+        neither, at `2 * experts_per_token * expert_dim` activations a token, and twice
+        its width for a shared expert.
 
         Cost: `6 * tokens * experts_per_token * embed * expert_dim` FLOPs and up to an
         eighth more for padding; see `grouped_experts` for the memory and the backward
@@ -254,7 +255,8 @@ class SparseExperts(FeedForward):
         output = self._mixed(x, choices, gates)
         output = checkpoint_name(output, "expert_output")
         if self.shared is not None:
-            shared = self.shared.down(self.shared.products(x))
+            products = checkpoint_name(self.shared.products(x), "expert_internals")
+            shared = self.shared.down(products)
             # All tokens pass this expert; a sigmoid of each may scale what it gives.
             if self.shared_gate is not None:
                 shared = shared * hnn.sigmoid(self.shared_gate(x))

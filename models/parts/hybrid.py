@@ -22,7 +22,7 @@ class HybridDecoderConfig(DecoderConfig):
             list repeats.
     """
 
-    linear_names: ClassVar[tuple[str, ...]] = ("query", "key", "value", "gate")
+    linear_names: ClassVar[tuple[str, ...]]
 
     layer_types: tuple[Literal["linear_attention", "full_attention"], ...] = (
         LINEAR,
@@ -59,6 +59,7 @@ class HybridDecoderConfig(DecoderConfig):
 
     def kind_of(self, number: int) -> LayerKind:
         """The kind of a layer."""
+        # Whether a layer has experts is the base's to say.
         kind = super().kind_of(number)
         return replace(kind, linear=self.types_of_layers[number] == LINEAR)
 

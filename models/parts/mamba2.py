@@ -181,9 +181,12 @@ class Mamba2(StatefulMixer):
         # A step of size `step` of a continuous system: its decay exactly, and its input
         # by Euler's rule, which is a factor of the values.
         wide, own = hnn.silu(value).astype(jnp.float32), self.step
+        # Published configs limit the step to [0, inf), which changes nothing.
         step = hnn.softplus(self.dt_proj(x).astype(jnp.float32) + own.dt_bias)
         _, KeyDim = self.sizes.Keys
         *_, ValueDim = self.sizes.Values
+        # Queries and keys `[..., key_heads, key_dim]` are of groups, whose heads share
+        # them: values, steps and decays have `values_per_key` besides.
         output, state = attend_linearly(
             hnn.silu(query),
             hnn.silu(key),

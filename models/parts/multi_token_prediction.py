@@ -64,6 +64,7 @@ class MtpLayer(eqx.Module):
         return MtpLayer(
             embedding_norm=config.init_norm(),
             hidden_norm=config.init_norm(),
+            # Named as in published files: e is the embedding, h the hidden state.
             eh_proj=linear(config, Both, Embed, key=projection_key),
             layer=config.init_layer(config.further_kind, key=layer_key),
             norm=config.init_norm(),
@@ -95,6 +96,7 @@ class MtpLayer(eqx.Module):
         normalised = own.embedding_norm(embedded), own.hidden_norm(hidden)
         joined = [part.rename({self.Embed.name: _BOTH}) for part in normalised]
         x = own.eh_proj(hax.concatenate(_BOTH, joined)).rearrange(hidden.axes)
+        # A token keeps its own position, though the embedding is of one further on.
         rotary = own.layer.rotary
         table = None if rotary is None else rotary.table(positions)
         x, _, statistics = own.layer.forward(
@@ -110,6 +112,7 @@ def targets_ahead(batch: TokenBatch, depth: int) -> tuple[NamedArray, NamedArray
     """
     Pos = batch.tokens.resolve_axis(POSITION_AXIS)
 
+    # What is rolled over the end of a sequence is of its beginning.
     is_inside = hax.arange(Pos) < Pos.size - depth
     if batch.documents is not None:
         is_inside = is_inside & (_ahead(batch.documents, depth) == batch.documents)

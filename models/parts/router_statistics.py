@@ -68,6 +68,8 @@ def router_losses(
         `experts_per_token` for even routing, and at most `num_experts`; pooled as in
         transformers.
         """
+        # load sums to experts_per_token and importance to 1, so of even ones the
+        # product is experts_per_token / num_experts.
         return hax.dot(load, importance, axis=config.Experts).array * float(
             config.Experts.size
         )

@@ -111,19 +111,24 @@ class LoraLinear(eqx.Module):
         b: Any = self.b.astype(x.dtype)
         # The low-rank activations are the smallest array to scale.
         if isinstance(self.wrapped, hnn.Linear):
-            low = x.dot(a, axis=self.wrapped.In) * self.scale
-            adapted = low.dot(b, axis=RANK_AXIS).rearrange(whole.axes)
+            low = x.dot(a, axis=self.wrapped.In)
+            scaled = low * self.scale
+            adapted = scaled.dot(b, axis=RANK_AXIS)
+            adapted = adapted.rearrange(whole.axes)
         else:
-            low = (x @ a) * self.scale
-            adapted = low @ b
+            low = x @ a
+            scaled = low * self.scale
+            adapted = scaled @ b
         # With weights that are wider than x, so is `whole`.
         return whole + adapted.astype(whole.dtype)
 
     def apply_maps(self, apply: Callable[[Any, Any], Any], x: Any) -> Any:
         """See `stacked_remat.ops.ComposedLinear`; of named arrays."""
-        low = apply(self.a.astype(x.dtype), x) * self.scale
+        a = self.a.astype(x.dtype)
+        low = apply(a, x) * self.scale
         whole = apply(self.wrapped, x)
-        adapted = apply(self.b.astype(x.dtype), low)
+        b = self.b.astype(x.dtype)
+        adapted = apply(b, low)
         return whole + adapted.rearrange(whole.axes)
 
     In = property(attrgetter("wrapped.In"), doc="The input axes of a named linear.")
@@ -195,7 +200,8 @@ def apply_lora(
             )
         # By the path, so that other targets don't change it; not by `hash`, which
         # differs between processes.
-        own_key = jax.random.fold_in(key, zlib.crc32(path.encode()) & 0x7FFFFFFF)
+        number = zlib.crc32(path.encode()) & 0x7FFFFFFF
+        own_key = jax.random.fold_in(key, number)
         if isinstance(linear, eqx.nn.Linear) and "scalar" in (
             linear.in_features,
             linear.out_features,
@@ -230,12 +236,9 @@ def lora_filter(model: Any) -> Any:
     def mark(node: Any) -> Any:
         if not isinstance(node, LoraLinear):
             return False
-        marks = jax.tree.map(lambda _: False, node)
-        return eqx.tree_at(
-            lambda of: (of.a, of.b),
-            marks,
-            jax.tree.map(lambda _: True, (node.a, node.b)),
-        )
+        frozen = jax.tree.map(lambda _: False, node)
+        trained = jax.tree.map(lambda _: True, (node.a, node.b))
+        return eqx.tree_at(lambda of: (of.a, of.b), frozen, trained)
 
     return jax.tree.map(mark, model, is_leaf=lambda node: isinstance(node, LoraLinear))
 
@@ -252,8 +255,13 @@ def merge_lora(model: T, *, donate: bool = False) -> T:
     Sums are computed in float32 and rounded to the dtype of W, a layer at a time.
     Memory: one layer of one linear in float32, and the new weights unless `donate`.
     """
-    model = in_memory(dequantize_linears(model))
-    return map_modules(model, (LoraLinear,), lambda path, node: _merged(node, donate))
+    model = dequantize_linears(model)
+    model = in_memory(model)
+
+    def merge(path: str, node: Any) -> Any:
+        return _merged(node, donate)
+
+    return map_modules(model, (LoraLinear,), merge)
 
 
 def lora_linears(model: Any) -> dict[str, hnn.Linear | eqx.nn.Linear | LoraLinear]:
@@ -279,6 +287,7 @@ def axes_of(linear: Any) -> tuple[tuple[Axis, ...], tuple[Axis, ...], tuple[Axis
     In = axis_spec_to_tuple(linear.In)
     Out = axis_spec_to_tuple(linear.Out)
     own = {axis.name for axis in (*In, *Out)}
+    # Other axes of the weight are of the stacks around the linear.
     Stack = tuple(axis for axis in linear.weight.axes if axis.name not in own)
     return Stack, In, Out
 
@@ -326,7 +335,8 @@ def _merged(node: LoraLinear, donate: bool) -> Any:
         weight = merge(linear.weight, a, b, factor, outermost)
     else:
         named = arranged(linear.weight, *Stack, *Out, *In)
-        weight = merge(named, a, b, node.scale, outermost).array
+        merged = merge(named, a, b, node.scale, outermost)
+        weight = merged.array
     return eqx.tree_at(lambda linear: linear.weight, linear, weight)
 
 
@@ -358,7 +368,8 @@ def _merge(
 
     def layer(i: Array, merged: Array) -> Array:
         """The layer, written over that of `merged`: one buffer, in place."""
-        of_layer = read((merged, a.array, b.array), i)
+        stacks = merged, a.array, b.array
+        of_layer = read(stacks, i)
         own_weight, own_a, own_b = of_layer
         found = merge(
             NamedArray(own_weight, weights.axes[1:]),
@@ -367,8 +378,10 @@ def _merge(
         )
         return write(merged, i, found.array)
 
-    layers = lax.fori_loop(0, outermost[0].size, layer, weights.array)
-    return NamedArray(layers, weights.axes).rearrange(weight.axes)
+    (Layers,) = outermost
+    layers = lax.fori_loop(0, Layers.size, layer, weights.array)
+    named = NamedArray(layers, weights.axes)
+    return named.rearrange(weight.axes)
 
 
 _COPYING = jax.jit(_merge, static_argnames=("factor", "outermost"))

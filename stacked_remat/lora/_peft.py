@@ -166,9 +166,10 @@ def load_peft(
         for name, (key_a, key_b) in keys.items():
             a = file.get_tensor(key_a)
             b = file.get_tensor(key_b)
-            scale = settings.scale(targets[name].parameter)
+            target = targets[name]
+            scale = settings.scale(target.parameter)
             whole = Pair(a, b, scale)
-            pairs.update(targets[name].take_apart(whole))
+            pairs.update(target.take_apart(whole))
 
     def adapt(path: str, linear: Any) -> Any:
         return _with_adapter(path, linear, pairs, dtype)
@@ -229,8 +230,10 @@ def _pairs(path: str, linear: Any) -> Iterator[tuple[Where, Pair]]:
         return
     stack, narrow, wide = _sizes(linear)
     named_a, named_b = named_adapter(linear)
-    a = np.asarray(named_a.array, np.float32).reshape(*stack, narrow, -1)
-    b = np.asarray(named_b.array, np.float32).reshape(*stack, -1, wide)
+    a = np.asarray(named_a.array, np.float32)
+    b = np.asarray(named_b.array, np.float32)
+    a = a.reshape(*stack, narrow, -1)
+    b = b.reshape(*stack, -1, wide)
     for index in np.ndindex(stack):
         # Transposed, as PyTorch's linears have their weights
         pair = Pair(a[index].T, b[index].T, linear.scale)
@@ -268,7 +271,8 @@ def _with_adapter(
 
 def _named(array: np.ndarray, axes: tuple[Axis, ...], dtype: DTypeLike) -> NamedArray:
     shape = [axis.size for axis in axes]
-    return NamedArray(jnp.asarray(array.reshape(shape), dtype), axes)
+    by_axis = array.reshape(shape)
+    return NamedArray(jnp.asarray(by_axis, dtype), axes)
 
 
 def _adapted(
@@ -286,7 +290,8 @@ def _adapted(
                 named[name] = target
         # Together, since the keys of a parameter depend on which others of its module
         # are adapted.
-        own_keys = itertools.chain.from_iterable(tensor_keys(own).values())
+        keys_of_pairs = tensor_keys(own).values()
+        own_keys = itertools.chain.from_iterable(keys_of_pairs)
         if not named and not keys.isdisjoint(own_keys):
             named = own
         adapted.update(named)

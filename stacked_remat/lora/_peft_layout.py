@@ -105,23 +105,28 @@ class Target:
             return None
         size = self.parameter.size
         # The parts of a fused matrix that have adapters, from its first row on
-        parts = sorted({rows for rows, _ in own}, key=lambda rows: rows or ())
+        adapted = {rows for rows, _ in own}
+        parts = sorted(adapted, key=lambda rows: rows or ())
         scale = self._common_scale(own, parts)
         # Each part has a rank of its own, the same in all matrices.
-        ranks = {rows: len(own[rows, 0].a) for rows in parts}
+        ranks = {}
+        for rows in parts:
+            first_matrix = own[rows, 0]
+            ranks[rows] = len(first_matrix.a)
         rank = sum(ranks.values())
         a = np.zeros((size, rank, self.narrow), np.float32)
         b = np.zeros((self.wide, rank, size), np.float32)
         first = 0  # of the columns of B, and rows of A, of a part
         for rows in parts:
-            columns = slice(first, first + ranks[rows])
+            last = first + ranks[rows]
+            columns = slice(first, last)
             outputs = self._outputs(b, rows)  # a view
             for index in range(size):
                 pair = own[rows, index]
                 a[index, columns] = pair.a
                 own_outputs = outputs[..., columns, index]
                 own_outputs[...] = pair.b.reshape(own_outputs.shape)
-            first = columns.stop
+            first = last
         if self.parameter.swapped:
             a, b = np.transpose(b), np.transpose(a)
         rows_of_all = a.reshape(-1, self.shape[1])
@@ -163,8 +168,10 @@ class Target:
         """
         size = self.parameter.size
         parts = {rows for rows, _ in self.members}
-        a = pair.a.reshape(size, -1, self.shape[1])
-        b = pair.b.reshape(self.shape[0], -1, size)
+        outputs, inputs = self.shape
+        # [matrix, rank, in] and [out, rank, matrix], as they were put together
+        a = pair.a.reshape(size, -1, inputs)
+        b = pair.b.reshape(outputs, -1, size)
         if self.parameter.swapped:
             a, b = np.transpose(b), np.transpose(a)
         # As PEFT initialises adapters, B is zero: nothing says then which columns are
@@ -173,21 +180,28 @@ class Target:
         columns_of = {}
         for rows in parts:
             # In any of its matrices, since all have one rank
-            has_values = self._outputs(b, rows).any(axis=(0, 1, 3))
+            outputs_of_part = self._outputs(b, rows)
+            has_values = outputs_of_part.any(axis=(0, 1, 3))
             columns_of[rows] = has_values | has_all_columns
         pairs = {}
         for (rows, index), where in self.members.items():
             columns = columns_of[rows]
             if columns.any():
-                own_b = self._outputs(b, rows)[..., columns, index]
+                outputs_of_part = self._outputs(b, rows)
+                own_a = a[index, columns]
+                own_b = outputs_of_part[..., columns, index]
+                # The blocks of rows one after the other
                 own_b = own_b.reshape(-1, own_b.shape[-1])
-                pairs[where] = Pair(a[index, columns], own_b, pair.scale)
+                pairs[where] = Pair(own_a, own_b, pair.scale)
         return pairs
 
     def _outputs(self, matrix: np.ndarray, rows: Rows) -> np.ndarray:
         """The rows of a matrix that are the outputs of a part, `[block, row, ...]`."""
         blocks = matrix.reshape(self.parameter.row_blocks, -1, *matrix.shape[1:])
-        return blocks if rows is None else blocks[:, slice(*rows)]
+        if rows is None:
+            return blocks
+        of_part = slice(*rows)
+        return blocks[:, of_part]
 
 
 def find_targets(
@@ -208,7 +222,10 @@ def find_targets(
             raise ValueError(f"Two linears are named {parameter}.")
         own[place] = where
         # A fused matrix ends with the last row of any part.
-        last = parameter.rows[1] * parameter.row_blocks if parameter.rows else wide
+        last = wide
+        if parameter.rows is not None:
+            _, after_last, _ = parameter.rows
+            last = after_last * parameter.row_blocks
         before = found.get(parameter.target)
         if before is None:
             before = Target(parameter, narrow, 0, own)
@@ -225,7 +242,8 @@ def tensor_keys(targets: Mapping[str, Target]) -> dict[str, tuple[str, str]]:
     """
     by_module: dict[str, list[str]] = {}
     for name in sorted(targets, key=lambda name: targets[name].parameter.order):
-        by_module.setdefault(targets[name].parameter.module, []).append(name)
+        module = targets[name].parameter.module
+        by_module.setdefault(module, []).append(name)
     keys = {}
     for module, inside_out in by_module.items():
         # Each wrapper calls what it wraps `base_layer`.

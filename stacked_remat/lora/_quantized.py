@@ -45,10 +45,14 @@ def _normal_values() -> np.ndarray:
     """
     outermost = 1 - (1 / 32 + 1 / 30) / 2
     quantile = NormalDist().inv_cdf
-    above = [quantile(p) for p in np.linspace(outermost, 0.5, 9)[:-1]]
-    below = [-quantile(p) for p in np.linspace(outermost, 0.5, 8)[:-1]]
+    # Without the last step, whose quantile is zero
+    steps_above = np.linspace(outermost, 0.5, 9)[:-1]
+    steps_below = np.linspace(outermost, 0.5, 8)[:-1]
+    above = [quantile(p) for p in steps_above]
+    below = [-quantile(p) for p in steps_below]
     values = np.sort(np.array([*below, 0.0, *above]))
-    return (values / values.max()).astype(np.float32)
+    relative = values / values.max()
+    return relative.astype(np.float32)
 
 
 NORMAL_VALUES = _normal_values()
@@ -87,14 +91,21 @@ class QuantizedWeight(eqx.Module):
         size = self.last.size
         codes = self.codes.array
         if self.form == "nf4":
-            pairs = jnp.stack([codes & 15, codes >> 4], axis=-1)
-            codes = pairs.reshape(*codes.shape[:-1], -1)[..., :size]
-            values = jnp.asarray(NORMAL_VALUES).at[codes].get(mode="promise_in_bounds")
+            lower, upper = codes & 15, codes >> 4
+            pairs = jnp.stack([lower, upper], axis=-1)
+            by_entry = pairs.reshape(*codes.shape[:-1], -1)
+            # Of a row of odd size the last byte has one code
+            by_entry = by_entry[..., :size]
+            table = jnp.asarray(NORMAL_VALUES)
+            # Four bits are below 16
+            values = table.at[by_entry].get(mode="promise_in_bounds")
         else:
             values = codes.astype(jnp.float32) / _LARGEST
-        scales = jnp.repeat(self.scales.array, _BLOCK, axis=-1)[..., :size]
-        weight = (values * scales).astype(dtype)
-        return NamedArray(lax.stop_gradient(weight), self.axes)
+        scales = jnp.repeat(self.scales.array, _BLOCK, axis=-1)
+        weight = values * scales[..., :size]
+        # Of scales too, which are floats: a frozen weight has no gradient
+        constant = lax.stop_gradient(weight.astype(dtype))
+        return NamedArray(constant, self.axes)
 
 
 def quantize_linears(
@@ -152,14 +163,17 @@ def dequantize_linears(model: T, dtype: DTypeLike | None = None) -> T:
     """
 
     def dequantize(node: Any) -> Any:
-        return _weight_of(node, dtype or node.dtype) if _is_quantized(node) else node
+        if not _is_quantized(node):
+            return node
+        return _weight_of(node, dtype or node.dtype)
 
     return jax.tree.map(dequantize, model, is_leaf=_is_quantized)
 
 
 def has_quantized(model: Any) -> bool:
     """Whether a model, or a part of one, has weights in 8 or 4 bits."""
-    return any(map(_is_quantized, jax.tree.leaves(model, is_leaf=_is_quantized)))
+    leaves = jax.tree.leaves(model, is_leaf=_is_quantized)
+    return any(_is_quantized(leaf) for leaf in leaves)
 
 
 def _is_quantized(node: Any) -> bool:
@@ -180,12 +194,14 @@ def _quantized(weight: NamedArray, form: QuantizedForm) -> QuantizedWeight:
     # Layer by layer: in float32, all would take twice the memory of the weights.
     by_layer = functools.partial(lax.map, quantize) if len(outer) > 1 else quantize
     codes, scales = by_layer(weight.array)
+    # Half as many as entries where two are in a byte
+    Codes = last.resize(codes.shape[-1])
     return QuantizedWeight(
-        NamedArray(codes, (*outer, last.resize(codes.shape[-1]))),
-        NamedArray(scales, (*outer, Block)),
-        last,
-        form,
-        weight.dtype,
+        codes=NamedArray(codes, (*outer, Codes)),
+        scales=NamedArray(scales, (*outer, Block)),
+        last=last,
+        form=form,
+        dtype=weight.dtype,
     )
 
 
@@ -197,21 +213,30 @@ def _codes_and_scales(
     blocks = _in_blocks(weight.astype(jnp.float32), _BLOCK)
     scales = jnp.max(jnp.abs(blocks), axis=-1)
     # A block of zeros has codes of zero.
-    divisors = jnp.where(scales == 0, 1.0, scales)[..., None]
-    relative = (blocks / divisors).reshape(*weight.shape[:-1], -1)[..., :size]
+    divisors = jnp.where(scales == 0, 1.0, scales)
+    relative = blocks / divisors[..., None]
+    # Rows again, without the zeros after their last entries
+    relative = relative.reshape(*weight.shape[:-1], -1)
+    relative = relative[..., :size]
     if form == "int8":
-        return jnp.round(relative * _LARGEST).astype(jnp.int8), scales
+        codes = jnp.round(relative * _LARGEST)
+        return codes.astype(jnp.int8), scales
+    # A code is how many of the bounds between values are below the number
     middles = (NORMAL_VALUES[1:] + NORMAL_VALUES[:-1]) / 2
     # One comparison a step, so that no array is larger than the weight
     codes = jnp.zeros(relative.shape, jnp.uint8)
     for middle in middles:
-        codes = codes + (relative > middle).astype(jnp.uint8)
+        is_above = relative > middle
+        codes = codes + is_above.astype(jnp.uint8)
     pairs = _in_blocks(codes, 2)
-    return pairs[..., 0] | (pairs[..., 1] << 4), scales
+    lower, upper = pairs[..., 0], pairs[..., 1]
+    return lower | (upper << 4), scales
 
 
 def _in_blocks(x: Array, size: int) -> Array:
     """The last axis cut into blocks `[..., block, size]`, with zeros at the end."""
     missing = -x.shape[-1] % size
-    x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)])
+    padding = [(0, 0)] * x.ndim
+    padding[-1] = (0, missing)
+    x = jnp.pad(x, padding)
     return x.reshape(*x.shape[:-1], -1, size)

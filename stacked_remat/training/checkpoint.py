@@ -26,6 +26,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from .._messages import shortened
+from .._placement import is_on_host, on_one_device
 from .array_layout import arrays_by_name, differences, digests, layout, with_arrays
 from .local_checkpoints import LocalFiles
 from .processes import LargestOfAll, of_all
@@ -460,11 +461,8 @@ def _read(state: Path, wanted: dict[str, Any]) -> dict[str, Any]:
     """
     import orbax.checkpoint as ocp
 
-    default = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     targets = {
-        name: jax.ShapeDtypeStruct(
-            one.shape, one.dtype, sharding=getattr(one, "sharding", None) or default
-        )
+        name: jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=_sharding_of(one))
         for name, one in wanted.items()
     }
     arguments = ocp.args.PyTreeRestore(
@@ -480,6 +478,19 @@ def _read(state: Path, wanted: dict[str, Any]) -> dict[str, Any]:
         while isinstance(cause.__cause__, Exception):
             cause = cause.__cause__
         raise _damaged(state.parent, str(cause).partition("\n")[0]) from error
+
+
+def _sharding_of(like: Any) -> jax.sharding.Sharding:
+    """That of an array or a shape; on the default device if it has none."""
+    found = getattr(like, "sharding", None)
+    if found is None:
+        return jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    if not is_on_host(like) or len(found.device_set) > 1:
+        return found
+    # Of an array that is made with `SingleDeviceSharding`, JAX (0.10.2) takes the
+    # device for its memory, and a program that returns such arrays ends the process.
+    (device,) = found.device_set
+    return on_one_device(device, found.memory_kind)
 
 
 @final

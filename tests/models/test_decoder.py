@@ -14,6 +14,7 @@ from haliax import Axis
 
 from models.deepseek_v3 import DeepseekV3Config
 from models.gemma3 import Gemma3Config
+from models.glm4_moe import Glm4MoeConfig
 from models.gpt_oss import GptOssConfig
 from models.llama4 import Llama4Config
 from models.lm import next_token_loss
@@ -337,7 +338,18 @@ def test_the_names_inside_a_layer_can_be_saved(name, recomputed):
     assert backward(ScanCheckpointPolicy(save_block_internals=[name])) != recomputed
 
 
-@pytest.mark.parametrize("config", [CONFIG, DENSE], ids=["experts", "dense"])
+SHARED = Glm4MoeConfig(
+    hidden_dim=16,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    experts=ExpertsConfig(3, 2, 6),
+)
+
+
+@pytest.mark.parametrize(
+    "config", [CONFIG, DENSE, SHARED], ids=["experts", "dense", "a shared expert"]
+)
 def test_with_products_saved_none_is_computed_again(config):
     policies = (
         ScanCheckpointPolicy(save_block_internals=True),

@@ -44,6 +44,7 @@ from stacked_remat.training import (
 )
 
 from ..blocks import assert_close, assert_equal
+from ..jaxprs import equations_of
 from .random_weights import random_weights
 
 Vocab, Batch, Pos = Axis("vocab", 19), Axis("batch", 2), Axis("position", 7)
@@ -215,9 +216,19 @@ def test_decays_are_in_float32_and_get_no_weight_decay():
         assert jnp.all(decayed.array != 0)
 
 
-def test_the_names_in_linear_attention_are_those_of_policies():
-    assert QWEN.remat_names[:5] == ("query", "key", "value", "gate", "residual")
-    assert {"attention_lse", "router_logits"} <= {*QWEN.remat_names}
+@pytest.mark.parametrize("config", [QWEN, OLMO], ids=["experts", "dense"])
+def test_the_names_of_policies_are_those_in_layers(config):
+    tokens = tokens_of_batch()
+    batch = TokenBatch(tokens, tokens, hax.ones((Batch, Pos)))
+    gradient = eqx.filter_grad(lambda model: next_token_loss(model, batch)[0])
+    found = set()
+    for equation in equations_of(gradient, make(config)):
+        if equation.primitive.name == "name":
+            found.add(equation.params["name"])
+    assert found == {*config.remat_names}
+
+
+def test_presets_keep_the_projections_of_linear_attention():
     saved: Any = QWEN.remat_presets["projections_saved"].save_block_internals
     assert "gate" in saved
     assert "gate" not in OLMO.attention_names

@@ -164,6 +164,7 @@ STREAMED = ("--trainer.streaming", "true")
 RUNS = {
     "full": ("--trainer.update.fused", "true"),
     "adapters": ("--lora.rank", "2", "--optimizer.max_grad_norm", "null"),
+    "fused adapters": ("--lora.rank", "2", "--trainer.update.fused", "true"),
 }
 
 

@@ -91,6 +91,19 @@ def test_a_state_is_restored_bit_by_bit_with_its_position(tmp_path):
     checkpoints.close()
 
 
+def test_arrays_in_host_memory_are_restored_to_it(tmp_path):
+    """Also for JAX, which else ends the process where a program returns them."""
+    like = {"weight": jax.device_put(jnp.arange(3.0), jax.memory.Space.Host)}
+    saved_at(tmp_path, 1, one=like)
+    checkpoints = opened(tmp_path)
+    restored, _ = checkpoints.restore(like)
+    checkpoints.close()
+    found = restored["weight"]
+    assert jax.typeof(found).memory_space == jax.memory.Space.Host
+    assert found.sharding.memory_kind == like["weight"].sharding.memory_kind
+    np.testing.assert_array_equal(jax.jit(lambda x: x)(found), [0, 1, 2])
+
+
 def test_the_arrays_of_another_model_are_named(tmp_path):
     saved_at(tmp_path, 3)
     checkpoints = opened(tmp_path)

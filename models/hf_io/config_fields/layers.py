@@ -70,6 +70,7 @@ def read_windows(
     window = given(name, default, null=None)
     expected = [True] * num_layers if windowed is None else windowed
     if window is None or not is_on:
+        # Files may have a window beside `use_sliding_window: false`, which counts.
         window, expected = None, [False] * num_layers
     usual = [SLIDING if is_windowed else FULL for is_windowed in expected]
     if windowed is None:

@@ -123,6 +123,7 @@ from .trackers import (
 from .trainer_config import (
     CheckpointConfig as CheckpointConfig,
     MeshConfig as MeshConfig,
+    PipelineConfig as PipelineConfig,
     PrecisionConfig as PrecisionConfig,
     ProfilerConfig as ProfilerConfig,
     TrackersConfig as TrackersConfig,

@@ -132,7 +132,12 @@ class Candidate:
         chosen, devices = find_target(self.target), self.devices
         if devices is None:
             devices = jax.device_count() if chosen.name == "local" else 1
-        return Partitioning.of(self.config.trainer.mesh, chosen.devices(devices))
+        trainer, stages_of = self.config.trainer, {}
+        if trainer.pipeline is not None:
+            stages_of = {self.config.model.Layers.name: trainer.pipeline.axis}
+        return Partitioning.of(
+            trainer.mesh, chosen.devices(devices), stages_of=stages_of
+        )
 
     @functools.cached_property
     def shapes(self) -> tuple[TokenBatch, TrainState]:
@@ -140,6 +145,7 @@ class Candidate:
         divide them.
         """
         self.check_batch()
+        self._check_stages()
         if self.config.trainer.streaming and not self._sizes_host:
             raise ConfigError(
                 f"Layers on the host can't be sized for {self.partitioning.mesh.size}"
@@ -158,6 +164,27 @@ class Candidate:
         self.partitioning.check_batch(
             data.batch_size, data.seq_len, update.microbatches
         )
+
+    @property
+    def stages(self) -> int:
+        """Over how many devices, or groups of devices, the layers are divided."""
+        pipeline = self.config.trainer.pipeline
+        return 1 if pipeline is None else self.partitioning.mesh.shape[pipeline.axis]
+
+    @property
+    def idle(self) -> float:
+        """Which part of the time the stages of a pipeline wait, under `1f1b`."""
+        waiting = self.stages - 1
+        return waiting / (self.config.trainer.update.microbatches + waiting)
+
+    def _check_stages(self) -> None:
+        layers = self.config.model.num_layers
+        if layers % self.stages:
+            raise ConfigError(
+                f"trainer.pipeline divides model.num_layers = {layers} over"
+                f" {self.stages} devices, or groups of devices, and not evenly. Change"
+                f" the size of its axis in trainer.mesh.axes to a divisor of {layers}."
+            )
 
     def report(self) -> MemoryReport:
         """The memory of the step; costs one compilation."""
@@ -215,7 +242,8 @@ class Candidate:
             "candidates": [*CANDIDATES, *presets],
             "target": self.target,
             "donate": "state",
-            "layers": model.num_layers,
+            # Of a stage, to which the policy applies
+            "layers": model.num_layers // self.stages,
             "cache": self.cache,
         }
 
@@ -286,11 +314,12 @@ class Candidate:
         batch, state = self.shapes
         try:
             with self.partitioning.active():
-                # Which has rules of its own for the loss
-                fused = self.config.trainer.update.fused
+                # Which have rules of their own for the loss
+                trainer = self.config.trainer
+                has_rules = trainer.update.fused or trainer.pipeline is not None
                 loss = (self.config.loss, state.model, batch)
                 eqx.filter_eval_shape(
-                    *((self.train_step, batch, state) if fused else loss)
+                    *((self.train_step, batch, state) if has_rules else loss)
                 )
         except (
             UnsupportedCallError

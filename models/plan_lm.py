@@ -71,6 +71,7 @@ _FOUND = {
     "context": "longest context",
     "batch": "largest batch",
     "mesh": "fewest FLOPs, under trainer",
+    "pipeline": "with it, under trainer",
 }
 
 
@@ -248,6 +249,8 @@ def _find(config: PlanLmConfig, console: Console, budget: Budget) -> None:
         )
         table = Comparison(tuple(trial for trial, _ in trials), title)
         found = {"mesh": dataclasses.asdict(chosen.config.trainer.mesh)}
+        if (stages := chosen.config.trainer.pipeline) is not None:
+            found["pipeline"] = dataclasses.asdict(stages)
     entries = {
         "remat": remat_entry(plan.policy),
         "streamed": plan.streamed,
@@ -292,9 +295,7 @@ def _find_frontier(config: PlanLmConfig, console: Console, budget: Budget) -> No
 def _on_mesh(plan: Plan, step: Candidate) -> Trial:
     """What was found on a mesh, as the row of a table."""
     row = Trial(plan.policy, plan.report, streamed=plan.streamed)
-    return dataclasses.replace(
-        row, label=f"{divided(step.config.trainer.mesh)}: {row.name}"
-    )
+    return dataclasses.replace(row, label=f"{divided(step)}: {row.name}")
 
 
 def _compare(config: PlanLmConfig, console: Console) -> None:

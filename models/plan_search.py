@@ -29,6 +29,7 @@ from stacked_remat.training import (
     POSITION_AXIS,
     ConfigError,
     MeshConfig,
+    PipelineConfig,
     mesh_sizes,
 )
 
@@ -224,13 +225,13 @@ def find_meshes(candidate: Candidate, budget: Budget) -> list[tuple[Plan, Candid
     """What fits the budget on each mesh, as `planned`.
 
     The fewest FLOPs come first (to two digits: padding differs), and of equals what
-    sends less.
+    sends less. The time that the stages of a pipeline wait counts as FLOPs.
     """
     found = []
-    for mesh in meshes(candidate):
-        budget.show(f"on {divided(mesh)}:")
+    for step in meshes(candidate):
+        budget.show(f"on {divided(step)}:")
         try:
-            found.append(planned(candidate.having({"trainer.mesh": mesh}), budget))
+            found.append(planned(step, budget))
         except (BudgetError, jax.errors.JaxRuntimeError, ValueError) as error:
             # One mesh that fails, as one XLA can't compile, does not end the search.
             budget.show(str(error).splitlines()[0])
@@ -243,26 +244,32 @@ def find_meshes(candidate: Candidate, budget: Budget) -> list[tuple[Plan, Candid
     return sorted(
         found,
         key=lambda one: (
-            float(f"{one[0].report.flops.matmul:.1e}"),
+            float(f"{one[0].report.flops.matmul / (1 - one[1].idle):.1e}"),
             one[0].report.sent,
         ),
     )
 
 
-def meshes(candidate: Candidate) -> list[MeshConfig]:
-    """The config's own mesh and those of the documentation's table that the model and
-    the batch allow.
+def meshes(candidate: Candidate) -> list[Candidate]:
+    """The step on the config's own mesh and on those of the documentation's table that
+    the model and the batch allow.
     """
     devices, data = candidate.devices, candidate.config.data
     assert devices is not None
-    found: dict[str, MeshConfig] = {}
-    for mesh in (candidate.config.trainer.mesh, *_documented(devices, candidate)):
-        with contextlib.suppress(ConfigError, TargetError):
-            step = candidate.having({"trainer.mesh": mesh})
+    trainer = candidate.config.trainer
+    own = trainer.mesh, trainer.pipeline
+    alone = ((mesh, None) for mesh in _documented(devices, candidate))
+    found: dict[str, Candidate] = {}
+    for mesh, pipeline in (own, *alone, *_in_stages(devices, candidate)):
+        # What a pipeline doesn't go with is refused as the config is made
+        refused = [] if pipeline is None else [ValueError]
+        with contextlib.suppress(ConfigError, TargetError, *refused):
+            sized = replace(mesh, axes=mesh_sizes(mesh, devices))
+            changed = replace(trainer, mesh=sized, pipeline=pipeline)
+            step = candidate.having({"trainer": changed})
             if step.shapes and step.partitioning.mesh.size == devices:
-                sized = replace(mesh, axes=mesh_sizes(mesh, devices))
                 # The config's own may be one of the table's.
-                found.setdefault(repr(sized), sized)
+                found.setdefault(repr((sized, pipeline)), step)
     if not found:
         raise ConfigError(
             f"no mesh of {devices} devices divides data.batch_size = {data.batch_size}"
@@ -277,13 +284,8 @@ def _documented(devices: int, candidate: Candidate) -> Iterator[MeshConfig]:
     """FSDP; experts, positions or heads over all devices, and over half of them, with
     FSDP over the rest.
     """
-    yield MeshConfig({"data": devices})
-    if (
-        find_target(candidate.target).devices(1)[0].platform == "gpu"
-    ):  # whole stacks would be copied
-        yield MeshConfig(
-            {"data": devices}, param_mapping={"experts": "data", "embed": "data"}
-        )
+    for fsdp in _fsdp(candidate):
+        yield MeshConfig({"data": devices}, param_mapping=fsdp)
     for size in filter(lambda size: size > 1, (devices, devices // 2)):
         rest = {"data": devices // size}
         of_experts = {"experts": "expert"}
@@ -307,9 +309,36 @@ def _documented(devices: int, candidate: Candidate) -> Iterator[MeshConfig]:
             )
 
 
-def divided(mesh: MeshConfig) -> str:
+def _fsdp(candidate: Candidate) -> Iterator[dict[str, list[str] | str]]:
+    """How weights are divided over the axis `data`."""
+    yield {"embed": "data"}
+    if find_target(candidate.target).devices(1)[0].platform == "gpu":
+        # Whole stacks would be copied
+        yield {"experts": "data", "embed": "data"}
+
+
+def _in_stages(
+    devices: int, candidate: Candidate
+) -> Iterator[tuple[MeshConfig, PipelineConfig]]:
+    """Layers over all devices, half and a quarter of them, with FSDP over the rest; of
+    a batch in microbatches.
+    """
+    if candidate.config.trainer.update.microbatches == 1:
+        return
+    sizes = devices, devices // 2, devices // 4
+    for size in filter(lambda size: size > 1, sizes):
+        # With one device for a stage all are alike
+        for fsdp in [*_fsdp(candidate)][-1 if size == devices else 0 :]:
+            axes = {"stage": size, "data": devices // size}
+            yield MeshConfig(axes, param_mapping=fsdp), PipelineConfig("stage")
+
+
+def divided(step: Candidate) -> str:
     """What is divided into how many parts, as `batch, embed: 4; kv_heads: 2`."""
+    mesh, pipeline = step.config.trainer.mesh, step.config.trainer.pipeline
     pairs = [*mesh.compute_mapping.items(), *mesh.param_mapping.items()]
+    if pipeline is not None:
+        pairs.append(("layers", pipeline.axis))
     divided = {
         axis: dict.fromkeys(name for name, axes in pairs if axis in ensure_tuple(axes))
         for axis in mesh.axes

@@ -129,6 +129,7 @@ class LmRunConfig:
         self._check_quantized()
         self._check_ghost()
         self._check_further_tokens()
+        self._check_pipeline()
         if self.model.balances_by_bias and (self.lora or self.trainer.update.fused):
             raise ValueError(
                 "model.bias: by_load goes with neither lora, under which biases are"
@@ -194,6 +195,34 @@ class LmRunConfig:
             raise ValueError(
                 f"model.mtp.weight = {further.weight} has no effect where"
                 " model.mtp.depths is 0. Give the number of further tokens, such as 1."
+            )
+
+    def _check_pipeline(self) -> None:
+        if self.trainer.pipeline is None:
+            return
+        if len(self.model.kinds) > 1:
+            raise ValueError(
+                "trainer.pipeline divides layers that are all of one kind, and those of"
+                f" this model are of {len(self.model.kinds)}:"
+                f" {', '.join(self.model.kinds)}. Leave it out, and divide the weights"
+                " by trainer.mesh.param_mapping."
+            )
+        if self.model.balances_by_bias:
+            raise ValueError(
+                "trainer.pipeline does not go with model.bias: by_load, whose loss has"
+                " the biases of all layers. Write model.bias: frozen, or leave out"
+                " trainer.pipeline."
+            )
+        if self.ghost is not None:
+            raise ValueError(
+                "ghost takes gradients of layers that are not divided over devices:"
+                " leave it out, or leave out trainer.pipeline."
+            )
+        if self.policy is not None and not self.policy.save_carries:
+            raise ValueError(
+                f"remat = {self.remat!r} keeps no carries, and each stage of"
+                " trainer.pipeline sweeps back over those of its layers. Use true,"
+                " nested or offload."
             )
 
     def _check_ghost(self) -> None:

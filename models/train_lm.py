@@ -104,7 +104,7 @@ def train_lm(
         )
     )
     evaluators = held_out_evaluators(
-        next_token_loss,
+        step.train_step.evaluated(next_token_loss),
         data.held_out,
         data.held_out_by_source,
         config.trainer.eval_batches,

@@ -57,7 +57,10 @@ LAYERS = {
         "memory",
         "compat base schedule placement remat policy sweep public",
     ),
-    "training": ("training", CORE + " fused ghost lora ops streaming memory public"),
+    "training": (
+        "training",
+        CORE + " fused ghost lora ops pipeline streaming memory public",
+    ),
 }
 
 # Modules of the library that may use private names of JAX and Haliax.

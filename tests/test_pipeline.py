@@ -217,15 +217,16 @@ def test_gradients_equal_those_of_one_device(remat):
                 plain_loss, "stage", microbatches=MICROBATCHES, schedule=name
             )
             found[name] = run.value_and_grad(model, tokens, targets)
-        return found
+        return found, run.value(model, tokens, targets)
 
     with jax.set_mesh(mesh):
         rows = NamedSharding(mesh, P("data"))
         batch = jax.device_put((tokens, targets), rows)
-        found = quick_jit(all_of)(put(model, mesh), *batch)
+        found, value = quick_jit(all_of)(put(model, mesh), *batch)
     expected = quick_jit(functools.partial(on_one_device, plain_loss, microbatches=1))(
         model, (tokens, targets)
     )
+    assert_within(value, expected[0])
     for name in NAMES:
         assert_within(found[name], expected)
         of_layers = found[name][1].blocks.stacked.weight
@@ -263,6 +264,8 @@ def test_scans_with_arguments_states_and_frozen_arrays():
             )
             found[name] = value, gradients, eqx.filter(aux, eqx.is_array)
             assert aux["name"] == "model"
+            value, aux = run.value(model, named, targets, shared(key))
+            found["value"] = value, None, eqx.filter(aux, eqx.is_array)
         return found
 
     def one(tokens, targets, model):
@@ -287,6 +290,8 @@ def test_scans_with_arguments_states_and_frozen_arrays():
     with jax.set_mesh(mesh_of()):
         found = quick_jit(all_of)(model, tokens, targets, key)
     expected = quick_jit(expected_of)(model)
+    value, _, aux = expected
+    assert_within(found["value"], (value, None, aux))
     for name in NAMES:
         assert jax.tree.structure(found[name]) == jax.tree.structure(expected)
         assert_within(found[name], expected)

@@ -135,29 +135,67 @@ class Stages:
 
         return lax.fori_loop(0, schedule.ticks, tick, self._first_state(late))
 
+    def run_forward(self) -> StageState:
+        """The loss alone: at tick t stage s runs microbatch t - s, and sends it on."""
+        count, stages = self.schedule.microbatches, self.schedule.stages
+        ticks = count + stages - 1
+        pairs = [(stage, stage + 1) for stage in range(stages - 1)]
+
+        def tick(time: Any, state: StageState) -> StageState:
+            number = time - self._stage
+            is_one = (number >= 0) & (number < count)
+            with known_trips(count, ticks):
+                state = xla_hints.run_if(is_one, self._evaluated, number, state)
+            return state._replace(passed=lax.ppermute(state.passed, self.axis, pairs))
+
+        # No input is kept, and no cotangent sent
+        none = Passed([], [])
+        first = self._first_state(None)._replace(inputs=none, cotangents=none)
+        return lax.fori_loop(0, ticks, tick, first)
+
     # --- What is run in a tick
 
     def _forward(self, number: Any, state: StageState) -> StageState:
         """F: keep the input, and send the output on."""
-
-        def first() -> Passed:
-            init, _, _ = self._operands(number, self.trained)
-            return Passed(init, [*map(jnp.zeros_like, state.passed.outputs)])
-
-        passed = lax.cond(self._is_first, first, lambda: state.passed)
-
-        def folded() -> Passed:
-            _, args, kwargs = self._operands(number, self.trained)
-            result = self.parts.fold.call(
-                "", self.layers, self._carry(passed), args, kwargs
-            )
-            return self._after(passed, result)
-
+        passed = self._input(number, state)
+        folded = functools.partial(self._folded, number, passed)
         # That of the last stage would be for no one
         with known_branches([self.schedule.stages - 1, 1]):
             after = lax.cond(self._is_last, lambda: passed, folded)
         inputs = write(state.inputs, number % self._slots, passed)
         return state._replace(inputs=inputs, passed=after)
+
+    def _evaluated(self, number: Any, state: StageState) -> StageState:
+        """Send the output on; on the last stage, the loss."""
+        after = self._folded(number, self._input(number, state))
+
+        def loss(number: Any, state: StageState) -> StageState:
+            value, aux = self._returned(
+                number, self.trained, [*after.carry, *after.outputs]
+            )
+            return self._with_loss(number, value, aux, state)
+
+        with known_trips(1):
+            state = xla_hints.run_if(self._is_last, loss, number, state)
+        return state._replace(passed=after)
+
+    def _input(self, number: Any, state: StageState) -> Passed:
+        """What this stage's layers begin with: what comes before the fold, or what the
+        stage before has sent.
+        """
+
+        def first() -> Passed:
+            init, _, _ = self._operands(number, self.trained)
+            return Passed(init, [*map(jnp.zeros_like, state.passed.outputs)])
+
+        return lax.cond(self._is_first, first, lambda: state.passed)
+
+    def _folded(self, number: Any, passed: Passed) -> Passed:
+        """What this stage's layers make of it; nothing is kept."""
+        _, args, kwargs = self._operands(number, self.trained)
+        carry = self._carry(passed)
+        result = self.parts.fold.call("", self.layers, carry, args, kwargs)
+        return self._after(passed, result)
 
     def _backward(
         self, late: LateCotangents | None, number: Any, state: StageState
@@ -247,26 +285,34 @@ class Stages:
     def _loss(self, after: Passed, number: Any, state: StageState) -> StageState:
         """On the last stage: the loss, and the cotangents of what the layers made."""
         masks = Passed(*map(self._is_float, after))
-        count = self.schedule.microbatches
 
         def loss(trained: list[Any], floats: Passed) -> tuple[Any, list[Any]]:
             folded = []
             for leaves, changed, mask in zip(after, floats, masks, strict=True):
                 folded += merge(leaves, changed, mask)
-            inputs = [*self.rest(trained), *self.microbatch(number)]
-            returned = self.parts.results(inputs, folded)
-            value, aux = returned if self.has_aux else (returned, None)
-            return value / count, _arrays(aux)
+            return self._returned(number, trained, folded)
 
         floats = Passed(*map(pick, after, masks))
         value, pullback, aux = jax.vjp(loss, self.trained, floats, has_aux=True)
         of_trained, cotangents = pullback(jnp.ones_like(value))
-        return state._replace(
-            cotangents=cotangents,
-            rest=[*map(_sum, state.rest, of_trained)],
-            value=state.value + value,
-            aux=write(state.aux, number, [*map(_strong, aux)]),
-        )
+        state = self._with_loss(number, value, aux, state)
+        rest = [*map(_sum, state.rest, of_trained)]
+        return state._replace(cotangents=cotangents, rest=rest)
+
+    def _returned(
+        self, number: Any, trained: Sequence[Any], folded: Sequence[Any]
+    ) -> tuple[Any, list[Any]]:
+        """The part of a microbatch in the mean of the loss, and the arrays of aux."""
+        inputs = [*self.rest(trained), *self.microbatch(number)]
+        returned = self.parts.results(inputs, folded)
+        value, aux = returned if self.has_aux else (returned, None)
+        return value / self.schedule.microbatches, _arrays(aux)
+
+    def _with_loss(
+        self, number: Any, value: Any, aux: Sequence[Any], state: StageState
+    ) -> StageState:
+        aux = write(state.aux, number, [*map(_strong, aux)])
+        return state._replace(value=state.value + value, aux=aux)
 
     def _pulled_back(
         self, number: Any, carry: list[Any], swept: SweepResult, state: StageState

@@ -16,6 +16,7 @@ anyway, as where one equation (a kernel, a loop) makes it with that of the carry
 result of B.
 """
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -243,21 +244,51 @@ def _is_cheap(equation: JaxprEqn) -> bool:
 def _outline(
     equations: Sequence[JaxprEqn], results: Sequence[Any], names: dict[Var, Any]
 ) -> list[Any]:
-    """Of a program, whose inputs have these names."""
+    """Of a program, whose inputs have these names. Where arrays are placed is left out:
+    layers that are gathered ahead place their gradients in another way than others.
+    """
     names = {**names}
-    inputs = len(names)
+    made = itertools.count()
 
     def name_of(atom: Any) -> Any:
         return names[atom] if isinstance(atom, Var) else str(atom)
 
     lines = []
     for equation in equations:
+        if (placed := _placed(equation)) is not None:
+            names[equation.outvars[0]] = name_of(placed)
+            continue
+        if equation.primitive.name == "platform_index":
+            names[equation.outvars[0]] = "platform"
+            continue
         for var in equation.outvars:
-            names[var] = "made", len(names) - inputs
+            names[var] = "made", next(made)
         types = [str(var.aval) for var in equation.outvars]
         read = [*map(name_of, equation.invars)]
         lines.append((equation.primitive.name, read, types))
     return [*lines, [*map(name_of, results)]]
+
+
+def _placed(equation: JaxprEqn) -> Any:
+    """The operand that the result of an equation is, placed otherwise on all platforms
+    or on some; None for other equations.
+    """
+    is_choice = equation.primitive.name == "cond"
+    if is_choice and all(map(_only_places, programs_in(equation))):
+        return equation.invars[-1]
+    is_constraint = equation.primitive.name == "sharding_constraint"
+    return equation.invars[0] if is_constraint else None
+
+
+def _only_places(program: Jaxpr) -> bool:
+    """Whether a program returns its only input, placed otherwise or as it is."""
+    value = program.invars[-1] if program.invars else None
+    for equation in program.eqns:
+        if equation.primitive.name != "sharding_constraint":
+            return False
+        if equation.invars[0] is value:
+            value = equation.outvars[0]
+    return len(program.invars) == 1 and program.outvars[0] is value
 
 
 def _bytes_of(variables: Iterable[Var]) -> int:

@@ -1,6 +1,6 @@
 """`pipeline`: the loss of a model and its gradients, with the layers over devices.
 
-`Pipeline.value_and_grad` finds the stack in the model, divides the model into the
+`Pipeline` finds the stack in the model, divides the model into the
 arrays of the stack, of which each stage has a part, and the rest, of which each has
 all, and runs `Stages` by `jax.shard_map` over the axis of the stages alone. The other
 axes of the mesh stay what they were.
@@ -43,7 +43,7 @@ from .._sweep.gradient import merge, pick, scatter_leaves
 from .._sweep.slots import inverted
 from .loss_parts import cut_loss
 from .schedule import Schedule, ScheduleName, make_schedule
-from .stages import Stages
+from .stages import Stages, StageState
 
 
 def pipeline(
@@ -96,7 +96,8 @@ def pipeline(
             default, and for complex weights, that of each weight.
 
     Returns:
-        A `Pipeline`, which has `value_and_grad(model, *batch)`, and `schedule_of(P)`.
+        A `Pipeline`, which has `value_and_grad(model, *batch)`, `value(model, *batch)`
+        and `schedule_of(P)`.
 
     Raises:
         ValueError, TypeError: for what is no loss, number or schedule. `value_and_grad`
@@ -174,12 +175,32 @@ class Pipeline:
             of `eqx.filter_value_and_grad`. Of a pair, arrays of the second part have
             the microbatches in front.
         """
-        stages = self._stages()
         model_parts = ModelParts.of(model, self.stack, self.trainable)
+        of_layers, of_rest, returned = self._run(Stages.run, model_parts, batch)
+        return returned, model_parts.gradients(of_layers, of_rest)
+
+    def value(self, model: PyTree, *batch: PyTree) -> Any:
+        """What `value_and_grad` returns first, without gradients: to evaluate a model
+        whose layers stay where they are.
+
+        Each stage runs a microbatch once, and keeps nothing. Stages are idle for
+        (P - 1) / (M + P - 1) of the time.
+        """
+        model_parts = ModelParts.of(model, self.stack, trainable=False)
+        return self._run(Stages.run_forward, model_parts, batch)[-1]
+
+    def _run(
+        self,
+        program: Callable[[Stages], StageState],
+        model_parts: "ModelParts",
+        batch: tuple[PyTree, ...],
+    ) -> tuple[list[Any], list[Any], Any]:
+        """The gradients of the layers and of the rest, and what the loss returns."""
+        stages = self._stages()
         stack = model_parts.stack
         _check_layers(stack, model_parts.name, self.axis, stages)
         rows = Rows.of(self.loss, batch, self.microbatches)
-        of_stage = functools.partial(self._of_stage, stages, model_parts, rows)
+        of_stage = functools.partial(self._of_stage, program, stages, model_parts, rows)
         # The last two are what the loss returned on each stage, and its types
         by_stage, on_all = PartitionSpec(self.axis), PartitionSpec()
         layer_specs = [
@@ -201,14 +222,15 @@ class Pipeline:
         of_layers, of_rest, returned, types = jax.jit(run)(*inputs)
         # The last stage has it
         value, *aux = [leaf[-1] for leaf in returned]
-        gradients = model_parts.gradients(of_layers, of_rest)
         if not self.has_aux:
-            return value, gradients
+            return of_layers, of_rest, value
         arrays, static = eqx.partition(types.value[1], is_array)
-        return (value, eqx.combine(with_leaves(arrays, aux), static)), gradients
+        pair = value, eqx.combine(with_leaves(arrays, aux), static)
+        return of_layers, of_rest, pair
 
     def _of_stage(
         self,
+        program: Callable[[Stages], StageState],
         stages: int,
         model_parts: "ModelParts",
         rows: "Rows",
@@ -220,6 +242,7 @@ class Pipeline:
         """What each stage runs, within `jax.shard_map`.
 
         Args:
+            program: the method of `Stages`.
             stages: how many there are.
             model_parts: the model, whose arrays are those that follow.
             rows: the batch, in the same way.
@@ -252,7 +275,7 @@ class Pipeline:
             self.has_aux,
         )
         inputs = [*model_parts.is_rest_trained, *[False] * len(batch)]
-        sums = Stages(
+        of_stage = Stages(
             axis=self.axis,
             schedule=self.schedule_of(stages),
             parts=parts,
@@ -265,7 +288,8 @@ class Pipeline:
             microbatch=microbatch,
             is_active=parts.operands_depend_on(inputs),
             dtype=self.gradient_dtype,
-        ).run()
+        )
+        sums = program(of_stage)
         returned = [leaf[None] for leaf in (sums.value, *sums.aux)]
         of_rest = lax.psum(sums.rest, self.axis)
         return sums.layers, of_rest, returned, Static(parts.returned)
@@ -307,9 +331,9 @@ def _without_derivatives(arrays: PyTree) -> PyTree:
 @_without_derivatives.defjvp
 def _refuse_derivative(primals: Any, tangents: Any) -> NoReturn:
     raise TypeError(
-        "The results of a pipeline's value_and_grad have no derivatives: its backward"
-        " pass has run by then. Differentiate the loss without a pipeline, or use"
-        " jax.lax.stop_gradient on the model and the batch."
+        "The results of a pipeline's value and value_and_grad have no derivatives:"
+        " value_and_grad computes the gradients itself. Differentiate the loss without"
+        " a pipeline, or use jax.lax.stop_gradient on the model and the batch."
     )
 
 

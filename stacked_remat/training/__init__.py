@@ -128,6 +128,7 @@ from .trackers import (
 from .trainer_config import (
     CheckpointConfig as CheckpointConfig,
     MeshConfig as MeshConfig,
+    PipelineConfig as PipelineConfig,
     PrecisionConfig as PrecisionConfig,
     ProfilerConfig as ProfilerConfig,
     TrackersConfig as TrackersConfig,

@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar, final
 
 import equinox as eqx
@@ -57,16 +57,27 @@ class Partitioning:
         mesh: the devices.
         compute_mapping: from axes of activations to axes of the mesh.
         param_mapping: from axes of weights to axes of the mesh.
+        stages_of: for a pipeline, from the axis of the layers to that of the mesh which
+            divides them; also in `param_mapping`.
     """
 
     mesh: Mesh
     compute_mapping: Mapping[str, tuple[str, ...]]
     param_mapping: Mapping[str, tuple[str, ...]]
+    stages_of: Mapping[str, str] = field(default_factory=dict)
 
     @staticmethod
-    def of(config: MeshConfig, devices: Sequence[Any] | None = None) -> "Partitioning":
+    def of(
+        config: MeshConfig,
+        devices: Sequence[Any] | None = None,
+        *,
+        stages_of: Mapping[str, str] | None = None,
+    ) -> "Partitioning":
         """The partitioning of a config on the first of these devices, or of all that
         JAX has.
+
+        Args:
+            stages_of: of a pipeline, such as `{"layers": "stage"}`.
 
         Raises:
             ConfigError: the devices can't be arranged in this mesh.
@@ -82,12 +93,13 @@ class Partitioning:
         grid = np.array(available[:used], dtype=object).reshape(tuple(sizes.values()))
         # Auto: the compiler divides what no constraint names.
         mesh = Mesh(grid, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
-        tables = (config.compute_mapping, config.param_mapping)
+        stages_of = stages_of or {}
+        tables = (config.compute_mapping, {**stages_of, **config.param_mapping})
         tuples = (
             {name: tuple(ensure_tuple(over)) for name, over in table.items()}
             for table in tables
         )
-        return Partitioning(mesh, *tuples)
+        return Partitioning(mesh, *tuples, stages_of=stages_of)
 
     @staticmethod
     def one_device() -> "Partitioning":
@@ -225,12 +237,15 @@ class Partitioning:
         layers = {node.Layers.name for node in stacks if isinstance(node, Stacked)}
         valid = sorted(names - layers | {BATCH_AXIS, POSITION_AXIS})
         for table in ("compute_mapping", "param_mapping"):
-            for name in getattr(self, table):
+            for name, over in getattr(self, table).items():
+                if over == (self.stages_of.get(name),):
+                    continue
                 if name in layers:
                     raise ConfigError(
                         f"trainer.mesh.{table}.{name}: layers can't be divided over"
                         " devices: every one would gather all of them. Divide another"
-                        " axis, such as `embed`."
+                        " axis, such as `embed`, or name one of trainer.mesh.axes in"
+                        " trainer.pipeline.axis."
                     )
                 if name not in valid:
                     raise ConfigError(

@@ -33,6 +33,7 @@ _FREE = (
     "trainer.eval_every",
     "trainer.eval_batches",
     "trainer.mesh",
+    "trainer.pipeline",
     "trainer.streaming",
     "trainer.checkpoint",
     "trainer.trackers",

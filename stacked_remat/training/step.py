@@ -15,9 +15,12 @@ from jaxtyping import Array, DTypeLike, Float, Int, PRNGKeyArray, UInt32
 
 from .._fused.update import FusedState, fused_update
 from .._microbatches import in_microbatches
+from .._pipeline.value_and_grad import Pipeline, pipeline
+from .._scan.marks import shared
+from .._stacked import Stacked, StackedKinds
 from .batches import BATCH_AXIS, TokenBatch
 from .mesh import Partitioning
-from .trainer_config import TrainerConfig
+from .trainer_config import PipelineConfig, TrainerConfig
 
 T = TypeVar("T")
 Metrics: TypeAlias = dict[str, Array]
@@ -198,9 +201,12 @@ class TrainStep(eqx.Module):
             changes only `step` and `skips`.
         partitioning: the sharding of weights, gradients and optimizer state; must be
             active while the step is traced. One device if not given.
+        pipeline: an axis of its mesh over which microbatches go through the layers, as
+            `stacked_remat.pipeline`. Without effect where that has one device.
 
     Raises:
-        ValueError: a `FusedOptimizer` with microbatches or `skip_nonfinite`.
+        ValueError: a `FusedOptimizer` with microbatches, `skip_nonfinite` or a
+            pipeline.
 
     Memory: the model's, and with microbatches one more copy of the trained arrays in
     `gradient_dtype`.
@@ -215,6 +221,7 @@ class TrainStep(eqx.Module):
     gradient_dtype: DTypeLike = jnp.float32
     skip_nonfinite: bool = False
     partitioning: Partitioning | None = None
+    pipeline: PipelineConfig | None = None
 
     @staticmethod
     def of(config: TrainerConfig, **others: Any) -> "TrainStep":
@@ -225,16 +232,17 @@ class TrainStep(eqx.Module):
             microbatches=config.update.microbatches,
             gradient_dtype=config.precision.gradients,
             skip_nonfinite=config.update.on_nonfinite == "skip",
+            pipeline=config.pipeline,
             **others,
         )
 
     def __check_init__(self) -> None:
         if isinstance(self.optimizer, FusedOptimizer) and (
-            self.microbatches > 1 or self.skip_nonfinite
+            self.microbatches > 1 or self.skip_nonfinite or self.pipeline is not None
         ):
             raise ValueError(
                 "A fused update has changed the weights before all gradients are known:"
-                " it takes neither microbatches nor skip_nonfinite."
+                " it takes neither microbatches nor skip_nonfinite, nor a pipeline."
             )
 
     def __call__(
@@ -243,6 +251,8 @@ class TrainStep(eqx.Module):
         """The next state, and the metrics."""
         if isinstance(self.optimizer, FusedOptimizer):
             return self._fused(batch, state, self.optimizer)
+        if self.is_pipelined:
+            return self._updated(*self._in_stages(batch, state), state)
         after, metrics, _ = self.by(self.gradients_of(state, batch), batch, state)
         return after, metrics
 
@@ -258,93 +268,204 @@ class TrainStep(eqx.Module):
         The mean loss of the batch is the sum of the microbatches' mean losses times
         their shares of the weights.
         """
-        loss, count = self.loss_function, self.microbatches
-        # The loss is a mean over the weights of its own part: that of the batch is
-        # their mean by shares of the weights, not by numbers of rows.
-        share_of: Any = self._mean_over_microbatches
-        if count == 1:
-            share_of = lambda model, part, share, keys: loss(model, part, *keys)  # noqa: E731
-        elif isinstance(loss, LossWithSums):
-            share_of = self._with_sums_of(state, batch, loss)
+        sums = self._sums_of_batch(state, batch)
 
         def compute(
             part: TokenBatch, share: Any, index: Any
         ) -> tuple[Any, Metrics, None]:
-            keys = self._keys(state, index)
+            keys = self._keys(state.loss_keys, index)
 
             def share_of_loss(trained: Any) -> tuple[Array, Metrics]:
                 # Which shards the gradients too
                 model = eqx.combine(self.shard(trained), state.frozen)
-                return share_of(model, part, share, keys)
+                return self._share_of_objective(model, part, share, keys, sums)
 
             return *eqx.filter_grad(share_of_loss, has_aux=True)(state.trained), None
 
         return compute
 
-    def _keys(self, state: TrainState, index: Any) -> tuple[PRNGKeyArray, ...]:
-        """The keys of a microbatch."""
+    def _keys(
+        self, keys: tuple[PRNGKeyArray, ...], index: Any
+    ) -> tuple[PRNGKeyArray, ...]:
+        """The keys of a microbatch, from those of the step."""
         if self.microbatches == 1:
-            return state.loss_keys
+            return keys
         # Microbatches of one key would have the same noise.
-        return tuple(jax.random.fold_in(key, index) for key in state.loss_keys)
+        return tuple(jax.random.fold_in(key, index) for key in keys)
 
-    def _mean_over_microbatches(
-        self, model: Any, part: TokenBatch, share: Any, keys: tuple[PRNGKeyArray, ...]
+    def _share_of_objective(
+        self,
+        model: Any,
+        part: TokenBatch,
+        share: Any,
+        keys: tuple[PRNGKeyArray, ...],
+        sums: tuple[Any, Any] | None,
     ) -> tuple[Array, Metrics]:
-        objective, metrics = self.loss_function(model, part, *keys)
-        return (
-            metrics["loss"] * share + (objective - metrics["loss"]) / self.microbatches,
-            metrics,
-        )
-
-    def _with_sums_of(
-        self, state: TrainState, batch: TokenBatch, loss: LossWithSums
-    ) -> Any:
-        """The part of the objective of each microbatch, by the sums of the whole batch.
+        """What a microbatch adds to the objective of the batch, and its metrics.
 
         With S the sum of the microbatches' sums s, the gradient of the term A(model, S)
         is that of A at a constant S, plus dA/dS times the gradient of S, of which each
-        microbatch adds that of its own s. S and dA/dS are constants here alone: their
-        derivatives by the state exist, as replays need them.
+        microbatch adds that of its own s. `sums` are S and dA/dS, constants here alone:
+        their derivatives by the state exist, as replays need them.
         """
-        parts, before = (
-            _split(batch, self.microbatches),
-            eqx.combine(self.shard(state.trained), state.frozen),
+        loss, count = self.loss_function, self.microbatches
+        if count == 1:
+            return loss(model, part, *keys)
+        # The loss is a mean over the weights of its own part: that of the batch is
+        # their mean by shares of the weights, not by numbers of rows.
+        if sums is None:
+            objective, metrics = loss(model, part, *keys)
+            rest = (objective - metrics["loss"]) / count
+            return metrics["loss"] * share + rest, metrics
+        total, slope = sums
+        with_sums: Any = loss
+        (own_loss, own_sums), metrics = with_sums.parts(model, part, *keys)
+        term, more = with_sums.term(model, total)
+        products = jax.tree.map(
+            lambda one, other: jnp.sum(one * other), slope, own_sums
         )
+        objective = own_loss * share + sum(jax.tree.leaves(products)) + term / count
+        return objective, {**metrics, **more}
 
-        def sums_of(index: Any) -> Any:
-            (_, sums), _ = loss.parts(
-                before, _microbatch(parts, index), *self._keys(state, index)
-            )
-            return sums
+    def _sums_of_batch(
+        self, state: TrainState, batch: TokenBatch
+    ) -> tuple[Any, Any] | None:
+        """The sums of all microbatches of a `LossWithSums`, and the gradient of its
+        term by them; None where the loss needs none.
+        """
+        loss, count = self.loss_function, self.microbatches
+        if count == 1 or not isinstance(loss, LossWithSums):
+            return None
+        model = eqx.combine(self.shard(state.trained), state.frozen)
 
-        def add(total: Any, index: Array) -> tuple[Any, None]:
-            return jax.tree.map(jnp.add, total, sums_of(index)), None
-
-        zeros = jax.tree.map(
-            lambda sums: jnp.zeros(sums.shape, sums.dtype), jax.eval_shape(sums_of, 0)
-        )
         # One more forward pass: no gradient can be taken before the sums of the last
         # microbatch are there.
-        total, _ = jax.lax.scan(add, zeros, jnp.arange(self.microbatches))
-        slope, _ = jax.grad(lambda sums: loss.term(before, sums), has_aux=True)(total)
+        if self.is_pipelined:
+            total = self._sums_in_stages(loss, model, batch, state.loss_keys)
+        else:
+            parts = _split(batch, count)
 
-        def share_of(
-            model: Any, part: TokenBatch, share: Any, keys: tuple[PRNGKeyArray, ...]
+            def sums_of(index: Any) -> Any:
+                keys = self._keys(state.loss_keys, index)
+                return loss.parts(model, _microbatch(parts, index), *keys)[0][1]
+
+            def add(total: Any, index: Array) -> tuple[Any, None]:
+                return jax.tree.map(jnp.add, total, sums_of(index)), None
+
+            zeros = jax.tree.map(
+                lambda sums: jnp.zeros(sums.shape, sums.dtype),
+                jax.eval_shape(sums_of, 0),
+            )
+            total, _ = jax.lax.scan(add, zeros, jnp.arange(count))
+        slope, _ = jax.grad(lambda sums: loss.term(model, sums), has_aux=True)(total)
+        return total, slope
+
+    # --- Layers over devices
+
+    @property
+    def is_pipelined(self) -> bool:
+        """Whether microbatches go through layers that are divided over devices."""
+        if self.pipeline is None or self.partitioning is None:
+            return False
+        return self.partitioning.mesh.shape[self.pipeline.axis] > 1
+
+    def evaluated(self, loss: LossFunction) -> LossFunction:
+        """A loss without derivatives, whose only metric is the mean `loss` of a batch:
+        with the layers where they are in the step.
+        """
+        if not self.is_pipelined:
+            return loss
+
+        def share_of_loss(model: Any, part: TokenBatch, share: Array) -> Array:
+            return loss(model, part)[1]["loss"] * share[0] * self.microbatches
+
+        def evaluated(model: Any, batch: TokenBatch) -> tuple[Array, Metrics]:
+            shares = self._shares(batch)
+            value = self._pipeline(share_of_loss).value(model, batch, shares)
+            return value, {"loss": value}
+
+        return evaluated
+
+    def _in_stages(self, batch: TokenBatch, state: TrainState) -> tuple[Any, Metrics]:
+        """The gradients and metrics of a batch."""
+        count = self.microbatches
+
+        def objective(
+            model: Any, part: TokenBatch, share: Array, index: Array, more: Any
         ) -> tuple[Array, Metrics]:
-            (own_loss, sums), metrics = loss.parts(model, part, *keys)
-            term, more = loss.term(model, total)
-            products = jax.tree.map(
-                lambda one, other: jnp.sum(one * other), slope, sums
+            keys, sums = more
+            found, metrics = self._share_of_objective(
+                model, part, share[0], self._keys(keys, index[0]), sums
             )
-            objective = (
-                own_loss * share
-                + sum(jax.tree.leaves(products))
-                + term / self.microbatches
-            )
-            return objective, {**metrics, **more}
+            # The pipeline takes the mean over microbatches
+            return found * count, metrics
 
-        return share_of
+        run = self._pipeline(objective, trainable=marks(state.trained), has_aux=True)
+        model = eqx.combine(self.shard(state.trained), state.frozen)
+        shares = self._shares(batch)
+        more = shared((state.loss_keys, self._sums_of_batch(state, batch)))
+        (_, metrics), gradients = run.value_and_grad(
+            model, batch, shares, jnp.arange(count), more
+        )
+        return self.shard(gradients), of_whole_batch(metrics, shares)
+
+    def _sums_in_stages(
+        self,
+        loss: LossWithSums,
+        model: Any,
+        batch: TokenBatch,
+        keys: tuple[PRNGKeyArray, ...],
+    ) -> Any:
+        """The sums of all microbatches of a loss."""
+        structures = []
+
+        def sums_of(
+            model: Any, part: TokenBatch, index: Array, keys: Any
+        ) -> tuple[Array, Any]:
+            (value, sums), _ = loss.parts(model, part, *self._keys(keys, index[0]))
+            # Without names of axes, which arrays of all microbatches can't have
+            leaves, structure = jax.tree.flatten(sums)
+            structures.append(structure)
+            return value, [*map(jnp.asarray, leaves)]
+
+        run = self._pipeline(sums_of, has_aux=True)
+        numbers = jnp.arange(self.microbatches)
+        _, leaves = run.value(model, batch, numbers, shared(keys))
+        totals = [jnp.sum(leaf, axis=0) for leaf in leaves]
+        return jax.tree.unflatten(structures[0], totals)
+
+    def _pipeline(self, loss: Callable[..., Any], **options: Any) -> Pipeline:
+        settings, partitioning = self.pipeline, self.partitioning
+        assert settings is not None and partitioning is not None
+
+        def stack(model: Any) -> Any:
+            nodes = jax.tree.leaves(
+                model, is_leaf=lambda node: isinstance(node, StackedKinds)
+            )
+            for node in nodes:
+                if (
+                    isinstance(node, Stacked)
+                    and node.Layers.name in partitioning.stages_of
+                ):
+                    return node
+            return None
+
+        return pipeline(
+            loss,
+            settings.axis,
+            microbatches=self.microbatches,
+            schedule=settings.schedule,
+            stack=stack,
+            gradient_dtype=self.gradient_dtype,
+            **options,
+        )
+
+    def _shares(self, batch: TokenBatch) -> Array:
+        """The share of each microbatch in the weights of a batch."""
+        Microbatch = Axis(_MICROBATCH, self.microbatches)
+        weights = _split(batch, self.microbatches).weights
+        sums = hax.sum(weights, [axis for axis in weights.axes if axis != Microbatch])
+        return sums.array / jnp.maximum(hax.sum(batch.weights).scalar(), 1.0)
 
     def by(
         self, compute: Compute, batch: TokenBatch, state: TrainState
@@ -353,6 +474,12 @@ class TrainStep(eqx.Module):
         for microbatches.
         """
         gradients, metrics, found = self._of_microbatches(compute, batch, state.trained)
+        return *self._updated(gradients, metrics, state), found
+
+    def _updated(
+        self, gradients: Any, metrics: Metrics, state: TrainState
+    ) -> tuple[TrainState, Metrics]:
+        """The next state and the metrics, by the gradients of a batch."""
         optimizer: Any = self.optimizer
         updates, optimizer_state = optimizer.update(
             gradients, state.optimizer_state, state.trained
@@ -379,7 +506,7 @@ class TrainStep(eqx.Module):
                 dataclasses.replace(kept, frozen=state.frozen),
                 kept.skips,
             )
-        return self.shard(after), metrics, found
+        return self.shard(after), metrics
 
     def _of_microbatches(
         self, compute: Compute, batch: TokenBatch, trained: Any

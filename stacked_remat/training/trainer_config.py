@@ -112,6 +112,22 @@ class MeshConfig:
 
 
 @dataclass(frozen=True)
+class PipelineConfig:
+    """Layers over devices, with the microbatches of `update.microbatches`; see
+    `stacked_remat.pipeline`.
+
+    Attributes:
+        axis: the axis of the mesh whose devices, or groups of devices, have a
+            contiguous part of the layers each, with its optimizer state. The number of
+            layers must be a multiple of its size. Nothing else is mapped to it.
+        schedule: `1f1b`, or `zero_bubble`, with which devices wait less and keep more.
+    """
+
+    axis: str
+    schedule: Literal["1f1b", "zero_bubble"] = "1f1b"
+
+
+@dataclass(frozen=True)
 class CheckpointConfig:
     """When checkpoints are written besides the one at the end, which are kept, and how
     a run resumes.
@@ -219,6 +235,7 @@ class TrainerConfig:
         run_dir: folder for config, metrics and checkpoints; `runs/DATE-TIME` if null.
             The same command with the same folder resumes an interrupted run.
         mesh: the mesh of devices, and the axes that are sharded over it.
+        pipeline: an axis of the mesh that divides the layers; null for none.
         update: microbatches, and what to do with steps that are not finite.
         streaming: whether the weights of the layers are in host memory, and come to the
             device while their layer runs: frozen weights, or with `update.fused` those
@@ -237,6 +254,7 @@ class TrainerConfig:
     patience: Count | None = None
     run_dir: str | None = None
     mesh: MeshConfig = field(default_factory=MeshConfig)
+    pipeline: PipelineConfig | None = None
     update: UpdateConfig = field(default_factory=UpdateConfig)
     streaming: bool = False
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
@@ -257,6 +275,33 @@ class TrainerConfig:
             )
         if self.run_dir is not None:
             check_folder("trainer.run_dir", self.run_dir)
+        if self.pipeline is not None:
+            self._check_pipeline(self.pipeline.axis)
+
+    def _check_pipeline(self, axis: str) -> None:
+        if axis not in self.mesh.axes:
+            raise ValueError(
+                f"trainer.pipeline.axis names the mesh axis {axis!r}; those in"
+                f" trainer.mesh.axes are {', '.join(self.mesh.axes)}. Add it there,"
+                f" such as trainer.mesh.axes: {{{axis}: 4, data: -1}}."
+            )
+        for table in ("compute_mapping", "param_mapping"):
+            for name, physical in getattr(self.mesh, table).items():
+                if axis in ([physical] if isinstance(physical, str) else physical):
+                    raise ValueError(
+                        f"trainer.mesh.{table}.{name} maps to {axis!r}, which"
+                        " trainer.pipeline divides the layers over, and nothing else."
+                        " Leave it out, or map it to another axis of the mesh."
+                    )
+        for key, is_given in (
+            ("update.fused", self.update.fused),
+            ("streaming", self.streaming),
+        ):
+            if is_given:
+                raise ValueError(
+                    f"trainer.{key} does not go with trainer.pipeline: leave out one of"
+                    " them."
+                )
 
     @property
     def by_held_out_loss(self) -> str | None:

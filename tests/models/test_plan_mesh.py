@@ -9,7 +9,7 @@ import pytest
 from models.candidate import Candidate
 from models.parts.sections import ExpertsConfig
 from models.plan_lm import PlanLmConfig, main
-from models.plan_search import Budget, find_meshes, meshes
+from models.plan_search import Budget, divided, find_meshes, meshes
 from models.qwen3_moe import Qwen3MoeConfig
 from models.run_state import state_shapes
 from stacked_remat.memory import (
@@ -26,7 +26,9 @@ from stacked_remat.training import (
     ConfigError,
     DataConfig,
     MeshConfig,
+    PipelineConfig,
     TrainerConfig,
+    UpdateConfig,
     config_as_dict,
 )
 
@@ -46,7 +48,7 @@ CONFIG = PlanLmConfig(
     trainer=TrainerConfig(mesh=MeshConfig()),
     devices=4,
 ).resolved()
-SENT = {"data": 400, "expert": 300, "context": 200, "tensor": 100}
+SENT = {"data": 400, "expert": 300, "context": 200, "tensor": 100, "stage": -350}
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -101,12 +103,16 @@ def compiled(monkeypatch):
     return asked
 
 
+def meshes_of(config):
+    return [step.config.trainer.mesh for step in meshes(config.candidate)]
+
+
 def found(budget, config=CONFIG):
     return find_meshes(config.candidate, Budget(budget))
 
 
 def test_meshes_are_those_that_the_model_and_the_batch_allow():
-    named = [(mesh.axes, mesh.compute_mapping) for mesh in meshes(CONFIG.candidate)]
+    named = [(mesh.axes, mesh.compute_mapping) for mesh in meshes_of(CONFIG)]
     assert [axes for axes, _ in named] == [
         {"data": 4},
         {"data": 1, "expert": 4},
@@ -117,13 +123,39 @@ def test_meshes_are_those_that_the_model_and_the_batch_allow():
     ]  # two key-value heads can't be divided by four
     assert "mlp" not in named[-1][1] and named[-1][1]["kv_heads"] == "tensor"
     own = with_trainer(mesh=MeshConfig({"rows": -1}, {"batch": "rows"}, {}))
-    assert meshes(own.candidate)[0].axes == {"rows": 4}
+    assert meshes_of(own)[0].axes == {"rows": 4}
+
+
+def test_layers_are_divided_where_the_batch_has_microbatches(monkeypatch):
+    config = with_trainer(update=UpdateConfig(microbatches=2))
+    stages = [step for step in meshes(config.candidate) if step.stages > 1]
+    # Two layers
+    assert [step.config.trainer.mesh.axes for step in stages] == [
+        {"stage": 2, "data": 2}
+    ]
+    assert divided(stages[0]) == "layers: 2; batch, embed: 2"
+    assert stages[0].config.trainer.pipeline == PipelineConfig("stage")
+    assert stages[0].idle == 1 / 3
+    # Of equal arithmetic the pipeline waits, so it is last, though it sends least
+    plans = found("1MB", config)
+    assert [step.stages for _, step in plans] == [1] * (len(plans) - 1) + [2]
+    # One of the config's own, with another axis
+    own = with_trainer(
+        update=UpdateConfig(microbatches=4),
+        mesh=MeshConfig({"pp": 2, "data": -1}),
+        pipeline=PipelineConfig("pp", "zero_bubble"),
+    )
+    steps = meshes(own.candidate)
+    assert steps[0].config.trainer.pipeline == PipelineConfig("pp", "zero_bubble")
+    assert {step.stages for step in steps} == {1, 2}
+    fused = with_trainer(update=UpdateConfig(fused=True))
+    assert {step.stages for step in meshes(fused.candidate)} == {1}
 
 
 def test_on_gpus_experts_are_divided_by_their_number_too(monkeypatch):
     gpu = SimpleNamespace(devices=lambda count: [SimpleNamespace(platform="gpu")])
     monkeypatch.setattr("models.plan_search.find_target", lambda name: gpu)
-    found = [mesh.param_mapping for mesh in meshes(CONFIG.candidate)]
+    found = [mesh.param_mapping for mesh in meshes_of(CONFIG)]
     assert [list(mapping) for mapping in found[:2]] == [["embed"], ["experts", "embed"]]
 
 
@@ -145,9 +177,14 @@ def test_divided_experts_send_less_where_tokens_are_few(monkeypatch, positions, 
     config = dataclasses.replace(
         CONFIG, data=dataclasses.replace(CONFIG.data, seq_len=positions)
     )
-    tried = [mesh for mesh in meshes(config.candidate) if 4 in mesh.axes.values()][:2]
+    tried = [
+        step
+        for step in meshes(config.candidate)
+        if 4 in step.config.trainer.mesh.axes.values()
+    ][:2]
     assert [
-        {axis for axis, size in mesh.axes.items() if size > 1} for mesh in tried
+        {axis for axis, size in step.config.trainer.mesh.axes.items() if size > 1}
+        for step in tried
     ] == [
         {"data"},
         {"expert"},
@@ -202,7 +239,7 @@ def test_the_command_prints_what_to_write_in_the_config(monkeypatch, tmp_path):
     assert "what fits 30KB on each of 4 devices of local" in shown
     found = json.loads(printed(main, *options, "--json", "true")[1])
     mesh = found["chosen"]["mesh"]
-    assert mesh in [config_as_dict(mesh) for mesh in meshes(CONFIG.candidate)]
+    assert mesh in [config_as_dict(mesh) for mesh in meshes_of(CONFIG)]
     assert (
         found["rows"][0]["name"] == "position, embed: 4: 'nested'"
         and found["chosen"]["remat"] == "nested"

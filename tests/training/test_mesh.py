@@ -190,6 +190,19 @@ def test_weights_are_not_divided_by_layers():
             )
 
 
+def test_layers_are_divided_over_the_stages_of_a_pipeline():
+    make = Stacked.init(Axis("depth", 8), hax.nn.Linear.init)
+    stack = make(Embed, Mlp, key=jax.random.split(jax.random.key(0), 8))
+    config = MeshConfig({"stage": 4, "data": 2})
+    partitioning = Partitioning.of(config, stages_of={"depth": "stage"})
+    partitioning.check_names(stack)
+    weight = partitioning.shard_weights(stack).stacked.weight.array
+    assert weight.addressable_shards[0].data.shape == (2, 6, 4)
+    other = MeshConfig({"stage": 4, "data": 2}, {}, {"depth": "data"})
+    with pytest.raises(ConfigError, match=r"in trainer\.pipeline\.axis"):
+        Partitioning.of(other).check_names(stack)
+
+
 def test_batches_that_do_not_divide():
     partitioning = Partitioning.of(
         MeshConfig({"data": 2, "e": 4}, {"batch": ["data", "e"]}, {})

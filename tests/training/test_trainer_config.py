@@ -4,6 +4,11 @@ import pytest
 
 from stacked_remat import training as t
 
+STAGES = {
+    "mesh": t.MeshConfig({"stage": 2, "data": -1}),
+    "pipeline": t.PipelineConfig("stage"),
+}
+
 
 @pytest.mark.parametrize(
     ("make", "changes", "message"),
@@ -49,6 +54,26 @@ from stacked_remat import training as t
             t.MeshConfig,
             {"axes": {"a": 8}},
             r"are a\. .* map batch to one .* trainer\.mesh\.compute_mapping: {}\.$",
+        ),
+        (
+            t.TrainerConfig,
+            {"pipeline": t.PipelineConfig("stage")},
+            r"pipeline\.axis names the mesh axis 'stage'; those .* are data\. Add it",
+        ),
+        (
+            t.TrainerConfig,
+            {"pipeline": t.PipelineConfig("data")},
+            r"compute_mapping\.batch maps to 'data', which trainer\.pipeline divides",
+        ),
+        (
+            t.TrainerConfig,
+            {**STAGES, "update": t.UpdateConfig(fused=True)},
+            r"trainer\.update\.fused does not go with trainer\.pipeline",
+        ),
+        (
+            t.TrainerConfig,
+            {**STAGES, "streaming": True},
+            r"trainer\.streaming does not go with trainer\.pipeline",
         ),
         (
             t.DataConfig,

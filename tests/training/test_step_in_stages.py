@@ -1,0 +1,149 @@
+"""A training step whose layers are over devices: the step of one device."""
+
+from typing import Any
+
+import equinox as eqx
+import haliax as hax
+import jax
+import numpy as np
+import optax
+import pytest
+from haliax import Axis
+
+from stacked_remat import Stacked
+from stacked_remat.training import (
+    LossWithSums,
+    MeshConfig,
+    Partitioning,
+    PipelineConfig,
+    TokenBatch,
+    TrainState,
+    TrainStep,
+    gathered,
+)
+from tests.random_arrays import normal
+
+Layers, Vocab, Embed, Hidden = hax.make_axes(layers=4, vocab=12, embed=8, hidden=6)
+SGD = optax.sgd(0.1, momentum=0.9)
+MICROBATCHES = 4
+
+
+class Layer(eqx.Module):
+    up: hax.NamedArray
+    down: hax.NamedArray
+
+    def __call__(self, x):
+        layer = gathered(self)
+        hidden = hax.tanh(x.dot(layer.up, axis=Embed))
+        return x + hidden.dot(layer.down, axis=Hidden)
+
+
+class Model(eqx.Module):
+    table: hax.NamedArray
+    blocks: Stacked
+    # Another stack, which is no part of the pipeline
+    last: Stacked
+
+
+def model():
+    layer = Layer(normal(0, Layers, Embed, Hidden), normal(1, Layers, Hidden, Embed))
+    Last = Axis("last", 2)
+    last = Layer(normal(2, Last, Embed, Hidden), normal(3, Last, Hidden, Embed))
+    blocks = Stacked(layer, Layers, "nested")
+    table = normal(4, Vocab, Embed)
+    whole = Model(table, blocks, Stacked(last, Last))
+    return jax.tree.map(lambda leaf: leaf * 0.3, whole)
+
+
+def parts(model, batch, *keys):
+    """The mean over the weights, of tokens with noise, and sums with a named axis."""
+    x = model.table.take(Vocab, batch.tokens)
+    for key in keys:
+        x = x + 0.1 * hax.random.normal(key, x.axes)
+    logits = model.last.fold(model.blocks.fold(x)).dot(model.table, axis=Embed)
+    targets = hax.nn.one_hot(batch.targets, Vocab)
+    losses = hax.nn.cross_entropy_loss(logits, Vocab, targets, reduction=None)
+    weight = hax.maximum(hax.sum(batch.weights), 1.0)
+    loss = (hax.sum(losses * batch.weights) / weight).scalar()
+    chosen = hax.sum(hax.nn.softmax(logits, axis=Vocab), batch.tokens.axes)
+    return (loss, (chosen, batch.tokens.size * 1.0)), {"loss": loss}
+
+
+def term(model, sums):
+    chosen, count = sums
+    found = hax.sum((chosen / count) ** 2).scalar()
+    return found, {"term": found}
+
+
+LOSS = LossWithSums(parts, term)
+
+
+def batch():
+    """Eight rows of uneven weights, some of none."""
+    rng = np.random.default_rng(0)
+    tokens, targets = rng.integers(0, Vocab.size, (2, 8, 4)).astype(np.int32)
+    weights = (rng.random((8, 4)) < 0.6).astype(np.float32)
+    weights[1] = weights[5] = 0.0
+    return TokenBatch.of(tokens, targets, weights)
+
+
+def stages(axes, compute="data"):
+    mesh = MeshConfig(axes, {"batch": compute}, {"embed": compute})
+    return Partitioning.of(mesh, stages_of={"layers": "stage"})
+
+
+def after_two_steps(partitioning, schedule):
+    """The state after two steps, their metrics, and the loss before them."""
+    pipeline = PipelineConfig("stage", schedule)
+    options = {"microbatches": MICROBATCHES, "pipeline": pipeline}
+    step = TrainStep(LOSS, SGD, partitioning=partitioning, **options)
+    with partitioning.active():
+        state = partitioning.init_sharded(
+            lambda: TrainState.init(model(), SGD, key=jax.random.key(1))
+        )
+        data = partitioning.shard_batch(batch())
+        evaluated = eqx.filter_jit(step.evaluated(LOSS))(state.model, data)[1]["loss"]
+        compiled = eqx.filter_jit(step)
+        found = []
+        for _ in range(2):
+            state, metrics = compiled(data, state)
+            found.append(metrics)
+    return state, found, evaluated
+
+
+def assert_close(found, expected):
+    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
+    for one, other in pairs:
+        np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+def test_a_step_equals_that_of_one_device(schedule):
+    partitioning = stages({"stage": 2, "data": 2})
+    found = after_two_steps(partitioning, schedule)
+    # One device for the layers: no pipeline
+    expected = after_two_steps(stages({"stage": 1}, "stage"), schedule)
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    assert_close(found, expected)
+    state, metrics, _ = found
+    assert metrics[0].keys() == {"loss", "term", "grad_norm"}
+    momentum: Any = state.optimizer_state
+    for tree in (state.trained, momentum[0].trace):
+        (shard, *_) = tree.blocks.stacked.up.array.addressable_shards
+        assert shard.data.shape == (2, 4, 6)
+        assert tree.last.stacked.up.array.addressable_shards[0].data.shape == (2, 4, 6)
+
+
+def test_a_model_without_the_layers_is_refused():
+    partitioning = Partitioning.of(
+        MeshConfig({"stage": 2}, {}, {}), stages_of={"depth": "stage"}
+    )
+    step = TrainStep(
+        LOSS, SGD, partitioning=partitioning, pipeline=PipelineConfig("stage")
+    )
+    state = TrainState.init(model(), SGD)
+    with (
+        partitioning.active(),
+        pytest.raises(ValueError, match=r"no Stacked of the model; it has: model\.blo"),
+    ):
+        eqx.filter_eval_shape(step, batch(), state)

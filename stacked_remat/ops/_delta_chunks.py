@@ -100,28 +100,39 @@ def delta_chunks(
     decays = _decays_by_head if log_decay.shape[-1] == 1 else _decays_by_channel
     after, before, products = decays(rows, key, log_decay)
     erased, *attended = products
+    # d(i, 0), and d(n, j) k_j, in the notation above
     from_start = jnp.exp(after)
     kept_key = key * jnp.exp(before)
-    whole = jnp.swapaxes(from_start[..., -1:, :], -1, -2)
+    # d(n, 0), a column that scales the rows of a state
+    to_end = from_start[..., -1:, :]
+    whole = jnp.swapaxes(to_end, -1, -2)
     if beta is None:
         written, read = value, None
     else:
-        inverse = inverse_of_unit_lower(beta * jnp.tril(erased, -1))
+        lower = beta * jnp.tril(erased, -1)
+        inverse = inverse_of_unit_lower(lower)
+        # Y and W
         written = inverse @ (beta * value)
-        read = inverse @ (beta * (from_start * key))
+        decayed_key = from_start * key
+        read = inverse @ (beta * decayed_key)
     written = pad_axis(written, written.ndim - 1, state.shape[-1])
 
     def next_state(state: State, chunk: tuple) -> tuple[State, tuple]:
         whole, kept_key, written, read = chunk
-        update = written if read is None else written - read @ state
-        after = whole * state + jnp.swapaxes(kept_key, -1, -2) @ update
-        return after, (state, update)
+        update = written
+        if read is not None:
+            update = written - read @ state
+        decayed = whole * state
+        added = jnp.swapaxes(kept_key, -1, -2) @ update
+        return decayed + added, (state, update)
 
     chunks = whole, kept_key, written, read
     state, (states, updates) = lax.scan(next_state, state, chunks)
     if query is None:
         return state, None
-    return state, (from_start * query) @ states + attended[0] @ updates
+    (of_updates,) = attended
+    decayed_query = from_start * query
+    return state, decayed_query @ states + of_updates @ updates
 
 
 def _decays_by_head(
@@ -136,13 +147,18 @@ def _decays_by_head(
     sums = jnp.einsum(
         "ijt,...t->...ij", is_between, log_decay[..., 0], precision="highest"
     )
-    decay = jnp.where(np.tri(tokens, dtype=bool), jnp.exp(sums), 0.0)
+    is_seen = np.tri(tokens, dtype=bool)
+    decay = jnp.where(is_seen, jnp.exp(sums), 0.0)
     transposed = jnp.swapaxes(key, -1, -2)
     products = []
     for row in rows:
-        products.append((row @ transposed) * decay)
-    after = sums[..., :, :1] + log_decay[..., :1, :]
-    return Decays(after, sums[..., -1, :, None], products)
+        whole_square = row @ transposed
+        products.append(whole_square * decay)
+    # Sums are from after a position, so the first position's own decay is lacking.
+    from_first = sums[..., :, :1]
+    after = from_first + log_decay[..., :1, :]
+    to_last = sums[..., -1, :, None]
+    return Decays(after, to_last, products)
 
 
 def _decays_by_channel(rows: list[Keys], key: Keys, log_decay: LogDecays) -> Decays:
@@ -150,7 +166,8 @@ def _decays_by_channel(rows: list[Keys], key: Keys, log_decay: LogDecays) -> Dec
 
     def blocks(x: Array) -> Block:
         # Value heads that share a key head have decays of their own
-        return jnp.broadcast_to(x, log_decay.shape).reshape(-1, tokens, channels)
+        of_values = jnp.broadcast_to(x, log_decay.shape)
+        return of_values.reshape(-1, tokens, channels)
 
     rows = [blocks(row) for row in rows]
     after, before, products = _decays_by_halves(rows, blocks(key), blocks(log_decay))
@@ -206,10 +223,12 @@ def _inverse_by_halves(lower: Square) -> Square:
         return _inverse_of_blocks(lower)
     half = tokens // 2
     diagonal = [lower[:, :half, :half], lower[:, half:, half:]]
-    halves = jnp.stack(diagonal, 1).reshape(-1, half, half)
+    halves = jnp.stack(diagonal, 1)
+    halves = halves.reshape(-1, half, half)
     inverses = _inverse_by_halves(halves)
     first, second = _first_and_second(inverses)
-    across = _precise_product(second, lower[:, half:, :half], first)
+    below = lower[:, half:, :half]
+    across = _precise_product(second, below, first)
     return _lower_triangle(inverses, -across)
 
 
@@ -217,13 +236,18 @@ def _inverse_of_blocks(lower: Square) -> Square:
     """The same by products of whole squares, of which most factors are 0: for small
     ones.
     """
-    row, column = np.ogrid[: lower.shape[-1], : lower.shape[-1]]
+    tokens = lower.shape[-1]
+    row, column = np.ogrid[:tokens, :tokens]
     # Of the blocks on the diagonal; at first of one token
-    inverse = jnp.broadcast_to(jnp.asarray(row == column, lower.dtype), lower.shape)
+    identity = jnp.asarray(row == column, lower.dtype)
+    inverse = jnp.broadcast_to(identity, lower.shape)
     size = 1
-    while size < lower.shape[-1]:
+    while size < tokens:
+        row_block = row // size
+        column_block = column // size
         # Whether an entry is below the diagonal blocks of two that become one
-        is_across = (row // size == column // size + 1) & (row // size % 2 == 1)
+        is_below = row_block == column_block + 1
+        is_across = is_below & (row_block % 2 == 1)
         across = jnp.where(is_across, lower, 0.0)
         inverse = inverse - _precise_product(inverse, across, inverse)
         size *= 2
@@ -250,6 +274,7 @@ def _first_and_second(halves: Array) -> tuple[Array, Array]:
 def _lower_triangle(diagonal: Square, across: Square) -> Square:
     """`[[first, 0], [across, second]]` for each two on the diagonal."""
     first, second = _first_and_second(diagonal)
-    above = jnp.concatenate([first, jnp.zeros_like(across)], 2)
+    zeros = jnp.zeros_like(across)
+    above = jnp.concatenate([first, zeros], 2)
     below = jnp.concatenate([across, second], 2)
     return jnp.concatenate([above, below], 1)

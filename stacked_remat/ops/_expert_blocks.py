@@ -60,14 +60,16 @@ def block_plan(choices: Int[Array, "token choice"], experts: int) -> BlockPlan:
     before = jnp.sum(experts_before, axis=1, dtype=jnp.int32)
     expert = jnp.minimum(before, experts - 1)
     first_block = (last_block - blocks)[expert]
-    first_row = (ends - counts)[expert] + (block - first_block) * size
+    begin = (ends - counts)[expert]
+    first_row = begin + (block - first_block) * size
     within = jnp.arange(size, dtype=jnp.int32)[None, :]
     row = first_row[:, None] + within
     end = ends[expert][:, None]
     has_block = (number < last_block[-1])[:, None]
     real = (row < end) & has_block
     # Padding repeats the expert's last row.
-    pair = order[jnp.maximum(jnp.minimum(row, end - 1), 0)]
+    own_row = jnp.minimum(row, end - 1)
+    pair = order[jnp.maximum(own_row, 0)]
     shape = (iterations, at_once)
     expert = expert.reshape(shape)
     pair = pair.reshape(*shape, size)
@@ -138,23 +140,19 @@ def of_layer(weights: Any, Experts: Axis) -> tuple[Any, list[InStack | None] | N
     def of(leaf: Any, own: Any) -> InStack | None:
         array = raw_array(leaf)
         moved = is_named(leaf) and leaf.axes[1].name != Experts.name
-        if (
-            moved
-            or array.dtype != raw_array(own).dtype
-            or (platform() == "tpu" and not is_on_host(array))
-        ):
+        is_cast = array.dtype != raw_array(own).dtype
+        is_padded = platform() == "tpu" and not is_on_host(array)
+        if moved or is_cast or is_padded:
             return None
         return InStack.of(array, stack.layer_index)
 
-    leaves, owns = (
-        jax.tree.leaves(tree, is_leaf=is_named) for tree in (stack.stack, layer)
-    )
-    pairs = [
-        pair
-        for pair in zip(leaves, owns, strict=True)
-        if is_named(pair[0]) or is_array(pair[0])
-    ]
-    return layer, [of(*pair) for pair in pairs]
+    leaves = jax.tree.leaves(stack.stack, is_leaf=is_named)
+    owns = jax.tree.leaves(layer, is_leaf=is_named)
+    places = []
+    for leaf, own in zip(leaves, owns, strict=True):
+        if is_named(leaf) or is_array(leaf):
+            places.append(of(leaf, own))
+    return layer, places
 
 
 class BlockLoop(ExpertLoop):
@@ -177,9 +175,9 @@ class BlockLoop(ExpertLoop):
                 return jax.vmap(of_block)(weights, *rows)
             # A single block has no batch axis: XLA for CPUs transposes its weights
             # there.
-            found = of_block(
-                *jax.tree.map(lambda leaf: leaf.squeeze(0), (weights, *rows))
-            )
+            given = weights, *rows
+            of_one = jax.tree.map(lambda leaf: leaf.squeeze(0), given)
+            found = of_block(*of_one)
             return jax.tree.map(lambda leaf: leaf[None], found)
 
     def forward(self, inputs: Inputs, plan: BlockPlan) -> tuple[Array, Any]:
@@ -196,23 +194,23 @@ class BlockLoop(ExpertLoop):
             out, kept = state
             rows, new = rows_of(at)
             pair = _dropped(at.pair, at.real)
-            written = zip(kept, jax.tree.leaves(new), strict=True)
-            kept = [old.at[pair].set(own, mode="drop") for old, own in written]
+            written = []
+            for old, own in zip(kept, jax.tree.leaves(new), strict=True):
+                written.append(old.at[pair].set(own, mode="drop"))
             token = _dropped(inputs.tokens(at.pair), at.real)
-            return add_at(out, token, rows), kept
+            return add_at(out, token, rows), written
 
-        of_rows, of_kept = jax.eval_shape(
-            rows_of, BlockPlan(*(leaf[0] for leaf in plan))
-        )
+        first = BlockPlan(*(leaf[0] for leaf in plan))
+        of_rows, of_kept = jax.eval_shape(rows_of, first)
         shape = len(inputs.x), of_rows.shape[-1]
         out = jax.ShapeDtypeStruct(shape, jnp.float32)
-        kept = [
-            jax.ShapeDtypeStruct((pairs, *one.shape[2:]), one.dtype)
-            for one in jax.tree.leaves(of_kept)
-        ]
-        out, kept = _over_blocks(
-            plan, iteration, zeros_after((inputs.x, plan), (out, kept))
-        )
+        kept = []
+        for one in jax.tree.leaves(of_kept):
+            # Without the axes of blocks and their rows
+            _, _, *own_shape = one.shape
+            kept.append(jax.ShapeDtypeStruct((pairs, *own_shape), one.dtype))
+        start = zeros_after((inputs.x, plan), (out, kept))
+        out, kept = _over_blocks(plan, iteration, start)
         return out.astype(inputs.x.dtype), kept
 
     def backward(
@@ -225,30 +223,28 @@ class BlockLoop(ExpertLoop):
         kept: Any,
     ) -> Inputs:
         def iteration(sums: Inputs, at: BlockPlan) -> Inputs:
-            own, token = _inputs_of(inputs, at), inputs.tokens(at.pair)
+            own = _inputs_of(inputs, at)
+            token = inputs.tokens(at.pair)
             structure = jax.tree.structure(jax.eval_shape(self.keep, own, at))
-            own_kept = jax.tree.unflatten(
-                structure, [rows_at(every, at.pair) for every in kept]
-            )
-            new = self.gradients(
-                perturbed, own, own_kept, at, masked(rows_at(ct, token), at.real)
-            )
-            token, pair = (_dropped(index, at.real) for index in (token, at.pair))
+            rows = [rows_at(every, at.pair) for every in kept]
+            own_kept = jax.tree.unflatten(structure, rows)
+            own_ct = masked(rows_at(ct, token), at.real)
+            new = self.gradients(perturbed, own, own_kept, at, own_ct)
+            # Where each gradient is added
+            token = _dropped(token, at.real)
+            pair = _dropped(at.pair, at.real)
             expert = _dropped(at.expert, jnp.any(at.real, axis=1))
-            places = Inputs(
-                token,
-                jax.tree.map(lambda _: pair, inputs.gates),
-                (expert,) * len(own.weights),
-            )
+            of_gates = jax.tree.map(lambda _: pair, inputs.gates)
+            of_weights = (expert,) * len(own.weights)
+            places = Inputs(token, of_gates, of_weights)
             return jax.tree.map(add_at, sums, places.part(perturbed), new)
 
         return _over_blocks(plan, iteration, sums)
 
 
 def _inputs_of(inputs: Inputs, at: BlockPlan) -> Inputs:
-    return inputs.at(
-        at.pair, tuple(_experts(array, at.expert) for array in inputs.weights)
-    )
+    weights = tuple(_experts(array, at.expert) for array in inputs.weights)
+    return inputs.at(at.pair, weights)
 
 
 def _over_blocks(
@@ -258,13 +254,14 @@ def _over_blocks(
     skips_padding = plan.expert.shape[1] == 1 and platform() == "cpu"
 
     def step(state: Any, at: BlockPlan) -> tuple[Any, None]:
-        if skips_padding:
-            return lax.cond(
-                _any_real(at.real), iteration, lambda state, _: state, state, at
-            ), None
-        return iteration(state, at), None
+        if not skips_padding:
+            return iteration(state, at), None
+        is_used = _any_real(at.real)
+        state = lax.cond(is_used, iteration, lambda state, _: state, state, at)
+        return state, None
 
-    return lax.scan(step, state, plan)[0]
+    state, _ = lax.scan(step, state, plan)
+    return state
 
 
 @jax.custom_batching.custom_vmap
@@ -286,10 +283,11 @@ def _experts(array: Array | InStack, numbers: Array) -> Array:
         return _experts(array.stack, array.first + numbers)
     if not is_on_host(array):
         return rows_at(array, numbers)
-    entries = [
-        lax.dynamic_index_in_dim(array, number, keepdims=False) for number in numbers
-    ]
-    return jnp.stack([to_device(entry) for entry in entries])
+    entries = []
+    for number in numbers:
+        entry = lax.dynamic_index_in_dim(array, number, keepdims=False)
+        entries.append(to_device(entry))
+    return jnp.stack(entries)
 
 
 def _dropped(index: Array, real: Array) -> Array:

@@ -156,9 +156,13 @@ def sorted_pairs(
     how many each has.
     """
     flat = choices.reshape(-1).astype(jnp.int32)
-    flat = jnp.where((flat < 0) | (flat >= experts), experts, flat)
-    counts = jnp.zeros(experts, jnp.int32).at[flat].add(1, mode="drop")
-    return flat, jnp.argsort(flat, stable=True).astype(jnp.int32), counts
+    is_outside = (flat < 0) | (flat >= experts)
+    flat = jnp.where(is_outside, experts, flat)
+    zeros = jnp.zeros(experts, jnp.int32)
+    counts = zeros.at[flat].add(1, mode="drop")
+    # Stable, so that an expert's rows are in the order of their tokens
+    order = jnp.argsort(flat, stable=True)
+    return flat, order.astype(jnp.int32), counts
 
 
 def masked(rows: Array, real: Array) -> Array:
@@ -188,14 +192,17 @@ def rows_at(x: Array, index: Array) -> Array:
 def _run(loop: ExpertLoop, inputs: Inputs, constants: Any) -> Array:
     plan, read = constants
     # No backward pass follows, so nothing is saved.
-    return replace(loop, saved=None).forward(inputs._replace(weights=read), plan)[0]
+    loop = replace(loop, saved=None)
+    out, _ = loop.forward(inputs._replace(weights=read), plan)
+    return out
 
 
 def _forward(loop: ExpertLoop, inputs: Inputs, constants: Any) -> tuple[Array, Any]:
     plan, read = constants
     inputs = inputs._replace(weights=read)
     out, kept = loop.forward(inputs, plan)
-    return out, (inputs, *checkpoint_name((plan, kept), "expert_internals"))
+    named = checkpoint_name((plan, kept), "expert_internals")
+    return out, (inputs, *named)
 
 
 def loop_gradients(
@@ -223,7 +230,9 @@ def loop_gradients(
         return jax.ShapeDtypeStruct(own.shape, jnp.float32) if is_ else None
 
     def like(is_: bool, own: Any, found: Any) -> Any:
-        return found.reshape(own.shape).astype(own.dtype) if is_ else None
+        if not is_:
+            return None
+        return found.reshape(own.shape).astype(own.dtype)
 
     # Loops add the gradient of a gate at the number of its pair.
     gates = jax.tree.map(lambda leaf: leaf.reshape(-1), inputs.gates)
@@ -285,19 +294,18 @@ class ChunkLoop(ExpertLoop):
     def call(
         self, fn: Callable[..., Any], at: Groups, weights: tuple[Array, ...], *rows: Any
     ) -> Any:
+        linear = GroupedLinear(self.kernels, at, self.experts)
         with free_axis_mapping():
-            return fn(
-                self.rebuild(weights),
-                *rows,
-                linear=GroupedLinear(self.kernels, at, self.experts),
-            )
+            expert = self.rebuild(weights)
+            return fn(expert, *rows, linear=linear)
 
     def forward(self, inputs: Inputs, plan: Groups) -> tuple[Array, Any]:
         def chunk(_: None, part: Any) -> tuple[None, Any]:
             (x, gates), at = part
             own = _rows(Inputs(x, gates, inputs.weights), at)
             kept = self.keep(own, at)
-            sums = _sums(self.apply(own, kept, at), at)
+            rows = self.apply(own, kept, at)
+            sums = _sums(rows, at)
             return None, (sums.astype(x.dtype), kept)
 
         parts = _cut_all((inputs.x, inputs.gates), plan)
@@ -321,13 +329,13 @@ class ChunkLoop(ExpertLoop):
             new = self.gradients(perturbed, own, kept, at, own_ct)
             of_x = None if new.x is None else _sums(new.x, at)
             of_gates = jax.tree.map(lambda rows: _pairs(rows, at), new.gates)
-            return jax.tree.map(added, of_weights, new.weights), (of_x, of_gates)
+            of_weights = jax.tree.map(added, of_weights, new.weights)
+            return of_weights, (of_x, of_gates)
 
         parts = _cut_all((inputs.x, inputs.gates, ct), plan)
         of_weights, of_rows = lax.scan(chunk, sums.weights, (parts, kept, plan))
-        of_x, of_gates = jax.tree.map(
-            lambda leaf: _joined(leaf, len(inputs.x)), of_rows
-        )
+        tokens = len(inputs.x)
+        of_x, of_gates = jax.tree.map(lambda leaf: _joined(leaf, tokens), of_rows)
         return Inputs(of_x, of_gates, of_weights)
 
 
@@ -365,7 +373,8 @@ def _pairs(rows: Array, at: Groups) -> Array:
 def _sums(rows: Array, at: Groups) -> Array:
     """The sum of the rows of each token, computed in float32."""
     pairs = _pairs(rows, at)
-    return jnp.sum(pairs, axis=1, dtype=jnp.float32).astype(rows.dtype)
+    wide = jnp.sum(pairs, axis=1, dtype=jnp.float32)
+    return wide.astype(rows.dtype)
 
 
 def _cut(x: Array, chunks: int, fill: int = 0) -> Array:
@@ -376,8 +385,10 @@ def _cut(x: Array, chunks: int, fill: int = 0) -> Array:
 
 
 def _cut_all(arrays: Any, plan: Groups) -> Any:
-    return jax.tree.map(lambda leaf: _cut(leaf, plan.row.shape[0]), arrays)
+    chunks = plan.row.shape[0]
+    return jax.tree.map(lambda leaf: _cut(leaf, chunks), arrays)
 
 
 def _joined(x: Array, count: int) -> Array:
-    return x.reshape(-1, *x.shape[2:])[:count]
+    whole = x.reshape(-1, *x.shape[2:])
+    return whole[:count]

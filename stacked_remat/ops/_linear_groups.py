@@ -99,7 +99,8 @@ class _Division(NamedTuple):
         chunk = min(_CHUNK, power_of_two)
         chunks = math.ceil(Pos.size / chunk)
         groups = math.ceil(chunks / max(1, _GROUP // heads))
-        own = math.ceil(chunks / groups) * chunk
+        chunks_of_each = math.ceil(chunks / groups)
+        own = chunks_of_each * chunk
         # No axis of a caller has such a name
         Groups = Axis("groups of chunks", groups)
         return _Division(Pos, Groups, Pos.resize(own), chunk)
@@ -107,9 +108,11 @@ class _Division(NamedTuple):
     def cut(self, x: NamedArray) -> NamedArray:
         """With an axis of groups; zeros may follow, which do not change the state."""
         size = self.Groups.size * self.Own.size
-        array = pad_axis(x.array, x.axes.index(self.Pos), size)
+        place = x.axes.index(self.Pos)
+        array = pad_axis(x.array, place, size)
         axes = self._with_groups(x.axes)
-        return NamedArray(array.reshape([axis.size for axis in axes]), axes)
+        shape = [axis.size for axis in axes]
+        return NamedArray(array.reshape(shape), axes)
 
     def joined(self, x: NamedArray, axes: Sequence[Axis]) -> NamedArray:
         """Without the axis of groups, with the axes in this order."""
@@ -156,9 +159,11 @@ def _attend_group(
     if outputs is None:
         return state, None
     order = (division.Own, *axes.heads, axes.Value)
-    outputs = jnp.moveaxis(outputs, 3, 1).reshape([axis.size for axis in order])
-    outputs = NamedArray(outputs.astype(inputs.value.dtype), order)
-    return state, outputs.rearrange(inputs.value.axes)
+    shape = [axis.size for axis in order]
+    # Tokens after their chunk: the positions of the group
+    by_position = jnp.moveaxis(outputs, 3, 1).reshape(shape)
+    named = NamedArray(by_position.astype(inputs.value.dtype), order)
+    return state, named.rearrange(inputs.value.axes)
 
 
 def _chunks(
@@ -171,9 +176,9 @@ def _chunks(
     """A group's part of an array, in chunks; of keys with one head in a group."""
     group = axes.group if of_values else ()
     order = (division.Own, *axes.batch, *group, *last)
-    array = x.broadcast_to(order).rearrange(order).array
+    whole = x.broadcast_to(order).rearrange(order)
     sizes = _size(axes.batch), _size(group), _size(last)
-    by_chunk = array.reshape(-1, division.chunk, *sizes)
+    by_chunk = whole.array.reshape(-1, division.chunk, *sizes)
     return jnp.moveaxis(by_chunk, 1, 3)
 
 

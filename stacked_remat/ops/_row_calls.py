@@ -69,7 +69,8 @@ def _batched(
         # Each example has weights of its own, so rows can't be merged.
         in_axes = jax.tree.unflatten(tree, dims)
         mapped = jax.vmap(fn, in_axes, spmd_axis_name=axis.spmd_name)
-        found = jax.tree.leaves(mapped(*jax.tree.unflatten(tree, leaves)))
+        arguments = jax.tree.unflatten(tree, leaves)
+        found = jax.tree.leaves(mapped(*arguments))
         return found, [0] * len(found)
     # `fn` gets the rows of all examples, one example after the other.
     merged = []

@@ -184,7 +184,8 @@ def _apply_later(Vocab: Axis, linear: Any, x: NamedArray) -> Any:
         return linear.apply_maps(apply, x)
     if is_plain(linear):
         factor = linear.reparam.active_scale
-        logits = apply(linear.weight if factor == 1 else linear.weight * factor, x)
+        weight = linear.weight if factor == 1 else linear.weight * factor
+        logits = apply(weight, x)
         if linear.bias is None:
             return logits
         # A bias is the only row of a matrix, by which every token is one.
@@ -202,7 +203,8 @@ def _apply_later(Vocab: Axis, linear: Any, x: NamedArray) -> Any:
         return apply_linear(linear, x)
     (In,) = (axis for axis in linear.axes if axis != Vocab)
     tokens = tuple(axis for axis in x.axes if axis != In)
-    return _Logits(((x.rearrange((*tokens, In)), linear),), (*tokens, Vocab))
+    rows = x.rearrange((*tokens, In))
+    return _Logits(((rows, linear),), (*tokens, Vocab))
 
 
 def _in_files(head: Any) -> ArrayInFiles | None:
@@ -307,7 +309,8 @@ def _of_head_in_files(
     """
     tokens = targets.axes
     labels, counted = _labels(targets, weights, Vocab)
-    rows = hidden.rearrange((*tokens, Embed)).array.reshape(len(labels), Embed.size)
+    hidden = hidden.rearrange((*tokens, Embed))
+    rows = hidden.array.reshape(len(labels), Embed.size)
     # The gradient of the rows is a sum over blocks, in float32.
     wide = rows.astype(jnp.float32)
     size = options.size * Vocab.size // max(len(labels), 1)
@@ -322,13 +325,16 @@ def _of_head_in_files(
         matrix = of_block.cast_to(rows.dtype)
         logits = _logits((wide.astype(rows.dtype),), (matrix,), options)
         first = numbers * size
-        entries = jnp.minimum(first, Vocab.size - size) + jnp.arange(size)[None, :]
+        begin = jnp.minimum(first, Vocab.size - size)
+        entries = begin + jnp.arange(size)[None, :]
         # The last block has rows that the one before has too.
         is_new = entries >= first
         logits = jnp.where(is_new, logits, -jnp.inf)
         hit = (labels[:, None] == entries) & is_new
-        picked = picked + jnp.sum(jnp.where(hit, logits, 0.0), axis=-1)
-        return (jnp.logaddexp(lse, jax.nn.logsumexp(logits, axis=-1)), picked), None
+        of_targets = jnp.where(hit, logits, 0.0)
+        picked = picked + jnp.sum(of_targets, axis=-1)
+        own_lse = jax.nn.logsumexp(logits, axis=-1)
+        return (jnp.logaddexp(lse, own_lse), picked), None
 
     start = jnp.full(labels.shape, -jnp.inf), jnp.zeros(labels.shape)
     (lse, picked), _ = lax_scan(block, start, blocks.numbers, remat=True)

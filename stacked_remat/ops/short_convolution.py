@@ -105,9 +105,12 @@ def short_convolution_step(
     Kept = Tap.resize(Tap.size - 1)
     check_named("window", window, FLOATS, (*x.axes, Kept), ())
     wide = wide_dtype(x, weight)
-    inputs = hax.concatenate(Tap.name, [window, x.broadcast_axis(Tap.resize(1))])
+    newest = x.broadcast_axis(Tap.resize(1))
+    inputs = hax.concatenate(Tap.name, [window, newest])
     y = hax.dot(inputs.astype(wide), weight.astype(wide), axis=Tap)
-    after = inputs[Tap.name, 1:].rearrange(window.axes)
+    # The next position has no use for the oldest.
+    after = inputs[Tap.name, 1:]
+    after = after.rearrange(window.axes)
     return y.rearrange(x.axes).astype(x.dtype), after
 
 
@@ -164,8 +167,11 @@ def _convolve(
     for tap in range(Tap.size):
         # The inputs that this tap is of, for all positions
         taken = slice(tap, tap + Pos.size)
-        term = inputs[Pos.name, taken].astype(wide) * weight[Tap.name, tap].astype(wide)
+        earlier = inputs[Pos.name, taken].astype(wide)
+        factor = weight[Tap.name, tap].astype(wide)
+        term = earlier * factor
         if runs is not None:
+            # Inputs of another document are not the position's own.
             is_own = runs[Pos.name, taken] == runs[Pos.name, before:]
             term = hax.where(is_own, term, 0.0)
         y = y + term
@@ -196,19 +202,24 @@ def _window_after(
         device = lax.axis_index(context)
         ends = ends - device * Pos.size
         # A sequence of padding alone ends on the first device
-        ends_here = ((ends > 0) | (device == 0)) & (ends <= Pos.size)
+        begins_before = (ends > 0) | (device == 0)
+        ends_here = begins_before & (ends <= Pos.size)
         ends = hax.clip(ends, 0, Pos.size)
     # The window begins where the inputs do, if the sequence ends before its first
     # position; else so many entries later
-    entries = hax.arange(Kept, dtype=jnp.int32).broadcast_axis(ends.axes) + ends
+    number = hax.arange(Kept, dtype=jnp.int32)
+    entries = number.broadcast_axis(ends.axes) + ends
     window = _entries(inputs, Pos, entries)
     if runs is not None:
         last = entries[Kept.name, -1].broadcast_axis(Kept)
-        is_own = _entries(runs, Pos, entries) == _entries(runs, Pos, last)
-        window = hax.where(is_own, window, 0.0)
+        run = _entries(runs, Pos, entries)
+        last_run = _entries(runs, Pos, last)
+        window = hax.where(run == last_run, window, 0.0)
     if ends_here is not None:
         window = hax.where(ends_here, window, 0.0)
-        window = NamedArray(lax.psum(window.array, context), window.axes)
+        # Of the one device where the sequence ends, for all
+        from_it = lax.psum(window.array, context)
+        window = NamedArray(from_it, window.axes)
     return window
 
 
@@ -216,8 +227,10 @@ def _entries(x: NamedArray, Pos: Axis, entries: NamedArray) -> NamedArray:
     """Entries along the axis of positions; others along axes that both arrays have."""
     (Rows,) = (axis for axis in entries.axes if axis not in x.axes)
     order = tuple(Rows if axis.name == Pos.name else axis for axis in x.axes)
-    sizes = [axis.size if axis in entries.axes else 1 for axis in order]
-    index = entries.rearrange([axis for axis in order if axis in entries.axes])
+    shared = [axis for axis in order if axis in entries.axes]
+    sizes = [axis.size if axis in shared else 1 for axis in order]
+    index = entries.rearrange(shared)
     index = index.array.reshape(sizes)
-    taken = jnp.take_along_axis(x.array, index, order.index(Rows))
+    place = order.index(Rows)
+    taken = jnp.take_along_axis(x.array, index, place)
     return NamedArray(taken, order)

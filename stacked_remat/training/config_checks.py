@@ -21,6 +21,7 @@ Positive: TypeAlias = Annotated[float, Gt(0)]
 NotNegative: TypeAlias = Annotated[float, Ge(0)]
 Share: TypeAlias = Annotated[float, Ge(0), Lt(1)]
 
+CHOICES = "one of"
 # How a limit is said, and what compares its number with a value
 _LIMITS: dict[str, tuple[str, Any]] = {
     "ge": ("at least", operator.le),
@@ -37,7 +38,7 @@ def check_fields(section: str, config: Any) -> None:
 
     `section` is what stands before the names of its keys, such as `trainer.`.
     """
-    for name, said, holds in _limits(type(config)):
+    for name, said, holds in limits(type(config)):
         value = getattr(config, name)
         if isinstance(value, float) and not math.isfinite(value):
             raise ValueError(f"{section}{name} must be finite, got {value}.")
@@ -46,8 +47,11 @@ def check_fields(section: str, config: Any) -> None:
 
 
 @functools.cache
-def _limits(config_class: type) -> list[tuple[str, str, Any]]:
-    """The limits of fields: each with the field's name, in words, and as a function."""
+def limits(config_class: type) -> list[tuple[str, str, Any]]:
+    """The limits of fields: each with the field's name, in words, and as a function.
+
+    That of a `Literal` is to be one of its `CHOICES`.
+    """
     found = []
     hints = typing.get_type_hints(config_class, include_extras=True)
     for name, hint in hints.items():
@@ -55,7 +59,7 @@ def _limits(config_class: type) -> list[tuple[str, str, Any]]:
             if typing.get_origin(part) is typing.Literal:
                 choices = typing.get_args(part)
                 holds = functools.partial(operator.contains, choices)
-                found.append((name, f"one of {', '.join(choices)}", holds))
+                found.append((name, f"{CHOICES} {', '.join(choices)}", holds))
             for limit in getattr(part, "__metadata__", ()):
                 for kind, (words, compare) in _LIMITS.items():
                     if (number := getattr(limit, kind, None)) is not None:

@@ -13,6 +13,7 @@ import typing
 from collections.abc import Iterator
 from typing import Any
 
+from .config_checks import CHOICES, limits
 from .config_sections import default_of, is_registry, plain, union_parts
 
 _WIDTH = 79
@@ -109,6 +110,7 @@ def _rows(config_class: Any, prefix: str, instance: Any = None) -> Iterator[str]
     Keys are below `prefix`; an instance has the default values in place of the class.
     """
     hints, meanings = typing.get_type_hints(config_class), field_meanings(config_class)
+    ranges = [one for one in limits(config_class) if not one[1].startswith(CHOICES)]
     sections = []
     for field in dataclasses.fields(config_class):
         hint, dotted, meaning = (
@@ -127,9 +129,9 @@ def _rows(config_class: Any, prefix: str, instance: Any = None) -> Iterator[str]
             given = (
                 "required" if value is dataclasses.MISSING else f"default `{written}`"
             )
-            yield _wrapped(
-                f"- `{dotted}` {type_name(hint)}, {given}: {meaning}".rstrip(": ")
-            )
+            own = [said for name, said, _ in ranges if name == field.name]
+            kind = ", ".join([type_name(hint), *own, given])
+            yield _wrapped(f"- `{dotted}` {kind}: {meaning}".rstrip(": "))
     yield from sections
 
 

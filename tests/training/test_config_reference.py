@@ -139,7 +139,10 @@ def test_the_commands_describe_all_of_their_keys(config_class):
             f"no docstring says what {one.name} is"
         )
     assert max(len(line) for line in page.splitlines() if not line.startswith("#")) < 80
-    assert dict(items)["trainer.num_steps"] == "int, default `100`: optimizer steps.\n"
+    assert (
+        dict(items)["trainer.num_steps"]
+        == "int, at least 1, default `100`: optimizer steps.\n"
+    )
     assert (
         "`type: qwen3`" in page
         and "`trainer.mesh.param_mapping` dict[str,list[str]|str], default" in page

@@ -18,6 +18,8 @@ SMALL = "--model.num_layers 2 --model.hidden_dim 32"
 CONTEXT = (
     f"--config {CONFIG.with_name('qwen3_moe_65k_cpu.yaml')} --target local {SMALL}"
 )
+TINY = CONFIG.with_name("qwen3_moe_tiny.yaml")
+STAGES = f"--config {TINY} --target local --devices 4 --layers 2 --stages 1 2"
 STEP = f"--configs {CONFIG.with_name('qwen3_moe_tiny.yaml')} --target local --devices 8"
 # The command, the file that it writes, how many rows, but for those of kernels that are
 # refused, and what is above zero in all rows that have it, of which there is one at
@@ -46,6 +48,12 @@ COMMANDS = [
         "pattern_memory_local",
         3,
         ("total", "matmul_flops"),
+    ),
+    (
+        f"pipeline {STAGES} --sequences 8 --data.seq_len 64",
+        "pipeline_qwen3_moe_tiny_local_4",
+        2,
+        ("total", "sent"),
     ),
     (
         f"gathered_ahead {MLP} --target local --policies nested",

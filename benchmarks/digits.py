@@ -4,6 +4,9 @@ to attribute.
     pip install -e '.[influence]'
     python -m benchmarks.digits
 
+With `--dattri` scores are also found by the code of dattri (`pip install dattri` beside
+PyTorch), of the same networks.
+
 A small network is trained on scikit-learn's images of digits, once with Adam and once
 with Muon. Its training examples are scored for each of some held-out images by
 `ghost.replay` and by the baselines of `METHODS`. Then it is trained again on 100 random
@@ -14,7 +17,8 @@ scores of the examples that are left. Writes its mean and its least over the ima
 of trainings, or of passes like one, that a method takes.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +45,8 @@ CHECKPOINTS = 5  # of TracIn
 PROJECTED = 128  # dimensions of TRAK
 DAMPINGS = (1e-2, 1.0, 100.0)  # of Gauss-Newton's matrix, times its mean eigenvalue
 
+EKFAC_DAMPINGS = (1e-6, 1e-4, 1e-2)  # of dattri's, likewise
+
 METHODS = {
     "random": "normal numbers",
     "logged loss": "the sum of an example's losses in the steps",
@@ -51,6 +57,7 @@ METHODS = {
     " matrix in full, which EK-FAC approximates",
     "TRAK": "projected gradients of networks that were trained on halves",
     "replay": "`ghost.replay`",
+    "dattri's": "EK-FAC and TRAK by the code of dattri, with `--dattri`",
 }
 
 
@@ -133,10 +140,22 @@ class Scored:
 
 
 class Attribution:
-    """The scores of a run's examples by all methods."""
+    """The scores of a run's examples by all methods.
 
-    def __init__(self, training: Training, task: Task, queries: int):
+    Args:
+        training: the run.
+        task: what it trained.
+        queries: how many images are scored for.
+        halves: which examples networks of TRAK are trained on, `[network, example]`.
+    """
+
+    def __init__(
+        self, training: Training, task: Task, queries: int, halves: np.ndarray
+    ):
         self._training, self._task = training, task
+        kept = np.concatenate([halves, np.ones((1, task.count), bool)])
+        models = np.asarray(training.after(kept[:, training.order], _model))
+        self._of_halves, self._last = models[:-1], models[-1]
         everything = np.arange(task.count + queries)
         self._data = task.batch(everything)
         self._examples = slice(0, task.count)
@@ -148,14 +167,13 @@ class Attribution:
         self._of_margins = self._over_images(margins)
         self._of_logits = self._over_images(_log_probabilities)
 
-    def all(self, generator: np.random.Generator, ensemble: int) -> Iterator[Scored]:
+    def all(self, generator: np.random.Generator) -> Iterator[Scored]:
         """Those of each of `METHODS`."""
         training, count = self._training, self._task.count
         queries = self._data["digits"].size - count
         path = np.asarray(training.during(lambda model, _: ravel_pytree(model)[0]))
-        halves = [generator.permutation(count) < count // 2 for _ in range(ensemble)]
-        kept = np.stack([*halves, np.ones(count, bool)])
-        *models, last = np.asarray(training.after(kept[:, training.order], _model))
+        models, last = self._of_halves, self._last
+        ensemble = len(models)
         yield Scored("random", generator.standard_normal((queries, count)), 0)
         yield Scored("logged loss", training.logged(), 0)
         yield Scored("Grad-Dot", self._dots(last), 0)
@@ -167,6 +185,34 @@ class Attribution:
         for number in sorted({1, min(10, ensemble), ensemble}):
             yield Scored("TRAK", self._trak(models[:number], generator), number)
         yield Scored("replay", training.replayed(), 5 * queries)
+
+    def by_dattri(self) -> Iterator[Scored]:
+        """Those of dattri's own code, which is imported here."""
+        from .digits_dattri import scores_of_dattri
+
+        models, last = map(self._weights, self._of_halves), self._weights(self._last)
+        images, numbers = (self._data[name].array for name in ("images", "digits"))
+        found = scores_of_dattri(
+            [*models],
+            last,
+            np.asarray(images),
+            np.asarray(numbers),
+            self._task.count,
+            EKFAC_DAMPINGS,
+            PROJECTED,
+        )
+        for name, trainings, scores in found:
+            yield Scored(name, scores, trainings)
+
+    def _weights(self, parameters: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The two maps, with the biases as last columns."""
+        model = self._restored(jnp.asarray(parameters))
+        maps = []
+        for own in (model.hidden, model.head):
+            weight = own.weight.rearrange((own.Out, own.In)).array
+            maps.append(np.concatenate([weight, own.bias.array[:, None]], axis=1))
+        hidden, head = maps
+        return hidden, head
 
     def _over_images(self, of_each: Any) -> Callable[[Any], np.ndarray]:
         """The derivatives of what is found of each image by the parameters, `[image,
@@ -218,9 +264,7 @@ class Attribution:
         inverted = np.linalg.solve(matrix, found[self._queries].T)
         return -inverted.T @ found[self._examples].T
 
-    def _trak(
-        self, models: Sequence[np.ndarray], generator: np.random.Generator
-    ) -> np.ndarray:
+    def _trak(self, models: np.ndarray, generator: np.random.Generator) -> np.ndarray:
         """Park et al. 2023: projected gradients of margins; the means over models of
         their regression and of the weights of the examples.
         """
@@ -253,8 +297,11 @@ def main(
     queries: int = 32,
     ensemble: int = 50,
     only: str = "",
+    dattri: bool = False,
 ) -> Rows:
-    """A row for each optimizer with `only` in its name and each method."""
+    """A row for each optimizer with `only` in its name and each method, with `dattri`
+    also of its code.
+    """
     for optimizer in OPTIMIZERS:
         if only not in optimizer:
             continue
@@ -266,8 +313,12 @@ def main(
             [generator.permutation(examples) >= dropped for _ in range(runs)]
         )
         losses = training.losses(kept[:, training.order])
-        attribution = Attribution(training, task, queries)
-        for found in attribution.all(generator, ensemble):
+        halves = np.stack(
+            [generator.permutation(examples) < examples // 2 for _ in range(ensemble)]
+        )
+        attribution = Attribution(training, task, queries, halves)
+        theirs = attribution.by_dattri() if dattri else ()
+        for found in itertools.chain(attribution.all(generator), theirs):
             predicted = kept @ found.scores.T
             yield {
                 "optimizer": optimizer,

@@ -218,6 +218,20 @@ class LmRunConfig:
                 "ghost takes gradients of layers that are not divided over devices:"
                 " leave it out, or leave out trainer.pipeline."
             )
+        # XLA has all devices of the mesh take part in a collective-permute, which these
+        # have within a layer or the loss: a stage would wait for others, which run
+        # another microbatch's part or none.
+        if self.trainer.precision.frozen is not None:
+            raise ValueError(
+                f"trainer.precision.frozen = {self.trainer.precision.frozen!r} does not"
+                " go with trainer.pipeline: leave out one of them."
+            )
+        is_cut = "position" in self.trainer.mesh.compute_mapping
+        if is_cut and self.model.further_tokens.trained_depths:
+            raise ValueError(
+                "model.mtp with trainer.pipeline needs whole sequences: leave position"
+                " out of trainer.mesh.compute_mapping, or leave out model.mtp."
+            )
         if self.policy is not None and not self.policy.save_carries:
             raise ValueError(
                 f"remat = {self.remat!r} keeps no carries, and each stage of"

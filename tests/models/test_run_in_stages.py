@@ -9,14 +9,17 @@ import signal
 import pytest
 
 from models.candidate import Candidate
+from models.parts.sections import MtpConfig
 from models.qwen3 import Qwen3Config
 from models.run_config import LmRunConfig, read_run_config
 from models.run_state import restored_state
+from stacked_remat.lora import LoraConfig
 from stacked_remat.training import (
     ConfigError,
     GhostConfig,
     MeshConfig,
     PipelineConfig,
+    PrecisionConfig,
     TrainerConfig,
     UpdateConfig,
 )
@@ -40,6 +43,14 @@ TRAINER = TrainerConfig(
     mesh=MeshConfig({"stage": 2, "data": -1}),
     pipeline=PipelineConfig("stage"),
     update=UpdateConfig(microbatches=2),
+)
+QUANTIZED = dataclasses.replace(TRAINER, precision=PrecisionConfig(frozen="int8"))
+FURTHER = dataclasses.replace(
+    DEEPSEEK, experts=EXPERTS, mtp=MtpConfig(depths=1, weight=0.3)
+)
+BY_POSITION = dataclasses.replace(
+    TRAINER,
+    mesh=MeshConfig({"stage": 2, "data": -1}, {"position": "data"}, {"embed": "data"}),
 )
 STEPS = 40
 MICROBATCHES = (
@@ -71,6 +82,11 @@ def config(**changes):
         ),
         ({"model": BIASED}, "does not go with model.bias: by_load"),
         ({"ghost": GhostConfig("grad_dot")}, "or leave out trainer.pipeline"),
+        (
+            {"lora": LoraConfig(), "trainer": QUANTIZED},
+            "trainer.precision.frozen = 'int8' does not go with trainer.pipeline",
+        ),
+        ({"model": FURTHER, "trainer": BY_POSITION}, "model.mtp with trainer.pipeline"),
         ({"remat": "recompute"}, "remat = 'recompute' keeps no carries"),
     ],
 )

@@ -103,6 +103,7 @@ class Candidate:
         combines = self.config.lora is not None or trainer.update.fused
         # Otherwise the optimizer needs all layers on the device: see `LmRunConfig`.
         may_stream = combines and trainer.precision.frozen is None
+        may_stream = may_stream and trainer.pipeline is None
         return not trainer.streaming and may_stream and self._sizes_host
 
     @property

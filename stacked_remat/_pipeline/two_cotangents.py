@@ -115,33 +115,18 @@ def take_apart(
     jaxpr, constants = _without_calls(closed)
     wanted = jaxpr.outvars[: len(others)]
     of_weights = jaxpr.outvars[len(others) :]
-
-    # By identity: an array that is available is an input of this program
-    numbers = {id(array): number for number, array in enumerate(available)}
-    of_carry = {*map(id, carry)}
-    rereads = []
-    known = {*jaxpr.invars[: len(constants)]}
-    forward = {*known}
+    of_constants = jaxpr.invars[: len(constants)]
     of_arrays = jaxpr.invars[len(constants) :]
-    for var, array in zip(of_arrays, closed.consts, strict=True):
-        if id(array) in numbers:
-            rereads.append((numbers[id(array)], var))
-            known.add(var)
-        elif id(array) in of_carry:
-            forward.add(var)
-    forward |= known
-    long = []
-    for equation in jaxpr.eqns:
-        read = _variables([equation], ())
-        if known.issuperset(read):
-            known.update(equation.outvars)
-        if forward.issuperset(read):
-            forward.update(equation.outvars)
-            if not (_is_cheap(equation) or known.issuperset(read)):
-                long.append(equation)
-    needed = {*_results(_needed(jaxpr.eqns, of_weights))}
-    of_forward = [var for var in _results(long) if var in needed]
+    # By identity: an array that is available is an input of this program
+    rereads = _among(available, closed.consts, of_arrays)
+    of_carry = _among(carry, closed.consts, of_arrays).values()
+    # What W is given in any trace, and what it can compute of that
+    given = [*of_constants, *rereads.values()]
+    known = _computed_from(jaxpr.eqns, given)
+    # What the layer's forward pass computes
+    forward = _computed_from(jaxpr.eqns, [*given, *of_carry])
 
+    of_forward = _long_results(jaxpr.eqns, of_weights, forward, known)
     in_early = _needed(jaxpr.eqns, [*wanted, *of_forward])
     # References may not be read by two programs
     in_early = (
@@ -155,25 +140,74 @@ def take_apart(
     early = pick(of_weights, inverted(is_late))
     in_late = _needed(_in_late(jaxpr.eqns, in_early, known), late)
     kept = _kept(in_late, late, known)
+    # Of B now what is returned, and what W turned out to read
     in_early = _needed(jaxpr.eqns, [*wanted, *early, *kept])
-    reread = [*jaxpr.invars[: len(constants)], *(var for _, var in rereads)]
-    # Arrays that W is given in any trace, by their numbers there
-    names: dict[Var, Any] = {var: ("available", number) for number, var in rereads}
-    for what, variables in ("constant", reread[: len(constants)]), ("kept", kept):
-        for number, var in enumerate(variables):
-            names[var] = what, number
+    names = _names(of_constants, rereads, kept)
     return TwoCotangents(
         late=LateCotangents(
             is_late=is_late,
             kept=[var.aval for var in kept],
             _outline=_outline(in_late, late, names),
             _constants=constants,
-            _rereads=[number for number, _ in rereads],
-            _program=_program([*reread, *kept], late, in_late),
+            _rereads=[*rereads],
+            _program=_program([*given, *kept], late, in_late),
         ),
         _inputs=[*constants, *closed.consts],
         _early=_program(jaxpr.invars, [*wanted, *early, *kept], in_early),
     )
+
+
+def _among(
+    arrays: Sequence[Any], inputs: Sequence[Any], variables: Sequence[Var]
+) -> dict[int, Var]:
+    """Of arrays that are among a program's inputs, their number and variable there."""
+    numbers = {id(array): number for number, array in enumerate(arrays)}
+    found = {}
+    for var, array in zip(variables, inputs, strict=True):
+        if id(array) in numbers:
+            found[numbers[id(array)]] = var
+    return found
+
+
+def _computed_from(equations: Sequence[JaxprEqn], given: Iterable[Var]) -> set[Var]:
+    """These variables, and those that are computed from them alone."""
+    found = {*given}
+    for equation in equations:
+        if found.issuperset(_variables([equation], ())):
+            found.update(equation.outvars)
+    return found
+
+
+def _long_results(
+    equations: Sequence[JaxprEqn],
+    of_weights: Sequence[Any],
+    forward: set[Var],
+    known: set[Var],
+) -> list[Var]:
+    """What long equations of the forward pass make of which the cotangents of weights
+    depend, but for those that W can run again.
+    """
+    long = []
+    for equation in equations:
+        read = _variables([equation], ())
+        is_forward = forward.issuperset(read) and not known.issuperset(read)
+        if is_forward and not _is_cheap(equation):
+            long.append(equation)
+    needed = _results(_needed(equations, of_weights))
+    return [var for var in _results(long) if var in needed]
+
+
+def _names(
+    of_constants: Sequence[Var], rereads: dict[int, Var], kept: Sequence[Var]
+) -> dict[Var, Any]:
+    """Of what W is given, names that are the same in any trace."""
+    names: dict[Var, Any] = {
+        var: ("available", number) for number, var in rereads.items()
+    }
+    for what, variables in ("constant", of_constants), ("kept", kept):
+        for number, var in enumerate(variables):
+            names[var] = what, number
+    return names
 
 
 def _in_late(

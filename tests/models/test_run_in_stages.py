@@ -102,6 +102,16 @@ def test_layers_that_do_not_divide_are_refused():
         step.shapes  # noqa: B018
 
 
+def test_a_plan_in_stages_streams_nothing():
+    adapted = config(lora=LoraConfig(rank=2), remat="auto", budget="4GiB")
+    assert not Candidate(adapted).can_stream
+    alone = dataclasses.replace(TRAINER, pipeline=None)
+    on_one = dataclasses.replace(alone, mesh=MeshConfig({"data": 1}))
+    assert Candidate(dataclasses.replace(adapted, trainer=on_one)).can_stream
+    # Which would ask for weights on the host
+    Candidate(adapted).check(at_least=True)
+
+
 @pytest.mark.deep
 def test_a_killed_run_in_stages_resumes_bit_for_bit_and_on_other_meshes(tmp_path):
     """A stage on each of two processes, with two devices."""

@@ -63,6 +63,7 @@ from stacked_remat.training import (
     tokenize_share,
     train,
 )
+from stacked_remat.training.local_checkpoints import LocalFiles
 from stacked_remat.training.processes import (
     LargestOfAll,
     agreed,
@@ -116,13 +117,12 @@ def train_lm(
         folder = _run_folder(config, closing)
         # From here on arrays are divided as the run's mappings say.
         closing.enter_context(partitioning.active())
-        local_dir = config.trainer.checkpoint.local_dir
         checkpoints = Checkpoints(
             folder.checkpoints,
             config.trainer.checkpoint,
             run_config=config.entries,
             saved=saved_arrays,
-            local=in_turn(lambda: folder.local_checkpoints(local_dir)),
+            local=in_turn(lambda: _local_files(config, folder)),
         )
         closing.callback(checkpoints.close)
         state, position = _first_state(config, partitioning, checkpoints)
@@ -273,6 +273,7 @@ def _first_state(
     """The state and position of the latest checkpoint, or a new state."""
     # Processes must agree, or some would wait for the others in a collective.
     if of_all(checkpoints.latest() is None)[0]:
+        checkpoints.begin()
         return initial_state(config, partitioning), None
     # Frozen weights are in no checkpoint.
     # Adapters are on weights that are made or read again, as at the beginning.
@@ -286,6 +287,17 @@ def _first_state(
             " more, or give this run a folder of its own with --trainer.run_dir."
         )
     return state, position
+
+
+def _local_files(config: LmRunConfig, folder: RunFolder) -> LocalFiles | None:
+    """The local checkpoints of this process, if the config asks for some."""
+    parent = config.trainer.checkpoint.local_dir
+    if parent is None:
+        # A later process must not resume from those of an earlier one.
+        if jax.process_index() == 0:
+            folder.local_id.unlink(missing_ok=True)
+        return None
+    return LocalFiles(folder.local_id, Path(parent).expanduser())
 
 
 def _run_folder(config: LmRunConfig, closing: contextlib.ExitStack) -> RunFolder:

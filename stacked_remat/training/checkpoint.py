@@ -71,7 +71,7 @@ class Checkpoints:
         *,
         run_config: Mapping[str, Any],
         saved: Callable[[Any], Any] | None = None,
-        local: Path | None = None,
+        local: LocalFiles | None = None,
     ):
         """Opens or makes the folder, and removes unfinished checkpoints of an earlier
         process.
@@ -85,7 +85,7 @@ class Checkpoints:
                 `restore`: checkpoints have their digests, and are not restored with
                 other arrays.
             local: where this process writes its part of the state every
-                `local_every_steps`, and no other process; not at all if not given.
+                `local_every_steps`; not at all if not given.
         """
         import orbax.checkpoint as ocp
 
@@ -104,7 +104,7 @@ class Checkpoints:
         )
         folder.mkdir(parents=True, exist_ok=True)
         self._manager = ocp.CheckpointManager(folder.absolute(), options=options)
-        self.local = None if local is None else LocalFiles(local)
+        self.local = local
 
     def latest(self) -> int | None:
         """The step of the latest checkpoint, whole or damaged; None if there is
@@ -209,11 +209,21 @@ class Checkpoints:
             wanted = arrays_by_name(chosen)
             found = self.local.read(step, _with_elements(wanted))
             restored = with_arrays(chosen, found | _without_elements(wanted))
+            # Of this process alone, as others were killed before
+            self.local.keep(last=step)
         else:
             check_unsaved(self.folder, rest)
             restored = load_checkpoint(self.folder, chosen)
             run = checkpoint_run(self.folder)
+            self.begin()
         return eqx.combine(restored, rest), run["position"]
+
+    def begin(self) -> None:
+        """Says that the run does not go on from local checkpoints; all processes call
+        this.
+        """
+        if self.local is not None:
+            self.local.renew()
 
     def _local_step(self, like: Any) -> int | None:
         """The step of the local checkpoint to resume from, if that is the latest."""
@@ -254,14 +264,19 @@ class Checkpoints:
         if self.local is not None:
             self.local.wait()
             # A run never resumes from them once there is a later one for all.
-            self.local.remove(max(checkpoint_steps(self.folder), default=-1))
+            self._forget_local()
+
+    def _forget_local(self) -> None:
+        """Removes the local checkpoints of steps of which there is one for all."""
+        assert self.local is not None
+        self.local.keep(first=max(checkpoint_steps(self.folder), default=-1) + 1)
 
     def close(self) -> None:
         """Waits as `wait`, and ends the background threads."""
         with self._writing():
             self._manager.close()
         if self.local is not None:
-            self.local.remove(max(checkpoint_steps(self.folder), default=-1))
+            self._forget_local()
             self.local.close()
 
     def _divided(self, state: Any) -> tuple[Any, Any]:

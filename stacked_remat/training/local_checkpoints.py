@@ -7,15 +7,23 @@ disk or to memory of its host (`/dev/shm`), which outlives the process. A run th
 started again on the same hosts resumes from the last step that all processes have;
 where a host was lost, it resumes from the shared checkpoint.
 
+Files count only where the run went on from them. They are in a folder named by an id,
+which the run folder has in a file; wherever a run begins or resumes otherwise, it gets
+another id.
+
 A file is an archive of NumPy's (`.npz`, a ZIP without compression): a checkpoint's
 JSON, and the bytes of each part of an array that a device of the process holds, once.
 ZIP has a checksum of each.
 """
 
 import contextlib
+import hashlib
 import json
+import math
 import os
+import re
 import shutil
+import uuid
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,10 +34,13 @@ import jax
 import numpy as np
 
 from .._files import replaced_whole
+from .errors import ConfigError
+from .processes import of_all
 
 # The first and the last index, exclusive, along each axis of an array
 Part: TypeAlias = tuple[tuple[int, int], ...]
 
+_ID = re.compile("[0-9a-f]{8}")
 _RUN = "run"  # the member of an archive that has the JSON
 _PARTS = "parts"  # the field of that JSON that says which parts there are
 
@@ -40,26 +51,67 @@ class LocalFiles:
 
     Two, because processes end their writing at different times: the last step that all
     have may be the one before the last.
+
+    Attributes:
+        folder: of this process's files, `PARENT/RUN/ID/PROCESS`.
     """
 
-    def __init__(self, folder: Path):
-        """Makes the folder, and removes what an earlier process did not finish, and
-        what an earlier run of the same run folder left beside it.
+    folder: Path
+
+    def __init__(self, id_file: Path, parent: Path):
+        """Makes the folder, or finds that of an earlier process.
+
+        All processes of a run call this, the first one before the others.
 
         Args:
-            folder: `.../RUN/ID/PROCESS`, where all that is in RUN and not in ID is of
-                runs that are no more.
+            id_file: has the id, in the run folder.
+            parent: a folder of the host, which other runs may use too.
+
+        Raises:
+            ConfigError: what is in `id_file` is no id.
         """
-        self.folder = folder
-        folder.mkdir(parents=True, exist_ok=True)
-        own = folder.parent
-        for path in own.parent.iterdir():
-            if path != own:
-                shutil.rmtree(path, ignore_errors=True)
-        for path in folder.glob("*.unfinished"):
-            path.unlink()
+        self._id_file = id_file
+        root = id_file.parent.absolute()
+        # Run folders of one name may share `parent`.
+        digest = hashlib.sha256(str(root).encode()).hexdigest()[:8]
+        self._of_run = parent / f"{root.name}-{digest}"
+        if not id_file.exists():
+            self._write_id(_new_id())
+        current = id_file.read_text(encoding="utf-8")
+        if not _ID.fullmatch(current):
+            raise ConfigError(
+                f"{id_file} is damaged: it should be eight hexadecimal digits. Delete"
+                " it: the run then resumes from its last checkpoint in"
+                f" {id_file.parent}."
+            )
+        self._open(current)
         self._writer = ThreadPoolExecutor(1, "local checkpoints")
         self._writing: Future[None] | None = None
+
+    def renew(self) -> None:
+        """Forgets all files, since the run does not go on from them; all processes call
+        this.
+        """
+        current = of_all(_new_id())[0]
+        if jax.process_index() == 0:
+            self._write_id(current)
+        self._open(current)
+
+    def _write_id(self, current: str) -> None:
+        with replaced_whole(self._id_file) as path:
+            path.write_text(current, encoding="utf-8")
+
+    def _open(self, current: str) -> None:
+        """Makes the folder of an id, and removes those of earlier ids, and what an
+        earlier process did not finish.
+        """
+        self.folder = self._of_run / current / f"process-{jax.process_index()}"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for path in self._of_run.iterdir():
+            if _ID.fullmatch(path.name) and path.name != current:
+                shutil.rmtree(path, ignore_errors=True)
+        for path in self.folder.glob("*.unfinished"):
+            path.unlink()
 
     def steps(self) -> list[int]:
         """The steps of the files, in order."""
@@ -120,10 +172,10 @@ class LocalFiles:
         if writing is not None:
             writing.result()
 
-    def remove(self, last: int) -> None:
-        """Removes the files up to a step, of which there is a shared checkpoint."""
+    def keep(self, *, first: int = 0, last: float = math.inf) -> None:
+        """Removes the files of steps before the first and after the last."""
         for step in self.steps():
-            if step <= last:
+            if not first <= step <= last:
                 self.path(step).unlink()
 
     def close(self) -> None:
@@ -132,8 +184,7 @@ class LocalFiles:
             self.wait()
         finally:
             self._writer.shutdown()
-        folder = self.folder
-        for path in (folder, folder.parent, folder.parent.parent):
+        for path in (self.folder, self.folder.parent, self._of_run):
             # One with files, maybe of another process, stays.
             with contextlib.suppress(OSError):
                 path.rmdir()
@@ -200,6 +251,10 @@ def _opened(path: Path) -> Iterator[Any]:
 
 # Of a file that is cut short, has no member of that name, or another checksum
 _DAMAGED = (zipfile.BadZipFile, ValueError, KeyError, EOFError)
+
+
+def _new_id() -> str:
+    return uuid.uuid4().hex[:8]
 
 
 def _sharding(array: Any) -> jax.sharding.Sharding:

@@ -2,15 +2,12 @@
 
 import contextlib
 import fcntl
-import hashlib
 import json
 import shutil
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
-import jax
 import yaml
 
 from .._files import replaced_whole
@@ -67,6 +64,7 @@ class RunFolder:
         scores: the scores of examples, Parquet files.
         result: the result, JSON; exists when the run is finished.
         profile: traces of JAX's profiler.
+        local_id: which local checkpoints are of this run, if it writes any.
     """
 
     def __init__(self, root: Path):
@@ -74,7 +72,7 @@ class RunFolder:
         self.config, self.metrics = root / "config.yaml", root / "metrics.jsonl"
         self.checkpoints, self.scores = root / "checkpoints", root / LOG_FOLDER
         self.result, self.profile = root / "result.json", root / "profile"
-        self._id = root / "local_id"
+        self.local_id = root / "local_id"
 
     @staticmethod
     def open(
@@ -132,24 +130,6 @@ class RunFolder:
         with replaced_whole(self.result) as path:
             path.write_text(json.dumps(dict(result), indent=2) + "\n", encoding="utf-8")
 
-    def local_checkpoints(self, parent: str | None) -> Path | None:
-        """Where this process writes local checkpoints, below a folder of its host.
-
-        All processes of a run call this, the first one before the others. A new run in
-        the same folder has another place, as its state is not that of the earlier one.
-        """
-        if parent is None:
-            return None
-        if not self._id.exists():
-            with replaced_whole(self._id) as path:
-                path.write_text(uuid.uuid4().hex[:8], encoding="utf-8")
-        root = self.root.absolute()
-        # Runs in folders of one name may share `parent`.
-        digest = hashlib.sha256(str(root).encode()).hexdigest()[:8]
-        own = Path(parent).expanduser() / f"{root.name}-{digest}"
-        current = self._id.read_text(encoding="utf-8")
-        return own / current / f"process-{jax.process_index()}"
-
     def _check(self, config: Mapping[str, Any], accept_changes: bool) -> None:
         if not self.config.exists():
             return _check_empty(self.root)
@@ -175,7 +155,7 @@ class RunFolder:
             self.scores,
             self.result,
             self.profile,
-            self._id,
+            self.local_id,
         )
         more = (
             self.root / "tensorboard",

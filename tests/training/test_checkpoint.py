@@ -18,12 +18,14 @@ from stacked_remat.training import (
     CheckpointDamagedError,
     CheckpointMismatchError,
     Checkpoints,
+    ConfigError,
     TrainState,
     checkpoint as checkpoint_module,
     checkpoint_run,
     load_checkpoint,
 )
 from stacked_remat.training.array_layout import digests
+from stacked_remat.training.local_checkpoints import LocalFiles
 
 Embed, Out = hax.make_axes(embed=8, out=2)
 
@@ -408,12 +410,13 @@ def divided(tree, *shape):
 
 
 def test_a_run_resumes_from_files_of_its_host_where_those_are_later(tmp_path):
-    near = tmp_path / "memory" / "run" / "id" / "process-0"
-    other = tmp_path / "memory" / "run" / "earlier"
-    other.mkdir(parents=True)
-    options = {"config": CheckpointConfig(local_every_steps=2), "local": near}
-    checkpoints = opened(tmp_path, **options)
-    assert not other.exists()
+    config = CheckpointConfig(local_every_steps=2)
+
+    def opened_near():
+        return opened(tmp_path, config, local=near_files(tmp_path))
+
+    checkpoints = opened_near()
+    near = checkpoints.local.folder
     assert [step for step in range(1, 7) if checkpoints.is_local_due(step)] == [2, 4, 6]
     assert checkpoints.latest() is None
     for step in range(2, 10):
@@ -424,7 +427,7 @@ def test_a_run_resumes_from_files_of_its_host_where_those_are_later(tmp_path):
 
     # Each part of an array is there once, be it on two devices.
     like = divided(state(), 2, 2)
-    restored, _ = opened(tmp_path, **options).restore(like)
+    restored, _ = opened_near().restore(like)
     assert eqx.tree_equal(restored, state(seed=9))
     weight, there = (
         one.trained.linear.weight.array.sharding for one in (restored, like)
@@ -432,42 +435,79 @@ def test_a_run_resumes_from_files_of_its_host_where_those_are_later(tmp_path):
     assert weight == there and not weight.is_fully_replicated
     with np.load(near / "9.npz") as archive:
         assert sum(name.startswith("step:") for name in archive) == 1
-    # Another division, as of other devices: the checkpoint for all
-    with pytest.warns(UserWarning, match=r"id/process-0 divide .* of step 4\."):
-        restored, _ = opened(tmp_path, **options).restore(divided(state(), 4))
-    assert eqx.tree_equal(restored, state(seed=4))
     # Another model
     with pytest.raises(CheckpointMismatchError, match=r"9\.npz does not fit"):
-        opened(tmp_path, **options).restore(shapes(out=Out.resize(5)))
+        opened_near().restore(shapes(out=Out.resize(5)))
     # Damage, and a file that was not finished
     content = bytearray((near / "9.npz").read_bytes())
     content[len(content) // 2] ^= 1
     (near / "9.npz").write_bytes(content)
     (near / ".10.npz.unfinished").touch()
     with pytest.raises(ValueError, match=r"9\.npz is damaged .* Delete it"):
-        opened(tmp_path, **options).restore(divided(state(), 2, 2))
+        opened_near().restore(divided(state(), 2, 2))
     assert not (near / ".10.npz.unfinished").exists()
     (near / "9.npz").unlink()
-    checkpoints = opened(tmp_path, **options)
+    checkpoints = opened_near()
     restored, _ = checkpoints.restore(divided(state(), 2, 2))
     assert eqx.tree_equal(restored, state(seed=8))
+    # Another division, as of other devices: the checkpoint for all, and what is near is
+    # of no use from here on
+    with pytest.warns(UserWarning, match=r"/process-0 divide .* of step 4\."):
+        restored, _ = checkpoints.restore(divided(state(), 4))
+    assert eqx.tree_equal(restored, state(seed=4)) and not near.exists()
+    assert opened_near().latest() == 4
     # Nothing is left near it once all is in the checkpoint for all.
-    checkpoints.save(10, state(), {})
+    checkpoints.save(5, divided(state(), 4), {}, local=True)
+    checkpoints.save(6, state(), {})
     checkpoints.close()
-    assert not (tmp_path / "memory" / "run").exists()
+    assert not [*(tmp_path / "memory").iterdir()]
     shutil.rmtree(tmp_path / "checkpoints")
-    checkpoints = opened(tmp_path, **options)
+    checkpoints = opened_near()
     checkpoints.save(2, divided(state(), 2, 2), {}, local=True)
     with pytest.raises(CheckpointMismatchError, match="and there are no others"):
         checkpoints.restore(divided(state(), 4))
     checkpoints.close()
 
 
+def near_files(folder):
+    return LocalFiles(folder / "local_id", folder / "memory")
+
+
+def test_local_files_are_those_from_which_a_run_went_on(tmp_path):
+    first = near_files(tmp_path)
+    # Of another run of the same name, which neither removes
+    (tmp_path / "other" / tmp_path.name).mkdir(parents=True)
+    other = LocalFiles(
+        tmp_path / "other" / tmp_path.name / "local_id", tmp_path / "memory"
+    )
+    kept = tmp_path / "memory" / "of another program"
+    kept.mkdir()
+    arrays = {"a": jnp.arange(4.0)}
+    for step in (3, 5):
+        first.save(step, arrays, {})
+    first.wait()
+    # A process that resumes from an earlier step than its last
+    again = near_files(tmp_path)
+    assert again.steps() == [3, 5] and again.folder == first.folder
+    again.keep(last=3)
+    again.save(4, arrays, {})
+    again.wait()
+    assert again.steps() == [3, 4]
+    again.renew()
+    assert again.steps() == [] and not first.folder.exists()
+    assert near_files(tmp_path).folder == again.folder
+    for damaged in ("", "../..", "0123456"):
+        (tmp_path / "local_id").write_text(damaged)
+        with pytest.raises(ConfigError, match="local_id is damaged.* Delete it"):
+            near_files(tmp_path)
+    assert kept.exists() and other.folder.exists()
+
+
 def test_a_local_checkpoint_that_cannot_be_written_is_named(tmp_path, monkeypatch):
     def full(*_, **__):
         raise OSError(errno.ENOSPC, "no space")
 
-    checkpoints = opened(tmp_path, local=tmp_path / "a" / "b" / "c")
+    checkpoints = opened(tmp_path, local=near_files(tmp_path))
     monkeypatch.setattr(np, "savez", full)
     checkpoints.save(3, state(), {}, local=True)
     with pytest.raises(OSError, match=r"local checkpoint of step 3: No space left"):

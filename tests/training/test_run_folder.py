@@ -181,17 +181,3 @@ def test_another_order_of_learning_rates_is_another_config(tmp_path):
     RunFolder.open(tmp_path / "run", config("*norm*", "*attention*"))
     with pytest.raises(ConfigError, match="order of the patterns of learning_rates"):
         RunFolder.open(tmp_path / "run", config("*attention*", "*norm*"))
-
-
-def test_local_checkpoints_are_those_of_a_run_and_not_of_an_earlier_one(tmp_path):
-    near, root = str(tmp_path / "near"), tmp_path / "runs" / "a"
-    assert RunFolder.open(root, CONFIG).local_checkpoints(None) is None
-    first = RunFolder.open(root, CONFIG).local_checkpoints(near)
-    assert first is not None and first.name == "process-0"
-    assert first == RunFolder.open(root, CONFIG).local_checkpoints(near)
-    # Of another run of the same name: another place, which neither removes
-    other = RunFolder.open(tmp_path / "a", CONFIG).local_checkpoints(near)
-    assert other is not None and other.parent.parent != first.parent.parent
-    again = RunFolder.open(root, CONFIG, overwrite=True).local_checkpoints(near)
-    assert again is not None and again.parent.parent == first.parent.parent
-    assert again != first and not first.exists()

@@ -50,7 +50,7 @@ def example_losses(
         batch.tokens, documents=batch.documents, positions=batch.positions
     )
     losses = _token_losses(model, hidden, batch, z_loss)
-    parts = hax.sum(losses, POSITION_AXIS) / _total_weight(batch)
+    parts = hax.sum(losses, POSITION_AXIS) / batch.total_weight
     metrics = {"loss": hax.sum(parts).scalar(), **auxiliary.metrics}
     return (parts, _sums(auxiliary, batch)), metrics
 
@@ -99,7 +99,7 @@ def _loss_of_all(
         batch.tokens, documents=batch.documents, positions=batch.positions
     )
     losses = _token_losses(model, hidden, batch, z_loss)
-    loss = hax.sum(losses).scalar() / _total_weight(batch)
+    loss = hax.sum(losses).scalar() / batch.total_weight
     metrics = {"loss": loss}
     if further is not None:
         of_further, more = _further_loss(model, further, batch, z_loss)
@@ -141,9 +141,4 @@ def _further_loss(
     means = jax.lax.stop_gradient(total / jnp.maximum(count, 1.0))
     metrics = {f"mtp_loss_{1 + depth}": mean for depth, mean in enumerate(means)}
     weight = model.config.further_tokens.weight
-    return weight * jnp.mean(total) / _total_weight(batch), metrics
-
-
-def _total_weight(batch: TokenBatch) -> Array:
-    # A batch may have no target at all.
-    return jnp.maximum(hax.sum(batch.weights).scalar(), 1.0)
+    return weight * jnp.mean(total) / batch.total_weight, metrics

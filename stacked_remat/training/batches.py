@@ -5,9 +5,10 @@ batches.
 from typing import Any, Protocol
 
 import equinox as eqx
+import haliax as hax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
-from jaxtyping import Float, Int
+from jaxtyping import Array, Float, Int
 from numpy import ndarray
 
 BATCH_AXIS = "batch"
@@ -39,6 +40,16 @@ class TokenBatch(eqx.Module):
     def num_tokens(self) -> int:
         """Positions in the batch, padding included."""
         return self.tokens.array.size
+
+    @property
+    def total_weight(self) -> Float[Array, ""]:
+        """The sum of the weights, by which a mean loss divides its sum; 1 for a batch
+        without targets, whose sum is 0.
+        """
+        total = hax.sum(self.weights).scalar()
+        # Not at least 1: weights of records may be small, and there the means of
+        # microbatches by their shares would not be that of the batch.
+        return jnp.where(total > 0, total, 1.0)
 
     @staticmethod
     def of(

@@ -157,7 +157,7 @@ class StepScorer:
         """The losses of the sequences, added up over their tokens: they are the same
         alone and in a batch.
         """
-        return self._scoring.losses(model, batch)[0] * _weight(batch)
+        return self._scoring.losses(model, batch)[0] * batch.total_weight
 
     def log(self, step: int, batch: TokenBatch, position: dict[str, Any]) -> None:
         """Logs the scores of the latest `step`; those of a step that is not finite are
@@ -241,11 +241,11 @@ class StepScorer:
         """
         # The loss of a microbatch is a mean over its own weights: times its share of
         # the batch's, the sum over sequences is the loss of the whole batch.
-        total = _weight(part)
+        total = part.total_weight
 
         def of_examples(model: Any, one: TokenBatch) -> tuple[NamedArray, Any]:
             each, metrics = self._scoring.losses(model, one)
-            each = each * (_weight(one) / total * share)
+            each = each * (one.total_weight / total * share)
             return each, (each, metrics)
 
         options = {**options, "norms": self._scoring.config.norms}
@@ -270,10 +270,6 @@ class _BatchScores(eqx.Module):
     norms: dict[str, Array] | None = None
 
 
-def _weight(batch: TokenBatch) -> Array:
-    return jnp.maximum(hax.sum(batch.weights).scalar(), 1.0)
-
-
 def _arrays(by_path: dict[str, NamedArray]) -> dict[str, Array]:
     return {
         path: named.rearrange((..., BATCH_AXIS)).array
@@ -286,7 +282,7 @@ def _batch_over_own_weights(batch: TokenBatch) -> Array:
     batch's.
     """
     own = hax.sum(batch.weights, POSITION_AXIS).array
-    return jnp.maximum(jnp.sum(own), 1.0) / jnp.maximum(own, 1.0)
+    return batch.total_weight / jnp.where(own > 0, own, 1.0)
 
 
 def named_examples(

@@ -465,7 +465,7 @@ class TrainStep(eqx.Module):
         Microbatch = Axis(_MICROBATCH, self.microbatches)
         weights = _split(batch, self.microbatches).weights
         sums = hax.sum(weights, [axis for axis in weights.axes if axis != Microbatch])
-        return sums.array / jnp.maximum(hax.sum(batch.weights).scalar(), 1.0)
+        return sums.array / batch.total_weight
 
     def by(
         self, compute: Compute, batch: TokenBatch, state: TrainState
@@ -519,7 +519,7 @@ class TrainStep(eqx.Module):
             gradients, metrics, found = compute(batch, 1.0, 0)
             return optax.tree.cast(gradients, dtype), metrics, found
         parts = _split(batch, count)
-        total = jnp.maximum(hax.sum(batch.weights).scalar(), 1.0)
+        total = batch.total_weight
 
         def add(summed: Any, index: Array) -> tuple[Any, tuple[Array, Metrics, Any]]:
             part = _microbatch(parts, index)

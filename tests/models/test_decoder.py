@@ -178,6 +178,13 @@ def test_a_batch_without_weight_has_no_loss():
     assert loss_of(make(), empty)[1]["loss"] == 0
 
 
+def test_a_loss_is_a_mean_over_weights_of_any_size():
+    batch = batch_of_tokens()
+    small = dataclasses.replace(batch, weights=0.001 * batch.weights)
+    losses = [loss_of(make(), one)[1]["loss"] for one in (batch, small)]
+    np.testing.assert_allclose(*losses, rtol=1e-5)
+
+
 def test_the_z_loss_weight_takes_effect():
     weighted = dataclasses.replace(
         CONFIG, experts=dataclasses.replace(CONFIG.experts, z_loss_weight=0.5)

@@ -42,9 +42,9 @@ def random_model():
     )
 
 
-def uneven(batch):
+def uneven(batch, weight=1.0):
     """The batch with few weights in some rows and none in one."""
-    weights = np.ones((4, 8), np.float32)
+    weights = np.full((4, 8), weight, np.float32)
     weights[0, 3:] = weights[1] = weights[3, 1:5] = 0.0
     return eqx.tree_at(lambda batch: batch.weights.array, batch, jnp.asarray(weights))
 
@@ -53,9 +53,7 @@ def summed_loss(model, batch):
     """The mean of the weights, also of a batch without any, and an auxiliary loss that
     is a mean of rows.
     """
-    loss = jnp.sum(token_losses(model, batch)) / jnp.maximum(
-        jnp.sum(batch.weights.array), 1.0
-    )
+    loss = jnp.sum(token_losses(model, batch)) / batch.total_weight
     auxiliary = 0.3 * jnp.mean(
         jnp.sum(model.table[batch.tokens.array] ** 2, axis=(1, 2))
     )
@@ -95,8 +93,10 @@ def test_the_compiled_step_updates_the_state_in_place(options):
     assert state.model.table.is_deleted() and not batch.tokens.array.is_deleted()
 
 
-def test_microbatches_give_the_update_of_the_whole_batch():
-    state, batch = TrainState.init(random_model(), SGD), uneven(BATCHES.batch(0))
+@pytest.mark.parametrize("weight", [1.0, 0.01])
+def test_microbatches_give_the_update_of_the_whole_batch(weight):
+    state = TrainState.init(random_model(), SGD)
+    batch = uneven(BATCHES.batch(0), weight)
     step = functools.partial(compiled_step, loss_function=summed_loss, optimizer=SGD)
     whole, expected = step(batch, state)
     for count in (2, 4):

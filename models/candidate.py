@@ -179,6 +179,21 @@ class Candidate:
         return waiting / (self.config.trainer.update.microbatches + waiting)
 
     def _check_stages(self) -> None:
+        pipeline = self.config.trainer.pipeline
+        if pipeline is None:
+            return
+        others = []
+        for name, size in self.partitioning.mesh.shape.items():
+            if name != pipeline.axis and size > 1:
+                others.append(f"{name}: {size}")
+        # XLA (of JAX 0.10.2) ends the process where arrays of a stage are divided over
+        # two axes, by a check in its partitioner.
+        if len(others) > 1:
+            raise ConfigError(
+                "trainer.pipeline goes beside one more axis of trainer.mesh.axes, and"
+                f" there are {len(others)} of more than one device"
+                f" ({', '.join(others)}). Give all but one of them the size 1."
+            )
         layers = self.config.model.num_layers
         if layers % self.stages:
             raise ConfigError(

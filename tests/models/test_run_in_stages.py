@@ -102,6 +102,14 @@ def test_layers_that_do_not_divide_are_refused():
         step.shapes  # noqa: B018
 
 
+def test_stages_of_devices_along_two_more_axes_are_refused():
+    mesh = MeshConfig({"stage": 2, "data": 2, "model": 2})
+    trainer = dataclasses.replace(TRAINER, mesh=mesh)
+    step = Candidate(config(trainer=trainer).resolved(), devices=8)
+    with pytest.raises(ConfigError, match=r"\(data: 2, model: 2\)\. Give all but one"):
+        step.shapes  # noqa: B018
+
+
 def test_a_plan_in_stages_streams_nothing():
     adapted = config(lora=LoraConfig(rank=2), remat="auto", budget="4GiB")
     assert not Candidate(adapted).can_stream

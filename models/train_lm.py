@@ -63,7 +63,12 @@ from stacked_remat.training import (
     tokenize_share,
     train,
 )
-from stacked_remat.training.local_checkpoints import LocalFiles
+from stacked_remat.training.checkpoint import checkpoint_steps
+from stacked_remat.training.local_checkpoints import (
+    LocalFiles,
+    check_not_left,
+    forget,
+)
 from stacked_remat.training.processes import (
     LargestOfAll,
     agreed,
@@ -123,6 +128,7 @@ def train_lm(
             run_config=config.entries,
             saved=saved_arrays,
             local=in_turn(lambda: _local_files(config, folder)),
+            report=progress.message,
         )
         closing.callback(checkpoints.close)
         state, position = _first_state(config, partitioning, checkpoints)
@@ -291,13 +297,15 @@ def _first_state(
 
 def _local_files(config: LmRunConfig, folder: RunFolder) -> LocalFiles | None:
     """The local checkpoints of this process, if the config asks for some."""
-    parent = config.trainer.checkpoint.local_dir
-    if parent is None:
+    given = config.trainer.checkpoint.local_dir
+    parent = None if given is None else Path(given).expanduser()
+    if jax.process_index() == 0:
+        last = max(checkpoint_steps(folder.checkpoints), default=-1)
+        check_not_left(folder.local_id, parent, last)
         # A later process must not resume from those of an earlier one.
-        if jax.process_index() == 0:
-            folder.local_id.unlink(missing_ok=True)
-        return None
-    return LocalFiles(folder.local_id, Path(parent).expanduser())
+        if parent is None:
+            forget(folder.local_id)
+    return None if parent is None else LocalFiles(folder.local_id, parent)
 
 
 def _run_folder(config: LmRunConfig, closing: contextlib.ExitStack) -> RunFolder:

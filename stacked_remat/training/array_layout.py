@@ -11,7 +11,7 @@ from haliax.util import is_named_array
 from jaxtyping import Array
 
 from .._messages import entry_problems
-from .._placement import is_on_host, to_device
+from .._placement import is_on_host, on_one_device, to_device
 from .._scan.marks import raw_array
 
 State = TypeVar("State")
@@ -60,6 +60,21 @@ def with_arrays(like: State, arrays: Mapping[str, Any]) -> State:
         return leaf if found is leaf else jax.tree.map(lambda _: found, leaf)
 
     return jax.tree_util.tree_map_with_path(replace, like, is_leaf=is_named_array)
+
+
+def sharding_of(like: Any) -> jax.sharding.Sharding:
+    """The sharding of an array or a shape with which it is made again; on the default
+    device if it has none.
+    """
+    found = getattr(like, "sharding", None)
+    if found is None:
+        return jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    if not is_on_host(like) or len(found.device_set) > 1:
+        return found
+    # Of an array that is made with `SingleDeviceSharding`, JAX (0.10.2) takes the
+    # device for its memory, and a program that returns such arrays ends the process.
+    (device,) = found.device_set
+    return on_one_device(device, found.memory_kind)
 
 
 def digests(tree: Any) -> dict[str, list[int]]:

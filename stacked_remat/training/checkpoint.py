@@ -26,8 +26,18 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from .._messages import shortened
-from .._placement import is_on_host, on_one_device
-from .array_layout import arrays_by_name, differences, digests, layout, with_arrays
+from .array_layout import (
+    arrays_by_name,
+    differences,
+    digests,
+    layout,
+    sharding_of,
+    with_arrays,
+)
+from .errors import (
+    CheckpointDamagedError as CheckpointDamagedError,
+    CheckpointMismatchError as CheckpointMismatchError,
+)
 from .local_checkpoints import LocalFiles
 from .processes import LargestOfAll, of_all
 from .trainer_config import CheckpointConfig
@@ -39,16 +49,6 @@ _RUN_FILE = f"{_RUN}/metadata"  # as Orbax names what it writes as JSON
 # Of what a checkpoint says of its run; before 2, digests did not tell all damage
 _FORMAT = 2
 _SYSTEM_ERROR = re.compile(r"os_error_code='(\d+)'")  # in TensorStore's errors
-
-
-class CheckpointMismatchError(ValueError):
-    """A checkpoint has the arrays of another model or optimizer; the message names
-    them.
-    """
-
-
-class CheckpointDamagedError(ValueError):
-    """A checkpoint is damaged or incomplete; the message names it."""
 
 
 @final
@@ -72,6 +72,7 @@ class Checkpoints:
         run_config: Mapping[str, Any],
         saved: Callable[[Any], Any] | None = None,
         local: LocalFiles | None = None,
+        report: Callable[[str], None] = warnings.warn,
     ):
         """Opens or makes the folder, and removes unfinished checkpoints of an earlier
         process.
@@ -86,6 +87,7 @@ class Checkpoints:
                 other arrays.
             local: where this process writes its part of the state every
                 `local_every_steps`; not at all if not given.
+            report: is told where local checkpoints are of no use, or end.
         """
         import orbax.checkpoint as ocp
 
@@ -104,7 +106,7 @@ class Checkpoints:
         )
         folder.mkdir(parents=True, exist_ok=True)
         self._manager = ocp.CheckpointManager(folder.absolute(), options=options)
-        self.local = local
+        self.local, self._report = local, report
 
     def latest(self) -> int | None:
         """The step of the latest checkpoint, whole or damaged; None if there is
@@ -177,7 +179,9 @@ class Checkpoints:
         }
         if local and self.local is not None:
             # Without digests, for which the devices would wait: files have checksums.
-            return self.local.save(step, arrays, run)
+            with self._writing_near() as near:
+                near.save(step, arrays, run)
+            return
         # An error of the one before is raised here, and not lost in a thread.
         self.wait()
         self._kept.step = best
@@ -249,10 +253,7 @@ class Checkpoints:
                 f"{problem}, and there are no others. Resume with the devices and the"
                 " mesh that the run had, or delete that folder to begin again."
             )
-        warnings.warn(
-            f"{problem}, which resumes from the checkpoint of step {shared}.",
-            stacklevel=2,
-        )
+        self._report(f"{problem}, which resumes from the checkpoint of step {shared}.")
         return None
 
     def wait(self) -> None:
@@ -262,22 +263,34 @@ class Checkpoints:
         with self._writing():
             self._manager.wait_until_finished()
         if self.local is not None:
-            self.local.wait()
-            # A run never resumes from them once there is a later one for all.
-            self._forget_local()
-
-    def _forget_local(self) -> None:
-        """Removes the local checkpoints of steps of which there is one for all."""
-        assert self.local is not None
-        self.local.keep(first=max(checkpoint_steps(self.folder), default=-1) + 1)
+            with self._writing_near() as near:
+                near.wait()
+                # Of these steps there is a checkpoint for all.
+                near.keep(first=max(checkpoint_steps(self.folder), default=-1) + 1)
 
     def close(self) -> None:
         """Waits as `wait`, and ends the background threads."""
-        with self._writing():
-            self._manager.close()
-        if self.local is not None:
-            self._forget_local()
+        try:
+            self.wait()
+        finally:
+            with self._writing():
+                self._manager.close()
+            if self.local is not None:
+                self.local.close()
+
+    @contextlib.contextmanager
+    def _writing_near(self) -> Iterator[LocalFiles]:
+        """The local files; where they can't be written the run goes on without."""
+        assert self.local is not None
+        try:
+            yield self.local
+        except OSError as error:
+            self._report(
+                f"{error}. The run goes on without local checkpoints; those for all are"
+                f" in {self.folder}."
+            )
             self.local.close()
+            self.local = None
 
     def _divided(self, state: Any) -> tuple[Any, Any]:
         """The part of a state that is saved, and the rest."""
@@ -451,6 +464,8 @@ def _existing(folder: Path, step: int | None) -> Path:
         wanted = "" if step is None else f" of step {step}"
         choice = f" It has steps {', '.join(map(str, steps))}." if steps else ""
         choice = choice if folder.is_dir() else " There is no such folder."
+        if (folder.parent / "local_id").exists():
+            choice += " The run has local ones, and writes one here as it goes on."
         raise FileNotFoundError(f"No checkpoint{wanted} in {folder}.{choice}")
     return folder / str(steps[-1] if step is None else step)
 
@@ -477,7 +492,7 @@ def _read(state: Path, wanted: dict[str, Any]) -> dict[str, Any]:
     import orbax.checkpoint as ocp
 
     targets = {
-        name: jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=_sharding_of(one))
+        name: jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=sharding_of(one))
         for name, one in wanted.items()
     }
     arguments = ocp.args.PyTreeRestore(
@@ -493,19 +508,6 @@ def _read(state: Path, wanted: dict[str, Any]) -> dict[str, Any]:
         while isinstance(cause.__cause__, Exception):
             cause = cause.__cause__
         raise _damaged(state.parent, str(cause).partition("\n")[0]) from error
-
-
-def _sharding_of(like: Any) -> jax.sharding.Sharding:
-    """That of an array or a shape; on the default device if it has none."""
-    found = getattr(like, "sharding", None)
-    if found is None:
-        return jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    if not is_on_host(like) or len(found.device_set) > 1:
-        return found
-    # Of an array that is made with `SingleDeviceSharding`, JAX (0.10.2) takes the
-    # device for its memory, and a program that returns such arrays ends the process.
-    (device,) = found.device_set
-    return on_one_device(device, found.memory_kind)
 
 
 @final

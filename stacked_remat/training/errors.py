@@ -1,4 +1,6 @@
-"""The errors of configs and data, whose messages hold no passwords and tokens."""
+"""The errors of configs and data, whose messages hold no passwords and tokens, and of
+checkpoints.
+"""
 
 import re
 from typing import Any
@@ -21,6 +23,16 @@ class ConfigError(_WithoutCredentials):
     """A config that can't be used; the message names the key, where it was written, and
     the fix.
     """
+
+
+class CheckpointMismatchError(ValueError):
+    """A checkpoint has the arrays of another model or optimizer; the message names
+    them.
+    """
+
+
+class CheckpointDamagedError(ValueError):
+    """A checkpoint is damaged or incomplete; the message names it."""
 
 
 class DataError(_WithoutCredentials):

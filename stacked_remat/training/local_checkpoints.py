@@ -24,17 +24,17 @@ import os
 import re
 import shutil
 import uuid
-import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeAlias, final
+from typing import Any, NamedTuple, TypeAlias, final
 
 import jax
 import numpy as np
 
 from .._files import replaced_whole
-from .errors import ConfigError
+from .array_layout import sharding_of
+from .errors import CheckpointDamagedError, ConfigError
 from .processes import of_all
 
 # The first and the last index, exclusive, along each axis of an array
@@ -43,6 +43,13 @@ Part: TypeAlias = tuple[tuple[int, int], ...]
 _ID = re.compile("[0-9a-f]{8}")
 _RUN = "run"  # the member of an archive that has the JSON
 _PARTS = "parts"  # the field of that JSON that says which parts there are
+
+
+class _Place(NamedTuple):
+    """Where the local checkpoints of a run are, as the run folder says."""
+
+    id: str
+    parent: str
 
 
 @final
@@ -64,27 +71,22 @@ class LocalFiles:
         All processes of a run call this, the first one before the others.
 
         Args:
-            id_file: has the id, in the run folder.
+            id_file: has the id and the parent, in the run folder.
             parent: a folder of the host, which other runs may use too.
 
         Raises:
             ConfigError: what is in `id_file` is no id.
         """
-        self._id_file = id_file
-        root = id_file.parent.absolute()
-        # Run folders of one name may share `parent`.
-        digest = hashlib.sha256(str(root).encode()).hexdigest()[:8]
-        self._of_run = parent / f"{root.name}-{digest}"
-        if not id_file.exists():
-            self._write_id(_new_id())
-        current = id_file.read_text(encoding="utf-8")
-        if not _ID.fullmatch(current):
-            raise ConfigError(
-                f"{id_file} is damaged: it should be eight hexadecimal digits. Delete"
-                " it: the run then resumes from its last checkpoint in"
-                f" {id_file.parent}."
-            )
-        self._open(current)
+        self._id_file, self._parent = id_file, parent.absolute()
+        self._of_run = _folder_of_run(id_file, self._parent)
+        place = _read_place(id_file)
+        # Each host may have a parent of its own: that of the first process is written.
+        if place is None or (
+            jax.process_index() == 0 and place.parent != str(self._parent)
+        ):
+            place = _Place(_new_id(), str(self._parent))
+            self._write_place(place)
+        self._open(place.id)
         self._writer = ThreadPoolExecutor(1, "local checkpoints")
         self._writing: Future[None] | None = None
 
@@ -94,12 +96,12 @@ class LocalFiles:
         """
         current = of_all(_new_id())[0]
         if jax.process_index() == 0:
-            self._write_id(current)
+            self._write_place(_Place(current, str(self._parent)))
         self._open(current)
 
-    def _write_id(self, current: str) -> None:
+    def _write_place(self, place: _Place) -> None:
         with replaced_whole(self._id_file) as path:
-            path.write_text(current, encoding="utf-8")
+            path.write_text(json.dumps(place._asdict()), encoding="utf-8")
 
     def _open(self, current: str) -> None:
         """Makes the folder of an id, and removes those of earlier ids, and what an
@@ -159,8 +161,7 @@ class LocalFiles:
             raise OSError(
                 number,
                 f"Can't write the local checkpoint of step {step}:"
-                f" {os.strerror(number)}. Earlier ones are whole. Make room, or name"
-                " another folder as trainer.checkpoint.local_dir",
+                f" {os.strerror(number)}",
                 str(self.folder),
             ) from error
         for old in self.steps()[:-2]:
@@ -179,18 +180,19 @@ class LocalFiles:
                 self.path(step).unlink()
 
     def close(self) -> None:
-        """Waits as `wait`, and removes folders that are empty."""
-        try:
-            self.wait()
-        finally:
-            self._writer.shutdown()
+        """Ends writing, and removes folders that are empty."""
+        self._writer.shutdown()
         for path in (self.folder, self.folder.parent, self._of_run):
             # One with files, maybe of another process, stays.
             with contextlib.suppress(OSError):
                 path.rmdir()
 
     def run(self, step: int) -> dict[str, Any]:
-        """What the file of a step says of its run; a ValueError if it is damaged."""
+        """What the file of a step says of its run.
+
+        Raises:
+            CheckpointDamagedError: the file is damaged.
+        """
         with _opened(self.path(step)) as archive:
             return json.loads(archive[_RUN].tobytes())
 
@@ -198,7 +200,7 @@ class LocalFiles:
         """Whether a file has the parts that this process's devices hold of arrays.
 
         Raises:
-            ValueError: the file is damaged.
+            CheckpointDamagedError: the file is damaged.
         """
         saved = self.run(step)[_PARTS]
         for name, wanted in like.items():
@@ -216,7 +218,7 @@ class LocalFiles:
                 sharding, or onto the default device.
 
         Raises:
-            ValueError: the file is damaged.
+            CheckpointDamagedError: the file is damaged.
         """
         found: dict[str, jax.Array] = {}
         with _opened(self.path(step)) as archive:
@@ -236,44 +238,94 @@ class LocalFiles:
         return self.folder / f"{step}.npz"
 
 
+def check_not_left(id_file: Path, parent: Path | None, last: int) -> None:
+    """Refuses to leave local checkpoints behind that are later than all others.
+
+    Args:
+        id_file: of the run.
+        parent: where its local checkpoints are to be; None for none.
+        last: the step of its last other checkpoint, -1 for none.
+
+    Raises:
+        ConfigError: they are in another folder; the message names it.
+    """
+    place = _read_place(id_file)
+    if place is None or (parent is not None and place.parent == str(parent.absolute())):
+        return
+    of_run = _folder_of_run(id_file, Path(place.parent))
+    found = (of_run / place.id).glob("process-*/*.npz")
+    steps = [int(path.stem) for path in found if path.stem.isdecimal()]
+    if max(steps, default=-1) > last:
+        other = "that of the last checkpoint" if last >= 0 else "the first step"
+        raise ConfigError(
+            f"trainer.checkpoint.local_dir was {place.parent} and has the state after"
+            f" step {max(steps)} of this run. Give it again to go on from there, or"
+            f" delete {of_run} to go on from {other}."
+        )
+
+
+def forget(id_file: Path) -> None:
+    """Removes the local checkpoints of a run on this host, and what says where they
+    are.
+    """
+    place = _read_place(id_file)
+    if place is not None:
+        shutil.rmtree(_folder_of_run(id_file, Path(place.parent)), ignore_errors=True)
+        id_file.unlink()
+
+
+def _folder_of_run(id_file: Path, parent: Path) -> Path:
+    root = id_file.parent.absolute()
+    # Run folders of one name may share a parent.
+    digest = hashlib.sha256(str(root).encode()).hexdigest()[:8]
+    return parent / f"{root.name}-{digest}"
+
+
+def _read_place(id_file: Path) -> _Place | None:
+    """Where local checkpoints are; None for a run without any."""
+    if not id_file.exists():
+        return None
+    with contextlib.suppress(ValueError, TypeError):
+        place = _Place(**json.loads(id_file.read_text(encoding="utf-8")))
+        # They are names of folders that are removed.
+        if _ID.fullmatch(place.id) and Path(place.parent).is_absolute():
+            return place
+    raise ConfigError(
+        f"{id_file} is damaged: it should have the id of local checkpoints and their"
+        " folder. Delete it: the run then resumes from its last checkpoint in"
+        f" {id_file.parent}."
+    )
+
+
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    """An archive, whose errors are a ValueError that names it."""
+    """An archive, whose errors are a CheckpointDamagedError that names it."""
     try:
         with np.load(path) as archive:
             yield archive
-    except _DAMAGED as error:
-        raise ValueError(
+    except Exception as error:  # zipfile and NumPy raise anything
+        raise CheckpointDamagedError(
             f"The local checkpoint {path} is damaged ({error}). Delete it: the run then"
             " resumes from the one before."
         ) from error
-
-
-# Of a file that is cut short, has no member of that name, or another checksum
-_DAMAGED = (zipfile.BadZipFile, ValueError, KeyError, EOFError)
 
 
 def _new_id() -> str:
     return uuid.uuid4().hex[:8]
 
 
-def _sharding(array: Any) -> jax.sharding.Sharding:
-    own = getattr(array, "sharding", None)
-    return own or jax.sharding.SingleDeviceSharding(jax.devices()[0])
-
-
 def _made(like: Any, parts: Mapping[Part, np.ndarray]) -> jax.Array:
     """An array like another one, of the parts that this process's devices hold."""
     shape = tuple(like.shape)
     return jax.make_array_from_callback(
-        shape, _sharding(like), lambda index: parts[_part(index or (), shape)]
+        shape, sharding_of(like), lambda index: parts[_part(index or (), shape)]
     )
 
 
 def _held(array: Any) -> set[Part]:
     """The parts of an array that the devices of this process hold."""
     shape = tuple(array.shape)
-    held = _sharding(array).addressable_devices_indices_map(shape)
+    held = sharding_of(array).addressable_devices_indices_map(shape)
     return {_part(index or (), shape) for index in held.values()}
 
 

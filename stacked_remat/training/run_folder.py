@@ -15,6 +15,7 @@ from .._messages import shortened
 from ..ghost import LOG_FOLDER
 from .config_tree import from_yaml, leaves, read_config_file
 from .errors import ConfigError
+from .local_checkpoints import forget
 from .processes import of_all
 
 # May change when a run resumes: these keys change paths and costs, but not results.
@@ -166,6 +167,7 @@ class RunFolder:
 
     def _delete_results(self) -> None:
         """Deletes all results; of a symbolic link only the link."""
+        forget(self.local_id)
         for path in (
             self._results()
         ):  # the config first: without it, the rest is refused and not resumed

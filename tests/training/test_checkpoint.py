@@ -25,7 +25,11 @@ from stacked_remat.training import (
     load_checkpoint,
 )
 from stacked_remat.training.array_layout import digests
-from stacked_remat.training.local_checkpoints import LocalFiles
+from stacked_remat.training.local_checkpoints import (
+    LocalFiles,
+    check_not_left,
+    forget,
+)
 
 Embed, Out = hax.make_axes(embed=8, out=2)
 
@@ -93,11 +97,14 @@ def test_a_state_is_restored_bit_by_bit_with_its_position(tmp_path):
     checkpoints.close()
 
 
-def test_arrays_in_host_memory_are_restored_to_it(tmp_path):
+@pytest.mark.parametrize("local", [False, True])
+def test_arrays_in_host_memory_are_restored_to_it(tmp_path, local):
     """Also for JAX, which else ends the process where a program returns them."""
     like = {"weight": jax.device_put(jnp.arange(3.0), jax.memory.Space.Host)}
-    saved_at(tmp_path, 1, one=like)
-    checkpoints = opened(tmp_path)
+    checkpoints = opened(tmp_path, local=near_files(tmp_path))
+    checkpoints.save(1, like, {}, local=local)
+    checkpoints.wait()
+    assert (checkpoints.local.steps() == [1]) == local
     restored, _ = checkpoints.restore(like)
     checkpoints.close()
     found = restored["weight"]
@@ -443,7 +450,7 @@ def test_a_run_resumes_from_files_of_its_host_where_those_are_later(tmp_path):
     content[len(content) // 2] ^= 1
     (near / "9.npz").write_bytes(content)
     (near / ".10.npz.unfinished").touch()
-    with pytest.raises(ValueError, match=r"9\.npz is damaged .* Delete it"):
+    with pytest.raises(CheckpointDamagedError, match=r"9\.npz is damaged .* Delete"):
         opened_near().restore(divided(state(), 2, 2))
     assert not (near / ".10.npz.unfinished").exists()
     (near / "9.npz").unlink()
@@ -496,21 +503,34 @@ def test_local_files_are_those_from_which_a_run_went_on(tmp_path):
     again.renew()
     assert again.steps() == [] and not first.folder.exists()
     assert near_files(tmp_path).folder == again.folder
-    for damaged in ("", "../..", "0123456"):
+    check_not_left(tmp_path / "local_id", None, -1)
+    again.save(7, arrays, {})
+    again.wait()
+    for parent, last in ((tmp_path / "memory", -1), (None, 7)):
+        check_not_left(tmp_path / "local_id", parent, last)
+    for parent in (None, tmp_path / "elsewhere"):
+        with pytest.raises(ConfigError, match=r"memory and has .* step 7 .*or delete"):
+            check_not_left(tmp_path / "local_id", parent, 6)
+    forget(tmp_path / "local_id")
+    assert not again.folder.exists() and not (tmp_path / "local_id").exists()
+    names = '{"id": "../..", "parent": "/"}', '{"id": "01234567", "parent": "a"}'
+    for damaged in ("", "[]", "{}", *names):
         (tmp_path / "local_id").write_text(damaged)
         with pytest.raises(ConfigError, match="local_id is damaged.* Delete it"):
             near_files(tmp_path)
     assert kept.exists() and other.folder.exists()
 
 
-def test_a_local_checkpoint_that_cannot_be_written_is_named(tmp_path, monkeypatch):
+def test_a_local_checkpoint_that_cannot_be_written_ends_no_run(tmp_path, monkeypatch):
     def full(*_, **__):
         raise OSError(errno.ENOSPC, "no space")
 
     checkpoints = opened(tmp_path, local=near_files(tmp_path))
     monkeypatch.setattr(np, "savez", full)
     checkpoints.save(3, state(), {}, local=True)
-    with pytest.raises(OSError, match=r"local checkpoint of step 3: No space left"):
+    with pytest.warns(UserWarning, match="of step 3: No space left .* goes on without"):
         checkpoints.wait()
-    assert checkpoints.latest() is None
+    assert not checkpoints.is_local_due(4) and checkpoints.latest() is None
+    checkpoints.save(4, state(), {})
     checkpoints.close()
+    assert steps_in(tmp_path) == [4]

@@ -7,7 +7,7 @@ import yaml
 
 from stacked_remat.training import ConfigError, config_as_dict, parse_config
 from stacked_remat.training.config_checks import Count
-from stacked_remat.training.config_sections import written_keys
+from stacked_remat.training.config_sections import config_yaml, written_keys
 
 from .drawing import Circle, Drawing, Frame, Paint, Shape, Square
 
@@ -99,6 +99,20 @@ def test_configs_round_trip(tmp_path):
     }
 
 
+def test_text_in_quotes_stays_text_where_any_value_may_be(tmp_path):
+    read = parse(tmp_path, "remat: {a: '5', b: [\"yes\", !!str 5], c: 0010, d: .inf}")
+    assert read.remat == {"a": "5", "b": ["yes", "5"], "c": 10, "d": float("inf")}
+    assert parse_config(Drawing, ["--remat", "{a: 'true'}"]).remat == {"a": "true"}
+    assert parse(tmp_path, "scale: '5'").scale == 5
+    texts = "5 0010 0089 1.5 1e3 +.5 true tRuE On nan inf .inf .nan null 1_000".split()
+    drawing = Drawing(remat={"a": [*texts, "", "~", 5, 1e-7, 1e16, True, None]})
+    written = config_as_dict(drawing)
+    assert parse(tmp_path, config_yaml(written)) == drawing
+    read = parse(tmp_path, yaml.safe_dump({"remat": {"a": "5", "b": "nan", "c": "no"}}))
+    assert read.remat == {"a": "5", "b": "nan", "c": "no"}
+    assert parse(tmp_path, "remat: 'true'").remat == "true"
+
+
 def test_a_section_may_be_left_out_and_others_have_names():
     assert (
         parse_config(Drawing, [])
@@ -179,6 +193,9 @@ ON_THE_COMMAND_LINE = [
         ["--config", "a.yaml"],
         r"Unknown key `config` on the command line. Did you mean `config_path`",
     ),
+    (["--title", ""], r"`--title` on the command line has no value: write"),
+    (["--title="], r"`--title` on the command line has no value"),
+    (["--remat", " "], r"`--remat` on the command line has no value"),
     (["--title"], r"`--title` on the command line has no value"),
     (["--scale", "--title", "x"], r"`--scale` on the .* no value: write `--scale VAL"),
     (["--paint"], r"`--paint` on the command line has no value"),

@@ -154,6 +154,11 @@ def chosen_class(section: Any, tree: Any) -> Any:
     return section.get_known_choices().get(name) if isinstance(name, str) else None
 
 
+def got(value: Any) -> str:
+    """How an error shows a value that is not allowed."""
+    return "nothing (null)" if value is None else shown(value)
+
+
 def _chosen(registry: Any, tree: Any) -> Any:
     if isinstance(tree, registry):
         return tree
@@ -164,7 +169,7 @@ def _chosen(registry: Any, tree: Any) -> Any:
         known = registry.get_known_choices()
         said = "lacks the key `type`."
         if "type" in tree:
-            said = f"is {shown(tree['type'])}.{did_you_mean(str(tree['type']), known)}"
+            said = f"is {got(tree['type'])}.{did_you_mean(str(tree['type']), known)}"
         valid = {"said": said, "valid": ", ".join(known)}
         raise PydanticCustomError(NO_TYPE, "{said} Valid: {valid}.", valid)
     own = {key: value for key, value in tree.items() if key != "type"}

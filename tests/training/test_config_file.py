@@ -165,6 +165,11 @@ IN_FILE = [
         "shape: {type: circle, side: 2}",
         r"`shape.side` in .* It is one of `type: square`",
     ),
+    ("paint.layers: 5", r"Unknown key `paint.layers` .* `paint: {layers: VALUE}`"),
+    ("shape.paint.layers: 5", r"section: `shape: {paint: {layers: VALUE}}`. Valid"),
+    ("'': 5", r"Unknown key `''` in .*drawing.yaml. Valid: shape"),
+    ("shape: {type: }", r"`shape.type` in .* is nothing \(null\). Valid: circle"),
+    ("remat: ", r"or text, got nothing \(null\). To turn it off write `remat: false`"),
     ("colour: red", r"Unknown key `colour` in .* Did you mean `shape.paint.colour`"),
     (
         "{title: a, title: b}",
@@ -307,6 +312,15 @@ def test_all_mistakes_are_told_at_once(tmp_path):
         "`frames.a.makers` on the command line must be a list, got 'x'. Write [x].",
         "`scale` must be a whole number in decimal digits, got 'x'.",
     ]
+
+
+def test_many_mistakes_are_cut_and_valid_keys_told_once(tmp_path):
+    text = "".join(f"key{number}: 5\n" for number in range(30))
+    with pytest.raises(ConfigError) as error:
+        parse(tmp_path, text)
+    lines = str(error.value).splitlines()
+    assert len(lines) == 9 and lines[-1] == "And 22 more mistakes."
+    assert str(error.value).count("Valid:") == 1 and "Valid: shape" in lines[0]
 
 
 def test_a_family_is_open(monkeypatch):

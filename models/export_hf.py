@@ -30,6 +30,7 @@ from models.run_config import FoundModel
 from models.run_state import Placement
 from stacked_remat.lora import merge_lora
 from stacked_remat.training import ConfigError, config_as_dict, read_tokenizer_files
+from stacked_remat.training.config_sections import config_yaml
 from stacked_remat.training.errors import without_credentials
 from stacked_remat.training.progress import lasting_console
 
@@ -125,9 +126,7 @@ def model_card(found: FoundModel, title: str, relation: str) -> str:
             for name, value in read_json(result).items()
         ]
     lines += ["", "Trained with stacked_remat by this config:", "", "```yaml"]
-    return without_credentials(
-        "\n".join([*lines, yaml.safe_dump(config, sort_keys=False) + "```", ""])
-    )
+    return without_credentials("\n".join([*lines, config_yaml(config) + "```", ""]))
 
 
 def _is_local(name: str) -> bool:

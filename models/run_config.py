@@ -89,8 +89,8 @@ class LmRunConfig:
             compiling the step before the first one. Where none fits, `auto` tries them
             with `trainer.streaming` too, if the run trains adapters or has
             `trainer.update.fused`.
-        budget: device memory for `remat: auto`, such as 72GiB; leave a tenth of the
-            device free.
+        budget: device memory for `remat: auto`, such as 72GiB, or in bytes; leave a
+            tenth of the device free.
         host_budget: the same for the host; null for no limit.
         data: the text.
         z_loss: factor of the squared log-sum-exp of the logits in the loss of training,
@@ -111,8 +111,8 @@ class LmRunConfig:
     lora: LoraConfig | None = None
     freeze: list[str] = field(default_factory=list)
     remat: Switch = True
-    budget: str | None = None
-    host_budget: str | None = None
+    budget: int | str | None = None
+    host_budget: int | str | None = None
     data: DataConfig = field(default_factory=DataConfig)
     z_loss: NotNegative = 0.0
     ghost: GhostConfig | None = None

@@ -4,6 +4,7 @@ and the fix.
 
 import contextlib
 import dataclasses
+import itertools
 import re
 import typing
 from collections.abc import Sequence
@@ -11,14 +12,15 @@ from typing import Any
 
 from pydantic_core import ErrorDetails
 
-from .._messages import did_you_mean, shown
+from .._messages import did_you_mean
 from .config_reference import config_keys, section_class
-from .config_sections import NO_TYPE, chosen_class, is_registry
+from .config_sections import NO_TYPE, chosen_class, got, is_registry
 from .config_tree import Alone, leaves
 from .errors import ConfigError
 
 CONFIG_PATH, COMMAND_LINE = "config_path", "on the command line"
 
+_MOST = 8  # mistakes that are shown
 _UNKNOWN = "unexpected_keyword_argument"  # pydantic's type of an unknown key
 # What a value has to be, by the beginning of pydantic's type of an error
 _EXPECTED = {
@@ -54,6 +56,7 @@ class Mistakes:
     def __init__(self, config_class: Any, tree: Any, place: str, given: Sequence[str]):
         self._config_class, self._tree = config_class, tree
         self._place, self._given = place, given
+        self._listed: set[str] = set()
 
     def text(self, errors: Sequence[ErrorDetails]) -> str:
         """What is wrong, a line for each key."""
@@ -61,7 +64,11 @@ class Mistakes:
         # A key that is missing may be one that is spelled wrong, which is said first.
         for error in sorted(errors, key=lambda error: error["type"] != _UNKNOWN):
             by_key.setdefault(self._path(error["loc"]), []).append(error)
-        return "\n".join(self._line(path, own) for path, own in by_key.items())
+        first = itertools.islice(by_key.items(), _MOST)
+        lines = [self._line(path, own) for path, own in first]
+        if len(by_key) > _MOST:
+            lines.append(f"And {len(by_key) - _MOST} more mistakes.")
+        return "\n".join(lines)
 
     def _path(self, loc: Sequence[int | str]) -> tuple[Any, ...]:
         """The keys of a location, which names members of unions too."""
@@ -78,25 +85,29 @@ class Mistakes:
         first, at = errors[0], ".".join(map(str, path))
         kind, value = first["type"], first["input"]
         if kind == _UNKNOWN:
-            return f"Unknown key {self._named(at)}.{self._meant(*path)}"
+            key = at or "''"
+            return f"Unknown key `{key}` {self._where(at)}.{self._meant(*path)}"
         if kind == "missing":
             return f"{self._named(at)} lacks the key `{first['loc'][-1]}`."
         if kind == NO_TYPE:
             named = self._named(f"{at}.type" if "type" in value else at)
             return f"{named} {first['msg']}"
         if kind == "value_error":
-            return self._refused(at, first["msg"].removeprefix("Value error, "))
+            message = first["msg"].removeprefix("Value error, ")
+            return self._alone(at, message) or self._refused(at, message)
         if isinstance(value, Alone):
             return str(without_value(at))
-        got = "nothing (null)" if value is None else shown(value)
         if kind == "dataclass_type":
             names = ", ".join(_keys(self._section(path)[1])[:4])
             return (
-                f"{self._named(at)} is a section of keys, got {got}. Write its keys"
-                f" there ({names}, ...), or leave `{at}` out."
+                f"{self._named(at)} is a section of keys, got {got(value)}. Write its"
+                f" keys there ({names}, ...), or leave `{at}` out."
             )
         expected = " or ".join(dict.fromkeys(map(_expected, errors)))
-        return f"{self._named(at)} must be {expected}, got {got}.{_fix(first)}"
+        fix = _fix(first)
+        if value is None and "true or false" in expected:
+            fix = f" To turn it off write `{path[-1]}: false`."
+        return f"{self._named(at)} must be {expected}, got {got(value)}.{fix}"
 
     def _named(self, at: str) -> str:
         """A key and where it was written."""
@@ -108,6 +119,19 @@ class Mistakes:
             for key in self._given
         )
         return COMMAND_LINE if given else self._place
+
+    def _alone(self, at: str, message: str) -> str:
+        """The error for text that stands alone on the command line, if a check refuses
+        that; "" otherwise.
+        """
+        for path, value in leaves(self._tree):
+            key = ".".join(map(str, path))
+            is_within = not at or f"{key}.".startswith(f"{at}.")
+            # In quotes it was taken for text.
+            is_named = path[-1] in message and repr(str(value)) in message
+            if isinstance(value, Alone) and is_within and is_named:
+                return str(without_value(key))
+        return ""
 
     def _refused(self, at: str, message: str) -> str:
         """The error of a check of a dataclass, which knows no file."""
@@ -129,13 +153,22 @@ class Mistakes:
         keys = dict.fromkeys(config_keys(self._config_class))
         same = [other for other in keys if other.rpartition(".")[2] == key]
         valid = _keys(found)
-        if owners:
+        if "." in key and ".".join(path) in keys:
+            above, _, last = key.rpartition(".")
+            inner = above.replace(".", ": {")
+            closing = "}" * key.count(".")
+            meant = f" Write it in its section: `{inner}: {{{last}: VALUE{closing}`."
+        elif owners:
             meant = f" It is one of {', '.join(owners)}."
         elif same:
             meant = f" Did you mean `{'` or `'.join(same[:3])}`?"
         else:
             meant = did_you_mean(key, [*valid, CONFIG_PATH])
-        return f"{meant} Valid: {', '.join(valid) or 'none'}."
+        listed = f" Valid: {', '.join(valid) or 'none'}."
+        if listed in self._listed:
+            return meant
+        self._listed.add(listed)
+        return meant + listed
 
     def _section(self, path: Sequence[Any]) -> tuple[Any, Any]:
         """The class that is annotated for the section at a key, and the one of its

@@ -68,6 +68,9 @@ def parse_config(config_class: type[Config], arguments: Sequence[str]) -> Config
         if not equals:
             is_alone = not remaining or remaining[0].startswith("--")
             value = None if is_alone else remaining.pop(0)
+        # An unset variable of a shell; text that is empty is `"''"`.
+        if value is not None and not value.strip():
+            raise without_value(key)
         _check_once(key, value, given)
         given[key] = value
     if given.get(CONFIG_PATH, "") is None:

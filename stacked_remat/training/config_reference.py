@@ -59,12 +59,12 @@ def config_summary(config_class: Any) -> str:
         if section is None:
             values.append(_wrapped(text))
         else:
-            sections.append(_wrapped(f"{text}: {', '.join(_names_in(section))}"))
+            sections.append(_wrapped(f"{text}: {', '.join(names_in(section))}"))
     blocks = [*description(config_class), _wrapped(usage)]
     return "\n\n".join([*blocks, "\n".join(values), "\n".join(sections)]) + "\n"
 
 
-def _names_in(section: Any) -> list[str]:
+def names_in(section: Any) -> list[str]:
     """The keys of a section, of any of its types."""
     if not is_registry(section):
         return [field.name for field in dataclasses.fields(section)]

@@ -5,13 +5,17 @@ from typing import Any
 from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import core_schema
 
-from .config_reference import description, field_meanings
+from .config_reference import description, field_meanings, names_in
 from .config_sections import FAMILY, adapter, family_of
+from .config_tree import BOOLS
 
 
 def config_schema(config_class: Any) -> dict[str, Any]:
     """The JSON schema of the files of a config, with the meaning of each key."""
-    return adapter(config_class).json_schema(schema_generator=_Schema)
+    schema = adapter(config_class).json_schema(schema_generator=_Schema)
+    # Without the null that `adapter` allows; in a union all mistakes look the same.
+    config, _null = schema.pop("anyOf")
+    return config | schema
 
 
 class _Schema(GenerateJsonSchema):
@@ -39,10 +43,36 @@ class _Schema(GenerateJsonSchema):
         self, schema: core_schema.PlainValidatorFunctionSchema
     ) -> dict[str, Any]:
         """A section of a family: one of any of its types."""
-        choices = schema.get("metadata", {})[FAMILY].get_known_choices().values()
-        inner = (self.generate_inner(adapter(one).core_schema) for one in choices)
-        # Of each, without the null that `adapter` allows
-        return {"anyOf": [one["anyOf"][0] for one in inner]}
+        family = schema.get("metadata", {})[FAMILY]
+        choices = {
+            name: self.generate_inner(adapter(one).core_schema)["anyOf"][0]
+            for name, one in family.get_known_choices().items()
+        }
+        chosen = [
+            {
+                "if": {"properties": {"type": {"const": name}}, "required": ["type"]},
+                "then": one,
+            }
+            for name, one in choices.items()
+        ]
+        # A file that is included may have the type.
+        keys = {"propertyNames": {"enum": [*names_in(family), "<<"]}}
+        untyped = {
+            "if": {"not": {"required": ["type"]}},
+            "then": keys | {"anyOf": list(choices.values())},
+        }
+        return _or_included(
+            {"properties": {"type": {"enum": list(choices)}}}
+            | {"allOf": [*chosen, untyped]}
+        )
+
+    def str_schema(self, schema: core_schema.StringSchema) -> dict[str, Any]:
+        """Text, which numbers and booleans without quotes are too."""
+        return super().str_schema(schema) | {"type": ["string", "number", "boolean"]}
+
+    def bool_schema(self, schema: core_schema.BoolSchema) -> dict[str, Any]:
+        """A boolean, which may be a word too."""
+        return {"enum": [True, False, *BOOLS]}
 
 
 def _or_included(section: dict[str, Any]) -> dict[str, Any]:

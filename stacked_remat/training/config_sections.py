@@ -4,14 +4,15 @@ Configs are dataclasses of the standard library; pydantic reads them by their
 annotations.
 """
 
-import contextlib
 import dataclasses
 import functools
+import re
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, Self, TypeAlias, TypeVar
 
+import yaml
 from pydantic import (
     BeforeValidator,
     ConfigDict,
@@ -23,7 +24,7 @@ from pydantic import (
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from .._messages import did_you_mean, shown
-from .config_tree import BOOLS, leaves
+from .config_tree import BOOLS, Quoted, leaves
 from .errors import all_without_credentials
 
 Choice = TypeVar("Choice", bound=type)
@@ -153,6 +154,11 @@ def chosen_class(section: Any, tree: Any) -> Any:
     return section.get_known_choices().get(name) if isinstance(name, str) else None
 
 
+def got(value: Any) -> str:
+    """How an error shows a value that is not allowed."""
+    return "nothing (null)" if value is None else shown(value)
+
+
 def _chosen(registry: Any, tree: Any) -> Any:
     if isinstance(tree, registry):
         return tree
@@ -163,7 +169,7 @@ def _chosen(registry: Any, tree: Any) -> Any:
         known = registry.get_known_choices()
         said = "lacks the key `type`."
         if "type" in tree:
-            said = f"is {shown(tree['type'])}.{did_you_mean(str(tree['type']), known)}"
+            said = f"is {got(tree['type'])}.{did_you_mean(str(tree['type']), known)}"
         valid = {"said": said, "valid": ", ".join(known)}
         raise PydanticCustomError(NO_TYPE, "{said} Valid: {valid}.", valid)
     own = {key: value for key, value in tree.items() if key != "type"}
@@ -199,6 +205,23 @@ def record_written(config: Any, tree: dict[str, Any]) -> None:
             record_written(value, own)
 
 
+def config_yaml(entries: Mapping[str, Any]) -> str:
+    """Plain values of a config as YAML that is read back to the same."""
+    return yaml.dump(dict(entries), Dumper=_Dumper, sort_keys=False)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes text that would be read as another value."""
+
+    def represent_text(self, text: str) -> yaml.ScalarNode:
+        # YAML 1.1, which PyYAML goes by, has fewer numbers: `1e3` is text there.
+        style = None if natural(text) == text else "'"
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _Dumper.represent_text)
+
+
 @functools.singledispatch
 def plain(value: Any) -> Any:
     """A value of a config as plain dicts, lists and scalars."""
@@ -226,9 +249,16 @@ def config_as_dict(config: Any) -> dict[str, Any]:
     return all_without_credentials(plain(config))
 
 
+_INTEGER = re.compile(r"[-+]?[0-9]+")
+_FLOAT = re.compile(
+    r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?"
+    r"|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
+)
+
+
 def natural(value: Any) -> Any:
-    """A value of which no annotation says what its text means: a number or a bool,
-    where it reads as one.
+    """A value of which no annotation says what its text means: a number of YAML 1.2 or
+    a bool, where it reads as one and is not in quotes.
     """
     if isinstance(value, dict):
         return {key: natural(own) for key, own in value.items()}
@@ -236,8 +266,12 @@ def natural(value: Any) -> Any:
         return [natural(own) for own in value]
     if not isinstance(value, str):
         return value
-    with contextlib.suppress(ValueError):
-        return float(value)
+    if isinstance(value, Quoted):
+        return str(value)
+    if _INTEGER.fullmatch(value):
+        return int(value)
+    if _FLOAT.fullmatch(value):
+        return float(re.sub(r"\.(?=[in])", "", value.lower()))
     return BOOLS.get(value.lower(), value)
 
 
@@ -246,7 +280,9 @@ Natural: TypeAlias = Annotated[Any, BeforeValidator(natural)]
 
 
 def _flag(value: Any) -> Any:
-    return BOOLS.get(value.lower(), value) if isinstance(value, str) else value
+    if not isinstance(value, str) or isinstance(value, Quoted):
+        return value
+    return BOOLS.get(value.lower(), value)
 
 
 Flag: TypeAlias = Annotated[bool, Strict(), BeforeValidator(_flag)]

@@ -75,6 +75,12 @@ class Alone(str):
         return "nothing"
 
 
+class Quoted(str):
+    """Text that is in quotes, or has the tag `!!str`: text where any value may be."""
+
+    __slots__ = ()
+
+
 def set_key(tree: dict[str, Any], dotted: str, text: str | None) -> None:
     """Sets a key from the command line, with the sections that it is in; `text` is
     YAML, or None for a key that stands alone.
@@ -183,6 +189,9 @@ class _File:
             ) from error
 
 
+_TEXT, _PLAIN = "tag:yaml.org,2002:str", "!plain"
+
+
 class _Loader(yaml.SafeLoader):
     """Gives plain values. Refuses a key that is given twice.
 
@@ -205,6 +214,20 @@ class _Loader(yaml.SafeLoader):
     def __init__(self, text: str, file: _File):
         super().__init__(text)
         self.name, self._file = file.where, file
+
+    def resolve(self, kind: Any, value: Any, implicit: Any) -> str:
+        """The tag of a node that has none; one of its own for text without quotes."""
+        tag = super().resolve(kind, value, implicit)
+        is_plain = kind is yaml.ScalarNode and implicit[0]
+        return _PLAIN if is_plain and tag == _TEXT else tag
+
+    def construct_plain(self, node: yaml.ScalarNode) -> str:
+        """Text without quotes."""
+        return node.value
+
+    def construct_quoted(self, node: yaml.ScalarNode) -> Quoted:
+        """Text that is not to be read as anything else."""
+        return Quoted(self.construct_scalar(node))
 
     def construct_map(self, node: yaml.MappingNode) -> dict[str, Any]:
         """A section, with what it merges."""
@@ -248,6 +271,8 @@ class _Loader(yaml.SafeLoader):
 
 
 _Loader.add_constructor("tag:yaml.org,2002:map", _Loader.construct_map)
+_Loader.add_constructor(_TEXT, _Loader.construct_quoted)
+_Loader.add_constructor(_PLAIN, _Loader.construct_plain)
 _Loader.add_constructor("!include", _Loader.construct_include)
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:int", re.compile(r"(0|-?[1-9][0-9]*)$"), list("-0123456789")

@@ -87,8 +87,8 @@ def remat_entry(spec: ScanCheckpointSpec) -> bool | str | dict[str, Any]:
 
 def check_remat(
     remat: RematEntry,
-    budget: str | None,
-    host_budget: str | None,
+    budget: int | str | None,
+    host_budget: int | str | None,
     presets: RematPresets = NO_PRESETS,
 ) -> ScanCheckpointPolicy | None:
     """The policy of a `remat` config entry, or None for `auto`, which is found later

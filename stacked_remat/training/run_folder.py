@@ -8,11 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
-import yaml
-
 from .._files import replaced_whole
 from .._messages import shortened
 from ..ghost import LOG_FOLDER
+from .config_sections import config_yaml
 from .config_tree import from_yaml, leaves, read_config_file
 from .errors import ConfigError
 from .local_checkpoints import forget
@@ -107,9 +106,7 @@ class RunFolder:
             folder._delete_results()
         else:
             # As it is read back
-            folder._check(
-                from_yaml(yaml.safe_dump(dict(config), sort_keys=False)), accept_changes
-            )
+            folder._check(from_yaml(config_yaml(config)), accept_changes)
         root.mkdir(parents=True, exist_ok=True)
         if not folder.config.exists():
             folder.begin(config)
@@ -122,9 +119,7 @@ class RunFolder:
         # Before anything else: a result says that the run of this config is finished.
         self.result.unlink(missing_ok=True)
         with replaced_whole(self.config) as path:
-            path.write_text(
-                yaml.safe_dump(dict(config), sort_keys=False), encoding="utf-8"
-            )
+            path.write_text(config_yaml(config), encoding="utf-8")
 
     def finish(self, result: Mapping[str, Any]) -> None:
         """Writes the result."""

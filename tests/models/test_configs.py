@@ -83,6 +83,14 @@ def test_it_is_a_config_of_the_command_whose_model_can_be_made(
         assert parameters == PARAMETERS[path.stem]
 
 
+def test_a_budget_is_in_bytes_or_in_text():
+    budgets = ["--remat", "auto", "--budget", "77309411328", "--host_budget", "1TiB"]
+    config = parse_config(LmRunConfig, budgets)
+    assert (config.budget, config.host_budget) == (72 * 2**30, "1TiB")
+    with pytest.raises(ConfigError, match="`--budget` on the command line has no val"):
+        parse_config(LmRunConfig, ["--remat", "auto", "--budget"])
+
+
 def test_the_published_sizes_are_of_configs_that_exist():
     assert {*PARAMETERS} <= {path.stem for path in CONFIGS}
 

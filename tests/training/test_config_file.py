@@ -7,7 +7,7 @@ import yaml
 
 from stacked_remat.training import ConfigError, config_as_dict, parse_config
 from stacked_remat.training.config_checks import Count
-from stacked_remat.training.config_sections import written_keys
+from stacked_remat.training.config_sections import config_yaml, written_keys
 
 from .drawing import Circle, Drawing, Frame, Paint, Shape, Square
 
@@ -99,6 +99,20 @@ def test_configs_round_trip(tmp_path):
     }
 
 
+def test_text_in_quotes_stays_text_where_any_value_may_be(tmp_path):
+    read = parse(tmp_path, "remat: {a: '5', b: [\"yes\", !!str 5], c: 0010, d: .inf}")
+    assert read.remat == {"a": "5", "b": ["yes", "5"], "c": 10, "d": float("inf")}
+    assert parse_config(Drawing, ["--remat", "{a: 'true'}"]).remat == {"a": "true"}
+    assert parse(tmp_path, "scale: '5'").scale == 5
+    texts = "5 0010 0089 1.5 1e3 +.5 true tRuE On nan inf .inf .nan null 1_000".split()
+    drawing = Drawing(remat={"a": [*texts, "", "~", 5, 1e-7, 1e16, True, None]})
+    written = config_as_dict(drawing)
+    assert parse(tmp_path, config_yaml(written)) == drawing
+    read = parse(tmp_path, yaml.safe_dump({"remat": {"a": "5", "b": "nan", "c": "no"}}))
+    assert read.remat == {"a": "5", "b": "nan", "c": "no"}
+    assert parse(tmp_path, "remat: 'true'").remat == "true"
+
+
 def test_a_section_may_be_left_out_and_others_have_names():
     assert (
         parse_config(Drawing, [])
@@ -151,6 +165,11 @@ IN_FILE = [
         "shape: {type: circle, side: 2}",
         r"`shape.side` in .* It is one of `type: square`",
     ),
+    ("paint.layers: 5", r"Unknown key `paint.layers` .* `paint: {layers: VALUE}`"),
+    ("shape.paint.layers: 5", r"section: `shape: {paint: {layers: VALUE}}`. Valid"),
+    ("'': 5", r"Unknown key `''` in .*drawing.yaml. Valid: shape"),
+    ("shape: {type: }", r"`shape.type` in .* is nothing \(null\). Valid: circle"),
+    ("remat: ", r"or text, got nothing \(null\). To turn it off write `remat: false`"),
     ("colour: red", r"Unknown key `colour` in .* Did you mean `shape.paint.colour`"),
     (
         "{title: a, title: b}",
@@ -179,6 +198,9 @@ ON_THE_COMMAND_LINE = [
         ["--config", "a.yaml"],
         r"Unknown key `config` on the command line. Did you mean `config_path`",
     ),
+    (["--title", ""], r"`--title` on the command line has no value: write"),
+    (["--title="], r"`--title` on the command line has no value"),
+    (["--remat", " "], r"`--remat` on the command line has no value"),
     (["--title"], r"`--title` on the command line has no value"),
     (["--scale", "--title", "x"], r"`--scale` on the .* no value: write `--scale VAL"),
     (["--paint"], r"`--paint` on the command line has no value"),
@@ -290,6 +312,15 @@ def test_all_mistakes_are_told_at_once(tmp_path):
         "`frames.a.makers` on the command line must be a list, got 'x'. Write [x].",
         "`scale` must be a whole number in decimal digits, got 'x'.",
     ]
+
+
+def test_many_mistakes_are_cut_and_valid_keys_told_once(tmp_path):
+    text = "".join(f"key{number}: 5\n" for number in range(30))
+    with pytest.raises(ConfigError) as error:
+        parse(tmp_path, text)
+    lines = str(error.value).splitlines()
+    assert len(lines) == 9 and lines[-1] == "And 22 more mistakes."
+    assert str(error.value).count("Valid:") == 1 and "Valid: shape" in lines[0]
 
 
 def test_a_family_is_open(monkeypatch):

@@ -38,8 +38,10 @@ def test_a_section_of_a_family_is_one_of_its_types():
     found = sections(Drawing)
     assert found["Circle"]["properties"]["type"] == {"const": "circle"}
     shape = found["Drawing"]["properties"]["shape"]
-    names = [one["$ref"].rpartition("/")[2] for one in shape["anyOf"]]
-    assert names == ["Circle", "Square"]
+    refs = [{"$ref": "#/$defs/Circle"}, {"$ref": "#/$defs/Square"}]
+    assert shape["properties"]["type"] == {"enum": ["circle", "square"]}
+    assert [one["then"] for one in shape["allOf"][:-1]] == refs
+    assert shape["allOf"][-1]["then"]["anyOf"] == refs
     assert not any("required" in one for one in found.values())
 
 
@@ -56,6 +58,19 @@ def test_the_configs_of_the_models_are_valid_and_mistakes_are_not():
     for path in sorted(CONFIGS.glob("*.yaml")):
         tree = natural(read_config_file(str(path)))
         assert [*validator.iter_errors(tree)] == [], path
+    for text in ({"run_dir": 5}, {"run_dir": True}, {"streaming": "on"}):
+        assert validator.is_valid({"trainer": text}), text
+    assert validator.is_valid({"budget": 5, "initialize_from_hf": 1.5})
+    assert not validator.is_valid(None)
+    assert validator.is_valid({"optimizer": {"nesterov": True}})  # of `type: sgd`
+    for mistake, said in (
+        ({"trainer": {"num_step": 1}}, "('num_step' was unexpected)"),
+        ({"optimizer": {"type": "sgd", "beta1": 1}}, "('beta1' was unexpected)"),
+        ({"optimizer": {"learning_rat": 5}}, "'learning_rat' is not one of ['type'"),
+        ({"optimizer": {"type": "adam"}}, "'adam' is not one of ['adamw'"),
+    ):
+        errors = [error.message for error in validator.iter_errors(mistake)]
+        assert any(said in error for error in errors), errors
     included = {"<<": "base.yaml", "trainer": "trainer.yaml"}
     assert validator.is_valid(included)
     for mistake in (

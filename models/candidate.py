@@ -216,8 +216,8 @@ class Candidate:
     def plan(
         self,
         *,
-        budget: str,
-        host_budget: str | None = None,
+        budget: int | str,
+        host_budget: int | str | None = None,
         show: _Show = lambda _: None,
     ) -> Plan:
         """The policy with the fewest FLOPs under which the step fits, as
@@ -237,7 +237,7 @@ class Candidate:
             )
 
     def frontier(
-        self, *, host_budget: str | None = None, show: _Show = lambda _: None
+        self, *, host_budget: int | str | None = None, show: _Show = lambda _: None
     ) -> Frontier:
         """The curve of memory against FLOPs, as `stacked_remat.memory.frontier`."""
         with self.partitioning.activations():

@@ -47,12 +47,12 @@ _LEAN: tuple[ScanCheckpointSpec, ...] = (
 
 @dataclass(frozen=True)
 class Budget:
-    """Memory of each device, and of the host for each device, as text; and a callback
-    that shows trials.
+    """Memory of each device, and of the host for each device; and a callback that shows
+    trials.
     """
 
-    device: str
-    host: str | None = None
+    device: int | str
+    host: int | str | None = None
     show: Callable[[str], None] = lambda _: None
 
     def holds(self, found: MemoryReport | None, *, on_host_alone: bool = False) -> bool:

@@ -4,11 +4,14 @@ pydantic reads the limits of what files and the command line give; `check_fields
 them for configs that Python code makes.
 """
 
+import dataclasses
 import datetime
 import functools
 import math
+import numbers
 import operator
 import typing
+from collections.abc import Sequence
 from typing import Annotated, Any, TypeAlias
 
 from annotated_types import Ge, Gt, Lt
@@ -32,18 +35,58 @@ _LIMITS: dict[str, tuple[str, Any]] = {
 
 
 def check_fields(section: str, config: Any) -> None:
-    """Refuses values that the limits and the `Literal`s in the annotations of a
-    dataclass do not allow, and numbers with limits that are not finite; None is not
-    checked.
+    """Refuses values that the types, the limits and the `Literal`s in the annotations
+    of a dataclass do not allow, and numbers with limits that are not finite.
 
-    `section` is what stands before the names of its keys, such as `trainer.`.
+    What is in lists and dicts is not checked. `section` is what stands before the names
+    of its keys, such as `trainer.`.
     """
+    for name, kinds in _kinds(type(config)):
+        value = getattr(config, name)
+        if not _is_one(value, kinds):
+            said = " or ".join(_NAMES.get(kind, kind.__name__) for kind in kinds)
+            raise TypeError(f"{section}{name} must be {said}, got {value!r}.")
     for name, said, holds in limits(type(config)):
         value = getattr(config, name)
         if isinstance(value, float) and not math.isfinite(value):
             raise ValueError(f"{section}{name} must be finite, got {value}.")
         if value is not None and not holds(value):
             raise ValueError(f"{section}{name} must be {said}, got {value!r}.")
+
+
+# What Python code may give for an annotation, with numbers of NumPy
+_GIVEN = {int: numbers.Integral, float: numbers.Real, tuple: Sequence, list: Sequence}
+_NAMES = {
+    numbers.Integral: "an int",
+    numbers.Real: "a float",
+    Sequence: "a list",
+    type(None): "None",
+}
+
+
+@functools.cache
+def _kinds(config_class: type) -> list[tuple[str, tuple[type, ...]]]:
+    """The names of fields, each with the classes that its values may be of."""
+    hints = typing.get_type_hints(config_class)
+    return [
+        (field.name, tuple(map(_kind, union_parts(hints[field.name]))))
+        for field in dataclasses.fields(config_class)
+    ]
+
+
+def _kind(hint: Any) -> type:
+    origin = typing.get_origin(hint) or hint
+    if origin is typing.Literal:
+        return type(typing.get_args(hint)[0])
+    return _GIVEN.get(origin, origin) if isinstance(origin, type) else object
+
+
+def _is_one(value: Any, kinds: tuple[type, ...]) -> bool:
+    # Python takes a bool for a number, and text for a sequence.
+    for own in (bool, str):
+        if isinstance(value, own):
+            return own in kinds or object in kinds
+    return isinstance(value, kinds)
 
 
 @functools.cache

@@ -224,7 +224,7 @@ def test_layers_on_the_host_of_gpus_that_are_not_attached_are_refused(monkeypatc
         step.check()
     # Nothing asks for memory of the host where nothing is there.
     monkeypatch.setattr(Partitioning, "_on_host", None)
-    resident = dataclasses.replace(trainer, streaming=None)
+    resident = dataclasses.replace(trainer, streaming=False)
     Candidate(dataclasses.replace(CONFIG, trainer=resident), unsized, 2).check()
 
 

@@ -1,7 +1,11 @@
 """Values of a config that are out of range, and the errors for them."""
 
+from pathlib import Path
+
+import numpy as np
 import pytest
 
+from models.run_config import LmRunConfig
 from stacked_remat import training as t
 
 STAGES = {
@@ -136,3 +140,55 @@ STAGES = {
 def test_values_out_of_range_are_refused(make, changes, message):
     with pytest.raises(ValueError, match=message):
         make(**changes)
+
+
+@pytest.mark.parametrize(
+    ("make", "changes", "message"),
+    [
+        (
+            t.TrainerConfig,
+            {"num_steps": "5"},
+            "trainer.num_steps must be an int, got '5",
+        ),
+        (
+            t.TrainerConfig,
+            {"num_steps": True},
+            "trainer.num_steps must be an int, got T",
+        ),
+        (
+            t.TrainerConfig,
+            {"eval_every": 1.5},
+            "eval_every must be an int or None, got 1",
+        ),
+        (
+            t.TrainerConfig,
+            {"run_dir": Path("a")},
+            "trainer.run_dir must be str or None",
+        ),
+        (
+            t.TrainerConfig,
+            {"streaming": "yes"},
+            "trainer.streaming must be bool, got 'y",
+        ),
+        (t.TrainerConfig, {"mesh": {}}, "trainer.mesh must be MeshConfig, got {}"),
+        (
+            t.AdamWConfig,
+            {"schedule": "cosine"},
+            "optimizer.schedule must be ScheduleCon",
+        ),
+        (
+            t.AdamWConfig,
+            {"learning_rate": None},
+            "learning_rate must be a float, got No",
+        ),
+        (LmRunConfig, {"freeze": "abc"}, "^freeze must be a list, got 'abc'"),
+    ],
+)
+def test_values_of_another_type_are_refused(make, changes, message):
+    with pytest.raises(TypeError, match=message):
+        make(**changes)
+
+
+def test_numbers_of_numpy_and_whole_floats_are_numbers():
+    assert t.TrainerConfig(num_steps=np.int64(3)).num_steps == 3
+    assert t.AdamWConfig(learning_rate=1, warmup=np.float32(0.5)).learning_rate == 1

@@ -11,8 +11,8 @@ import math
 import numbers
 import operator
 import typing
-from collections.abc import Sequence
-from typing import Annotated, Any, TypeAlias
+from collections.abc import Callable, Iterator, Sequence
+from typing import Annotated, Any, NamedTuple, TypeAlias
 
 from annotated_types import Ge, Gt, Lt
 
@@ -89,12 +89,17 @@ def _is_one(value: Any, kinds: tuple[type, ...]) -> bool:
     return isinstance(value, kinds)
 
 
-@functools.cache
-def limits(config_class: type) -> list[tuple[str, str, Any]]:
-    """The limits of fields: each with the field's name, in words, and as a function.
+class Limit(NamedTuple):
+    """A limit of a field's values."""
 
-    That of a `Literal` is to be one of its `CHOICES`.
-    """
+    name: str
+    words: str  # what a value must be
+    holds: Callable[[Any], bool]
+
+
+@functools.cache
+def limits(config_class: type) -> list[Limit]:
+    """The limits of fields; that of a `Literal` is to be one of its `CHOICES`."""
     found = []
     hints = typing.get_type_hints(config_class, include_extras=True)
     for name, hint in hints.items():
@@ -102,13 +107,18 @@ def limits(config_class: type) -> list[tuple[str, str, Any]]:
             if typing.get_origin(part) is typing.Literal:
                 choices = typing.get_args(part)
                 holds = functools.partial(operator.contains, choices)
-                found.append((name, f"{CHOICES} {', '.join(choices)}", holds))
-            for limit in getattr(part, "__metadata__", ()):
-                for kind, (words, compare) in _LIMITS.items():
-                    if (number := getattr(limit, kind, None)) is not None:
-                        holds = functools.partial(compare, number)
-                        found.append((name, f"{words} {number}", holds))
+                found.append(Limit(name, f"{CHOICES} {', '.join(choices)}", holds))
+            for mark in getattr(part, "__metadata__", ()):
+                found += _limits_of(name, mark)
     return found
+
+
+def _limits_of(name: str, mark: Any) -> Iterator[Limit]:
+    """Those of an annotation, such as `Ge(1)`."""
+    for kind, (words, compare) in _LIMITS.items():
+        number = getattr(mark, kind, None)
+        if number is not None:
+            yield Limit(name, f"{words} {number}", functools.partial(compare, number))
 
 
 def check_date(key: str, date: str | None) -> None:

@@ -110,7 +110,7 @@ def _rows(config_class: Any, prefix: str, instance: Any = None) -> Iterator[str]
     Keys are below `prefix`; an instance has the default values in place of the class.
     """
     hints, meanings = typing.get_type_hints(config_class), field_meanings(config_class)
-    ranges = [one for one in limits(config_class) if not one[1].startswith(CHOICES)]
+    ranges = [one for one in limits(config_class) if not one.words.startswith(CHOICES)]
     sections = []
     for field in dataclasses.fields(config_class):
         hint, dotted, meaning = (

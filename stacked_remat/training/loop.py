@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jaxtyping import Array
 
 from ..memory import target_of_device
 from .batches import TokenBatch, TokenStream
@@ -163,7 +164,7 @@ def train(
             if done == traced:
                 tracing.enter_context(jax.profiler.trace(str(outputs.folder.profile)))
             scores = scorer if scorer is not None and scorer.is_due(done) else None
-            targets = _num_targets(batch)
+            targets = _num_targets(batch.weights.array)
             state, metrics = (compiled if scores is None else scores.step)(batch, state)
             # A CPU may do the step before the call returns.
             loss: Any = metrics["loss"]
@@ -203,10 +204,10 @@ def train(
 _RATES = 2**12  # learning rates in a table
 
 
-@eqx.filter_jit
-def _num_targets(batch: TokenBatch) -> Any:
+@jax.jit
+def _num_targets(weights: Array) -> Array:
     """The number of targets that count, over all processes."""
-    return jnp.count_nonzero(batch.weights.array)
+    return jnp.count_nonzero(weights)
 
 
 class _Step(NamedTuple):
@@ -245,6 +246,7 @@ class _Report:
         self._rates, self._table_number = np.empty(0), -1
         self._pending: _Step | None = None
         self._seconds_at_peak: float | None = None
+        self._memory: int | None = None  # at the last line of the log
 
     def prepare(self, step: TrainStep, state: TrainState, batch: TokenBatch) -> None:
         """Finds the time of a step at the devices' peak, for the utilisation."""
@@ -272,9 +274,12 @@ class _Report:
         done, metrics = step.number, step.metrics
         loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])
         self._clock.tick(step.num_tokens, step.ended)
-        memory = peak_memory_bytes()
+        is_logged = done % self._config.log_every == 0
+        is_logged = is_logged or done in (1, self._config.num_steps)
+        if is_logged:
+            self._memory = peak_memory_bytes()
         self._outputs.progress.advance(
-            done, loss, self._clock.tokens_per_second, memory
+            done, loss, self._clock.tokens_per_second, self._memory
         )
         targets = int(step.targets)
         # Not an error: a row of a mixture may have none by chance, and a loss of 0
@@ -283,13 +288,14 @@ class _Report:
             self._outputs.progress.message(
                 f"step {done} has no target: its loss is 0, and it teaches nothing"
             )
-        if done % self._config.log_every == 0 or done in (1, self._config.num_steps):
+        if is_logged:
             speed = {
                 "tokens_per_second": self._clock.tokens_per_second,
                 "step_seconds": self._clock.step_seconds,
                 "goodput": self._clock.goodput,
-                **({} if memory is None else {"peak_memory_bytes": memory}),
             }
+            if self._memory is not None:
+                speed["peak_memory_bytes"] = self._memory
             if (
                 self._seconds_at_peak is not None
             ):  # model FLOPs utilisation (Chowdhery et al. 2022)

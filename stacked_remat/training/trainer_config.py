@@ -142,7 +142,8 @@ class CheckpointConfig:
             held-out text so far, and the best of these is kept.
         local_dir: a folder of each host, on its disk or in its memory (`/dev/shm`), to
             which each process writes its own part between checkpoints, so that a run
-            that is killed loses few steps; null for none. Takes three times the state.
+            that is killed loses few steps; null for none. At most three copies of the
+            part are there.
         local_every_steps: steps between those.
         overwrite: whether to delete the results of an earlier run in `run_dir` and
             start again.

@@ -439,16 +439,18 @@ class TrainStep(eqx.Module):
         assert settings is not None and partitioning is not None
 
         def stack(model: Any) -> Any:
-            nodes = jax.tree.leaves(
-                model, is_leaf=lambda node: isinstance(node, StackedKinds)
-            )
-            for node in nodes:
-                if (
-                    isinstance(node, Stacked)
-                    and node.Layers.name in partitioning.stages_of
-                ):
-                    return node
-            return None
+            is_stack = lambda node: isinstance(node, StackedKinds)  # noqa: E731
+            found = []
+            for node in jax.tree.leaves(model, is_leaf=is_stack):
+                names = partitioning.stages_of
+                if isinstance(node, Stacked) and node.Layers.name in names:
+                    found.append(node)
+            if len(found) > 1:
+                raise ValueError(
+                    f"A pipeline divides one stack, and the model has {len(found)}"
+                    f" along {found[0].Layers}. Give the others another axis."
+                )
+            return found[0] if found else None
 
         return pipeline(
             loss,

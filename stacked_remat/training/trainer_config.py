@@ -113,14 +113,15 @@ class MeshConfig:
 
 @dataclass(frozen=True)
 class PipelineConfig:
-    """Layers over devices, with the microbatches of `update.microbatches`; see
-    `stacked_remat.pipeline`.
+    """Pipeline parallelism: layers are divided over devices, through which the
+    `update.microbatches` of a batch pass (`stacked_remat.pipeline`).
 
     Attributes:
         axis: the axis of the mesh whose devices, or groups of devices, have a
             contiguous part of the layers each, with its optimizer state. The number of
             layers must be a multiple of its size. Nothing else is mapped to it.
-        schedule: `1f1b`, or `zero_bubble`, with which devices wait less and keep more.
+        schedule: `1f1b`, or `zero_bubble`, with which devices wait less and keep more
+            of the backward pass in memory.
     """
 
     axis: str

@@ -133,9 +133,16 @@ def test_a_step_equals_that_of_one_device(schedule):
         assert tree.last.stacked.up.array.addressable_shards[0].data.shape == (2, 4, 6)
 
 
-def test_a_model_without_the_layers_is_refused():
+@pytest.mark.parametrize(
+    ("axes", "message"),
+    [
+        (["depth"], r"no Stacked of the model; it has: model\.blo"),
+        (["layers", "last"], "one stack, and the model has 2 along"),
+    ],
+)
+def test_a_model_without_one_stack_of_layers_is_refused(axes, message):
     partitioning = Partitioning.of(
-        MeshConfig({"stage": 2}, {}, {}), stages_of={"depth": "stage"}
+        MeshConfig({"stage": 2}, {}, {}), stages_of=dict.fromkeys(axes, "stage")
     )
     step = TrainStep(
         LOSS, SGD, partitioning=partitioning, pipeline=PipelineConfig("stage")
@@ -143,6 +150,6 @@ def test_a_model_without_the_layers_is_refused():
     state = TrainState.init(model(), SGD)
     with (
         partitioning.active(),
-        pytest.raises(ValueError, match=r"no Stacked of the model; it has: model\.blo"),
+        pytest.raises(ValueError, match=message),
     ):
         eqx.filter_eval_shape(step, batch(), state)

@@ -89,7 +89,7 @@ class DecoderConfig(ChoiceRegistry):
         rms_norm_eps: added to the mean square in every norm.
         initializer_range: standard deviation of the initial weights.
         tie_word_embeddings: whether the head reuses the embedding's weights.
-        tiles: Counto how many parts a layer is cut that exist one after the other, so
+        tiles: into how many parts a layer is cut that exist one after the other, so
             that what it computes inside takes less memory: attention by its key-value
             heads (at most as many; whole where norms are over all heads), MLPs and
             experts by positions. Each part is computed once more in the backward pass,

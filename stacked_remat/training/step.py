@@ -520,24 +520,20 @@ class TrainStep(eqx.Module):
         if count == 1:
             gradients, metrics, found = compute(batch, 1.0, 0)
             return optax.tree.cast(gradients, dtype), metrics, found
-        parts = _split(batch, count)
-        total = batch.total_weight
+        parts, shares = _split(batch, count), self._shares(batch)
 
-        def add(summed: Any, index: Array) -> tuple[Any, tuple[Array, Metrics, Any]]:
+        def add(summed: Any, index: Array) -> tuple[Any, tuple[Metrics, Any]]:
             part = _microbatch(parts, index)
-            share = hax.sum(part.weights).scalar() / total
-            gradients, metrics, found = compute(part, share, index)
+            gradients, metrics, found = compute(part, shares[index], index)
             summed = jax.tree.map(
                 lambda total, new: total + new.astype(dtype), summed, gradients
             )
-            return summed, (share, metrics, found)
+            return summed, (metrics, found)
 
         # A loop and not an unrolled sum, so that one microbatch's activations exist at
         # a time.
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, dtype), trained)
-        gradients, (shares, metrics, found) = jax.lax.scan(
-            add, zeros, jnp.arange(count)
-        )
+        gradients, (metrics, found) = jax.lax.scan(add, zeros, jnp.arange(count))
         return gradients, of_whole_batch(metrics, shares), found
 
     def _fused(

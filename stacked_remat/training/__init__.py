@@ -11,8 +11,6 @@ from .batches import (
     TokenStream as TokenStream,
 )
 from .checkpoint import (
-    CheckpointDamagedError as CheckpointDamagedError,
-    CheckpointMismatchError as CheckpointMismatchError,
     Checkpoints as Checkpoints,
     checkpoint_run as checkpoint_run,
     load_checkpoint as load_checkpoint,
@@ -51,7 +49,12 @@ from .data.training_data import (
     tokenize_share as tokenize_share,
 )
 from .data_config import DataConfig as DataConfig, SourceConfig as SourceConfig
-from .errors import ConfigError as ConfigError, DataError as DataError
+from .errors import (
+    CheckpointDamagedError as CheckpointDamagedError,
+    CheckpointMismatchError as CheckpointMismatchError,
+    ConfigError as ConfigError,
+    DataError as DataError,
+)
 from .evaluation import held_out_evaluators as held_out_evaluators
 from .ghost_config import (
     GhostConfig as GhostConfig,

@@ -34,11 +34,8 @@ from .array_layout import (
     sharding_of,
     with_arrays,
 )
-from .errors import (
-    CheckpointDamagedError as CheckpointDamagedError,
-    CheckpointMismatchError as CheckpointMismatchError,
-)
-from .local_checkpoints import LocalFiles
+from .errors import CheckpointDamagedError, CheckpointMismatchError
+from .local_checkpoints import LocalFiles, has_parts
 from .processes import LargestOfAll, of_all
 from .trainer_config import CheckpointConfig
 
@@ -206,12 +203,12 @@ class Checkpoints:
         """
         self.wait()
         chosen, rest = self._divided(like)
-        step = self._local_step(chosen)
-        if self.local is not None and step is not None:
-            run = self.local.run(step)
+        latest = self._latest_local(chosen)
+        if self.local is not None and latest is not None:
+            step, run = latest
             _check_same_rest(self.local.path(step), run["unsaved"], rest)
             wanted = arrays_by_name(chosen)
-            found = self.local.read(step, _with_elements(wanted))
+            found = self.local.read(step, run, _with_elements(wanted))
             restored = with_arrays(chosen, found | _without_elements(wanted))
             # Of this process alone, as others were killed before
             self.local.keep(last=step)
@@ -229,21 +226,22 @@ class Checkpoints:
         if self.local is not None:
             self.local.renew()
 
-    def _local_step(self, like: Any) -> int | None:
-        """The step of the local checkpoint to resume from, if that is the latest."""
+    def _latest_local(self, like: Any) -> tuple[int, dict[str, Any]] | None:
+        """The step of the local checkpoint to resume from, and what it says of its run;
+        None if there is no later one than those for all.
+        """
         shared = max(checkpoint_steps(self.folder), default=-1)
         later = {step for step in self._local_steps() if step > shared}
         if self.local is None or not later:
             return None
+        runs = {step: self.local.run(step) for step in later}
         last = max(later)
-        _check_layout(
-            self.local.path(last), self.local.run(last)["layout"], layout(like)
-        )
+        _check_layout(self.local.path(last), runs[last]["layout"], layout(like))
         wanted = _with_elements(arrays_by_name(like))
-        fitting = [step for step in later if self.local.fits(step, wanted)]
+        fitting = [step for step, run in runs.items() if has_parts(run, wanted)]
         usable = set.intersection(*map(set, of_all(fitting)))
         if usable:
-            return max(usable)
+            return max(usable), runs[max(usable)]
         problem = (
             f"The local checkpoints in {self.local.folder} divide arrays over devices"
             " in another way than this run"
@@ -402,16 +400,19 @@ def check_unsaved(folder: Path, rest: Any, *, step: int | None = None) -> None:
 
 
 def _check_same_rest(path: Path, saved: Mapping[str, Any], rest: Any) -> None:
+    """Refuses a checkpoint whose run has other arrays that are not saved, by their
+    digests.
+    """
     found = digests(rest)
     differing = [
         name for name in sorted({*saved, *found}) if saved.get(name) != found.get(name)
     ]
     if differing:
         raise CheckpointMismatchError(
-            f"The checkpoint {path} belongs to a run with other"
-            f" frozen weights: {shortened(differing, most=3)}. Give the run the weights"
-            " that it began with (the same files, or the same revision on the Hub), or"
-            " start a new run."
+            f"The checkpoint {path} belongs to a run with other frozen weights:"
+            f" {shortened(differing, most=3)}. Give the run the weights that it began"
+            " with (the same files, or the same revision on the Hub), or start a new"
+            " run."
         )
 
 

@@ -196,24 +196,14 @@ class LocalFiles:
         with _opened(self.path(step)) as archive:
             return json.loads(archive[_RUN].tobytes())
 
-    def fits(self, step: int, like: Mapping[str, Any]) -> bool:
-        """Whether a file has the parts that this process's devices hold of arrays.
-
-        Raises:
-            CheckpointDamagedError: the file is damaged.
-        """
-        saved = self.run(step)[_PARTS]
-        for name, wanted in like.items():
-            there = {_as_part(one) for one in saved.get(name, ())}
-            if not there.issuperset(_held(wanted)):
-                return False
-        return True
-
-    def read(self, step: int, like: Mapping[str, Any]) -> dict[str, jax.Array]:
+    def read(
+        self, step: int, run: Mapping[str, Any], like: Mapping[str, Any]
+    ) -> dict[str, jax.Array]:
         """The arrays of a file.
 
         Args:
-            step: of the file, which fits.
+            step: of the file.
+            run: what it says of its run, which has all parts of `like`.
             like: an array or a `jax.ShapeDtypeStruct` by name; each is read with its
                 sharding, or onto the default device.
 
@@ -222,10 +212,9 @@ class LocalFiles:
         """
         found: dict[str, jax.Array] = {}
         with _opened(self.path(step)) as archive:
-            saved = json.loads(archive[_RUN].tobytes())[_PARTS]
             for name, wanted in like.items():
                 parts = {}
-                for number, one in enumerate(saved[name]):
+                for number, one in enumerate(run[_PARTS][name]):
                     part = _as_part(one)
                     sizes = [stop - start for start, stop in part]
                     content = archive[f"{name}:{number}"]
@@ -236,6 +225,17 @@ class LocalFiles:
     def path(self, step: int) -> Path:
         """The file of a step."""
         return self.folder / f"{step}.npz"
+
+
+def has_parts(run: Mapping[str, Any], like: Mapping[str, Any]) -> bool:
+    """Whether a file, by what it says of its run, has the parts of arrays that this
+    process's devices hold.
+    """
+    for name, wanted in like.items():
+        saved = {_as_part(one) for one in run[_PARTS].get(name, ())}
+        if not saved.issuperset(_held(wanted)):
+            return False
+    return True
 
 
 def check_not_left(id_file: Path, parent: Path | None, last: int) -> None:
@@ -292,8 +292,8 @@ def _read_place(id_file: Path) -> _Place | None:
             return place
     raise ConfigError(
         f"{id_file} is damaged: it should have the id of local checkpoints and their"
-        " folder. Delete it: the run then resumes from its last checkpoint in"
-        f" {id_file.parent}."
+        " folder. Delete it: the run then goes on without them, from its last"
+        f" checkpoint in {id_file.parent} or from the first step."
     )
 
 

@@ -28,6 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from haliax import Axis, NamedArray
+from jaxtyping import Array
 from rich.console import Console
 
 from models.command import command_parser, local_path, run_command, shown_on
@@ -245,7 +246,9 @@ def _batches(
 
 
 class _WeightedBatch(eqx.Module):
-    """A batch, and by what the loss of each of its sequences is multiplied."""
+    """A batch, and by what the loss of each of its sequences is multiplied; a
+    `TrainStep` reads of it what it reads of a `TokenBatch`.
+    """
 
     batch: TokenBatch
     factors: NamedArray
@@ -253,6 +256,10 @@ class _WeightedBatch(eqx.Module):
     @property
     def weights(self) -> NamedArray:
         return self.batch.weights
+
+    @property
+    def total_weight(self) -> Array:
+        return self.batch.total_weight
 
 
 class Replay:

@@ -138,9 +138,8 @@ def train(
             it, or too many were skipped.
         ConfigError: the config goes by the loss on held-out text, and there is none.
     """
-    # The state is donated, so that weights are updated in place; the batch isn't:
-    # scores and the log read it after the step.
-    compiled = eqx.filter_jit(step, donate="all-except-first")
+    held = _HeldState(step, state)
+    del state  # its arrays are donated to the first step
     scorer = None if scoring is None else StepScorer(scoring, step, outputs.progress)
     shard = (step.partitioning or Partitioning.one_device()).shard_batch
     traced, last_traced = config.profiler.start_step, None
@@ -149,13 +148,13 @@ def train(
     report = _Report(config, schedule, evaluators, outputs, position)
     done, stopped_by = report.position.step, None
     if position is None:
-        report.evaluate(0, state.model)
+        report.evaluate(0, held.state.model)
     else:
         training.set_state(position.data)
     if not report.is_over(done):
         # One batch ahead, so that the device never waits for the host to make it.
         batch = shard(training.next())
-        report.prepare(step, state, batch)
+        report.prepare(step, held.state, batch)
     outputs.progress.start(config.num_steps, done)
     with contextlib.ExitStack() as closing, contextlib.ExitStack() as tracing:
         closing.callback(outputs.progress.stop)
@@ -165,7 +164,7 @@ def train(
                 tracing.enter_context(jax.profiler.trace(str(outputs.folder.profile)))
             scores = scorer if scorer is not None and scorer.is_due(done) else None
             targets = _num_targets(batch.weights.array)
-            state, metrics = (compiled if scores is None else scores.step)(batch, state)
+            metrics = held.advance(batch, scores)
             # A CPU may do the step before the call returns.
             loss: Any = metrics["loss"]
             ended = time.monotonic() if loss.is_ready() else None
@@ -191,14 +190,63 @@ def train(
             if done == last_traced:
                 tracing.close()
             if is_evaluated:
-                report.evaluate(done, state.model)
+                report.evaluate(done, held.state.model)
                 asked = asked or should_stop()  # an evaluation may take long
             stopped_by = None if report.is_over(done) else asked
             is_last = report.is_over(done) or stopped_by is not None
             is_for_all = is_last or is_due or report.is_best(done)
             if is_for_all or is_local_due:
-                report.save(done, data, state, scorer, is_last, not is_for_all)
-    return report.result(state, stopped_by)
+                report.save(done, data, held.state, scorer, is_last, not is_for_all)
+    return report.result(held.state, stopped_by)
+
+
+@final
+class _HeldState:
+    """The state of a run, with the compiled step that replaces it.
+
+    Between steps it is a flat list of arrays: to take apart and build again a tree of
+    hundreds of modules costs the host milliseconds a step.
+    """
+
+    def __init__(self, step: TrainStep, state: TrainState):
+        arrays, self._others = eqx.partition(state, eqx.is_array)
+        self._leaves, self._structure = jax.tree.flatten(arrays)
+
+        def stepped(
+            leaves: list[Array], batch: TokenBatch
+        ) -> tuple[list[Array], Metrics]:
+            after, metrics = step(batch, self._built(leaves))
+            return self._taken_apart(after), metrics
+
+        # The state is donated, so that weights are updated in place; the batch isn't:
+        # scores and the log read it after the step.
+        self._step = jax.jit(stepped, donate_argnums=0)
+
+    @property
+    def state(self) -> TrainState:
+        """The state after the latest step; the next one donates its arrays."""
+        return self._built(self._leaves)
+
+    def advance(self, batch: TokenBatch, scorer: StepScorer | None) -> Metrics:
+        """Dispatches a step, by a scorer if its examples are scored; the metrics."""
+        if scorer is None:
+            self._leaves, metrics = self._step(self._leaves, batch)
+        else:
+            state, metrics = scorer.step(batch, self.state)
+            self._leaves = self._taken_apart(state)
+        return metrics
+
+    def _taken_apart(self, state: TrainState) -> list[Array]:
+        leaves, structure = jax.tree.flatten(eqx.filter(state, eqx.is_array))
+        if structure != self._structure:
+            raise TypeError(
+                "A step returned a state of another structure than it was given:"
+                f" {structure}, not {self._structure}."
+            )
+        return leaves
+
+    def _built(self, leaves: list[Array]) -> TrainState:
+        return eqx.combine(jax.tree.unflatten(self._structure, leaves), self._others)
 
 
 _RATES = 2**12  # learning rates in a table

@@ -210,7 +210,8 @@ class _Program:
         """The collective of a matrix that an instruction is, or starts."""
         starts = one.kind == "async-start"
         for inner in self.reached(one.called) if starts else [one]:
-            match, shape = _COLLECTIVE.match(inner.kind), _largest(inner.types)
+            match = _COLLECTIVE.match(inner.kind)
+            shape = _largest(inner.types)
             if match and shape:
                 is_async = starts or match[2]
                 return Collective(match[1], shape, in_loop, 0 if is_async else None)

@@ -23,7 +23,6 @@ import jax
 from rich.console import Console
 
 from models.candidate import Candidate
-from models.lm import next_token_loss
 from models.run_config import LmRunConfig
 from models.run_state import initial_state
 from models.train_lm import train_lm
@@ -74,7 +73,8 @@ class _Run:
     """A run of `train_lm` and the bare loop over the same step."""
 
     def __init__(self, folder: Path, steps: int, options: tuple[str, ...]):
-        self._folder, self._steps = folder, steps
+        self._folder = folder
+        self._steps = steps
         self._numbers = itertools.count()
         self._options = (
             f"--config_path={CONFIG}",

@@ -111,7 +111,9 @@ class Candidate:
         """Settings that take less memory and more time, the fastest first: experts in
         blocks, tiles, both.
         """
-        model, blocks, tiles = self.config.model, {}, {}
+        model = self.config.model
+        blocks = {}
+        tiles = {}
         if self.settings.get("model.experts.backend") == "auto":
             device = find_target(self.target).devices()[0]
             if expert_backend(model.compute_dtype, device) != "block":
@@ -130,10 +132,12 @@ class Candidate:
         """The mesh; raises ConfigError or TargetError if it does not fit the
         devices.
         """
-        chosen, devices = find_target(self.target), self.devices
+        chosen = find_target(self.target)
+        devices = self.devices
         if devices is None:
             devices = jax.device_count() if chosen.name == "local" else 1
-        trainer, stages_of = self.config.trainer, {}
+        trainer = self.config.trainer
+        stages_of = {}
         if trainer.pipeline is not None:
             stages_of = {self.config.model.Layers.name: trainer.pipeline.axis}
         return Partitioning.of(
@@ -161,7 +165,8 @@ class Candidate:
         """Raises ConfigError unless the mesh divides the batch, and each of its
         microbatches.
         """
-        data, update = self.config.data, self.config.trainer.update
+        data = self.config.data
+        update = self.config.trainer.update
         self.partitioning.check_batch(
             data.batch_size, data.seq_len, update.microbatches
         )
@@ -285,11 +290,9 @@ class Candidate:
         Costs one tracing of how the model is made, whatever its size. `at_least` leaves
         out layers that could be on the host.
         """
-        config, target, can_stream = (
-            self.config,
-            find_target(self.target),
-            self.can_stream,
-        )
+        config = self.config
+        target = find_target(self.target)
+        can_stream = self.can_stream
         # With the layers on the host where that is possible: the least there can be
         at_least = at_least and can_stream
         batch, state = self.having(STREAMED if at_least else {}).shapes

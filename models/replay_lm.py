@@ -59,7 +59,8 @@ from stacked_remat.training.scoring import named_examples
 _EPS_ROOT = 1e-30  # Adam's square root has no derivative at zero
 # Of metasmoothness, which is 1 at most. In `benchmarks.metasmoothness` the scores of
 # runs from 0.9 on predict, and those of runs below 0.5 hardly do.
-_LEAST, _GOOD = 0.5, 0.9
+_LEAST = 0.5
+_GOOD = 0.9
 _NOT_FINITE = "The replay has no scores: a loss or gradient of a step is not finite."
 
 
@@ -238,7 +239,8 @@ def _batches(
     """The batches of the steps, and the files and lines of their sequences."""
     saved = checkpoint_run(run_dir / "checkpoints", step=first)
     data.training.set_state(saved["position"]["data"])
-    batches, names = [], []
+    batches = []
+    names = []
     for _ in range(last - first):
         batches.append(jax.device_put(data.training.next()))
         names.append(data.training.names(data.training.get_state()))
@@ -266,7 +268,8 @@ class Replay:
     """The steps of a run, with a weight for each of their sequences."""
 
     def __init__(self, config: LmRunConfig, Steps: Axis):
-        self._config, self._Steps = config, Steps
+        self._config = config
+        self._Steps = Steps
         self._optimizer = run_optimizer(config, _EPS_ROOT)
         self._Examples = Axis(BATCH_AXIS, config.data.batch_size)
         self.scores = eqx.filter_jit(self._scores)

@@ -96,7 +96,8 @@ def train_lm(
     with a checkpoint.
     """
     step, tokenizer = _prepared_in_all(config, progress)
-    config, partitioning = step.config, step.partitioning
+    config = step.config
+    partitioning = step.partitioning
     if jax.process_count() > 1:
         own = ProcessShare(jax.process_index(), jax.process_count())
         agreed(lambda: tokenize_share(config.data, tokenizer, progress, own))
@@ -146,7 +147,8 @@ def train_lm(
         progress.message(_summary(config, data.summary, state, folder))
         closing.enter_context(ending_with_others())
         # A resumed run reports its own steps alone.
-        began, first = time.monotonic(), int(state.step)
+        began = time.monotonic()
+        first = int(state.step)
         result = train(
             state,
             step.train_step,
@@ -429,7 +431,8 @@ def _conclude(
             f"stopped by {result.stopped_by} after step {int(result.state.step)}; the"
             f" same command with --trainer.run_dir {folder.root} resumes it"
         )
-    done, asked = int(result.state.step), config.trainer.by_held_out_loss
+    done = int(result.state.step)
+    asked = config.trainer.by_held_out_loss
     outcome = {
         "held_out_before": result.held_out_before,
         "held_out_after": result.held_out_after,

@@ -40,7 +40,8 @@ else:
     Names = list[str]
     SavedInternals = bool | Names
 
-OFFLOAD, DISK = "offload", "disk"
+OFFLOAD = "offload"
+DISK = "disk"
 # Where the carries of layers are, by `save_carries`; None where none is kept
 _CARRIES: dict[bool | str, Any] = {
     True: "device",

@@ -197,7 +197,8 @@ class Schedule:
         runs_first = []
         made = slots = 0
         for held, slot, visits in runs:
-            start, top = held[0], held[-1]
+            start = held[0]
+            top = held[-1]
             end_slot = slot + len(held)
             bottom = top - visits + 1
             last = bottom if saves else top

@@ -155,7 +155,8 @@ def forward(
     residuals: OfKinds = []
     if remat.first_layers:
         state = _run_first(spec, perturbed, xs, shared, state)
-        first_inputs, residuals = state.inputs, state.residuals
+        first_inputs = state.inputs
+        residuals = state.residuals
         # The schedule's layers save nothing on the way forward: their residuals live
         # while a segment is reversed.
         state = state._replace(inputs=[], residuals=[])

@@ -164,7 +164,8 @@ def visit_layers(
     if remat.schedule is not None:
         layers = layers_of(*spec.scheduled(perturbed, xs_in(state), shared))
         loop = _visit_scheduled(layers, checkpoints.inputs, carry_ct, state)
-        carry_ct, state = loop.cotangent, loop.state
+        carry_ct = loop.cotangent
+        state = loop.state
     if remat.first_layers:
         # As a schedule that cuts into single layers: one run without a replay. The
         # forward sweep has saved what is kept.
@@ -175,7 +176,8 @@ def visit_layers(
         inputs = checkpoints.first_inputs or []
         loop = _Loop(inputs, checkpoints.residuals, fetched, carry_ct, state)
         loop = _visit(layers, 0, loop)
-        carry_ct, state = loop.cotangent, loop.state
+        carry_ct = loop.cotangent
+        state = loop.state
     return carry_ct, state
 
 
@@ -337,7 +339,8 @@ def _visit_scheduled(
     them.
     """
     _check_saved_on_device(layers.pullbacks)
-    spec, program = layers.spec, layers.program
+    spec = layers.spec
+    program = layers.program
     first: Index = program.runs_first[0]
     fetched = layers.fetch(state, first)
     if fetched:
@@ -369,7 +372,8 @@ def _check_saved_on_device(pullbacks: Sequence[LayerPullback]) -> None:
 
 def _loop_over_runs(layers: _Layers, loop: _Loop) -> _Loop:
     """Execute the runs with all inputs in slots on the device."""
-    runs, skipped = len(layers.program.start), layers.skipped
+    runs = len(layers.program.start)
+    skipped = layers.skipped
 
     def run(r: Index, loop: _Loop) -> _Loop:
         return _run(layers, r if skipped is None else skipped + r, loop)
@@ -497,7 +501,8 @@ def _save(layers: _Layers, r: Index, loop: _Loop) -> _Loop:
 
 def _visit(layers: _Layers, r: Index, loop: _Loop) -> _Loop:
     """Visit the layers from the top of the slots down."""
-    program, spec = layers.program, layers.spec
+    program = layers.program
+    spec = layers.spec
     visits = entry_at(layers.visits, r)
     bottom = entry_at(program.bottom, r)
 

@@ -160,7 +160,8 @@ class SweepSpec:
             return run(self.kinds[0], self.layer_index(number), state)
         kinds = self._order.kinds
         rows = self.pattern.rows[:: -1 if self.reverse else 1].tolist()
-        kind, row = entry_at(kinds, number), entry_at(rows, number)
+        kind = entry_at(kinds, number)
+        row = entry_at(rows, number)
         if isinstance(kind, int):
             return run(self.kinds[kind], row, state)
         counts = self._counts(parts)
@@ -283,7 +284,8 @@ class SweepSpec:
         """
         if self.pattern or self.stops:
             return []
-        kind, stacks = self.kinds[0], xs[0]
+        kind = self.kinds[0]
+        stacks = xs[0]
         is_ahead = kind.is_ahead(stacks)
         entries = read(pick(stacks, is_ahead), self.layer_index(number))
         return pick(kind.gathered(scatter_leaves(entries, is_ahead)), is_ahead)
@@ -346,7 +348,8 @@ class SweepSpec:
             with known_branches(pattern.before[-1].tolist()):
                 return lax.switch(kind_number, branches, carry, entries)
 
-        kind_numbers, entries = None, []
+        kind_numbers = None
+        entries = []
         for kind in self.kinds:
             entries.append(pick(xs[kind.number], kind.sliced))
         if pattern is not None:
@@ -466,7 +469,8 @@ class SweepSpec:
         """
         carries = self.kinds[0].carries
         # A user's visitor, for which nothing is held back, may read any leaf.
-        saves, is_read = False, (self.held_leaves is None,) * carries
+        saves = False
+        is_read = (self.held_leaves is None,) * carries
         for pullback in pullbacks:
             residuals = pullback.residuals
             reads = residuals.reads if residuals else (True,) * carries
@@ -502,7 +506,8 @@ class SweepSpec:
         visits don't read, for the sources of replays alone.
         """
         slots = []
-        leaves, masks = self.of_held(carry), self.of_held(is_read)
+        leaves = self.of_held(carry)
+        masks = self.of_held(is_read)
         for leaf, reads in zip(leaves, masks, strict=True):
             size = program.slots if reads else program.sources
             slots.append(empty_stack(leaf, size))
@@ -527,7 +532,8 @@ class SweepSpec:
         """
         buffers = []
         for pullback in pullbacks:
-            kind, residuals = pullback.kind, pullback.residuals
+            kind = pullback.kind
+            residuals = pullback.residuals
             counts = [self.entry(kind, part.stop, part.start) for part in parts]
             # One entry at least, if there are layers of this kind: a loop that never
             # runs for it is traced too.

@@ -142,11 +142,10 @@ def train(
     del state  # its arrays are donated to the first step
     scorer = None if scoring is None else StepScorer(scoring, step, outputs.progress)
     shard = (step.partitioning or Partitioning.one_device()).shard_batch
-    traced, last_traced = config.profiler.start_step, None
-    if traced is not None:
-        last_traced = traced + config.profiler.num_steps - 1
+    profiler = config.profiler
     report = _Report(config, schedule, evaluators, outputs, position)
-    done, stopped_by = report.position.step, None
+    done = report.position.step
+    stopped_by = None
     if position is None:
         report.evaluate(0, held.state.model)
     else:
@@ -160,7 +159,7 @@ def train(
         closing.callback(outputs.progress.stop)
         while not report.is_over(done) and stopped_by is None:
             done += 1
-            if done == traced:
+            if done == profiler.start_step:
                 tracing.enter_context(jax.profiler.trace(str(outputs.folder.profile)))
             scores = scorer if scorer is not None and scorer.is_due(done) else None
             targets = _num_targets(batch.weights.array)
@@ -168,7 +167,8 @@ def train(
             # A CPU may do the step before the call returns.
             loss: Any = metrics["loss"]
             ended = time.monotonic() if loss.is_ready() else None
-            used, data = batch, training.get_state()
+            used = batch
+            data = training.get_state()
             if done < config.num_steps:
                 batch = shard(training.next())  # made while the device works
             # Waits for the step before, while the device does this one
@@ -182,12 +182,13 @@ def train(
             is_local_due = outputs.checkpoints.is_local_due(done)
             # What is written has to be of steps that are done: else the loop stays a
             # step ahead.
-            is_read = is_evaluated or is_due or is_local_due or done == last_traced
+            is_read = is_evaluated or is_due or is_local_due
             if is_read or asked is not None or scores is not None:
                 report.catch_up()
             if scores is not None:
                 scores.log(done, used, data)
-            if done == last_traced:
+            if done == profiler.last_step:
+                report.catch_up()
                 tracing.close()
             if is_evaluated:
                 report.evaluate(done, held.state.model)
@@ -289,9 +290,13 @@ class _Report:
                 " is held out. Raise data.held_out_fraction, or name files under"
                 " data.sources.NAME.held_out."
             )
-        self._config, self._evaluators, self._outputs = config, evaluators, outputs
-        self._schedule, self._clock = jax.jit(jax.vmap(schedule)), Clock()
-        self._rates, self._table_number = np.empty(0), -1
+        self._config = config
+        self._evaluators = evaluators
+        self._outputs = outputs
+        self._schedule = jax.jit(jax.vmap(schedule))
+        self._clock = Clock()
+        self._rates = np.empty(0)
+        self._table_number = -1
         self._pending: _Step | None = None
         self._seconds_at_peak: float | None = None
         self._memory: int | None = None  # at the last line of the log
@@ -314,13 +319,16 @@ class _Report:
 
     def catch_up(self) -> None:
         """Waits for the step that was dispatched last, and reports it."""
-        step, self._pending = self._pending, None
+        step = self._pending
+        self._pending = None
         if step is not None:
             self._report(step)
 
     def _report(self, step: _Step) -> None:
-        done, metrics = step.number, step.metrics
-        loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])
+        done = step.number
+        metrics = step.metrics
+        loss = float(metrics["loss"])
+        norm = float(metrics["grad_norm"])
         self._clock.tick(step.num_tokens, step.ended)
         is_logged = done % self._config.log_every == 0
         is_logged = is_logged or done in (1, self._config.num_steps)
@@ -408,7 +416,8 @@ class _Report:
 
     def is_over(self, done: int) -> bool:
         """Whether the run ends after step `done`."""
-        patience, waited = self._config.patience, self.position.evaluations_since_best
+        patience = self._config.patience
+        waited = self.position.evaluations_since_best
         has_waited = patience is not None and waited >= patience
         return done == self._config.num_steps or has_waited
 
@@ -428,7 +437,8 @@ class _Report:
         """Writes a checkpoint, after scores and metrics up to it; waits for the last
         one.
         """
-        checkpoints, best = self._outputs.checkpoints, self.position.best_step
+        checkpoints = self._outputs.checkpoints
+        best = self.position.best_step
         self.position = replace(self.position, step=done, data=data)
         if scorer is not None:
             scorer.flush()

@@ -266,10 +266,8 @@ class Partitioning:
             ("seq_len", positions, 1, POSITION_AXIS),
         )
         for name, size, cut, axis in sizes:
-            parts, of = (
-                self.parts_of(axis),
-                f" in {cut} microbatches" if cut > 1 else "",
-            )
+            parts = self.parts_of(axis)
+            of = f" in {cut} microbatches" if cut > 1 else ""
             if size % (parts * cut):
                 raise ConfigError(
                     f"data.{name} = {size}{of} can't be divided evenly over the {parts}"
@@ -296,7 +294,8 @@ class Partitioning:
         # axes.
         parts = filter(None, sharding.addressable_devices_indices_map((rows,)).values())
         own = sorted({part.indices(rows)[:2] for (part,) in parts})
-        (start, _), (_, stop) = own[0], own[-1]
+        start, _ = own[0]
+        _, stop = own[-1]
         size = sum(last - first for first, last in own)
         if size != stop - start or start % size or rows % size:
             raise ConfigError(
@@ -321,7 +320,8 @@ class Partitioning:
                 a.resize(a.size * processes) if a.name == BATCH_AXIS else a
                 for a in named.axes
             ]
-            local, shape = np.asarray(named.array), tuple(axis.size for axis in axes)
+            local = np.asarray(named.array)
+            shape = tuple(axis.size for axis in axes)
             sharding = self._batch_sharding(axes)
             return NamedArray(
                 jax.make_array_from_process_local_data(sharding, local, shape),
@@ -336,7 +336,8 @@ class Partitioning:
             return batch
 
         def shape(named: NamedArray) -> NamedArray:
-            array, at = named.array, self._batch_sharding(named.axes)
+            array = named.array
+            at = self._batch_sharding(named.axes)
             placed: Any = jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=at)
             return NamedArray(placed, named.axes)
 

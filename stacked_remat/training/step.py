@@ -308,7 +308,8 @@ class TrainStep(eqx.Module):
         microbatch adds that of its own s. `sums` are S and dA/dS, constants here alone:
         their derivatives by the state exist, as replays need them.
         """
-        loss, count = self.loss_function, self.microbatches
+        loss = self.loss_function
+        count = self.microbatches
         if count == 1:
             return loss(model, part, *keys)
         # The loss is a mean over the weights of its own part: that of the batch is
@@ -333,7 +334,8 @@ class TrainStep(eqx.Module):
         """The sums of all microbatches of a `LossWithSums`, and the gradient of its
         term by them; None where the loss needs none.
         """
-        loss, count = self.loss_function, self.microbatches
+        loss = self.loss_function
+        count = self.microbatches
         if count == 1 or not isinstance(loss, LossWithSums):
             return None
         model = eqx.combine(self.shard(state.trained), state.frozen)
@@ -435,7 +437,8 @@ class TrainStep(eqx.Module):
         return jax.tree.unflatten(structures[0], totals)
 
     def _pipeline(self, loss: Callable[..., Any], **options: Any) -> Pipeline:
-        settings, partitioning = self.pipeline, self.partitioning
+        settings = self.pipeline
+        partitioning = self.partitioning
         assert settings is not None and partitioning is not None
 
         def stack(model: Any) -> Any:
@@ -504,10 +507,8 @@ class TrainStep(eqx.Module):
             # Frozen weights are the same in both, and are not copied by a select.
             both = (dataclasses.replace(each, frozen=None) for each in (after, skipped))
             kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), *both)
-            after, metrics["skips"] = (
-                dataclasses.replace(kept, frozen=state.frozen),
-                kept.skips,
-            )
+            after = dataclasses.replace(kept, frozen=state.frozen)
+            metrics["skips"] = kept.skips
         return self.shard(after), metrics
 
     def _of_microbatches(
@@ -516,11 +517,13 @@ class TrainStep(eqx.Module):
         """The gradients and metrics of a batch, whose row `i * count + n` is row `i` of
         microbatch `n`.
         """
-        count, dtype = self.microbatches, self.gradient_dtype
+        count = self.microbatches
+        dtype = self.gradient_dtype
         if count == 1:
             gradients, metrics, found = compute(batch, 1.0, 0)
             return optax.tree.cast(gradients, dtype), metrics, found
-        parts, shares = _split(batch, count), self._shares(batch)
+        parts = _split(batch, count)
+        shares = self._shares(batch)
 
         def add(summed: Any, index: Array) -> tuple[Any, tuple[Metrics, Any]]:
             part = _microbatch(parts, index)
@@ -539,7 +542,8 @@ class TrainStep(eqx.Module):
     def _fused(
         self, batch: TokenBatch, state: TrainState, optimizer: FusedOptimizer
     ) -> tuple[TrainState, Metrics]:
-        is_trained, before = marks(state.trained), state.optimizer_state
+        is_trained = marks(state.trained)
+        before = state.optimizer_state
         step = fused_update(
             self.loss_function,
             optimizer.optimizer,

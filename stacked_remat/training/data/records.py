@@ -120,7 +120,8 @@ _ROWS = 64  # of Parquet that are in memory at once
 def _opened(file: SourceFile, *, as_stored: bool = False) -> OpenFile:
     """The file, to be entered; its decompressed bytes unless `as_stored`."""
     # The ending decides: contents may be anything, also bytes that look compressed.
-    name, path = file.name.lower(), file.local_path
+    name = file.name.lower()
+    path = file.local_path
     endings = () if as_stored else _COMPRESSED
     codec = next(
         (_COMPRESSED[ending] for ending in endings if name.endswith(ending)), None
@@ -160,7 +161,8 @@ def _read_json(file: SourceFile, how: SourceConfig, start: int) -> Iterator[Reco
                 return
             # Blank lines are counted, so that the numbers are those that editors show.
             if number >= start and line.strip():
-                place, stored = f"{file.place}:{number + 1}", opened.fobjects[0].tell()
+                place = f"{file.place}:{number + 1}"
+                stored = opened.fobjects[0].tell()
                 parse = functools.partial(_of_line, line, how)
                 yield Record(place, number, stored, len(line), parse)
 

@@ -28,6 +28,15 @@ ArrayStep: TypeAlias = Callable[
 ]
 
 
+def check_until(until: Any) -> None:
+    """A `TypeError` for what is no function."""
+    if not callable(until):
+        raise TypeError(
+            "until is a function of the carry that returns one bool; got"
+            f" {describe(until)}."
+        )
+
+
 class UntilCarry(NamedTuple):
     """What goes from step to step with `until`.
 

@@ -40,6 +40,7 @@ from stacked_remat.training import (
     Checkpoints,
     ConfigError,
     ConsoleProgress,
+    DataError,
     JsonLinesTracker,
     Partitioning,
     Position,
@@ -241,11 +242,16 @@ def _show_defaults(console: Console) -> None:
 def _show_examples(config: LmRunConfig, console: Console) -> None:
     """Prints the first example of each source, with its targets in green and between
     marks.
+
+    Raises:
+        DataError: the first records of a source have no target.
     """
     tokenizer = load_tokenizer(
         config.tokenizer_name, config.data.chat_date, rows=config.vocab_size
     )
+    without = {*config.data.sources}
     for example in first_examples(config.data, tokenizer):
+        without -= {example.source}
         text = Text()
         for run, is_target in example.runs:
             cut = run if len(run) <= _MOST_SHOWN else f"{run[:_MOST_SHOWN]}..."
@@ -257,6 +263,16 @@ def _show_examples(config: LmRunConfig, console: Console) -> None:
         title = f"{example}\ntargets are green, between « and »:"
         console.print(encodable(escaped(title), console), style="bold", markup=False)
         console.print(text, soft_wrap=True)
+        if example.unread:
+            names = ", ".join(example.unread)
+            line = f"keys of this record that are not read: {names}"
+            console.print(encodable(escaped(line), console), markup=False)
+    if without:
+        raise DataError(
+            f"data.sources.{min(without)} has no target in its first records. With"
+            " train_on: answers, targets are the turns of the role `assistant`, and"
+            " completions."
+        )
 
 
 def _asked_to_stop(stop: StopSignals) -> Callable[[], str | None]:

@@ -10,6 +10,7 @@ import typing
 from collections.abc import Sequence
 from typing import Any
 
+import yaml
 from pydantic_core import ErrorDetails
 
 from .._messages import did_you_mean
@@ -206,6 +207,8 @@ def _expected(error: ErrorDetails) -> str:
 def _fix(error: ErrorDetails) -> str:
     value = error["input"]
     if _expected(error) == "a list" and isinstance(value, str):
-        return f" Write [{value}]."
+        # Quoted where YAML would read it as something else, as `*` at its beginning
+        written = yaml.safe_dump([str(value)], default_flow_style=True, width=2**16)
+        return f" Write {written.strip()}."
     valid = re.findall("'(.*?)'", error.get("ctx", {}).get("expected", ""))
     return did_you_mean(str(value), valid)

@@ -8,6 +8,7 @@ import haliax as hax
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import stacked_remat as sr
@@ -309,6 +310,11 @@ def test_what_cannot_stop_is_refused():
             stack.fold(x, until=lambda x: x[0] > 3)
     with pytest.raises(TypeError, match="until is a function of the carry"):
         alike.fold(x, until=3)
+    step = sr.fused_update(
+        lambda stack: stack.fold(x, until=lambda x: x[0] > 3)[0], optax.sgd(0.1)
+    )
+    with pytest.raises(TypeError, match="no until= in fold"):
+        step(alike, step.init(alike))
 
 
 @pytest.mark.parametrize("remat", [False, "nested"])

@@ -116,7 +116,7 @@ def train_lm(
         config.trainer.eval_batches,
         partitioning=partitioning,
     )
-    validation = scored_against(config, data)
+    validation = scored_against(config, data, partitioning)
     with contextlib.ExitStack() as closing:
         closing.callback(data.training.close)
         folder = _run_folder(config, closing)

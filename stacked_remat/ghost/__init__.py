@@ -7,7 +7,7 @@ from ._grad_dot import GradDots, grad_dot, shapley_direction, val_direction
 from ._metasmoothness import metasmoothness
 from ._replay import Replay, replay, weighted_step
 from ._weights import UnsupportedLeafError
-from .log import LOG_FOLDER, ScoreLog, ScoreLogError, StepScores
+from .log import LOG_FOLDER, ScoreLog, ScoreLogError, StepScores, TokenScores
 from .manager import GhostManager
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "ScoreLog",
     "ScoreLogError",
     "StepScores",
+    "TokenScores",
     "UnsupportedLeafError",
     "check_examples",
     "grad_dot",

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import numpy as np
 
@@ -38,6 +38,19 @@ def import_pyarrow() -> Any:
     return pyarrow
 
 
+class TokenScores(NamedTuple):
+    """The scores of an example's tokens.
+
+    Attributes:
+        scores: of each token of the text as a target, `[tokens]`; zero for one that is
+            no target.
+        ends: where each token ends in the text, in characters.
+    """
+
+    scores: np.ndarray
+    ends: np.ndarray
+
+
 @final
 @dataclass(frozen=True)
 class StepScores:
@@ -54,6 +67,7 @@ class StepScores:
             computed.
         texts: what to show of each example; None for nothing.
         places: the file and line of each example; None if they are not known.
+        tokens: of each example; None without scores of tokens.
 
     Raises:
         ValueError: a shape does not fit the number of examples; names the path.
@@ -66,6 +80,7 @@ class StepScores:
     norms: Mapping[str, np.ndarray] | None = None
     texts: Sequence[str] | None = None
     places: Sequence[str] | None = None
+    tokens: Sequence[TokenScores] | None = None
 
     def __post_init__(self) -> None:
         count = len(self.examples)
@@ -74,9 +89,12 @@ class StepScores:
                 f"Step {self.step} with scores of {[*self.scores]}: steps are from 1,"
                 " with scores."
             )
-        for name, shown in (("texts", self.texts), ("places", self.places)):
-            if shown is not None and len(shown) != count:
-                raise ValueError(f"There are {len(shown)} {name} of {count} examples.")
+        for name in ("texts", "places", "tokens"):
+            of_examples = getattr(self, name)
+            if of_examples is not None and len(of_examples) != count:
+                raise ValueError(
+                    f"There are {len(of_examples)} {name} of {count} examples."
+                )
         arrays = {"losses": self.losses}
         arrays |= {f"scores[{path!r}]": array for path, array in self.scores.items()}
         for path, array in ({} if self.norms is None else self.norms).items():
@@ -107,8 +125,9 @@ class ScoreLog:
 
     The columns are `step`, `example` (its id), `layer` (null for leaves outside of
     stacks), `leaf` (its path), `score`, `norm` (null if not computed), `loss` (of the
-    example), `text` and `place` (its files and lines). An example's score in a step is
-    the sum of its rows.
+    example), `text`, `place` (its files and lines), `token_scores` and `token_ends`
+    (lists, as of `TokenScores`; null without scores of tokens). An example's score in a
+    step is the sum of its rows.
 
     A file appears whole or not at all, with the first of its steps in its name, so a
     process may be killed at any moment. A run that resumes after step s drops the rows
@@ -271,10 +290,25 @@ def _table(found: StepScores) -> Any:
             "loss": np.asarray(found.losses)[at],
             "text": chosen(texts),
             "place": chosen(places),
+            **_token_columns(found.tokens, at),
         }
         return pyarrow.table(columns).cast(_schema())
 
     return pyarrow.concat_tables(map(rows, found.scores))
+
+
+def _token_columns(
+    tokens: Sequence[TokenScores] | None, at: np.ndarray
+) -> dict[str, Any]:
+    """The lists of rows that are of these examples."""
+    pyarrow = import_pyarrow()
+    if tokens is None:
+        return dict.fromkeys(("token_scores", "token_ends"), pyarrow.nulls(at.size))
+    of_rows = [tokens[example] for example in at]
+    return {
+        "token_scores": pyarrow.array([one.scores for one in of_rows]),
+        "token_ends": pyarrow.array([one.ends for one in of_rows]),
+    }
 
 
 def _schema() -> Any:
@@ -289,6 +323,10 @@ def _schema() -> Any:
     }
     kinds |= {"score": number, "norm": number, "loss": number}
     kinds |= {"text": text, "place": text}
+    kinds |= {
+        "token_scores": pyarrow.list_(number),
+        "token_ends": pyarrow.list_(pyarrow.int32()),
+    }
     return pyarrow.schema(list(kinds.items()))
 
 

@@ -169,11 +169,12 @@ def train(
             # A CPU may do the step before the call returns.
             loss: Any = metrics["loss"]
             ended = time.monotonic() if loss.is_ready() else None
-            used, data = batch, training.get_state()
+            data = training.get_state()
+            num_tokens = batch.num_tokens
             if done < config.num_steps:
                 batch = shard(training.next())  # made while the device works
             # Waits for the step before, while the device does this one
-            report.dispatched(_Step(done, metrics, targets, used.num_tokens, ended))
+            report.dispatched(_Step(done, metrics, targets, num_tokens, ended))
             # Asked once a step in all processes, which have to agree on the answer.
             asked = should_stop()
             is_evaluated = done == config.num_steps or (
@@ -187,7 +188,7 @@ def train(
             if is_read or asked is not None or scores is not None:
                 report.catch_up()
             if scores is not None:
-                scores.log(done, used, data)
+                scores.log(done, data)
             if done == last_traced:
                 tracing.close()
             if is_evaluated:

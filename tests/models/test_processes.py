@@ -23,6 +23,7 @@ import models.train_lm as train_lm
 from models.candidate import Candidate
 from models.run_config import LmRunConfig
 from models.train_lm import _trackers, main
+from stacked_remat.ghost.log import read_scores
 from stacked_remat.training import (
     EXIT_INTERRUPTED,
     ConfigError,
@@ -42,6 +43,7 @@ SHORT = (
     *("--trainer.checkpoint.every_steps", "4"),
 )
 
+COLUMNS = ["step", "example", "layer", "leaf", "score", "loss", "text", "place"]
 CONSTANT = ("--optimizer.schedule.type", "constant")  # whatever the number of steps
 
 
@@ -315,6 +317,25 @@ def test_processes_that_divide_rows_and_weights_train_as_one(workplace):
     assert "held-out loss after 12 steps" in shown[0] and "step" not in "".join(
         shown[1:]
     )
+
+
+@pytest.mark.deep
+def test_processes_score_their_sequences_in_one_log(workplace):
+    scored = ("--ghost", "{every: 6, validation: {batches: 2}}")
+    for count, run in ((1, "scored whole"), (2, "scored")):
+        status, shown = ended(start(workplace, count, *scored, run=run))
+        assert status == [0] * count, shown
+    assert_same_run(workplace / "scored", workplace / "one")
+    found, expected = (
+        read_scores(workplace / run / "ghost", COLUMNS).to_pydict()
+        for run in ("scored", "scored whole")
+    )
+    assert set(found["step"]) == {6, 12}
+    for name, values in expected.items():
+        if name in ("score", "loss"):
+            np.testing.assert_allclose(found[name], values, rtol=2e-3, atol=1e-6)
+        else:
+            assert found[name] == values, name
 
 
 @pytest.mark.deep

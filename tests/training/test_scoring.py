@@ -34,10 +34,9 @@ TOKENS = np.random.default_rng(0).integers(0, VOCAB, 400).astype(np.uint16)
 OPTIMIZER = build_optimizer(SgdConfig(learning_rate=0.1, warmup=0), 10)
 
 
-def example_losses(model, batch):
-    parts = jnp.sum(token_losses(model, batch), axis=1) / jnp.sum(batch.weights.array)
-    named = hax.named(parts, batch.tokens.resolve_axis("batch"))
-    return named, {"loss": jnp.sum(parts)}
+def losses_by_token(model, batch):
+    parts = token_losses(model, batch) / jnp.sum(batch.weights.array)
+    return hax.named(parts, batch.tokens.axes), {"loss": jnp.sum(parts)}
 
 
 def batch_of(seed):
@@ -53,7 +52,7 @@ def scorer_of(folder, held_out, microbatches=1, **settings):
     decode = lambda tokens: " ".join(map(str, tokens))  # noqa: E731
     names = lambda position: [f"a.jsonl:{position['batches']}{row}" for row in range(4)]  # noqa: E731
     log = ScoreLog(folder)
-    scoring = Scoring(config, example_losses, True, validation, decode, log, names)
+    scoring = Scoring(config, losses_by_token, True, validation, decode, log, names)
     return StepScorer(scoring, TrainStep(next_byte_loss, OPTIMIZER, microbatches))
 
 
@@ -102,7 +101,7 @@ def test_a_scored_step_is_the_step_and_logs_the_dot_products(tmp_path, token_mea
     assert found.step == 1
     assert of_scored.keys() == metrics.keys()
     np.testing.assert_allclose(of_scored["loss"], metrics["loss"], rtol=1e-6)
-    scorer.log(2, batch, {"batches": 3})
+    scorer.log(2, {"batches": 3})
     scorer.flush()
     names = ["step", "example", "layer", "leaf", "score", "norm", "text", "place"]
     rows = read_scores(tmp_path, names).to_pylist()

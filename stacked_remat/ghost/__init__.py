@@ -8,11 +8,11 @@ from ._metasmoothness import metasmoothness
 from ._replay import Replay, replay, weighted_step
 from ._weights import UnsupportedLeafError
 from .log import LOG_FOLDER, ScoreLog, ScoreLogError, StepScores, TokenScores
-from .manager import GhostManager
+from .ranking import ExampleRanking, rank_examples
 
 __all__ = [
     "LOG_FOLDER",
-    "GhostManager",
+    "ExampleRanking",
     "GradDots",
     "Replay",
     "ScoreLog",
@@ -23,6 +23,7 @@ __all__ = [
     "check_examples",
     "grad_dot",
     "metasmoothness",
+    "rank_examples",
     "replay",
     "shapley_direction",
     "val_direction",

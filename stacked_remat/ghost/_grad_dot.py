@@ -217,9 +217,10 @@ def grad_dot(
         norms: also the norms of each example's gradient. They and the scores are then
             found from these gradients, layer by layer, of one example after the other:
             of any model, on one device.
-        example_ids: for "total" and "token", the document of each loss, an integer array of the
-            shape of the losses: the number of a document on `Examples`, for sequences
-            that are packed into rows, or for rows of any order. The total is then of
+        example_ids: for "total" and "token", the document of each loss, an integer
+            array of the shape of the losses: the number of a document on `Examples`,
+            for sequences that are packed into rows, or for rows of any order. The total
+            is then of
             these documents, `[Examples]`. The loss of a document is the sum of those
             with its number, or with `tokens="mean"` their mean; the loss that is
             differentiated does not change. Losses with a number outside of `Examples`
@@ -245,11 +246,11 @@ def grad_dot(
 
     Cost: one product more for each linear map that is scored: 1.25 times the step's
     products where layers are recomputed, and 1.02 times with adapters alone. For
-    "total" and "token" two, and 1.5 times. With `norms` none, where layers are recomputed; what is
-    outside of folds is computed twice. So are, without parallelism over examples,
-    arrays of a stack that the loss uses elsewhere too, or changes before a fold other
-    than by a cast. Memory: the direction, and what a layer needs of it; with `norms`
-    one example's gradient of a layer.
+    "total" and "token" two, and 1.5 times. With `norms` none, where layers are
+    recomputed; what is outside of folds is computed twice. So are, without parallelism
+    over examples, arrays of a stack that the loss uses elsewhere too, or changes before
+    a fold other than by a cast. Memory: the direction, and what a layer needs of it;
+    with `norms` one example's gradient of a layer.
     """
     objective = Objective(reduction, tokens, has_aux)
     # Norms need the gradient of each example, by which its scores are found too.

@@ -8,9 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
+import jax
 import numpy as np
 
 from .._files import replaced_whole
+from .._scan.marks import is_named, raw_array
+from ._grad_dot import GradDots
 
 LOG_FOLDER = "ghost"
 """The name of the log's folder in a run folder."""
@@ -82,6 +85,25 @@ class StepScores:
     places: Sequence[str] | None = None
     tokens: Sequence[TokenScores] | None = None
 
+    @staticmethod
+    def of(
+        found: GradDots, losses: Any, step: int, examples: Sequence[Any], **more: Any
+    ) -> "StepScores":
+        """What `grad_dot` found, and the losses of the examples, named or plain;
+        `more` are `texts`, `places` and `tokens`.
+        """
+        # Of another granularity than "leaf" there are totals alone.
+        scores = found.scores or {"model": found.total}
+        norms = None
+        if found.total_norm is not None:
+            norms = found.norms or {"model": found.total_norm}
+        losses, scores, norms = jax.tree.map(
+            lambda leaf: np.asarray(raw_array(leaf)),
+            (losses, scores, norms),
+            is_leaf=is_named,
+        )
+        return StepScores(step, [*map(str, examples)], losses, scores, norms, **more)
+
     def __post_init__(self) -> None:
         count = len(self.examples)
         if self.step < 1 or not self.scores:
@@ -94,6 +116,12 @@ class StepScores:
             if of_examples is not None and len(of_examples) != count:
                 raise ValueError(
                     f"There are {len(of_examples)} {name} of {count} examples."
+                )
+        for tokens in self.tokens or ():
+            if np.shape(tokens.scores) != np.shape(tokens.ends):
+                raise ValueError(
+                    f"tokens have {np.size(tokens.scores)} scores and"
+                    f" {np.size(tokens.ends)} ends of one example."
                 )
         arrays = {"losses": self.losses}
         arrays |= {f"scores[{path!r}]": array for path, array in self.scores.items()}

@@ -1,4 +1,4 @@
-"""What logs of scores say of the examples of a batch: ids, texts, and tokens in them."""
+"""What logs of scores say of a batch's examples: their ids, texts and tokens."""
 
 import hashlib
 from collections.abc import Callable, Iterator
@@ -88,7 +88,7 @@ def _documents(row: dict[str, np.ndarray]) -> Iterator[tuple[np.ndarray, Any]]:
 
 
 class _TokenTexts:
-    """The text of each token of a document, of a tokenizer that says that of several."""
+    """The texts of single tokens, of a tokenizer that decodes several."""
 
     def __init__(self, decode: Decode):
         self._decode = decode
@@ -98,7 +98,7 @@ class _TokenTexts:
         """Together they are the document's text; a character of several tokens is in
         the last one's.
         """
-        anchor = self._anchor(tokens)
+        anchor: tuple[int, ...] = ()
         pieces: list[str] = []
         begun: list[int] = []  # tokens of a character that has not ended
         for token in tokens.tolist():
@@ -106,22 +106,16 @@ class _TokenTexts:
             if _PART_OF_CHARACTER in piece:
                 begun.append(token)
                 pieces.append("")
-            else:
-                begun = []
-                pieces.append(piece)
+                continue
+            # Tokenizers of words write no space before the first one; one after another
+            # has its own.
+            if piece and not anchor:
+                anchor = (*begun, token)
+            begun = []
+            pieces.append(piece)
         if begun:
             pieces[-1] = self._after(anchor, tuple(begun))
         return pieces
-
-    def _anchor(self, tokens: np.ndarray) -> tuple[int, ...]:
-        """A token with a text, if there is one: tokenizers that write words without the
-        space before the first one have that space in the text after it.
-        """
-        for token in tokens.tolist():
-            text = self._text((token,))
-            if text and _PART_OF_CHARACTER not in text:
-                return (token,)
-        return ()
 
     def _after(self, anchor: tuple[int, ...], tokens: tuple[int, ...]) -> str:
         return self._text((*anchor, *tokens))[len(self._text(anchor)) :]

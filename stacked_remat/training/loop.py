@@ -169,8 +169,7 @@ def train(
             # A CPU may do the step before the call returns.
             loss: Any = metrics["loss"]
             ended = time.monotonic() if loss.is_ready() else None
-            data = training.get_state()
-            num_tokens = batch.num_tokens
+            num_tokens, data = batch.num_tokens, training.get_state()
             if done < config.num_steps:
                 batch = shard(training.next())  # made while the device works
             # Waits for the step before, while the device does this one

@@ -48,6 +48,11 @@ class ValidationBatch:
     index: int
     weight: float
 
+    @property
+    def batch(self) -> TokenBatch:
+        """The batch, or this process's rows of it."""
+        return self.held_out.batch(self.index)
+
 
 def validation_batches(
     config: GhostValidationConfig,
@@ -158,7 +163,7 @@ class StepScorer:
             self._is_checked = True
         direction = self._zeros(state.trained)
         for one in self._scoring.validation:
-            part = self._partitioning.shard_batch(one.held_out.batch(one.index))
+            part = self._partitioning.shard_batch(one.batch)
             direction = self._add(
                 (state.trained, state.frozen, part, jnp.asarray(one.weight)), direction
             )

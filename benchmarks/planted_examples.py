@@ -213,7 +213,9 @@ def train(
         else:
             gradients, found = _scored(model, batch, held_out)
             texts = [f"{LABELS[data.labels[row]]}: {data.texts[row]}" for row in rows]
-            log.append(StepScores.of(found, found.aux, step, rows.tolist(), texts=texts))
+            log.append(
+                StepScores.of(found, found.aux, step, rows.tolist(), texts=texts)
+            )
         model, state = _updated(model, state, gradients)
     log.flush()
     return data.wrong

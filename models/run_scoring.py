@@ -4,6 +4,7 @@ says.
 
 import functools
 import math
+from collections.abc import Mapping
 
 import jax
 from haliax import NamedArray
@@ -54,6 +55,30 @@ def check_scoring(config: LmRunConfig) -> None:
             "ghost.norms takes one device: leave it out, or name one in"
             " trainer.mesh.axes."
         )
+
+
+# Backends whose kernels have no derivative in forward mode
+_KERNELS = ("cudnn", "tokamax", "splash", "megablox")
+
+
+def check_backends(config: LmRunConfig, taken: Mapping[str, str]) -> None:
+    """Raises ConfigError where tokens are scored and an operation has no derivative in
+    forward mode; `taken` is what `stacked_remat.ops.backends_taken` yields.
+    """
+    if config.ghost is None or not config.ghost.by_token:
+        return
+    for what, backends in taken.items():
+        operation = what.partition(",")[0]
+        for backend in backends.split(" | "):
+            name = backend.split()[0]
+            if name not in _KERNELS:
+                continue
+            other = "block" if operation == "experts" else "blockwise"
+            raise ConfigError(
+                "ghost.by_token takes derivatives in forward mode, and the backend"
+                f" {name} of {operation} has none. Set model.{operation}.backend:"
+                f" {other}, or leave out ghost.by_token."
+            )
 
 
 def scored_against(

@@ -31,11 +31,11 @@ import scipy.stats
 from haliax import Axis, NamedArray
 
 from models.architectures import Qwen3Config
-from models.lm import example_losses as sequence_losses
+from models.lm import losses_by_token
 from models.parts.decoder import Decoder
 from models.parts.sections import AttentionConfig
 from stacked_remat import fold, ghost, map as map_, scan
-from stacked_remat.training import TokenBatch
+from stacked_remat.training import POSITION_AXIS, TokenBatch
 from stacked_remat.training.data.files import standard_library_files
 
 from . import planted_examples
@@ -111,7 +111,8 @@ def language_model(count: int, held_out: int, rate: float = 2e-3) -> Task:
         )
 
     def losses(model: Any, batch: TokenBatch) -> NamedArray:
-        (parts, _), _ = sequence_losses(model, batch)
+        (by_token, _), _ = losses_by_token(model, batch)
+        parts = hax.sum(by_token, POSITION_AXIS)
         return parts * parts.size
 
     return Task("language model", model, losses, batch, count, rate, adam(1e-6))

@@ -4,7 +4,7 @@ and by their loss.
     python -m benchmarks.planted_examples
 
 The task is to say whether a piece of the Python standard library is code or
-documentation. A small model is trained by a loop with a `GhostManager`, which scores
+documentation. A small model is trained by a loop with `ghost.grad_dot`, which scores
 the examples against held-out ones with right labels. `PLANTED` says which harmful
 examples there are in each of the runs. Each example is ranked by its scores (gradient
 dot products) and, as the baseline, by the mean of its loss in the same steps, which any
@@ -33,7 +33,14 @@ from haliax import Axis, NamedArray
 from jaxtyping import PRNGKeyArray
 
 from stacked_remat import Stacked
-from stacked_remat.ghost import LOG_FOLDER, GhostManager, ScoreLog
+from stacked_remat.ghost import (
+    LOG_FOLDER,
+    GradDots,
+    ScoreLog,
+    StepScores,
+    grad_dot,
+    val_direction,
+)
 from stacked_remat.ghost.log import read_scores
 from stacked_remat.ghost.ranking import rank_examples
 from stacked_remat.training.data.files import standard_library_files
@@ -194,24 +201,22 @@ def train(
     """Trains on examples, scores them, and returns which of them are planted."""
     data = labelled(examples, 4 * BATCH, planted)
     held_out = data.batch(np.arange(examples, examples + 4 * BATCH))
-    manager = GhostManager(
-        example_losses, held_out, ScoreLog(folder / LOG_FOLDER), every=every
-    )
+    log = ScoreLog(folder / LOG_FOLDER)
     model, state = _start()
     for step, rows in zip(
         range(1, steps + 1), _endless(np.arange(examples)), strict=False
     ):
-        texts = [f"{LABELS[data.labels[row]]}: {data.texts[row]}" for row in rows]
-        manager.attach_train_batch(
-            data.batch(rows), step=step, examples=rows.tolist(), texts=texts
-        )
-        gradients = manager.prepare_gradients(model, manager.prepare_forward_input())
-        manager.aggregate_and_log()
+        batch = data.batch(rows)
+        if step % every:
+            gradients = _gradients(model, batch)
+        else:
+            gradients, found = _scored(model, batch, held_out)
+            texts = [f"{LABELS[data.labels[row]]}: {data.texts[row]}" for row in rows]
+            log.append(
+                StepScores.of(found, found.aux, step, rows.tolist(), texts=texts)
+            )
         model, state = _updated(model, state, gradients)
-        manager.clear_gradients()
-        if manager.should_save_metrics(step):
-            manager.save_metrics()
-    manager.cleanup()
+    log.flush()
     return data.wrong
 
 
@@ -239,6 +244,20 @@ def _loss(model: Classifier, batch: dict[str, NamedArray]) -> Any:
 
 
 _gradients = eqx.filter_jit(eqx.filter_grad(_loss))
+
+
+@eqx.filter_jit
+def _scored(
+    model: Classifier, batch: dict[str, NamedArray], held_out: dict[str, NamedArray]
+) -> tuple[Any, GradDots]:
+    """The gradients, and the scores of the examples with their losses."""
+
+    def with_losses(model: Classifier, batch: Any) -> tuple[NamedArray, NamedArray]:
+        losses = example_losses(model, batch)
+        return losses, losses
+
+    direction = val_direction(model, example_losses, held_out)
+    return grad_dot(model, with_losses, batch, direction=direction, has_aux=True)
 
 
 @eqx.filter_jit

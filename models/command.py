@@ -21,6 +21,7 @@ from rich.console import Console
 
 from models.hf_io.safetensors_folder import WeightsError
 from stacked_remat import OffloadError
+from stacked_remat._pictures import PictureError
 from stacked_remat.ghost import ScoreLogError
 from stacked_remat.memory import BudgetError, TargetError
 from stacked_remat.training import (
@@ -46,6 +47,7 @@ USER_ERRORS: tuple[type[Exception], ...] = (
     NonFiniteLossError,
     OffloadError,
     OSError,
+    PictureError,
     ScoreLogError,
     TargetError,
     WeightsError,

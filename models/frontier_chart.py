@@ -1,18 +1,9 @@
 """The picture of memory against FLOPs that `plan_lm --find frontier` writes."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from models.pictures import FORMATS, new_figure, save_figure
-
-
-def check_picture(path: str) -> None:
-    """Raises ValueError for a file of another format."""
-    if Path(path).suffix not in FORMATS:
-        raise ValueError(
-            f"picture is written as {' or '.join(FORMATS)}, by its name; got {path!r}."
-        )
+from stacked_remat._pictures import new_figure, save_figure
 
 
 def write_picture(

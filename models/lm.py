@@ -1,4 +1,4 @@
-"""The loss of a decoder on a batch, whole or sequence by sequence.
+"""The loss of a decoder on a batch, whole or token by token.
 
 A decoder maps tokens to hidden states, which is the expensive part, and computes their
 losses from a few logits at a time.
@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 from models.parts.decoder import Decoder
 from models.parts.multi_token_prediction import DEPTHS_AXIS, targets_ahead
 from models.parts.router_statistics import AuxiliaryLoss
-from stacked_remat.training import POSITION_AXIS, Metrics, TokenBatch
+from stacked_remat.training import Metrics, TokenBatch
 
 
 def next_token_loss(
@@ -36,21 +36,21 @@ def next_token_loss(
     return loss + auxiliary.loss, {**metrics, **auxiliary.metrics}
 
 
-def example_losses(
+def losses_by_token(
     model: Decoder, batch: TokenBatch, z_loss: float = 0.0
 ) -> tuple[tuple[NamedArray, Any], Metrics]:
-    """The cross entropy of the next token, sequence by sequence.
+    """The cross entropy of the next token, token by token.
 
     Returns:
-        Each sequence's part of the batch's mean cross entropy, `[Batch]` in nats, which
-        add up to the metric `loss`, and the sums for `auxiliary_of_sums`; and the
+        Each token's part of the batch's mean cross entropy, `[Batch, Pos]` in nats,
+        which add up to the metric `loss`, and the sums for `auxiliary_of_sums`; and the
         metrics. Layers that predict further tokens are left out.
     """
     hidden, auxiliary = model.hidden_states(
         batch.tokens, documents=batch.documents, positions=batch.positions
     )
     losses = _token_losses(model, hidden, batch, z_loss)
-    parts = hax.sum(losses, POSITION_AXIS) / batch.total_weight
+    parts = losses / batch.total_weight
     metrics = {"loss": hax.sum(parts).scalar(), **auxiliary.metrics}
     return (parts, _sums(auxiliary, batch)), metrics
 
@@ -67,7 +67,7 @@ def loss_and_sums(
 
 def auxiliary_of_sums(model: Decoder, sums: Any) -> tuple[Float[Array, ""], Metrics]:
     """The auxiliary losses of sequences together, and their metrics, by the sums of
-    `example_losses` or `loss_and_sums`.
+    `losses_by_token` or `loss_and_sums`.
     """
     of_statistics, count = sums
     means = jax.tree.map(lambda one: one / jnp.maximum(count, 1.0), of_statistics)

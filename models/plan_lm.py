@@ -30,10 +30,11 @@ from rich.progress import Progress as RichProgress
 
 from models.candidate import STREAMED, Candidate
 from models.command import backend_lines, run_command, shown_on
-from models.frontier_chart import check_picture, write_picture
+from models.frontier_chart import write_picture
 from models.plan_search import KEYS, Budget, divided, find_meshes, find_size, planned
 from models.run_config import LmRunConfig
 from stacked_remat import ScanCheckpointPolicy
+from stacked_remat._pictures import check_picture
 from stacked_remat.memory import (
     Comparison,
     DoesNotFit,
@@ -132,7 +133,7 @@ class PlanLmConfig(LmRunConfig):
                 " as 8."
             )
         if self.picture is not None:
-            check_picture(self.picture)
+            check_picture("picture", self.picture)
             if self.find != "frontier":
                 raise ValueError("picture is of the curve of find: frontier alone.")
         find_target(self.target)

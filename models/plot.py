@@ -18,7 +18,13 @@ from typing import Any, NamedTuple
 from rich.console import Console
 
 from models.command import command_parser, local_path, run_command, shown_on
-from models.pictures import FORMATS, new_figure, save_figure
+from stacked_remat._pictures import (
+    FORMATS,
+    check_picture,
+    new_figure,
+    save_figure,
+    text_bars,
+)
 from stacked_remat.training import ConfigError, DataError
 
 SHOWN = (
@@ -30,7 +36,6 @@ SHOWN = (
     "peak_memory_bytes",
 )
 """The metrics that are drawn where `--metrics` names none and runs have them."""
-_BARS = "▁▂▃▄▅▆▇█"
 _WIDTH = 60  # characters of a curve in the terminal
 
 
@@ -115,12 +120,7 @@ def text_curve(name: str, curve: Curve) -> str:
     means: list[float] = []
     for values in parts:
         means.append(math.fsum(values) / len(values) if values else means[-1])
-    low = min(means)
-    high = max(means)
-    bars = ""
-    for mean in means:
-        height = 0.0 if high == low else (mean - low) / (high - low)
-        bars += _BARS[round(height * (len(_BARS) - 1))]
+    bars = text_bars(means)
     begin, end = (f"{value:.4g}" for value in (curve.values[0], curve.values[-1]))
     return f"  {name:<20} {begin:>10} {bars} {end}  (steps {first} to {last})"
 
@@ -131,12 +131,9 @@ def write_picture(
     """Writes a panel for each metric with a line for each run.
 
     Raises:
-        ConfigError: the format is unknown, or matplotlib is not installed.
+        PictureError: the format is unknown, or matplotlib is not installed.
     """
-    if path.suffix not in FORMATS:
-        raise ConfigError(
-            f"--out writes {' or '.join(FORMATS)}, by the file's name; got {path}."
-        )
+    check_picture("--out", path)
     columns = min(2, len(names))
     rows = -(-len(names) // columns)
     figure = new_figure("--out", 6 * columns, 3 * rows)

@@ -4,11 +4,12 @@ says.
 
 import functools
 import math
+from collections.abc import Mapping
 
 import jax
 from haliax import NamedArray
 
-from models.lm import example_losses
+from models.lm import losses_by_token
 from models.parts.decoder import Decoder
 from models.run_config import LmRunConfig
 from stacked_remat.ghost import ScoreLog
@@ -16,6 +17,7 @@ from stacked_remat.ghost.log import import_pyarrow
 from stacked_remat.training import (
     ConfigError,
     Metrics,
+    Partitioning,
     RunFolder,
     Scoring,
     TokenBatch,
@@ -45,12 +47,6 @@ def check_scoring(config: LmRunConfig) -> None:
         import_pyarrow()
     except ImportError as error:
         raise ConfigError(f"ghost: {error}") from error
-    if jax.process_count() > 1:
-        raise ConfigError(
-            f"ghost is not supported on {jax.process_count()} processes, each of which"
-            " has only its own rows of a batch: leave out ghost, or train in one"
-            " process."
-        )
     if (
         config.ghost.norms
         and math.prod(mesh_sizes(config.trainer.mesh, jax.device_count()).values()) > 1
@@ -61,8 +57,32 @@ def check_scoring(config: LmRunConfig) -> None:
         )
 
 
+# Backends whose kernels have no derivative in forward mode
+_KERNELS = ("cudnn", "tokamax", "splash", "megablox")
+
+
+def check_backends(config: LmRunConfig, taken: Mapping[str, str]) -> None:
+    """Raises ConfigError where tokens are scored and an operation has no derivative in
+    forward mode; `taken` is what `stacked_remat.ops.backends_taken` yields.
+    """
+    if config.ghost is None or not config.ghost.by_token:
+        return
+    for what, backends in taken.items():
+        operation = what.partition(",")[0]
+        for backend in backends.split(" | "):
+            name = backend.split()[0]
+            if name not in _KERNELS:
+                continue
+            other = "block" if operation == "experts" else "blockwise"
+            raise ConfigError(
+                "ghost.by_token takes derivatives in forward mode, and the backend"
+                f" {name} of {operation} has none. Set model.{operation}.backend:"
+                f" {other}, or leave out ghost.by_token."
+            )
+
+
 def scored_against(
-    config: LmRunConfig, data: TrainingData
+    config: LmRunConfig, data: TrainingData, partitioning: Partitioning
 ) -> tuple[ValidationBatch, ...]:
     """The held-out batches that sequences are scored against; none without a `ghost`
     section.
@@ -70,7 +90,7 @@ def scored_against(
     if config.ghost is None:
         return ()
     return validation_batches(
-        config.ghost.validation, data.held_out, data.held_out_by_source
+        config.ghost.validation, data.held_out, data.held_out_by_source, partitioning
     )
 
 
@@ -87,19 +107,22 @@ def run_scoring(
     """
     if config.ghost is None:
         return None
+    log = None
+    if jax.process_index() == 0:
+        log = ScoreLog(folder.scores, resumed_after=done)
     return Scoring(
         config.ghost,
-        losses=functools.partial(_sequence_losses, z_loss=config.z_loss),
+        losses=functools.partial(_token_losses, z_loss=config.z_loss),
         is_whole=not config.model.has_auxiliary_losses,
         validation=validation,
         decode=tokenizer.decode,
-        log=ScoreLog(folder.scores, resumed_after=done),
+        log=log,
         names=data.training.names,
     )
 
 
-def _sequence_losses(
+def _token_losses(
     model: Decoder, batch: TokenBatch, z_loss: float
 ) -> tuple[NamedArray, Metrics]:
-    (losses, _), metrics = example_losses(model, batch, z_loss)
+    (losses, _), metrics = losses_by_token(model, batch, z_loss)
     return losses, metrics

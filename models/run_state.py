@@ -331,12 +331,16 @@ def state_shapes(
 
 
 def restored_state(
-    run_dir: Path, config: LmRunConfig, step: int | None = None
+    run_dir: Path,
+    config: LmRunConfig,
+    step: int | None = None,
+    partitioning: Partitioning | None = None,
 ) -> TrainState:
-    """The state of a run's checkpoint; the weights under adapters are read or made
-    again.
+    """The state of a run's checkpoint, on the first device if no partitioning is given;
+    the weights under adapters are read or made again.
     """
-    like = (state_shapes if config.lora is None else initial_state)(config)
+    make = state_shapes if config.lora is None else initial_state
+    like = make(config, partitioning)
     # What is not saved must be what the run began with: a checksum of it is in the
     # checkpoint.
     saved, rest = eqx.partition(like, saved_arrays(like))

@@ -29,7 +29,12 @@ from models.command import backend_lines, encodable, escaped, run_command, shown
 from models.hf_io.formats import why_not_exported
 from models.lm import next_token_loss
 from models.run_config import LmRunConfig, tokenizer_remark
-from models.run_scoring import check_scoring, run_scoring, scored_against
+from models.run_scoring import (
+    check_backends,
+    check_scoring,
+    run_scoring,
+    scored_against,
+)
 from models.run_state import initial_state, saved_arrays, state_shapes
 from stacked_remat import check_offload
 from stacked_remat.lora import dequantize_linears
@@ -118,7 +123,7 @@ def train_lm(
         config.trainer.eval_batches,
         partitioning=partitioning,
     )
-    validation = scored_against(config, data)
+    validation = scored_against(config, data, partitioning)
     with contextlib.ExitStack() as closing:
         closing.callback(data.training.close)
         folder = _run_folder(config, closing)
@@ -381,6 +386,7 @@ def _prepared(
     with backends_taken() as taken:
         step = _fitting(Candidate(config.resolved()), progress)
         step.check_applies()
+    check_backends(config, taken)
     for line in backend_lines(taken):
         progress.message(line)
     rows = step.config.vocab_size

@@ -27,7 +27,7 @@ LAYERS = {
     "compat": ("_compat", ""),
     "base": (
         "_activity _carry_files _files _hijax _in_files _messages _microbatches _noted"
-        " _place_names _placement _python_calls _static _trips",
+        " _pictures _place_names _placement _python_calls _static _trips",
         "compat",
     ),
     "schedule": ("_schedule", "base"),
@@ -77,6 +77,9 @@ MODEL_IMPORTS = {
     "generation": {"parts"},
     "hf_io": {"parts"},
 }
+
+# Private modules of the library that models/ may import too
+SHARED_MODULES = {"_files", "_messages", "_pictures"}
 
 # What takes long to import, and neither help nor an error in a config needs.
 SLOW_IMPORTS = {"orbax", "grain", "matplotlib", "pyarrow", "tokenizers", "jinja2"}
@@ -226,7 +229,7 @@ def layers_import_only_what_is_below_them(source: Source) -> Iterator[str]:
                 )
 
 
-def models_import_what_is_below_them_and_two_private_modules_of_the_library(
+def models_import_what_is_below_them_and_three_private_modules_of_the_library(
     source: Source,
 ) -> Iterator[str]:
     own = source.package.removeprefix("models.")
@@ -241,7 +244,7 @@ def models_import_what_is_below_them_and_two_private_modules_of_the_library(
                 f"{source.path}:{line}: {own} may import {sorted(MODEL_IMPORTS[own])},"
                 f" but not {name}"
             )
-        private = second.startswith("_") and second not in {"_files", "_messages"}
+        private = second.startswith("_") and second not in SHARED_MODULES
         if source.path.startswith("models/") and first == "stacked_remat" and private:
             yield (
                 f"{source.path}:{line} imports {name}: use a public name of"
@@ -418,7 +421,7 @@ def the_first_sentence_says_the_purpose(source: Source) -> Iterator[str]:
 
 RULES = [
     layers_import_only_what_is_below_them,
-    models_import_what_is_below_them_and_two_private_modules_of_the_library,
+    models_import_what_is_below_them_and_three_private_modules_of_the_library,
     the_library_imports_what_it_declares_and_no_model,
     only_optional_dependencies_are_imported_inside_functions,
     slow_packages_are_imported_where_they_are_used,

@@ -7,21 +7,23 @@ from ._grad_dot import GradDots, grad_dot, shapley_direction, val_direction
 from ._metasmoothness import metasmoothness
 from ._replay import Replay, replay, weighted_step
 from ._weights import UnsupportedLeafError
-from .log import LOG_FOLDER, ScoreLog, ScoreLogError, StepScores
-from .manager import GhostManager
+from .log import LOG_FOLDER, ScoreLog, ScoreLogError, StepScores, TokenScores
+from .ranking import ExampleRanking, rank_examples
 
 __all__ = [
     "LOG_FOLDER",
-    "GhostManager",
+    "ExampleRanking",
     "GradDots",
     "Replay",
     "ScoreLog",
     "ScoreLogError",
     "StepScores",
+    "TokenScores",
     "UnsupportedLeafError",
     "check_examples",
     "grad_dot",
     "metasmoothness",
+    "rank_examples",
     "replay",
     "shapley_direction",
     "val_direction",

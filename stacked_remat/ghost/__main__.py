@@ -1,7 +1,8 @@
 """Shows the most helpful and the most harmful training examples of a run, and the
 layers in which they act.
 
-python -m stacked_remat.ghost top|bottom|by-layer RUN [--count 10] [--csv FILE]
+python -m stacked_remat.ghost top|bottom|by-layer RUN [--count 10]
+    [--csv FILE] [--plot FILE]
 """
 
 import argparse
@@ -10,9 +11,13 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+from .._pictures import FORMATS, PictureError, check_picture
+from ._chart import write_picture
+from ._tables import heading, print_examples, print_layers
 from .log import ScoreLogError, import_pyarrow, log_folder, read_scores
-from .ranking import NORMALIZATIONS, print_examples, print_layers
+from .ranking import NORMALIZATIONS, extreme_examples, rank_examples, write_csv
 
 _COMMANDS = {
     "top": (
@@ -28,25 +33,37 @@ def main(arguments: Sequence[str]) -> int:
     """The command; returns 0, or 1 after an error in one message."""
     given = _parser().parse_args(arguments)
     try:
+        if given.command != "by-layer" and given.plot is not None:
+            check_picture("--plot", given.plot)
         import_pyarrow()
         folder = log_folder(given.run.expanduser())
         selected = {"steps": given.steps, "leaves": _leaves(folder, given.leaf)}
         if given.command == "by-layer":
             print_layers(folder, given.count, **selected)
         else:
-            print_examples(
-                folder,
-                given.count,
-                given.normalize,
-                best=given.command == "top",
-                file=given.csv,
-                layer=given.layer,
-                **selected,
-            )
-    except (ScoreLogError, OSError, ImportError) as error:
+            _show_examples(given, folder, {"layer": given.layer, **selected})
+    except (ScoreLogError, PictureError, OSError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _show_examples(
+    given: argparse.Namespace, folder: Path, selected: dict[str, Any]
+) -> None:
+    """Prints the examples that were asked for, or writes them to files."""
+    ranking = rank_examples(folder, given.normalize, **selected)
+    best = given.command == "top"
+    found = extreme_examples(folder, ranking, given.count, best=best, **selected)
+    title = heading(ranking, len(found), best, given.normalize)
+    if given.csv is not None:
+        write_csv(given.csv, found)
+        print(f"wrote {given.csv}. {title}")
+    if given.plot is not None:
+        write_picture(given.plot, found, ranking, title)
+        print(f"wrote {given.plot}. {title}")
+    if given.csv is None and given.plot is None:
+        print_examples(found, ranking, title)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -75,6 +92,12 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument("--layer", type=int, help="only this layer, from 0")
             command.add_argument(
                 "--csv", type=Path, metavar="FILE", help="write them to this file"
+            )
+            command.add_argument(
+                "--plot",
+                type=Path,
+                metavar="FILE",
+                help=f"draw them and all scores ({' or '.join(FORMATS)})",
             )
             how = "; ".join(
                 f"{key}: {meaning}" for key, meaning in NORMALIZATIONS.items()

@@ -4,7 +4,6 @@ from typing import Any
 
 import equinox as eqx
 import jax.numpy as jnp
-import numpy as np
 
 from ._examples import Examples
 from ._losses import Loss, Objective, Reduction, Task
@@ -48,17 +47,28 @@ def check_examples(
     `check`.
     """
     task = Task.of(model, per_example_loss, batch, Objective("mean", tokens, has_aux))
-    alone, whole, most = eqx.filter_jit(losses_alone)(task)
-    differences = np.abs(np.asarray(alone) - np.asarray(whole))
-    if not (differences > most).any():
+    is_apart, worst, alone, whole, count = eqx.filter_jit(_compared)(task)
+    if is_apart:
         return
+    raise ValueError(
+        f"Example {int(worst)} has the loss {float(alone):.6g} alone, and"
+        f" {float(whole):.6g} in the batch of {count}: it depends on other examples."
+        f" {_SHARED}"
+    )
+
+
+def _compared(task: Task) -> tuple[Any, Any, Any, Any, int]:
+    """Whether examples have the same losses alone, and of the one that differs most its
+    number and both losses.
+    """
+    # Numbers alone, which every process of a run can read
+    alone, whole, most = losses_alone(task)
+    differences = jnp.abs(alone - whole)
     # A loss that is NaN alone or in the batch compares as False, and is left to the
     # run.
-    worst = int(np.nanargmax(differences))
-    raise ValueError(
-        f"Example {worst} has the loss {alone[worst]:.6g} alone, and {whole[worst]:.6g}"
-        f" in the batch of {len(whole)}: it depends on other examples. {_SHARED}"
-    )
+    is_apart = ~jnp.any(differences > most)
+    worst = jnp.argmax(jnp.nan_to_num(differences, nan=-1.0, posinf=jnp.inf))
+    return is_apart, worst, alone[worst], whole[worst], len(whole)
 
 
 def losses_alone(task: Task) -> tuple[Any, Any, Any]:
@@ -68,7 +78,8 @@ def losses_alone(task: Task) -> tuple[Any, Any, Any]:
     Losses are often differences of larger numbers: small ones may differ by a tenth of
     what a loss of 1 may.
     """
-    traced, objective = trace(task.of_model, task.model, task.batch), task.objective
+    traced = trace(task.of_model, task.model, task.batch)
+    objective = task.objective
     whole = objective.of_examples(task.returned(task.params))
     most = rounding(traced.closed.jaxpr) * (jnp.max(jnp.abs(whole)) + 0.1)
     examples = Examples.of(task.batch, objective.examples(traced.shapes))

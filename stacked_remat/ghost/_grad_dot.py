@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from haliax import Axis, NamedArray
 
 from .._activity import not_differentiable
+from .._scan.marks import is_named
 from ._by_example import checked_apart, losses_alone
 from ._losses import Loss, Objective, Reduction, Task, directions
 from ._passes import Scoring, probed_leaves, scored
@@ -25,13 +26,16 @@ class GradDots(eqx.Module):
     Attributes:
         loss: the reduced loss.
         scores: by the path of the array, `[layers, batch]` in a stack and `[batch]`
-            elsewhere. In paths `*` stands for the layers of a stack. Empty for the
-            granularity "total".
+            elsewhere. In paths `*` stands for the layers of a stack. Only for the
+            granularity "leaf", else empty.
         total: the sum of all of them, `[batch]`, or of documents.
         direction_norm: the norm of the direction.
         norms: like `scores`, the norms of the examples' gradients; None unless asked
             for.
         total_norm: `[batch]`, of everything that is scored; None unless asked for.
+        by_token: the score of each token's loss, with the axes of the losses, for the
+            granularity "token": by how much a step on that target alone would lower the
+            validation loss. None for others.
         aux: what `per_example_loss` returned beside the losses.
     """
 
@@ -41,6 +45,7 @@ class GradDots(eqx.Module):
     scores: dict[str, NamedArray] = eqx.field(default_factory=dict)
     norms: dict[str, NamedArray] | None = None
     total_norm: NamedArray | None = None
+    by_token: Any = None
     aux: Any = None
 
     @property
@@ -154,7 +159,7 @@ def grad_dot(
     direction: Any,
     reduction: Reduction = "mean",
     tokens: Reduction | None = None,
-    granularity: Literal["leaf", "total"] = "leaf",
+    granularity: Literal["leaf", "total", "token"] = "leaf",
     trainable: Any = eqx.is_inexact_array,
     norms: bool = False,
     example_ids: Any = None,
@@ -205,15 +210,17 @@ def grad_dot(
         granularity: "leaf": a score for each array, and each layer of a stack. "total":
             only the total, by the derivative of the losses along the direction in
             forward mode, of any losses, also of those that depend on several examples.
-            It has derivatives; other scores have none.
+            It has derivatives; other scores have none. "token": as "total", and the
+            score of each token's loss, where losses are of tokens.
         trainable: which arrays are differentiated, a predicate of leaves or a tree of
             bools like the model, where a bool may stand for a part of it.
         norms: also the norms of each example's gradient. They and the scores are then
             found from these gradients, layer by layer, of one example after the other:
             of any model, on one device.
-        example_ids: for "total", the document of each loss, an integer array of the
-            shape of the losses: the number of a document on `Examples`, for sequences
-            that are packed into rows, or for rows of any order. The total is then of
+        example_ids: for "total" and "token", the document of each loss, an integer
+            array of the shape of the losses: the number of a document on `Examples`,
+            for sequences that are packed into rows, or for rows of any order. The total
+            is then of
             these documents, `[Examples]`. The loss of a document is the sum of those
             with its number, or with `tokens="mean"` their mean; the loss that is
             differentiated does not change. Losses with a number outside of `Examples`
@@ -239,23 +246,21 @@ def grad_dot(
 
     Cost: one product more for each linear map that is scored: 1.25 times the step's
     products where layers are recomputed, and 1.02 times with adapters alone. For
-    "total" two, and 1.5 times. With `norms` none, where layers are recomputed; what is
-    outside of folds is computed twice. So are, without parallelism over examples,
-    arrays of a stack that the loss uses elsewhere too, or changes before a fold other
-    than by a cast. Memory: the direction, and what a layer needs of it; with `norms`
-    one example's gradient of a layer.
+    "total" and "token" two, and 1.5 times. With `norms` none, where layers are
+    recomputed; what is outside of folds is computed twice. So are, without parallelism
+    over examples, arrays of a stack that the loss uses elsewhere too, or changes before
+    a fold other than by a cast. Memory: the direction, and what a layer needs of it;
+    with `norms` one example's gradient of a layer.
     """
     objective = Objective(reduction, tokens, has_aux)
     # Norms need the gradient of each example, by which its scores are found too.
-    is_total = granularity == "total" and not norms
-    _check_options(granularity, is_total, (example_ids, Examples))
+    is_total = granularity != "leaf" and not norms
+    _check_options(granularity, norms, tokens, (example_ids, Examples))
     task = Task.of(model, per_example_loss, batch, objective, trainable)
     losses = eqx.filter_eval_shape(task.returned, task.params)
     along = directions(task.params, direction)
-    scoring, norm = (
-        Scoring(task, probed_leaves(model), along, objective.examples(losses)),
-        norm_of(along),
-    )
+    scoring = Scoring(task, probed_leaves(model), along, objective.examples(losses))
+    norm = norm_of(along)
     # The total needs no scores of arrays: one forward-mode derivative of the losses,
     # which also documents in one row may share.
     if is_total:
@@ -266,7 +271,11 @@ def grad_dot(
             total = of_documents(
                 along, own, example_ids, Examples, of_mean=tokens == "mean"
             )
-        return gradients, GradDots(value, total, norm, aux=aux)
+        by_token = None
+        if granularity == "token":
+            own = objective.parts(losses)[0]
+            by_token = NamedArray(along, own.axes) if is_named(own) else along
+        return gradients, GradDots(value, total, norm, by_token=by_token, aux=aux)
     (value, aux), gradients, numbers = scored(scoring, norms=norms)
     # Scores leave the backward pass as cotangents, whose own derivative would be wrong
     # without an error.
@@ -296,15 +305,25 @@ _NO_DERIVATIVES = (
 
 
 def _check_options(
-    granularity: str, is_total: bool, of_examples: tuple[Any, Any]
+    granularity: str,
+    norms: bool,
+    tokens: Reduction | None,
+    of_examples: tuple[Any, Any],
 ) -> None:
-    if granularity not in ("leaf", "total"):
-        raise ValueError(f'granularity is "leaf" or "total"; got {granularity!r}.')
+    if granularity not in ("leaf", "total", "token"):
+        raise ValueError(
+            f'granularity is "leaf", "total" or "token"; got {granularity!r}.'
+        )
+    if granularity == "token" and (norms or tokens is None):
+        raise ValueError(
+            'granularity="token" scores losses of tokens, without norms: say by'
+            ' tokens="sum" or "mean" how an example has them, and leave out norms.'
+        )
     if [one is None for one in of_examples] in ([True, False], [False, True]):
         raise ValueError(
             "example_ids and Examples, the axis of what they count, are given together."
         )
-    if of_examples[0] is not None and not is_total:
+    if of_examples[0] is not None and (granularity == "leaf" or norms):
         raise ValueError(
             'example_ids gives totals of documents: granularity="total", without norms.'
         )
@@ -315,7 +334,8 @@ def _named(
 ) -> tuple[Any, NamedArray]:
     """Numbers of arrays, none if only the total is asked for, and their sum."""
     scale = scoring.task.objective.scale(scoring.Batch.size) ** (at + 1)
-    every, total = {}, hax.zeros(scoring.Batch, dtype=jnp.float32)
+    every = {}
+    total = hax.zeros(scoring.Batch, dtype=jnp.float32)
     for path, own in numbers.items():
         leaf = scoring.leaves[path]
         every[leaf.shown] = found = hax.named(

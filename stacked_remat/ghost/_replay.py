@@ -13,6 +13,7 @@ import haliax as hax
 import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
+from haliax.util import ensure_tuple
 from jaxtyping import Array, Float
 
 from .._microbatches import in_microbatches
@@ -39,7 +40,8 @@ class Replay(NamedTuple):
         state: the state after the last step.
         examples: the derivative of the loss with respect to the weight of each example
             in each step, `[Steps, Examples]`, at weights of one: to first order, by how
-            much leaving the example out there would lower the loss.
+            much leaving the example out there would lower the loss. Of each token,
+            where `Examples` are the axes of losses of tokens.
         per_step: the derivatives with respect to what `per_step` gave, in its
             structure.
     """
@@ -56,7 +58,7 @@ def replay(
     batches: PyTree,
     held_out_loss: Callable[[Any], Array],
     Steps: Axis | int,
-    Examples: Axis,
+    Examples: Axis | tuple[Axis, ...],
     *,
     per_step: dict[str, PyTree] | None = None,
     remat: ScanCheckpointSpec = "nested",
@@ -87,7 +89,8 @@ def replay(
             with it first.
         held_out_loss: from the last state to a scalar.
         Steps: the axis of the steps, or their number.
-        Examples: the axis of the examples of a batch.
+        Examples: the axis of the examples of a batch; or several axes, those of losses
+            of tokens, for a weight of each token.
         per_step: further arguments of the step by name, arrays with an entry for each
             step, such as learning rates or weight decays, which are differentiated too.
         remat: which states are kept, as of any fold: with `"nested"` about `2 *
@@ -117,7 +120,7 @@ def replay(
     small `eps_root`, such as 1e-30.
     """
     Steps = steps_axis(Steps)
-    ones = hax.ones((Steps, Examples), jnp.float32)
+    ones = hax.ones((Steps, *ensure_tuple(Examples)), jnp.float32)
 
     def trained(
         weights: NamedArray,

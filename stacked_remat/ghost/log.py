@@ -6,11 +6,14 @@ import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
+import jax
 import numpy as np
 
 from .._files import replaced_whole
+from .._scan.marks import is_named, raw_array
+from ._grad_dot import GradDots
 
 LOG_FOLDER = "ghost"
 """The name of the log's folder in a run folder."""
@@ -38,6 +41,19 @@ def import_pyarrow() -> Any:
     return pyarrow
 
 
+class TokenScores(NamedTuple):
+    """The scores of an example's tokens.
+
+    Attributes:
+        scores: of each token of the text as a target, `[tokens]`; zero for one that is
+            no target.
+        ends: where each token ends in the text, in characters.
+    """
+
+    scores: np.ndarray
+    ends: np.ndarray
+
+
 @final
 @dataclass(frozen=True)
 class StepScores:
@@ -54,6 +70,7 @@ class StepScores:
             computed.
         texts: what to show of each example; None for nothing.
         places: the file and line of each example; None if they are not known.
+        tokens: of each example; None without scores of tokens.
 
     Raises:
         ValueError: a shape does not fit the number of examples; names the path.
@@ -66,6 +83,26 @@ class StepScores:
     norms: Mapping[str, np.ndarray] | None = None
     texts: Sequence[str] | None = None
     places: Sequence[str] | None = None
+    tokens: Sequence[TokenScores] | None = None
+
+    @staticmethod
+    def of(
+        found: GradDots, losses: Any, step: int, examples: Sequence[Any], **more: Any
+    ) -> "StepScores":
+        """What `grad_dot` found, and the losses of the examples, named or plain;
+        `more` are `texts`, `places` and `tokens`.
+        """
+        # Of another granularity than "leaf" there are totals alone.
+        scores = found.scores or {"model": found.total}
+        norms = None
+        if found.total_norm is not None:
+            norms = found.norms or {"model": found.total_norm}
+        losses, scores, norms = jax.tree.map(
+            lambda leaf: np.asarray(raw_array(leaf)),
+            (losses, scores, norms),
+            is_leaf=is_named,
+        )
+        return StepScores(step, [*map(str, examples)], losses, scores, norms, **more)
 
     def __post_init__(self) -> None:
         count = len(self.examples)
@@ -74,9 +111,18 @@ class StepScores:
                 f"Step {self.step} with scores of {[*self.scores]}: steps are from 1,"
                 " with scores."
             )
-        for name, shown in (("texts", self.texts), ("places", self.places)):
-            if shown is not None and len(shown) != count:
-                raise ValueError(f"There are {len(shown)} {name} of {count} examples.")
+        for name in ("texts", "places", "tokens"):
+            of_examples = getattr(self, name)
+            if of_examples is not None and len(of_examples) != count:
+                raise ValueError(
+                    f"There are {len(of_examples)} {name} of {count} examples."
+                )
+        for tokens in self.tokens or ():
+            if np.shape(tokens.scores) != np.shape(tokens.ends):
+                raise ValueError(
+                    f"tokens have {np.size(tokens.scores)} scores and"
+                    f" {np.size(tokens.ends)} ends of one example."
+                )
         arrays = {"losses": self.losses}
         arrays |= {f"scores[{path!r}]": array for path, array in self.scores.items()}
         for path, array in ({} if self.norms is None else self.norms).items():
@@ -107,8 +153,9 @@ class ScoreLog:
 
     The columns are `step`, `example` (its id), `layer` (null for leaves outside of
     stacks), `leaf` (its path), `score`, `norm` (null if not computed), `loss` (of the
-    example), `text` and `place` (its files and lines). An example's score in a step is
-    the sum of its rows.
+    example), `text`, `place` (its files and lines), `token_scores` and `token_ends`
+    (lists, as of `TokenScores`; null without scores of tokens). An example's score in a
+    step is the sum of its rows.
 
     A file appears whole or not at all, with the first of its steps in its name, so a
     process may be killed at any moment. A run that resumes after step s drops the rows
@@ -172,7 +219,8 @@ class ScoreLog:
                 " each step is logged once, in order. Give"
                 f" resumed_after={found.step - 1} to log it again."
             )
-        self._first, self._last = self._first or found.step, found.step
+        self._first = self._first or found.step
+        self._last = found.step
         self._tables.append(_table(found))
         # A run that saves seldom must not keep all its scores in memory.
         if sum(table.num_rows for table in self._tables) >= _ROWS:
@@ -186,7 +234,8 @@ class ScoreLog:
         # Each step has a dictionary of its own ids and texts; a Parquet file has one.
         whole = pyarrow.concat_tables(self._tables).unify_dictionaries()
         _write(whole, self.folder / f"scores-from-{self._first:012}.parquet")
-        self._tables, self._first = [], 0
+        self._tables = []
+        self._first = 0
 
 
 def log_folder(run: Path) -> Path:
@@ -223,7 +272,8 @@ def read_scores(
         ScoreLogError: a file is damaged; names it.
     """
     pyarrow = import_pyarrow()
-    column, wanted = pyarrow.compute.field, pyarrow.compute.scalar(True)
+    column = pyarrow.compute.field
+    wanted = pyarrow.compute.scalar(True)
     if steps is not None:
         wanted = wanted & (column("step") >= steps[0]) & (column("step") <= steps[1])
     if layer is not None:
@@ -249,12 +299,11 @@ def _table(found: StepScores) -> Any:
     places = unknown if found.places is None else found.places
 
     def rows(path: str) -> Any:
-        scores, norms = found.scores[path], (found.norms or {}).get(path)
+        scores = found.scores[path]
+        norms = (found.norms or {}).get(path)
         layers = np.size(scores) // count
-        at, numbers = (
-            np.tile(np.arange(count, dtype=np.int32), layers),
-            np.repeat(np.arange(layers), count),
-        )
+        at = np.tile(np.arange(count, dtype=np.int32), layers)
+        numbers = np.repeat(np.arange(layers), count)
 
         def chosen(values: Sequence[str]) -> Any:
             return pyarrow.DictionaryArray.from_arrays(
@@ -271,10 +320,25 @@ def _table(found: StepScores) -> Any:
             "loss": np.asarray(found.losses)[at],
             "text": chosen(texts),
             "place": chosen(places),
+            **_token_columns(found.tokens, at),
         }
         return pyarrow.table(columns).cast(_schema())
 
     return pyarrow.concat_tables(map(rows, found.scores))
+
+
+def _token_columns(
+    tokens: Sequence[TokenScores] | None, at: np.ndarray
+) -> dict[str, Any]:
+    """The lists of rows that are of these examples."""
+    pyarrow = import_pyarrow()
+    if tokens is None:
+        return dict.fromkeys(("token_scores", "token_ends"), pyarrow.nulls(at.size))
+    of_rows = [tokens[example] for example in at]
+    return {
+        "token_scores": pyarrow.array([one.scores for one in of_rows]),
+        "token_ends": pyarrow.array([one.ends for one in of_rows]),
+    }
 
 
 def _schema() -> Any:
@@ -289,6 +353,10 @@ def _schema() -> Any:
     }
     kinds |= {"score": number, "norm": number, "loss": number}
     kinds |= {"text": text, "place": text}
+    kinds |= {
+        "token_scores": pyarrow.list_(number),
+        "token_ends": pyarrow.list_(pyarrow.int32()),
+    }
     return pyarrow.schema(list(kinds.items()))
 
 

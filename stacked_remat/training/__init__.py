@@ -103,8 +103,8 @@ from .remat import (
 )
 from .run_folder import RunFolder as RunFolder, lock_run_folder as lock_run_folder
 from .scoring import (
-    ExampleLosses as ExampleLosses,
     Scoring as Scoring,
+    TokenLosses as TokenLosses,
     ValidationBatch as ValidationBatch,
     validation_batches as validation_batches,
 )

@@ -57,6 +57,10 @@ class GhostConfig:
         norms: also the norm of the gradient of each sequence's cross entropy. The
             backward pass of a scored step then takes one sequence after the other, and
             what is outside of layers twice. On one device.
+        by_token: the score of each target of a sequence instead of that of each array:
+            by how much training on this target alone lowers the loss of held-out text.
+            The sequence has their sum. A scored step takes one more forward pass with
+            its derivative.
         validation: the held-out text.
     """
 
@@ -64,7 +68,13 @@ class GhostConfig:
     token_mean: Literal["batch", "example"] = "batch"
     every: Count = 10
     norms: bool = False
+    by_token: bool = False
     validation: GhostValidationConfig = field(default_factory=GhostValidationConfig)
 
     def __post_init__(self) -> None:
         check_fields("ghost.", self)
+        if self.norms and self.by_token:
+            raise ValueError(
+                "ghost.norms and ghost.by_token exclude each other: norms are of the"
+                " gradients of whole sequences. Leave out one of them."
+            )

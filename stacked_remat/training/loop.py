@@ -167,12 +167,12 @@ def train(
             # A CPU may do the step before the call returns.
             loss: Any = metrics["loss"]
             ended = time.monotonic() if loss.is_ready() else None
-            used = batch
+            num_tokens = batch.num_tokens
             data = training.get_state()
             if done < config.num_steps:
                 batch = shard(training.next())  # made while the device works
             # Waits for the step before, while the device does this one
-            report.dispatched(_Step(done, metrics, targets, used.num_tokens, ended))
+            report.dispatched(_Step(done, metrics, targets, num_tokens, ended))
             # Asked once a step in all processes, which have to agree on the answer.
             asked = should_stop()
             is_evaluated = done == config.num_steps or (
@@ -186,7 +186,7 @@ def train(
             if is_read or asked is not None or scores is not None:
                 report.catch_up()
             if scores is not None:
-                scores.log(done, used, data)
+                scores.log(done, data)
             if done == profiler.last_step:
                 report.catch_up()
                 tracing.close()

@@ -219,6 +219,16 @@ class Partitioning:
 
         return self._map(put, tree)
 
+    def replicated(self, tree: T) -> T:
+        """A tree within `jax.jit` with every array whole on each device, where each
+        process can read it.
+        """
+        if self.mesh.size == 1:
+            return tree
+        return jax.lax.with_sharding_constraint(
+            tree, NamedSharding(self.mesh, PartitionSpec())
+        )
+
     def check_names(self, state: Any) -> None:
         """Checks that the mappings name axes of a state (or of its shapes) or of
         batches.

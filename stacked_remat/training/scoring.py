@@ -2,7 +2,6 @@
 held-out text.
 """
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, final
@@ -15,17 +14,25 @@ import numpy as np
 from haliax import NamedArray
 from jaxtyping import Array
 
-from ..ghost import ScoreLog, StepScores, check_examples, grad_dot, val_direction
+from ..ghost import (
+    GradDots,
+    ScoreLog,
+    StepScores,
+    check_examples,
+    grad_dot,
+    val_direction,
+)
 from .batches import BATCH_AXIS, POSITION_AXIS, HeldOutSet, TokenBatch
 from .errors import ConfigError
+from .example_texts import Decode, examples_by_token, named_examples
 from .ghost_config import GhostConfig, GhostValidationConfig
 from .mesh import Partitioning
 from .progress import ConsoleProgress
 from .step import FusedOptimizer, Metrics, TrainState, TrainStep, marks, of_whole_batch
 
-ExampleLosses: TypeAlias = Callable[[Any, TokenBatch], tuple[NamedArray, Metrics]]
-"""From (model, batch) to each sequence's part of the batch's mean loss per token,
-`[batch]`, and metrics.
+TokenLosses: TypeAlias = Callable[[Any, TokenBatch], tuple[NamedArray, Metrics]]
+"""From (model, batch) to each token's part of the batch's mean loss, `[batch,
+position]`, and metrics.
 
 It takes a batch of one sequence too.
 """
@@ -41,14 +48,22 @@ class ValidationBatch:
     index: int
     weight: float
 
+    @property
+    def batch(self) -> TokenBatch:
+        """The batch, or this process's rows of it."""
+        return self.held_out.batch(self.index)
+
 
 def validation_batches(
     config: GhostValidationConfig,
     held_out: HeldOutSet,
     by_source: Mapping[str, HeldOutSet],
+    partitioning: Partitioning | None = None,
 ) -> tuple[ValidationBatch, ...]:
     """The batches against whose loss examples are scored; the loss of each text is its
     mean over tokens.
+
+    `partitioning` is that of the run; on one device if not given.
 
     Raises:
         ConfigError: a text has fewer batches than the config asks for.
@@ -57,7 +72,9 @@ def validation_batches(
         f"held_out/{name}": (by_source.get(name), weight)
         for name, weight in config.sources.items()
     }
-    total, found = sum(config.sources.values()) or 1.0, []
+    shard = (partitioning or Partitioning.one_device()).shard_batch
+    total = sum(config.sources.values()) or 1.0
+    found = []
     for name, (text, weight) in (texts or {"held_out": (held_out, 1.0)}).items():
         count = 0 if text is None else len(text)
         if text is None or count < config.batches:
@@ -67,8 +84,9 @@ def validation_batches(
                 " ghost.validation.batches, data.batch_size or data.seq_len, or hold"
                 " out more text."
             )
+        # Of all processes, each of which has its own rows
         tokens = [
-            float(text.batch(index).weights.array.sum())
+            float(jnp.sum(shard(text.batch(index)).weights.array))
             for index in range(config.batches)
         ]
         found += [
@@ -84,24 +102,24 @@ class Scoring:
 
     Attributes:
         config: the method, and how often.
-        losses: of a batch's examples.
+        losses: of a batch's tokens.
         is_whole: whether the loss of the step is the sum of these, without random
             numbers or auxiliary losses such as the load balance of experts. If not, the
             update is by a pass of its own.
         validation: the batches of held-out text, from `validation_batches`.
         decode: the text of tokens.
-        log: receives the scores.
+        log: receives the scores; None in all processes but the first.
         names: from a position of the stream of batches to the file and line of each
             example of the batch before it, as `BatchStream.names`; None for a stream
             that knows none.
     """
 
     config: GhostConfig
-    losses: ExampleLosses
+    losses: TokenLosses
     is_whole: bool
     validation: tuple[ValidationBatch, ...]
-    decode: Callable[[np.ndarray], str]
-    log: ScoreLog
+    decode: Decode
+    log: ScoreLog | None
     names: Callable[[dict[str, Any]], Sequence[str]] | None = None
 
 
@@ -121,12 +139,15 @@ class StepScorer:
     ):
         if isinstance(step.optimizer, FusedOptimizer):
             raise ValueError("Scored steps take no FusedOptimizer: leave it out.")
-        self._scoring, self._ordinary = scoring, step
+        self._scoring = scoring
+        self._ordinary = step
         self._partitioning = step.partitioning or Partitioning.one_device()
+        self._zeros = eqx.filter_jit(self._zero_direction)
         self._add = eqx.filter_jit(self._add_direction, donate="all-except-first")
         self._step = eqx.filter_jit(self._scored_step, donate="all-except-first")
-        self._found: _BatchScores | None = None
-        self._progress, self._is_checked = progress, False
+        self._found: tuple[TokenBatch, _BatchScores] | None = None
+        self._progress = progress
+        self._is_checked = False
 
     def is_due(self, step: int) -> bool:
         """Whether the examples of this step are scored."""
@@ -139,14 +160,13 @@ class StepScorer:
         if not self._is_checked:
             if self._progress is not None:
                 self._progress.waiting("compiling a step that scores its examples")
-            check_examples(state.model, self._sums, batch)
+            # What is computed of the whole batch needs no losses of examples alone.
+            if not self._scoring.config.by_token:
+                check_examples(state.model, self._sums, batch, tokens="sum")
             self._is_checked = True
-        # In float32 whatever the weights are: parts of several batches are added up.
-        direction = jax.tree.map(
-            lambda leaf: jnp.zeros(leaf.shape, jnp.float32), state.trained
-        )
+        direction = self._zeros(state.trained)
         for one in self._scoring.validation:
-            part = self._partitioning.shard_batch(one.held_out.batch(one.index))
+            part = self._partitioning.shard_batch(one.batch)
             direction = self._add(
                 (state.trained, state.frozen, part, jnp.asarray(one.weight)), direction
             )
@@ -154,29 +174,41 @@ class StepScorer:
         return state, metrics
 
     def _sums(self, model: Any, batch: TokenBatch) -> NamedArray:
-        """The losses of the sequences, added up over their tokens: they are the same
-        alone and in a batch.
-        """
+        """The losses of tokens, which are the same alone and in a batch."""
         return self._scoring.losses(model, batch)[0] * batch.total_weight
 
-    def log(self, step: int, batch: TokenBatch, position: dict[str, Any]) -> None:
+    def log(self, step: int, position: dict[str, Any]) -> None:
         """Logs the scores of the latest `step`; those of a step that is not finite are
         left out.
 
         `position` is that of the stream after the batch.
         """
         assert self._found is not None
-        found, self._found = jax.tree.map(np.asarray, self._found), None
-        if all(np.isfinite(array).all() for array in jax.tree.leaves(found)):
-            scoring = self._scoring
-            ids, texts = named_examples(batch, scoring.decode)
-            places = None if scoring.names is None else scoring.names(position)
-            scores = (found.losses, found.scores, found.norms)
-            scoring.log.append(StepScores(step, ids, *scores, texts, places))
+        scoring = self._scoring
+        (batch, scores) = self._found
+        self._found = None
+        if scoring.log is None:
+            return
+        found = jax.tree.map(np.asarray, scores)
+        if not all(np.isfinite(array).all() for array in jax.tree.leaves(found)):
+            return
+        ids, texts = named_examples(batch, scoring.decode)
+        tokens = None
+        if found.tokens is not None:
+            texts, tokens = examples_by_token(batch, found.tokens.T, scoring.decode)
+        places = None if scoring.names is None else scoring.names(position)
+        numbers = (found.losses, found.scores, found.norms)
+        scoring.log.append(StepScores(step, ids, *numbers, texts, places, tokens))
 
     def flush(self) -> None:
         """Writes what was logged to files."""
-        self._scoring.log.flush()
+        if self._scoring.log is not None:
+            self._scoring.log.flush()
+
+    def _zero_direction(self, trained: Any) -> Any:
+        # In float32 whatever the weights are: parts of several batches are added up.
+        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), trained)
+        return self._ordinary.shard(zeros)
 
     def _add_direction(
         self, data: tuple[Any, Any, TokenBatch, Array], direction: Any
@@ -188,6 +220,7 @@ class StepScorer:
             lambda model, batch: self._scoring.losses(model, batch)[0],
             batch,
             reduction="sum",
+            tokens="sum",
             trainable=marks(trained),
         )
         return jax.tree.map(
@@ -198,15 +231,17 @@ class StepScorer:
 
     def _scored_step(
         self, data: tuple[TokenBatch, Any], state: TrainState
-    ) -> tuple[TrainState, Metrics, "_BatchScores"]:
-        """The step for a batch and a direction, a tree like the trained arrays, with
-        scores.
+    ) -> tuple[TrainState, Metrics, tuple[TokenBatch, "_BatchScores"]]:
+        """The step for a batch and a direction, a tree like the trained arrays; with
+        the whole batch and its scores.
         """
-        (batch, direction), step = data, self._ordinary
+        (batch, direction) = data
+        step = self._ordinary
         model = eqx.combine(step.shard(state.trained), state.frozen)
         options = {
             "direction": direction,
             "reduction": "sum",
+            "tokens": "sum",
             "trainable": marks(state.trained),
         }
         # The step's own gradients, for a loss that has more than the sum over
@@ -231,7 +266,9 @@ class StepScorer:
             )
         of_example = self._scoring.config.token_mean == "example"
         factors = _batch_over_own_weights(batch) if of_example else jnp.ones(())
-        return after, metrics, jax.tree.map(lambda array: array * factors, scores)
+        scores = jax.tree.map(lambda array: array * factors, scores)
+        # The first process logs the examples of all.
+        return after, metrics, self._partitioning.replicated((batch, scores))
 
     def _scored_part(
         self, part: TokenBatch, share: Any, model: Any, options: dict[str, Any]
@@ -243,31 +280,42 @@ class StepScorer:
         # the batch's, the sum over sequences is the loss of the whole batch.
         total = part.total_weight
 
-        def of_examples(model: Any, one: TokenBatch) -> tuple[NamedArray, Any]:
-            each, metrics = self._scoring.losses(model, one)
-            each = each * (one.total_weight / total * share)
-            return each, (each, metrics)
+        def of_tokens(model: Any, one: TokenBatch) -> tuple[NamedArray, Any]:
+            losses, metrics = self._scoring.losses(model, one)
+            losses = losses * (one.total_weight / total * share)
+            return losses, (hax.sum(losses, POSITION_AXIS), metrics)
 
-        options = {**options, "norms": self._scoring.config.norms}
-        gradients, found = grad_dot(model, of_examples, part, has_aux=True, **options)
-        each, metrics = found.aux
+        config = self._scoring.config
+        options = {**options, "norms": config.norms, "has_aux": True}
+        if config.by_token:
+            options["granularity"] = "token"
+        gradients, found = grad_dot(model, of_tokens, part, **options)
+        losses, metrics = found.aux
+        if config.by_token:
+            return gradients, metrics, _BatchScores.by_token(found, losses)
         metrics = of_whole_batch(metrics, 1.0 / _batch_over_own_weights(part))
         norms = None if found.norms is None else _arrays(found.norms)
         return (
             gradients,
             metrics,
-            _BatchScores(_arrays(found.scores), each.array, norms),
+            _BatchScores(_arrays(found.scores), losses.array, norms),
         )
 
 
 class _BatchScores(eqx.Module):
     """The scores and norms of a batch, as the log takes them: `[batch]` or `[layers,
-    batch]`, by path.
+    batch]`, by path; and those of its tokens, `[position, batch]`.
     """
 
     scores: dict[str, Array]
     losses: Array
     norms: dict[str, Array] | None = None
+    tokens: Array | None = None
+
+    @staticmethod
+    def by_token(found: GradDots, losses: NamedArray) -> "_BatchScores":
+        tokens = found.by_token.rearrange((POSITION_AXIS, BATCH_AXIS)).array
+        return _BatchScores({"model": found.total.array}, losses.array, tokens=tokens)
 
 
 def _arrays(by_path: dict[str, NamedArray]) -> dict[str, Array]:
@@ -283,45 +331,3 @@ def _batch_over_own_weights(batch: TokenBatch) -> Array:
     """
     own = hax.sum(batch.weights, POSITION_AXIS).array
     return batch.total_weight / jnp.where(own > 0, own, 1.0)
-
-
-def named_examples(
-    batch: TokenBatch, decode: Callable[[np.ndarray], str]
-) -> tuple[list[str], list[str]]:
-    """The ids and the texts of a batch's examples, as logs of scores have them.
-
-    Ids are hashes, the same in every epoch and run. Texts are of one document after the
-    other.
-    """
-    arrays = {
-        name: np.asarray(named.rearrange((BATCH_AXIS, POSITION_AXIS)).array)
-        for name, named in vars(batch).items()
-        if named is not None
-    }
-    ids, texts = [], []
-    for index, tokens in enumerate(arrays["tokens"]):
-        used = (
-            np.flatnonzero(arrays["documents"][index])
-            if "documents" in arrays
-            else [len(tokens) - 1]
-        )
-        stop = used[-1] + 1 if len(used) else 0  # padding follows
-        row = {name: array[index, :stop] for name, array in arrays.items()}
-        # Of what the loss reads: rows that differ only in what is padding, or cut off,
-        # are the same example.
-        digest = hashlib.sha256()
-        for name in ("tokens", "targets", "weights", "documents"):
-            digest.update(row[name].tobytes() if name in row else b"none")
-        ids.append(digest.hexdigest()[:16])
-        # A document's last target is no input, so it is added to the text of its
-        # inputs.
-        ends = (
-            np.flatnonzero(np.diff(row.get("documents", np.zeros(stop)), append=-1)) + 1
-        )
-        parts = zip(
-            np.split(row["tokens"], ends[:-1]), row["targets"][ends - 1], strict=False
-        )
-        texts.append(
-            "\n".join(decode(np.append(part, target)) for part, target in parts)
-        )
-    return ids, texts

@@ -9,10 +9,10 @@ import sys
 import numpy as np
 import pytest
 
-from stacked_remat.ghost import ScoreLog, ScoreLogError, StepScores
+from stacked_remat.ghost import ScoreLog, ScoreLogError, StepScores, TokenScores
 from stacked_remat.ghost.__main__ import main
 from stacked_remat.ghost.log import read_scores
-from stacked_remat.ghost.ranking import rank_examples
+from stacked_remat.ghost.ranking import extreme_examples, rank_examples
 
 LAYERS, BATCH, EXAMPLES = 3, 4, 10
 
@@ -178,7 +178,8 @@ def test_the_command_prints(tmp_path, capsys, monkeypatch):
     file = tmp_path / "worst.csv"
     assert main(["bottom", run, "--count", "3", "--csv", str(file)]) == 0
     wrote = capsys.readouterr().out
-    assert wrote.startswith("wrote 3 of ") and "above zero where training on" in wrote
+    assert wrote.startswith(f"wrote {file}. The 3 most harmful of ")
+    assert "above zero where training on" in wrote
     with file.open(newline="") as lines:
         header, *rows = csv.reader(lines)
     assert header == ["score", "steps", "example", "place", "text"] and len(rows) == 3
@@ -201,7 +202,9 @@ def test_examples_are_shown_by_their_places(tmp_path, capsys, monkeypatch):
         log.append(found)
     log.flush()
     assert main(["top", "run"]) == 0
-    title, header, _, first, second = capsys.readouterr().out.strip().rsplit("\n", 4)
+    shown = capsys.readouterr().out.strip().rsplit("\n", 6)
+    title, header, _, first, second, _, bars = shown
+    assert bars == "All 2 scores: -0.500 ██ +0.500"
     assert "above zero where training on the" in title
     assert header.split() == ["score", "steps", "place", "text"]
     assert first.split()[2:5] == ["texts/a.jsonl:17", "=", "texts/a.jsonl:40"]
@@ -212,9 +215,57 @@ def test_examples_are_shown_by_their_places(tmp_path, capsys, monkeypatch):
     assert [row[3] for row in rows[1:]] == [whole, ""]
 
 
+def test_examples_are_drawn(tmp_path, capsys):
+    written(tmp_path / "run" / "ghost", [1, 2, 3])
+    for name in ("scores.svg", "scores.png"):
+        file = tmp_path / name
+        run = str(tmp_path / "run")
+        assert main(["top", run, "--count", "3", "--plot", str(file)]) == 0
+        shown = capsys.readouterr().out
+        assert shown.startswith(f"wrote {file}. The 3 most helpful of ")
+    drawn = (tmp_path / "scores.svg").read_text()
+    ranking = rank_examples(tmp_path / "run" / "ghost")
+    for index, name in enumerate(ranking.ids):
+        assert (f">{name}<" in drawn) == (index < 3)
+    assert (tmp_path / "scores.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_tokens_are_shown_by_their_scores(tmp_path, capsys, monkeypatch):
+    """The sums over steps; of a long text the part around the largest score."""
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    log = ScoreLog(tmp_path)
+    text = "x" * 400 + " good bad\x1b none"
+    ends = np.array([400, 405, 410, 415])
+    for step in (1, 2):
+        scores = np.array([0.0, 1.5, -2.0, 0.1])
+        tokens = [TokenScores(scores, ends), TokenScores(-scores, ends)]
+        totals = {"model": np.array([-0.4, 0.4])}
+        found = StepScores(
+            step, ["a", "b"], np.zeros(2), totals, texts=[text] * 2, tokens=tokens
+        )
+        log.append(found)
+    log.flush()
+    ranking = rank_examples(tmp_path)
+    (best,) = extreme_examples(tmp_path, ranking, 1, best=True)
+    assert best.example == "b" and best.text == text
+    np.testing.assert_allclose(best.tokens.scores, [0, -3, 4, -0.2], atol=1e-6)
+    assert main(["bottom", str(tmp_path), "--count", "1"]) == 0
+    shown = capsys.readouterr().out
+    assert "green tokens lower it, red ones raise it" in " ".join(shown.split())
+    cell = shown[shown.index("…x") :]
+    red, green = "\x1b[31m", "\x1b[32m"
+    marked = f"x«{green} good\x1b[0m{red} bad\N{REPLACEMENT CHARACTER}\x1b[0m» none"
+    assert re.sub(r"\s+", " ", cell).startswith("…x") and marked in cell, repr(cell)
+    for wrong in ([tokens[0]], [TokenScores(np.zeros(3), ends)] * 2):
+        with pytest.raises(ValueError, match="tokens"):
+            StepScores(3, ["a", "b"], np.zeros(2), totals, tokens=wrong)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["top", "{}/run", "--plot", "a.pdf"], "--plot is written as .png or .svg"),
         (["top", "{}/nowhere"], "There is no run folder .*nowhere"),
         (["top", "{}"], "has no scores of examples. Train with a `ghost` section"),
         (

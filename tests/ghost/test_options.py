@@ -5,6 +5,7 @@ errors.
 import re
 
 import equinox as eqx
+import haliax as hax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,6 +24,44 @@ from .cases import (
     run,
 )
 from .test_grad_dot import Sine
+
+
+@pytest.mark.parametrize("is_named", [False, True])
+def test_every_token_has_the_score_of_its_own_loss(is_named):
+    """Tokens of an example that attend to each other."""
+    Batch, Position = Axis("batch", 3), Axis("position", 4)
+    keys = jax.random.split(jax.random.key(0), 3)
+    weight, direction = (jax.random.normal(key, (5, 5)) for key in keys[:2])
+    batch = hax.named(jax.random.normal(keys[2], (3, 4, 5)), (Batch, Position, "in"))
+
+    def losses(weight, batch):
+        x = jnp.tanh(batch.array @ weight)
+        mixed = jax.nn.softmax(x @ jnp.swapaxes(x, 1, 2), -1) @ x
+        found = jnp.sum(jnp.sin(mixed), -1)
+        return hax.named(found, batch.axes[:2]) if is_named else found
+
+    def of_losses(weight):
+        found = losses(weight, batch)
+        return found.array if is_named else found
+
+    # A gradient of each loss
+    expected = jnp.einsum("btij,ij->bt", jax.jacrev(of_losses)(weight), direction)
+    for tokens in ("sum", "mean"):
+        options = {"direction": direction, "tokens": tokens, "granularity": "token"}
+        gradient, found = jax.jit(
+            lambda weight, options=options: ghost.grad_dot(
+                weight, losses, batch, **options
+            )
+        )(weight)
+        by_token = found.by_token.array if is_named else found.by_token
+        np.testing.assert_allclose(by_token, expected, rtol=1e-4, atol=1e-5)
+        reduced = getattr(np.asarray(expected), tokens)(axis=1)
+        np.testing.assert_allclose(found.total.array, reduced, rtol=1e-4, atol=1e-5)
+        loss = lambda weight, of=tokens: getattr(jnp, of)(of_losses(weight), 1).mean()  # noqa: E731
+        np.testing.assert_allclose(
+            gradient, jax.grad(loss)(weight), rtol=1e-4, atol=1e-5
+        )
+    assert not is_named or found.by_token.axes == (Batch, Position)
 
 
 def test_rows_in_any_order_are_scored_by_example():
@@ -149,6 +188,11 @@ def test_what_can_not_be_scored_is_refused_by_its_path():
             ghost.grad_dot(model, losses, x, **{"direction": model, **options})
 
     ids, Row, total = jnp.arange(4), Axis("row", 4), {"granularity": "total"}
+    by_token = {"granularity": "token"}
+    refused(losses, 'granularity is "leaf"', ValueError, granularity="layer")
+    refused(losses, 'granularity="token" scores losses of t', ValueError, **by_token)
+    normed = {"norms": True, "tokens": "sum"} | by_token
+    refused(lambda model, x: x, "leave out norms", ValueError, **normed)
     refused(losses, "kernel.weight goes into `custom_vjp_call`")
     refused(
         losses, "example_ids gives totals", ValueError, example_ids=ids, Examples=Row

@@ -73,7 +73,7 @@ def test_the_command_draws_and_writes(tmp_path):
             ["--metrics", "los"],
             "no run has 'los'. There are held_out_loss, loss",
         ),
-        (LINES, ["--out", "a.pdf"], "--out writes .png or .svg"),
+        (LINES, ["--out", "a.pdf"], "--out is written as .png or .svg"),
     ],
 )
 def test_what_can_not_be_drawn_is_said(tmp_path, lines, arguments, message):

@@ -23,6 +23,7 @@ import models.train_lm as train_lm
 from models.candidate import Candidate
 from models.run_config import LmRunConfig
 from models.train_lm import _trackers, main
+from stacked_remat.ghost.log import read_scores
 from stacked_remat.training import (
     EXIT_INTERRUPTED,
     ConfigError,
@@ -42,6 +43,10 @@ SHORT = (
     *("--trainer.checkpoint.every_steps", "4"),
 )
 
+COLUMNS = ["step", "example", "layer", "leaf", "score", "loss", "text", "place"]
+COLUMNS += ["token_scores", "token_ends"]
+DENSE = {"type": "qwen3", "hidden_dim": 8, "num_layers": 1, "mlp_dim": 8}
+DENSE |= {"num_heads": 2, "num_kv_heads": 1}
 CONSTANT = ("--optimizer.schedule.type", "constant")  # whatever the number of steps
 
 
@@ -54,37 +59,37 @@ def free_port():
 def start(
     workplace, processes, *overrides, run="run", last=(), env=None, last_env=None
 ):
-    """The processes of a run, which have four devices together; `last` is for the last
-    one only.
+    """The processes of a run; `last` is for the last one only."""
+    arguments = arguments_of(workplace, *SHORT, *overrides, run=run)
+    own = arguments_of(workplace, *SHORT, *overrides, *last, run=run)
+    each = [arguments] * (processes - 1) + [own]
+    return started("models.train_lm", each, env, last_env)
+
+
+def started(module, of_processes, env=None, last_env=None):
+    """Processes that run a module with these arguments, and have four devices
+    together.
     """
-    port, started = free_port(), []
-    for index in range(processes):
+    port, found, count = free_port(), [], len(of_processes)
+    for index, arguments in enumerate(of_processes):
         together = {
             "coordinator_address": f"localhost:{port}",
-            "num_processes": processes,
+            "num_processes": count,
             "process_id": index,
             "local_device_ids": None,
             "heartbeat_timeout_seconds": HEARTBEAT,
         }
-        distributed = (
-            "--distributed",
-            json.dumps(together) if processes > 1 else "off",
-        )
-        own, own_env = (last, last_env) if index == processes - 1 else ((), None)
-        arguments = arguments_of(
-            workplace, *SHORT, *distributed, *overrides, *own, run=run
-        )
-        count = f"--xla_force_host_platform_device_count={DEVICES // processes}"
+        distributed = json.dumps(together) if count > 1 else "off"
+        devices = f"--xla_force_host_platform_device_count={DEVICES // count}"
         environment = os.environ | {
             "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {count}",
+            "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {devices}",
             **(env or {}),
-            **(own_env or {}),
+            **((last_env or {}) if index == count - 1 else {}),
         }
-        started.append(
-            python("-u", "-m", "models.train_lm", *arguments, env=environment)
-        )
-    return started
+        call = ("-u", "-m", module, *arguments)
+        found.append(python(*call, "--distributed", distributed, env=environment))
+    return found
 
 
 def python(*arguments, env=None):
@@ -315,6 +320,60 @@ def test_processes_that_divide_rows_and_weights_train_as_one(workplace):
     assert "held-out loss after 12 steps" in shown[0] and "step" not in "".join(
         shown[1:]
     )
+
+
+def assert_same_scores(folder, expected):
+    found, wanted = (
+        read_scores(one, COLUMNS).to_pydict() for one in (folder, expected)
+    )
+    for name, values in wanted.items():
+        if name in ("score", "loss"):
+            np.testing.assert_allclose(found[name], values, rtol=2e-3, atol=1e-6)
+        elif name == "token_scores":
+            for own, other in zip(found[name], values, strict=True):
+                if other is not None:
+                    np.testing.assert_allclose(own, other, rtol=5e-3, atol=1e-5)
+        else:
+            assert found[name] == values, name
+    return wanted
+
+
+@pytest.mark.deep
+def test_processes_score_their_sequences_in_one_log(workplace):
+    scored = ("--ghost", "{every: 6, validation: {batches: 2}}")
+    for count, run in ((1, "scored whole"), (2, "scored")):
+        status, shown = ended(start(workplace, count, *scored, run=run))
+        assert status == [0] * count, shown
+    run, whole = workplace / "scored", workplace / "scored whole"
+    assert_same_run(run, workplace / "one")
+    wanted = assert_same_scores(run / "ghost", whole / "ghost")
+    assert set(wanted["step"]) == {6, 12}
+
+
+@pytest.mark.deep
+def test_processes_replay_what_they_scored_by_token(workplace):
+    few = ("--model", json.dumps(DENSE), "--remat", "false", "--trainer.num_steps", "4")
+    few += ("--trainer.checkpoint.every_steps", "2")
+    by_token = ("--ghost", "{every: 4, by_token: true}")
+    status, shown = ended(start(workplace, 2, *few, *by_token, run="replayed"))
+    assert status == [0, 0], shown
+    run = workplace / "replayed"
+    replay = ["--run_dir", str(run), "--by_token", "--least_metasmoothness", "-1"]
+    for each in ([[*replay, "--one_device"]], [replay] * 2):
+        status, shown = ended(started("models.replay_lm", each))
+        assert status == [0] * len(each), shown
+        assert "replayed steps 3 to 4" in shown[0], shown
+        assert "replayed" not in "".join(shown[1:]), shown
+        if len(each) == 1:
+            (run / "replay").rename(run / "on one device")
+    wanted = assert_same_scores(run / "replay", run / "on one device")
+    totals = [sum(scores) for scores in wanted["token_scores"]]
+    np.testing.assert_allclose(totals, wanted["score"], rtol=1e-3, atol=1e-5)
+    assert np.abs(totals).max() > 1e-3
+    scored = read_scores(run / "ghost", COLUMNS).to_pydict()
+    last = [at for at, step in enumerate(wanted["step"]) if step == 4]
+    for name in ("example", "text", "place", "token_ends"):
+        assert scored[name] == [wanted[name][at] for at in last], name
 
 
 @pytest.mark.deep

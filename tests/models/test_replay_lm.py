@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from haliax import Axis
 
-from models.lm import example_losses, next_token_loss
+from models.lm import losses_by_token, next_token_loss
 from models.replay_lm import (
     Replay,
     _checked,
@@ -23,7 +23,7 @@ from models.replay_lm import (
 from models.run_config import LmRunConfig
 from models.run_state import initial_state
 from stacked_remat.ghost.log import read_scores
-from stacked_remat.training import ConfigError, TokenBatch, parse_config
+from stacked_remat.training import ConfigError, Partitioning, TokenBatch, parse_config
 
 from .tiny_run import is_place_of, train
 
@@ -98,16 +98,20 @@ def test_a_replay_is_the_derivative_of_a_loop_of_steps(tmp_path):
         tiny_batch(3),
     )
     stacked = hax.tree_util.tree_map(lambda *each: hax.stack(Steps, each), *batches)
-    loss, found = Replay(config, Steps).scores(state, stacked, [text], jnp.ones(1))
+    one_device = Partitioning.one_device()
+    replay = Replay(config, Steps, one_device)
+    loss, found = replay.scores(state, stacked, [text], jnp.ones(1))
+    by_token = Replay(config, Steps, one_device, by_token=True)
+    _, of_tokens = by_token.scores(state, stacked, [text], jnp.ones(1))
 
     @eqx.filter_jit
     def expected(model):
-        def held_out(factors):
+        def held_out(factors):  # [step, sequence, position]
             last = model
             for batch, own in zip(batches, factors, strict=True):
 
                 def weighted(model, batch=batch, own=own):
-                    (parts, _), _ = example_losses(model, batch)
+                    (parts, _), _ = losses_by_token(model, batch)
                     return jnp.sum(parts.array * own)
 
                 step = eqx.filter_grad(weighted)(last)
@@ -116,11 +120,12 @@ def test_a_replay_is_the_derivative_of_a_loop_of_steps(tmp_path):
                 )
             return next_token_loss(last, text)[1]["loss"]
 
-        return jax.value_and_grad(held_out)(jnp.ones((2, 4)))
+        return jax.value_and_grad(held_out)(jnp.ones((2, 4, 6)))
 
     wanted_loss, wanted = expected(state.model)
     np.testing.assert_allclose(loss, wanted_loss, rtol=1e-5)
-    np.testing.assert_allclose(found, wanted, rtol=2e-3, atol=1e-5)
+    np.testing.assert_allclose(found, wanted.sum(-1), rtol=2e-3, atol=1e-5)
+    np.testing.assert_allclose(of_tokens, wanted, rtol=2e-3, atol=1e-5)
     assert np.abs(wanted).max() > 0.01
 
 
@@ -213,9 +218,7 @@ def test_a_run_without_derivatives_is_refused(workplace, capsys):
 
 
 @pytest.mark.deep
-def test_a_skipped_step_and_a_launcher_of_processes_are_refused(
-    workplace, capsys, monkeypatch
-):
+def test_a_skipped_step_is_refused(workplace, capsys):
     skipping = (
         "--trainer.update.on_nonfinite",
         "skip",
@@ -228,17 +231,3 @@ def test_a_skipped_step_and_a_launcher_of_processes_are_refused(
     assert main(["--run_dir", str(workplace / "run"), "--from_step", "1"]) == 1
     assert "The replay has no scores: " in capsys.readouterr().out
     assert not list((workplace / "run" / "replay").glob("*"))
-    names = {
-        "JOB_ID": "1",
-        "STEP_NODELIST": "here",
-        "NTASKS": "2",
-        "PROCID": "0",
-        "LOCALID": "0",
-    }
-    for name, value in names.items():
-        monkeypatch.setenv(f"SLURM_{name}", value)
-    assert main(["--run_dir", str(workplace / "run"), "--from_step", "1"]) == 1
-    assert (
-        "models.replay_lm is for one process, and this is one of 2"
-        in capsys.readouterr().out
-    )

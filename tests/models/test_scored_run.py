@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from models.run_config import LmRunConfig, read_run_config
+from models.run_scoring import check_backends
 from models.run_state import restored_state
 from stacked_remat.ghost.log import read_scores
-from stacked_remat.training import GhostConfig, parse_config
+from stacked_remat.training import ConfigError, GhostConfig, parse_config
 
 from .test_train_lm import metrics_of
 from .tiny_run import arguments_of, is_place_of, train
@@ -110,6 +111,7 @@ def test_a_scored_run_reports_and_learns_what_one_without_scores_does(
     ("settings", "options", "message"),
     [
         ({"method": "grad_prod"}, (), "ghost.method"),
+        ({"norms": True, "by_token": True}, (), "Leave out one of them"),
         (
             {"every": 61},
             (),
@@ -144,6 +146,19 @@ def test_what_cannot_be_scored_is_one_message(
     shown = capsys.readouterr().out
     assert shown.splitlines()[-1].startswith("error: ") and message in shown
     assert not (workplace / "run").exists()
+
+
+def test_kernels_without_forward_mode_are_refused_for_scores_of_tokens():
+    by_token = LmRunConfig(ghost=GhostConfig(by_token=True))
+    jax_alone = {"attention": "blockwise (cudnn: no GPU)", "experts": "block"}
+    check_backends(by_token, jax_alone)
+    for taken, fix in (
+        ({"attention, window 8": "blockwise | cudnn (why)"}, "attention.backend: bl"),
+        (jax_alone | {"experts": "megablox"}, "model.experts.backend: block, or leave"),
+    ):
+        check_backends(LmRunConfig(ghost=GhostConfig()), taken)
+        with pytest.raises(ConfigError, match=f"forward mode.*has none. Set.*{fix}"):
+            check_backends(by_token, taken)
 
 
 def test_a_section_needs_no_key(workplace):

@@ -8,10 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tokenizers
 
 from stacked_remat.ghost import ScoreLog
 from stacked_remat.ghost.log import read_scores
 from stacked_remat.training import (
+    ByteTokenizer,
     FusedOptimizer,
     GhostConfig,
     GhostValidationConfig,
@@ -23,6 +25,7 @@ from stacked_remat.training import (
     build_optimizer,
     validation_batches,
 )
+from stacked_remat.training.example_texts import examples_by_token, named_examples
 from stacked_remat.training.scoring import StepScorer
 
 from .next_byte import NextByte, next_byte, next_byte_loss, token_losses
@@ -34,10 +37,9 @@ TOKENS = np.random.default_rng(0).integers(0, VOCAB, 400).astype(np.uint16)
 OPTIMIZER = build_optimizer(SgdConfig(learning_rate=0.1, warmup=0), 10)
 
 
-def example_losses(model, batch):
-    parts = jnp.sum(token_losses(model, batch), axis=1) / jnp.sum(batch.weights.array)
-    named = hax.named(parts, batch.tokens.resolve_axis("batch"))
-    return named, {"loss": jnp.sum(parts)}
+def losses_by_token(model, batch):
+    parts = token_losses(model, batch) / jnp.sum(batch.weights.array)
+    return hax.named(parts, batch.tokens.axes), {"loss": jnp.sum(parts)}
 
 
 def batch_of(seed):
@@ -53,7 +55,7 @@ def scorer_of(folder, held_out, microbatches=1, **settings):
     decode = lambda tokens: " ".join(map(str, tokens))  # noqa: E731
     names = lambda position: [f"a.jsonl:{position['batches']}{row}" for row in range(4)]  # noqa: E731
     log = ScoreLog(folder)
-    scoring = Scoring(config, example_losses, True, validation, decode, log, names)
+    scoring = Scoring(config, losses_by_token, True, validation, decode, log, names)
     return StepScorer(scoring, TrainStep(next_byte_loss, OPTIMIZER, microbatches))
 
 
@@ -102,7 +104,7 @@ def test_a_scored_step_is_the_step_and_logs_the_dot_products(tmp_path, token_mea
     assert found.step == 1
     assert of_scored.keys() == metrics.keys()
     np.testing.assert_allclose(of_scored["loss"], metrics["loss"], rtol=1e-6)
-    scorer.log(2, batch, {"batches": 3})
+    scorer.log(2, {"batches": 3})
     scorer.flush()
     names = ["step", "example", "layer", "leaf", "score", "norm", "text", "place"]
     rows = read_scores(tmp_path, names).to_pylist()
@@ -115,6 +117,78 @@ def test_a_scored_step_is_the_step_and_logs_the_dot_products(tmp_path, token_mea
     assert len({row["example"] for row in rows}) == 4
     tokens = [*np.asarray(batch.tokens.array[0]), int(batch.targets.array[0, -1])]
     assert rows[0]["text"] == " ".join(map(str, tokens))
+
+
+def test_tokens_of_a_scored_step_have_the_dot_products_of_their_losses(tmp_path):
+    text = held_out_of(TOKENS, 8, 4)
+    scorer = scorer_of(tmp_path, (text, {}), 2, by_token=True)
+    model = NextByte(jax.random.normal(jax.random.key(0), (VOCAB, VOCAB)))
+    state, batch = TrainState.init(model, OPTIMIZER), batch_of(1)
+    step = eqx.filter_jit(TrainStep(next_byte_loss, OPTIMIZER, 2))
+    expected, metrics = step(batch, state)
+    direction = jax.grad(
+        lambda table: next_byte_loss(NextByte(table), text.batch(0))[0]
+    )
+    of_losses = lambda table: losses_by_token(NextByte(table), batch)[0].array  # noqa: E731
+    along = (direction(model.table),)
+    _, dots = jax.jvp(of_losses, (model.table,), along)
+    found, of_scored = scorer.step(batch, jax.tree.map(jnp.copy, state))
+    np.testing.assert_allclose(found.trained.table, expected.trained.table, rtol=1e-6)
+    for name, value in metrics.items():
+        np.testing.assert_allclose(of_scored[name], value, rtol=1e-6)
+    scorer.log(2, {"batches": 3})
+    scorer.flush()
+    names = ["leaf", "score", "loss", "text", "token_scores", "token_ends"]
+    rows = read_scores(tmp_path, names).to_pylist()
+    losses = of_losses(model.table).sum(axis=1)
+    for row, of_tokens, loss in zip(rows, np.asarray(dots), losses, strict=True):
+        assert row["leaf"] == "model" and row["token_ends"][-1] == len(row["text"])
+        # The first token is no target.
+        np.testing.assert_allclose(
+            row["token_scores"], [0.0, *of_tokens], rtol=1e-4, atol=1e-7
+        )
+        np.testing.assert_allclose(row["score"], of_tokens.sum(), rtol=1e-4)
+        np.testing.assert_allclose(row["loss"], loss, rtol=1e-5)
+
+
+def test_texts_of_tokens_are_together_the_text():
+    # Words with the space before them, which a text does not begin with
+    words = ["▁so", "▁it", "▁goes", "▁on"]
+    of_words = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({word: at for at, word in enumerate(words)}, "▁so")
+    )
+    of_words.decoder = tokenizers.decoders.Metaspace()
+    of_bytes = [np.array([*text.encode()], np.int32) for text in ("añ", "語言 so")]
+    for decode, documents, tokens in (
+        (ByteTokenizer().decode, ["añ", "語言 so"], of_bytes),
+        (
+            lambda own: of_words.decode([*own]),
+            ["so it goes", "on so"],
+            [np.array([0, 1, 2], np.int32), np.array([3, 0], np.int32)],
+        ),
+    ):
+        inputs = np.concatenate([one[:-1] for one in tokens])
+        targets = np.concatenate([one[1:] for one in tokens])
+        numbers = np.repeat([1, 2], [len(one) - 1 for one in tokens])
+        rows = (np.append(one, [0, 0])[None] for one in (inputs, targets, numbers))
+        inputs, targets, numbers = rows
+        weights = np.ones(inputs.shape, np.float32)
+        batch = TokenBatch.of(inputs, targets, weights, numbers)
+        scores = np.arange(1.0, 1 + inputs.size)[None]
+        (found,), (of_tokens,) = examples_by_token(batch, scores, decode)
+        assert found == named_examples(batch, decode)[1][0]
+        assert found == "\n".join(documents)
+        first = len(tokens[0])
+        expected = np.arange(1.0, sum(map(len, tokens)) - 1)
+        np.testing.assert_array_equal(np.delete(of_tokens.scores, [0, first]), expected)
+        assert of_tokens.scores[0] == of_tokens.scores[first] == 0
+        ends = of_tokens.ends.tolist()
+        pieces = [found[a:b] for a, b in zip([0, *ends], ends, strict=False)]
+        assert len(pieces) == sum(map(len, tokens)) and "".join(pieces) == found
+        if tokens is not of_bytes:
+            assert pieces == ["so", " it", " goes", "\non", " so"]
+        else:
+            assert pieces[:3] == ["a", "", "ñ"] and pieces[3:6] == ["\n", "", "語"]
 
 
 def test_updates_within_the_backward_pass_are_not_scored(tmp_path):

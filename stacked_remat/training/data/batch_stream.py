@@ -107,12 +107,11 @@ class BatchStream:
 
     def names(self, state: Mapping[str, Any]) -> list[str]:
         """The files and lines of the rows of the batch that came last before a position
-        that `get_state` returned, as `PackedDocuments.name`; this process's rows alone.
+        that `get_state` returned, as `PackedDocuments.name`; of all processes.
         """
-        number = int(state["batches"]) - 1
-        # The same order as that of the rows in `own`
-        first = (number * self._process.count + self._process.index) * self._rows
-        return [self._names[first + row] for row in range(self._rows)]
+        size = self._identity["batch_size"]
+        first = (int(state["batches"]) - 1) * size
+        return [self._names[first + row] for row in range(size)]
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Moves to a position that `get_state` returned.

@@ -118,7 +118,9 @@ def test_a_stream_names_the_rows_of_its_batches(tmp_path, process):
         batch = stream.next()
         names = stream.names(stream.get_state())
         rows = batch.tokens.array
-        assert len(names) == len(rows) == (4 if process is None else 2)
+        assert len(names) == 4
+        if process is not None:
+            names = names[2:]
         for name, row in zip(names, rows, strict=True):
             file, records = name.rsplit(":", 1)
             text = TOKENIZER.decode(row)

@@ -198,7 +198,7 @@ class Pipeline:
         """The gradients of the layers and of the rest, and what the loss returns."""
         stages = self._stages()
         stack = model_parts.stack
-        _check_layers(stack, model_parts.name, self.axis, stages)
+        _check_layers(stack, model_parts.name)
         rows = Rows.of(self.loss, batch, self.microbatches)
         of_stage = functools.partial(self._of_stage, program, stages, model_parts, rows)
         # The last two are what the loss returned on each stage, and its types
@@ -216,10 +216,14 @@ class Pipeline:
             # have no place in branches that not all of them take
             check_vma=False,
         )
-        layers = [*map(raw_array, _named_leaves(stack))]
+        layers = [
+            raw_array(leaf) if spec == on_all else _padded(raw_array(leaf), stages)
+            for leaf, spec in zip(_named_leaves(stack), layer_specs, strict=True)
+        ]
         inputs = _without_derivatives((layers, *model_parts.rest, rows.arrays))
         # JAX runs a shard_map over some of the axes of a mesh within jit alone
         of_layers, of_rest, returned, types = jax.jit(run)(*inputs)
+        of_layers = [gradient[: stack.Layers.size] for gradient in of_layers]
         # The last stage has it
         value, *aux = [leaf[-1] for leaf in returned]
         if not self.has_aux:
@@ -498,9 +502,21 @@ def _named_leaves(stack: Stacked) -> list[Any]:
     return [leaf for leaf in leaves if is_array(raw_array(leaf))]
 
 
+def _rows_of_stage(layers: int, stages: int) -> int:
+    """How many layers a stage has; the last ones may have fewer."""
+    return -(-layers // stages)
+
+
+def _padded(array: Any, stages: int) -> Any:
+    """An array of all layers, with as many rows for each stage: zeros are added."""
+    layers = array.shape[0]
+    added = _rows_of_stage(layers, stages) * stages - layers
+    return jnp.pad(array, [(0, added), *[(0, 0)] * (array.ndim - 1)])
+
+
 def _own_layers(stack: Stacked, arrays: Sequence[Any], stages: int) -> Stacked:
     """The stack of one stage, of its arrays."""
-    count = stack.Layers.size // stages
+    count = _rows_of_stage(stack.Layers.size, stages)
     own = iter(arrays)
 
     def of_stage(leaf: Any) -> Any:
@@ -548,15 +564,9 @@ def _stack_of(model: PyTree, find: Callable[[Any], Any] | None) -> tuple[Stacked
     return stack, name
 
 
-def _check_layers(stack: Stacked, name: str, axis: str, stages: int) -> None:
-    count = stack.Layers.size
-    if not count:
+def _check_layers(stack: Stacked, name: str) -> None:
+    if not stack.Layers.size:
         raise ValueError(f"{name} has no layers; a pipeline divides them over stages.")
-    if count % stages:
-        raise ValueError(
-            f"The {count} layers of {name} don't divide evenly over the {stages} stages"
-            f" of the mesh axis {axis!r}. Make it a divisor of {count}."
-        )
     if has_host_arrays(stack):
         raise ValueError(
             f"{name} is in host memory; a pipeline takes layers on devices:"

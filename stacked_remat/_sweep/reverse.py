@@ -149,7 +149,7 @@ def visit_layers(
         return _Layers(
             spec,
             program=program,
-            trips=_trips_of(program, checkpoints.ran, saves),
+            trips=_trips_of(program, checkpoints.ran),
             pullbacks=pullbacks,
             saves=saves,
             is_read=is_read,
@@ -190,8 +190,8 @@ class _Trips(NamedTuple):
     skipped: Index | None
 
 
-def _trips_of(program: Program, ran: Index | None, saves: bool) -> _Trips:
-    """The trips where `ran` layers ran; None for all. `saves` as in `Scheduled`."""
+def _trips_of(program: Program, ran: Index | None) -> _Trips:
+    """The trips where `ran` layers ran; None for all."""
     if ran is None:
         return _Trips(program.advances, program.visits, program.runs_first, None)
     # Under `jax.vmap` the loops take as many trips for all examples, the most.
@@ -209,7 +209,9 @@ def _trips_of(program: Program, ran: Index | None, saves: bool) -> _Trips:
     skipped = jnp.argmax(has_layer).astype(jnp.int32)
 
     first_visit = bottom + visits - 1
-    first = jnp.where(advances > 0, start, bottom if saves else first_visit)
+    # Where residuals are saved, `_save` runs the lowest layer first.
+    after_replay = bottom if program.saves else first_visit
+    first = jnp.where(advances > 0, start, after_replay)
     last_run = len(start) - 1
     is_run = (advances > 0) | (visits > 0)
     next_run = lax.cummin(

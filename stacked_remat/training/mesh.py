@@ -360,11 +360,13 @@ class Partitioning:
 
     def _spec(self, axes: Sequence[Axis], table: str) -> PartitionSpec:
         """Over what each axis is divided. An axis of the mesh goes to the first axis
-        mapped to it.
+        mapped to it; that of a pipeline's stages, where the layers don't divide over
+        them, to another axis that does.
         """
         mapping: Mapping[str, tuple[str, ...]] = getattr(self, table)
         sizes = {axis.name: axis.size for axis in axes}
         physical: dict[str, tuple[str, ...]] = {}
+        undivided: tuple[str, ...] = ()
         for name in filter(sizes.__contains__, mapping):
             # JAX refuses an axis of the mesh twice in one array, as `embed` and `mlp`
             # may both name it; the first in the mapping gets it.
@@ -373,11 +375,21 @@ class Partitioning:
                 one for one in mapping[name] if one not in used
             )
             if sizes[name] % self._parts(over):
+                if over == (self.stages_of.get(name),):
+                    physical[name] = ()
+                    undivided = over
+                    continue
                 raise ConfigError(
                     f"trainer.mesh.{table} divides `{name}` over {self._parts(over)}"
                     f" devices, but an array ({axes_text(axes)}) has {sizes[name]} of"
                     " it. Map another axis, or change trainer.mesh.axes."
                 )
+        if undivided:
+            for name in [*physical, *sizes]:
+                over = (*physical.get(name, ()), *undivided)
+                if sizes[name] % self._parts(over) == 0:
+                    physical[name] = over
+                    break
         return PartitionSpec(*(physical.get(axis.name) or None for axis in axes))
 
     def _on_host(self, spec: PartitionSpec) -> NamedSharding:

@@ -36,6 +36,7 @@ from stacked_remat.training import (
 )
 from stacked_remat.training.memory_check import check_fits, check_host_fits
 from stacked_remat.training.remat import remat_entry
+from stacked_remat.training.stage_rows import shapes_in_stages
 
 _Show: TypeAlias = Callable[[Trial], None]
 STREAMED = {"trainer.streaming": True}
@@ -155,6 +156,7 @@ class Candidate:
                 " target."
             )
         state = state_shapes(self.config, self.partitioning)
+        state = shapes_in_stages(state, self.partitioning)
         return batch_shapes(self.config.data, self.partitioning), state
 
     def check_batch(self) -> None:

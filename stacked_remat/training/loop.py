@@ -23,6 +23,7 @@ from .mesh import Partitioning
 from .progress import ConsoleProgress
 from .run_folder import RunFolder
 from .scoring import Scoring, StepScorer
+from .stage_rows import in_stages, of_layers, without_rows
 from .step import Metrics, TrainState, TrainStep
 from .throughput import Clock, peak_memory_bytes, training_flops
 from .trackers import Tracker
@@ -148,6 +149,7 @@ def train(
         last_traced = traced + config.profiler.num_steps - 1
     report = _Report(config, schedule, evaluators, outputs, position)
     done, stopped_by = report.position.step, None
+    state = in_stages(state, step.partitioning)
     if position is None:
         report.evaluate(0, state.model)
     else:
@@ -198,7 +200,7 @@ def train(
             is_for_all = is_last or is_due or report.is_best(done)
             if is_for_all or is_local_due:
                 report.save(done, data, state, scorer, is_last, not is_for_all)
-    return report.result(state, stopped_by)
+    return report.result(of_layers(state, step.partitioning), stopped_by)
 
 
 _RATES = 2**12  # learning rates in a table
@@ -255,7 +257,11 @@ class _Report:
         target = target_of_device(devices[0])
         peak = self._config.profiler.peak_flops or (target and target.flops)
         loss = lambda model, batch: step.loss_function(model, batch, *state.loss_keys)  # noqa: E731
-        flops = peak and training_flops(loss, state.model, batch, state.trained)
+        weights = state.model, state.trained
+        if step.is_pipelined:
+            weights = eqx.filter_eval_shape(without_rows, weights)
+        model, trained = weights
+        flops = peak and training_flops(loss, model, batch, trained)
         if peak and flops:
             self._seconds_at_peak = flops / (peak * len(devices))
 

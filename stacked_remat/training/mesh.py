@@ -168,8 +168,12 @@ class Partitioning:
                 else SingleDeviceSharding(device)
             )
         axes = weight.axes if is_named_array(weight) else ()
-        if axes and weight.array.shape != tuple(axis.size for axis in axes):
-            axes = ()  # an optimizer's statistics, without some of the weight's axes
+        shapes = []
+        for possible in (axes, self.axes_in_stages(axes)):
+            if not axes or weight.array.shape == tuple(axis.size for axis in possible):
+                shapes.append(possible)
+        # None of an optimizer's statistics, without some of the weight's axes
+        axes = shapes[0] if shapes else ()
         spec = self._spec(axes, "param_mapping")
         return self._on_host(spec) if on_host else NamedSharding(self.mesh, spec)
 
@@ -341,6 +345,16 @@ class Partitioning:
             return NamedArray(placed, named.axes)
 
         return jax.tree.map(shape, batch, is_leaf=is_named_array)
+
+    def axes_in_stages(self, axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
+        """The axes of a weight, where that of a pipeline's layers, the first, is the
+        next multiple of the number of stages.
+        """
+        if not axes or axes[0].name not in self.stages_of:
+            return axes
+        Layers, *others = axes
+        stages = self.mesh.shape[self.stages_of[Layers.name]]
+        return Layers.resize(-(-Layers.size // stages) * stages), *others
 
     def _batch_sharding(self, axes: Sequence[Axis]) -> NamedSharding:
         return NamedSharding(self.mesh, self._spec(axes, "compute_mapping"))

@@ -20,6 +20,7 @@ from .._scan.marks import shared
 from .._stacked import Stacked, StackedKinds
 from .batches import BATCH_AXIS, TokenBatch
 from .mesh import Partitioning
+from .stage_rows import updated_in_rows, without_rows
 from .trainer_config import PipelineConfig, TrainerConfig
 
 T = TypeVar("T")
@@ -252,7 +253,9 @@ class TrainStep(eqx.Module):
         if isinstance(self.optimizer, FusedOptimizer):
             return self._fused(batch, state, self.optimizer)
         if self.is_pipelined:
-            return self._updated(*self._in_stages(batch, state), state)
+            found = self._in_stages(batch, state)
+            after, metrics = updated_in_rows(self._updated, *found, state)
+            return self.shard(after), metrics
         after, metrics, _ = self.by(self.gradients_of(state, batch), batch, state)
         return after, metrics
 
@@ -357,6 +360,7 @@ class TrainStep(eqx.Module):
                 jax.eval_shape(sums_of, 0),
             )
             total, _ = jax.lax.scan(add, zeros, jnp.arange(count))
+        model = without_rows(model)
         slope, _ = jax.grad(lambda sums: loss.term(model, sums), has_aux=True)(total)
         return total, slope
 
@@ -476,12 +480,15 @@ class TrainStep(eqx.Module):
         for microbatches.
         """
         gradients, metrics, found = self._of_microbatches(compute, batch, state.trained)
-        return *self._updated(gradients, metrics, state), found
+        after, metrics = self._updated(gradients, metrics, state)
+        return self.shard(after), metrics, found
 
     def _updated(
         self, gradients: Any, metrics: Metrics, state: TrainState
     ) -> tuple[TrainState, Metrics]:
-        """The next state and the metrics, by the gradients of a batch."""
+        """The next state, not sharded yet, and the metrics, by the gradients of a
+        batch.
+        """
         optimizer: Any = self.optimizer
         updates, optimizer_state = optimizer.update(
             gradients, state.optimizer_state, state.trained
@@ -508,7 +515,7 @@ class TrainStep(eqx.Module):
                 dataclasses.replace(kept, frozen=state.frozen),
                 kept.skips,
             )
-        return self.shard(after), metrics
+        return after, metrics
 
     def _of_microbatches(
         self, compute: Compute, batch: TokenBatch, trained: Any

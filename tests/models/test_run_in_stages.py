@@ -57,6 +57,8 @@ MICROBATCHES = (
     *("--trainer.update.microbatches", "2"),
     *("--data.batch_size", "8"),
     *("--trainer.num_steps", str(STEPS)),
+    # The second of two stages has one
+    *("--model.num_layers", "3"),
 )
 STAGES = (
     *("--trainer.mesh", "{axes: {stage: 2, data: -1}}"),

@@ -21,6 +21,7 @@ from stacked_remat.training import (
     TrainStep,
     gathered,
 )
+from stacked_remat.training.stage_rows import in_stages, of_layers
 from tests.random_arrays import normal
 
 Vocab, Embed, Hidden = hax.make_axes(vocab=12, embed=8, hidden=6)
@@ -101,6 +102,7 @@ def after_two_steps(partitioning, schedule, layers):
         state = partitioning.init_sharded(
             lambda: TrainState.init(model(layers), SGD, key=jax.random.key(1))
         )
+        state = in_stages(state, partitioning)
         data = partitioning.shard_batch(batch())
         evaluated = eqx.filter_jit(step.evaluated(LOSS))(state.model, data)[1]["loss"]
         compiled = eqx.filter_jit(step)
@@ -122,20 +124,23 @@ def assert_close(found, expected):
 )
 def test_a_step_equals_that_of_one_device(schedule, layers):
     partitioning = stages({"stage": 2, "data": 2})
-    found = after_two_steps(partitioning, schedule, layers)
+    state, *others = after_two_steps(partitioning, schedule, layers)
+    found = of_layers(state, partitioning), *others
     # One device for the layers: no pipeline
     expected = after_two_steps(stages({"stage": 1}, "stage"), schedule, layers)
     assert jax.tree.structure(found) == jax.tree.structure(expected)
     assert_close(found, expected)
-    state, metrics, _ = found
+    _, metrics, _ = found
     assert metrics[0].keys() == {"loss", "term", "grad_norm"}
-    momentum: Any = state.optimizer_state
-    # Layers that don't divide over the stages are not divided between steps
-    own = (2, 4, 6) if layers == 4 else (3, 2, 6)
-    for tree in (state.trained, momentum[0].trace):
-        (shard, *_) = tree.blocks.stacked.up.array.addressable_shards
-        assert shard.data.shape == own
-        assert tree.last.stacked.up.array.addressable_shards[0].data.shape == (2, 4, 6)
+    # Of a state that is saved, layers that don't divide are divided by another axis
+    saved = (2, 4, 6) if layers == 4 else (3, 2, 6)
+    for after, shape in (state, (2, 4, 6)), (found[0], saved):
+        momentum: Any = after.optimizer_state
+        for tree in (after.trained, momentum[0].trace):
+            (shard, *_) = tree.blocks.stacked.up.array.addressable_shards
+            assert shard.data.shape == shape
+            (shard, *_) = tree.last.stacked.up.array.addressable_shards
+            assert shard.data.shape == (2, 4, 6)
 
 
 @pytest.mark.parametrize(

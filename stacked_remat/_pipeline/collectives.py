@@ -28,7 +28,7 @@ def check_collectives(program: Jaxpr, axis: str, name: str) -> None:
         ValueError: names the collective, its axes and where it is in the user's code.
     """
     for equation in _leaves_of_branches(program, is_branch=False, seen=set()):
-        axes = named_axes(equation.effects)
+        axes = _axes_of(equation)
         over_stages = axis in axes and equation.primitive.name != "axis_index"
         if not over_stages and equation.primitive.name != "ppermute":
             continue
@@ -47,6 +47,16 @@ def check_collectives(program: Jaxpr, axis: str, name: str) -> None:
             f" {reason} The stages of a pipeline run different microbatches at a time,"
             " and would wait for each other forever."
         )
+
+
+def _axes_of(equation: JaxprEqn) -> set[str]:
+    """The named axes that a collective is over."""
+    # Collectives have effects by axis where these are not of a mesh that is Auto.
+    axes = named_axes(equation.effects)
+    for name in ("axis_name", "axes"):
+        found = equation.params.get(name, ())
+        axes.update(found if isinstance(found, tuple) else [found])
+    return {axis for axis in axes if isinstance(axis, str)}
 
 
 def _leaves_of_branches(

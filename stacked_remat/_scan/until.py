@@ -1,7 +1,7 @@
-"""Loops that stop: steps that change nothing once a carry is reached at which `until`
-is True, and layers of which only the first ones run.
+"""Loops that stop: at a carry for which `until` is True, or after the first layers.
 
-All steps of the axis are in the program. An `UntilCarry` goes from step to step, and
+All steps of the axis are in the program. Once a carry is reached at which `until` is
+True, they change nothing. An `UntilCarry` goes from step to step, and
 `until_step` makes a step for it of one for the user's carry. A step that is done is
 given the first carry and inputs, with which it can run and has a derivative; with the
 last carry, or with inputs for steps that are not taken, it may divide by zero, and the

@@ -144,9 +144,8 @@ def train(
     compiled = eqx.filter_jit(step, donate="all-except-first")
     scorer = None if scoring is None else StepScorer(scoring, step, outputs.progress)
     shard = (step.partitioning or Partitioning.one_device()).shard_batch
-    traced, last_traced = config.profiler.start_step, None
-    if traced is not None:
-        last_traced = traced + config.profiler.num_steps - 1
+    traced = config.profiler.start_step
+    last_traced = None if traced is None else traced + config.profiler.num_steps - 1
     report = _Report(config, schedule, evaluators, outputs, position)
     done, stopped_by = report.position.step, None
     state = in_stages(state, step.partitioning)

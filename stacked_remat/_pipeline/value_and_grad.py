@@ -67,7 +67,9 @@ def pipeline(
 
     Each of the P devices (or groups of devices, with further axes) along the axis is a
     *stage*: it has a contiguous part of the layers, and microbatches go from stage to
-    stage. Along other axes everything is divided as it would be without a pipeline.
+    stage. Of N layers each stage has ceil(N / P), but for the last ones, which may have
+    fewer or none. Along other axes everything is divided as it would be without a
+    pipeline.
 
     Args:
         loss: takes the model and the arguments `batch`; returns a scalar. It calls
@@ -90,8 +92,9 @@ def pipeline(
 
     Raises:
         ValueError, TypeError: for what is no loss, number or schedule. `value_and_grad`
-            refuses a mesh without the axis, numbers of layers or rows that don't
-            divide, and a loss that it can't follow.
+            refuses a mesh without the axis, rows that don't divide into microbatches,
+            a loss that it can't follow, and collectives for which stages would wait
+            forever: `jax.lax.ppermute`, and any over the axis.
 
     Time: stages are idle for (P - 1) / (M + P - 1) of it. With `"zero_bubble"` the
     backward pass of a layer is taken apart: the cotangent of the carry, which the stage
@@ -153,7 +156,8 @@ class Pipeline:
 
         Args:
             model: any tree with the stack. Its layers should be divided over the axis:
-                `jax.device_put(stack, NamedSharding(mesh, P("stage")))`.
+                `jax.device_put(stack, NamedSharding(mesh, P("stage")))`; of a number
+                that is no multiple of the stages, by another dimension.
             batch: the other arguments of the loss, by position. Row
                 `i * microbatches + n` of each array (of its first axis) is row `i` of
                 microbatch `n`, so that rows which are divided over devices stay there.
@@ -209,8 +213,8 @@ class Pipeline:
         inputs = _without_derivatives((layers, *model_parts.rest, rows.arrays))
         # JAX runs a shard_map over some of the axes of a mesh within jit alone
         jitted = jax.jit(run)
-        program = jitted.trace(*inputs).jaxpr.jaxpr
-        check_collectives(program, self.axis, model_parts.name)
+        closed: Any = jitted.trace(*inputs).jaxpr
+        check_collectives(closed.jaxpr, self.axis, model_parts.name)
         of_layers, of_rest, returned, types = jitted(*inputs)
         # The last stage has it
         value, *aux = [leaf[-1] for leaf in returned]

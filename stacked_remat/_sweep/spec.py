@@ -229,8 +229,9 @@ class SweepSpec:
             # The layers of all trips, of which the first ones are left.
             if isinstance(trips, int):
                 column = (trips,)
-            left = state.carry[0]
-            return self.repeat(jnp.minimum(trips, left), layer, state, column)
+            loop: Any = state
+            trips = jnp.minimum(trips, loop.carry[0])
+            return self.repeat(trips, layer, state, column)
 
         def is_over(state: PyTree) -> Array:
             return unvmap_all(on_all_devices(state.carry[0]))

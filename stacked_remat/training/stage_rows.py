@@ -115,10 +115,11 @@ def _rows_in_stages(leaf: Any, partitioning: Partitioning | None) -> int | None:
 
 def _has_rows(leaf: Any) -> bool:
     """Whether a named array has more rows than its first axis, that of layers."""
-    shape = getattr(leaf.array, "shape", ())
-    sizes = tuple(axis.size for axis in leaf.axes)
-    is_alike = len(shape) == len(sizes) > 0 and shape[1:] == sizes[1:]
-    return is_alike and shape[0] > sizes[0]
+    if not leaf.axes or not getattr(leaf.array, "shape", ()):
+        return False
+    rows, *shape = leaf.array.shape
+    layers, *sizes = [axis.size for axis in leaf.axes]
+    return shape == sizes and rows > layers
 
 
 def _with_rows(leaf: Any, rows: int, partitioning: Any) -> Any:

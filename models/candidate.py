@@ -36,6 +36,7 @@ from stacked_remat.training import (
 )
 from stacked_remat.training.memory_check import check_fits, check_host_fits
 from stacked_remat.training.remat import remat_entry
+from stacked_remat.training.stage_rows import shapes_in_stages
 
 _Show: TypeAlias = Callable[[Trial], None]
 STREAMED = {"trainer.streaming": True}
@@ -159,6 +160,7 @@ class Candidate:
                 " target."
             )
         state = state_shapes(self.config, self.partitioning)
+        state = shapes_in_stages(state, self.partitioning)
         return batch_shapes(self.config.data, self.partitioning), state
 
     def check_batch(self) -> None:
@@ -179,9 +181,18 @@ class Candidate:
 
     @property
     def idle(self) -> float:
-        """Which part of the time the stages of a pipeline wait, under `1f1b`."""
-        waiting = self.stages - 1
-        return waiting / (self.config.trainer.update.microbatches + waiting)
+        """Which part of the time a stage of a pipeline waits, under `1f1b`; one with as
+        many layers as any.
+        """
+        own, count = self._layers_of_stage, self.config.trainer.update.microbatches
+        # A microbatch goes through the layers of the others, before or after.
+        waiting = self.config.model.num_layers - own
+        return waiting / (count * own + waiting)
+
+    @property
+    def _layers_of_stage(self) -> int:
+        """How many layers a stage has; the last one may have fewer."""
+        return -(-self.config.model.num_layers // self.stages)
 
     def _check_stages(self) -> None:
         pipeline = self.config.trainer.pipeline
@@ -199,12 +210,14 @@ class Candidate:
                 f" there are {len(others)} of more than one device"
                 f" ({', '.join(others)}). Give all but one of them the size 1."
             )
-        layers = self.config.model.num_layers
-        if layers % self.stages:
+        layers, own = self.config.model.num_layers, self._layers_of_stage
+        with_layers = -(-layers // own)
+        if with_layers < self.stages:
             raise ConfigError(
                 f"trainer.pipeline divides model.num_layers = {layers} over"
-                f" {self.stages} devices, or groups of devices, and not evenly. Change"
-                f" the size of its axis in trainer.mesh.axes to a divisor of {layers}."
+                f" {self.stages} devices, or groups of devices, {own} for each: that"
+                f" leaves {self.stages - with_layers} without layers. Give its axis in"
+                f" trainer.mesh.axes the size {with_layers}."
             )
 
     def report(self) -> MemoryReport:
@@ -264,7 +277,7 @@ class Candidate:
             "target": self.target,
             "donate": "state",
             # Of a stage, to which the policy applies
-            "layers": model.num_layers // self.stages,
+            "layers": self._layers_of_stage,
             "cache": self.cache,
         }
 

@@ -216,6 +216,7 @@ class Schedule:
             slots,
             tuple(all_held),
             (*runs_first, runs_first[-1]),
+            saves,
             len(all_held) == made,
             *zip(*columns, strict=True),
         )
@@ -279,6 +280,8 @@ class Program(NamedTuple):
     # The layer that each run executes first, for a replay or a visit. Each run reads
     # the next one's ahead; one entry more is for the last run, which may read any.
     runs_first: tuple[int, ...]
+    # Whether internals are kept of the layers that a run visits.
+    saves: bool
     # Whether replays hold every input that they make: then the slot of an input is
     # found from the layer's number.
     holds_all: bool

@@ -442,7 +442,7 @@ def forward_for_visitor(
     traced, static = trace_kinds(call, splits, init, remat)
     # `held_leaves` stays None, so `for_reverse` is not called: a user's visitor may
     # read any leaf of the carry, also those that no layer changes.
-    spec = sweep_spec(call, traced, remat.swept(), axis)
+    spec = sweep_spec(call, traced, remat.swept(), axis, init)
     first, xs = checked_inputs(traced, splits, remat)
     spec, perturbed, shared = _differentiated(spec, traced, splits)
     with jax.named_scope(f"scan({axis.name})"):

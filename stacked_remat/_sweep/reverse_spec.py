@@ -133,10 +133,12 @@ def for_reverse(
     """
     if _surely_changes_nothing(spec):
         return replace(spec, held_leaves=(True,) * len(spec.carry_types))
+    # As in `SweepSpec.pullbacks`.
+    flags = int(spec.stops == "until")
     residuals = []
     for kind, types in zip(spec.kinds, spec.input_types(xs, shared), strict=True):
         pullback = LayerPullback(kind, perturbed)
-        residuals.append(pullback.residuals_of(types, EVERYTHING, int(spec.stops)))
+        residuals.append(pullback.residuals_of(types, EVERYTHING, flags))
     held = [False] * len(spec.carry_types)
     for of_kind in residuals:
         held = [*map(operator.or_, held, of_kind.all_reads)]

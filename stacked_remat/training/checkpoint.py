@@ -69,6 +69,7 @@ class Checkpoints:
         *,
         run_config: Mapping[str, Any],
         saved: Callable[[Any], Any] | None = None,
+        written: Callable[[Any], Any] = lambda state: state,
         local: LocalFiles | None = None,
         report: Callable[[str], None] = warnings.warn,
     ):
@@ -83,6 +84,8 @@ class Checkpoints:
                 if not given. The others must never change, and must be given to
                 `restore`: checkpoints have their digests, and are not restored with
                 other arrays.
+            written: makes of a state that `save` is given, or of a part of it, the
+                arrays that are written.
             local: where this process writes its part of the state every
                 `local_every_steps`; not at all if not given.
             report: is told where local checkpoints are of no use, or end.
@@ -93,6 +96,7 @@ class Checkpoints:
         self._config = config
         self._run_config = dict(run_config)
         self._saved = saved
+        self._written = written
         self._saving: int | None = None
         self._unsaved: dict[str, list[int]] | None = None
         self._last_save = time.monotonic()
@@ -167,10 +171,11 @@ class Checkpoints:
         import orbax.checkpoint as ocp
 
         chosen, rest = self._divided(state)
+        chosen = self._written(chosen)
         arrays = _with_elements(arrays_by_name(chosen))
         # Frozen weights never change, so their digests are found once.
         if self._unsaved is None:
-            self._unsaved = digests(rest)
+            self._unsaved = digests(self._written(rest))
         run = {
             "format": _FORMAT,
             "position": dict(position),

@@ -23,6 +23,7 @@ from .mesh import Partitioning
 from .progress import ConsoleProgress
 from .run_folder import RunFolder
 from .scoring import Scoring, StepScorer
+from .stage_rows import in_stages, of_layers, without_rows
 from .step import Metrics, TrainState, TrainStep
 from .throughput import Clock, peak_memory_bytes, training_flops
 from .trackers import Tracker
@@ -138,7 +139,7 @@ def train(
             it, or too many were skipped.
         ConfigError: the config goes by the loss on held-out text, and there is none.
     """
-    held = _HeldState(step, state)
+    held = _HeldState(step, in_stages(state, step.partitioning))
     del state  # its arrays are donated to the first step
     scorer = None if scoring is None else StepScorer(scoring, step, outputs.progress)
     shard = (step.partitioning or Partitioning.one_device()).shard_batch
@@ -198,7 +199,7 @@ def train(
             is_for_all = is_last or is_due or report.is_best(done)
             if is_for_all or is_local_due:
                 report.save(done, data, held.state, scorer, is_last, not is_for_all)
-    return report.result(held.state, stopped_by)
+    return report.result(of_layers(held.state, step.partitioning), stopped_by)
 
 
 @final
@@ -308,7 +309,11 @@ class _Report:
         target = target_of_device(devices[0])
         peak = self._config.profiler.peak_flops or (target and target.flops)
         loss = lambda model, batch: step.loss_function(model, batch, *state.loss_keys)  # noqa: E731
-        flops = peak and training_flops(loss, state.model, batch, state.trained)
+        weights = state.model, state.trained
+        if step.is_pipelined:
+            weights = eqx.filter_eval_shape(without_rows, weights)
+        model, trained = weights
+        flops = peak and training_flops(loss, model, batch, trained)
         if peak and flops:
             self._seconds_at_peak = flops / (peak * len(devices))
 

@@ -39,7 +39,8 @@ from .record import matmul_peak, timed
 KERNELS = tuple(name for name in BACKENDS if name != "exact")
 CASES = ("plain", "documents", "window", "sinks", "divided")
 WINDOW = 128
-_DEVICES, _BLOCK = 8, 512
+_DEVICES = 8
+_BLOCK = 512
 _TOLERANCE = 2e-2  # of the norm, in bfloat16
 _PATIENCE = 2.0  # seconds
 

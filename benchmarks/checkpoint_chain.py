@@ -54,10 +54,8 @@ def variants(layers: int) -> Iterator[tuple[str, Run]]:
     yield "jax.checkpoint(layer)", functools.partial(_each, jax.checkpoint)
     yield "checkpoint(layer)", functools.partial(_each, checkpoint)
     yield f"checkpoint({root} layers)", functools.partial(_segments, root)
-    cut, few = (
-        ScanCheckpointPolicy(nested=layers // root),
-        ScanCheckpointPolicy(max_carries=5),
-    )
+    cut = ScanCheckpointPolicy(nested=layers // root)
+    few = ScanCheckpointPolicy(max_carries=5)
     yield f"BlockSeq, nested={cut.nested}", functools.partial(_block_seq, cut)
     yield "BlockSeq, nested", functools.partial(_block_seq, "nested")
     yield "BlockSeq, max_carries=5", functools.partial(_block_seq, few)
@@ -93,7 +91,8 @@ def measure(run: Run, sizes: Sizes, target: str) -> dict[str, Any]:
     start = time.perf_counter()
     compiled = lowered.compile()
     seconds = time.perf_counter() - start
-    found, text = compiled.memory_analysis(), compiled.as_text()
+    found = compiled.memory_analysis()
+    text = compiled.as_text()
     assert found is not None and text is not None
     return {
         "temporaries": found.temp_size_in_bytes,

@@ -52,7 +52,8 @@ class Benchmark:
         """Run it with the options of a command line; the file of results."""
         allocate_as_needed()
         given = self._given(arguments)
-        name, out = given.pop("name"), given.pop("out")
+        name = given.pop("name")
+        out = given.pop("out")
         groups = [
             vars(value) for value in given.values() if dataclasses.is_dataclass(value)
         ]

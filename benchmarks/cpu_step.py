@@ -177,7 +177,8 @@ def their_model(sizes: Sizes, experts: bool) -> Any:
 
 
 def our_step(decoder: Any, tokens: np.ndarray) -> Callable[[], list[Any]]:
-    Batch, Pos = Axis(BATCH_AXIS, tokens.shape[0]), Axis(POSITION_AXIS, tokens.shape[1])
+    Batch = Axis(BATCH_AXIS, tokens.shape[0])
+    Pos = Axis(POSITION_AXIS, tokens.shape[1])
     named = hax.named(jnp.asarray(tokens, jnp.int32), (Batch, Pos))
     has_target = hax.broadcast_axis(
         (hax.arange(Pos) < Pos.size - 1).astype(jnp.float32), Batch

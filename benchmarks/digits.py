@@ -39,7 +39,9 @@ from .command import Rows, benchmark
 from .influence import Examples, Task, Training, adam, correlations
 from .planted_examples import interval
 
-Pixel, Inner, Digit = Axis("pixel", 64), Axis("inner", 32), Axis("digit", 10)
+Pixel = Axis("pixel", 64)
+Inner = Axis("inner", 32)
+Digit = Axis("digit", 10)
 DROPPED = 0.01
 CHECKPOINTS = 5  # of TracIn
 PROJECTED = 128  # dimensions of TRAK
@@ -152,10 +154,12 @@ class Attribution:
     def __init__(
         self, training: Training, task: Task, queries: int, halves: np.ndarray
     ):
-        self._training, self._task = training, task
+        self._training = training
+        self._task = task
         kept = np.concatenate([halves, np.ones((1, task.count), bool)])
         models = np.asarray(training.after(kept[:, training.order], _model))
-        self._of_halves, self._last = models[:-1], models[-1]
+        self._of_halves = models[:-1]
+        self._last = models[-1]
         everything = np.arange(task.count + queries)
         self._data = task.batch(everything)
         self._examples = slice(0, task.count)
@@ -169,10 +173,12 @@ class Attribution:
 
     def all(self, generator: np.random.Generator) -> Iterator[Scored]:
         """Those of each of `METHODS`."""
-        training, count = self._training, self._task.count
+        training = self._training
+        count = self._task.count
         queries = self._data["digits"].size - count
         path = np.asarray(training.during(lambda model, _: ravel_pytree(model)[0]))
-        models, last = self._of_halves, self._last
+        models = self._of_halves
+        last = self._last
         ensemble = len(models)
         yield Scored("random", generator.standard_normal((queries, count)), 0)
         yield Scored("logged loss", training.logged(), 0)
@@ -190,7 +196,8 @@ class Attribution:
         """Those of dattri's own code, which is imported here."""
         from .digits_dattri import scores_of_dattri
 
-        models, last = map(self._weights, self._of_halves), self._weights(self._last)
+        models = map(self._weights, self._of_halves)
+        last = self._weights(self._last)
         images, numbers = (self._data[name].array for name in ("images", "digits"))
         found = scores_of_dattri(
             [*models],
@@ -268,12 +275,14 @@ class Attribution:
         """Park et al. 2023: projected gradients of margins; the means over models of
         their regression and of the weights of the examples.
         """
-        products, weights = [], []
+        products = []
+        weights = []
         for parameters in models:
             size = (len(parameters), PROJECTED)
             projection = generator.standard_normal(size) / np.sqrt(PROJECTED)
             found = self._of_margins(parameters) @ projection
-            own, queries = found[self._examples], found[self._queries]
+            own = found[self._examples]
+            queries = found[self._queries]
             products.append(queries @ np.linalg.solve(own.T @ own, own.T))
             model = self._restored(jnp.asarray(parameters))
             losses = np.asarray(cross_entropy(model, self._data).array)
@@ -335,7 +344,9 @@ def _mean_and_least(
 
     Both arrays are `[run, target]`.
     """
-    generator, means, leasts = np.random.default_rng(3), [], []
+    generator = np.random.default_rng(3)
+    means = []
+    leasts = []
     for _ in range(draws):
         runs = generator.integers(len(losses), size=len(losses))
         scores = correlations(predicted[runs], losses[runs])

@@ -88,7 +88,9 @@ def main(
     del found, expected
     for name, remat in policies.items():
         compiled, arguments = gradient(steps, width, remat)
-        written, read, waited = traffic.written, traffic.read, traffic.waited
+        written = traffic.written
+        read = traffic.read
+        waited = traffic.waited
         _, seconds = timed(compiled, arguments)
         kibibytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         row = {

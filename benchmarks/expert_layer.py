@@ -94,11 +94,10 @@ def dense(sizes: Sizes) -> Callable[..., Any]:
 def shapes(sizes: Sizes) -> tuple[Any, ...]:
     """The arguments of `programs`."""
     half = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
-    up, down = (
-        (sizes.experts, sizes.embed, sizes.inner),
-        (sizes.experts, sizes.inner, sizes.embed),
-    )
-    x, pairs = half((sizes.tokens, sizes.embed)), (sizes.tokens, sizes.chosen)
+    up = (sizes.experts, sizes.embed, sizes.inner)
+    down = (sizes.experts, sizes.inner, sizes.embed)
+    x = half((sizes.tokens, sizes.embed))
+    pairs = (sizes.tokens, sizes.chosen)
     return (
         (half(up), half(up), half(down)),
         x,

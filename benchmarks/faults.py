@@ -357,7 +357,8 @@ def kill_runs(
     if not kills:
         return found
     whole = place.root / "whole"
-    expected, weights = metrics(whole), place.weights(whole)
+    expected = metrics(whole)
+    weights = place.weights(whole)
     while found["kills"] < kills:
         found["runs"] += 1
         run = place.root / f"killed{found['runs']}"

@@ -6,13 +6,16 @@ attached, and not run:
 
     python -m benchmarks.gathered_ahead --target h200
     python -m benchmarks.gathered_ahead --target v5p
+    python -m benchmarks.gathered_ahead --kinds 2 --policies True nested
 
 The compiled program is a schedule: where no product runs between the start and the end
 of a collective, the devices wait for it. The rows count the collectives of weights and
 their gradients in loops, and those that are waited for; with weights that are gathered
-a layer ahead, and by each layer itself.
+a layer ahead, and by each layer itself. With several `--kinds` the layers are a
+`StackedPattern`, one of each kind in turn.
 
-Writes `results/gathered_ahead_<target>_8.json`.
+Writes `results/gathered_ahead_<target>_8.json`, with several kinds
+`results/gathered_ahead_kinds_<target>_8.json`.
 """
 
 import dataclasses
@@ -30,7 +33,7 @@ import numpy as np
 import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from stacked_remat import Stacked, fused_update
+from stacked_remat import Stacked, StackedPattern, fused_update
 from stacked_remat._compat import compiled_with_text
 from stacked_remat._placement import compiled_for
 from stacked_remat.memory import find_target
@@ -89,7 +92,7 @@ class Block(eqx.Module):
 
 
 def program(
-    target: str, policy: str, sizes: Sizes, ahead: bool
+    target: str, policy: str, sizes: Sizes, ahead: bool, kinds: int = 1
 ) -> tuple[Any, tuple[Any, ...]]:
     """A function in `jax.jit`, and the shapes of its arguments."""
     devices = np.array(find_target(target).devices(8), dtype=object)
@@ -99,14 +102,23 @@ def program(
         sharding = NamedSharding(mesh, PartitionSpec(*spec))
         return jax.ShapeDtypeStruct(dims, sizes.dtype, sharding=sharding)
 
-    up = shape((sizes.layers, sizes.width, sizes.inner), None, None, "data")
-    down = shape((sizes.layers, sizes.inner, sizes.width), None, "data", None)
-    block = Block(up, down, NamedSharding(mesh, PartitionSpec()), ahead)
     remat: Any = {"True": True, "False": False, "fused": "nested"}.get(policy, policy)
-    blocks = Stacked(block, hax.Axis("layers", sizes.layers), remat)
+    names = [chr(ord("a") + kind) for kind in range(kinds)]
+    stacks = {}
+    for name in names:
+        layers = sizes.layers // kinds
+        up = shape((layers, sizes.width, sizes.inner), None, None, "data")
+        down = shape((layers, sizes.inner, sizes.width), None, "data", None)
+        block = Block(up, down, NamedSharding(mesh, PartitionSpec()), ahead)
+        stacks[name] = Stacked(block, hax.Axis("layers", layers), remat)
+    blocks = stacks["a"]
+    if kinds > 1:
+        Layers = hax.Axis("layers", sizes.layers)
+        in_turn = itertools.islice(itertools.cycle(names), sizes.layers)
+        blocks = StackedPattern(stacks, [*in_turn], Layers, remat)
     x = shape((sizes.tokens, sizes.width), "data", None)
 
-    def loss(blocks: Stacked, x: jax.Array) -> jax.Array:
+    def loss(blocks: Any, x: jax.Array) -> jax.Array:
         return jnp.sum(blocks.fold(x).astype(jnp.float32))
 
     if policy != "fused":
@@ -114,17 +126,22 @@ def program(
         return jax.jit(jax.grad(loss), out_shardings=shardings), (blocks, x)
     update = fused_update(loss, optax.sgd(0.1))
 
-    def step(blocks: Stacked, x: jax.Array) -> Stacked:
+    def step(blocks: Any, x: jax.Array) -> Any:
         return update(blocks, update.init(blocks), x).model
 
     return jax.jit(step, donate_argnums=0), (blocks, x)
 
 
 def compiled(
-    target: str, policy: str, sizes: Sizes = SIZES, *, ahead: bool = True
+    target: str,
+    policy: str,
+    sizes: Sizes = SIZES,
+    *,
+    ahead: bool = True,
+    kinds: int = 1,
 ) -> tuple[Any, str]:
     """What `program` compiles to, and its text."""
-    fn, args = program(target, policy, sizes, ahead)
+    fn, args = program(target, policy, sizes, ahead, kinds)
     device = find_target(target).devices()[0]
     with compiled_for(device):
         lowered = fn.trace(*args).lower()
@@ -210,7 +227,8 @@ class _Program:
         """The collective of a matrix that an instruction is, or starts."""
         starts = one.kind == "async-start"
         for inner in self.reached(one.called) if starts else [one]:
-            match, shape = _COLLECTIVE.match(inner.kind), _largest(inner.types)
+            match = _COLLECTIVE.match(inner.kind)
+            shape = _largest(inner.types)
             if match and shape:
                 is_async = starts or match[2]
                 return Collective(match[1], shape, in_loop, 0 if is_async else None)
@@ -246,15 +264,20 @@ def collectives(text: str) -> Iterator[Collective]:
             yield from read.collectives_of(name)
 
 
-@benchmark("gathered_ahead_{target}_8")
+def _result(target: str, kinds: int, **_: Any) -> str:
+    return f"gathered_ahead_{'kinds_' if kinds > 1 else ''}{target}_8"
+
+
+@benchmark(_result)
 def main(
     target: str = "h200",
     policies: tuple[str, ...] = POLICIES,
     gathered: tuple[str, ...] = ("by the layer", "ahead"),
     sizes: Sizes = SIZES,
+    kinds: int = 1,
 ) -> Rows:
     for policy, way in itertools.product(policies, gathered):
-        found, text = compiled(target, policy, sizes, ahead=way == "ahead")
+        found, text = compiled(target, policy, sizes, ahead=way == "ahead", kinds=kinds)
         in_loops = [one for one in collectives(text) if one.in_loop]
         yield {
             "policy": policy,

@@ -76,11 +76,10 @@ def classifier(count: int, held_out: int) -> Task:
     """Code or documentation, with wrong labels among the examples and none among those
     that are held out.
     """
-    data, model = (
-        planted_examples.labelled(count, held_out),
-        Classifier(key=jax.random.key(0)),
-    )
-    losses, wrong = planted_examples.example_losses, data.wrong[:count]
+    data = planted_examples.labelled(count, held_out)
+    model = Classifier(key=jax.random.key(0))
+    losses = planted_examples.example_losses
+    wrong = data.wrong[:count]
     optimizer = adam(1e-30)
     return Task("classifier", model, losses, data.batch, count, 1e-2, optimizer, wrong)
 
@@ -146,7 +145,8 @@ class Training:
             task.model,
             optimizer.init(eqx.filter(task.model, eqx.is_inexact_array)),
         )
-        self._task, self._targets = task, targets
+        self._task = task
+        self._targets = targets
 
     def losses(self, weights: np.ndarray) -> np.ndarray:
         """The held-out losses of runs with weights `[run, step, example]`: `[run,
@@ -273,10 +273,8 @@ def main(
     for task in (make(examples, held_out) for make in tasks):
         if only not in task.name:
             continue
-        training, generator = (
-            Training(task, epochs, held_out, targets),
-            np.random.default_rng(2),
-        )
+        training = Training(task, epochs, held_out, targets)
+        generator = np.random.default_rng(2)
         scores = {
             "replay": training.replayed(),
             "gradient dot products": training.dotted(),

@@ -55,7 +55,8 @@ def main(
         config = given.model
         assert isinstance(config, DecoderConfig)
         for length in tokens:
-            layers, flops = {}, {}
+            layers = {}
+            flops = {}
             for name, kind in config.kinds.items():
                 layers[name] = len(config.layers_of(name))
                 flops[name] = flops_of_layer(config, kind, length)

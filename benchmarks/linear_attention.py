@@ -59,10 +59,8 @@ class LinearAttention:
         self.Pos = Axis(POSITION_AXIS, tokens)
         self.Key = Axis("key_dim", heads.key_dim)
         self.Value = Axis("value_dim", heads.value_dim)
-        key_heads, group = (
-            Axis("key_heads", heads.key_heads),
-            Axis("group", heads.group),
-        )
+        key_heads = Axis("key_heads", heads.key_heads)
+        group = Axis("group", heads.group)
         by_head = (self.Pos, key_heads, group)
         of_keys = (self.Pos, key_heads, self.Key)
         of_values = (*by_head, self.Value)

@@ -60,7 +60,9 @@ class Case:
 
 def cases(steps: int, size: int, leaves: int) -> list[Case]:
     """Pendulums, integrated by the symplectic Euler method."""
-    q, dt, stop_at = jnp.linspace(0.1, 1.0, size), 0.01, max(1, round(0.08 * steps))
+    q = jnp.linspace(0.1, 1.0, size)
+    dt = 0.01
+    stop_at = max(1, round(0.08 * steps))
     forces = jnp.asarray(1e-3 * np.sin(np.arange(steps) * 0.1), jnp.float32)
     scalars = [
         (jnp.float32(angle), jnp.float32(0))
@@ -115,7 +117,8 @@ def ours(remat: Any, case: Case) -> Run:
 
 def equinox(checkpoints: int | None, case: Case) -> Run:
     """Equinox's checkpointed loops."""
-    stop, options = case.stop, {"kind": "checkpointed", "checkpoints": checkpoints}
+    stop = case.stop
+    options = {"kind": "checkpointed", "checkpoints": checkpoints}
     if stop is None:
         return lambda init, xs: eqxi.scan(
             case.step, init, xs, length=case.length, **options

@@ -11,9 +11,9 @@ that need not be attached, and not run:
 The mesh has `--devices`. With `--stages 1` all of them divide the weights (FSDP). With
 more, each stage has a group of devices, over which the weights of its layers are
 divided. A microbatch has a sequence for each device of a group, and the batch has
-`--sequences`. Depths of `--layers` that the stages don't divide are left out. The model
-and adapters are those of `models/configs/qwen3_235b_a22b_65k_lora.yaml`, or of
-`--config`; further options are its keys. Writes
+`--sequences`. The model and adapters are those of
+`models/configs/qwen3_235b_a22b_65k_lora.yaml`, or of `--config`; further options are
+its keys. Writes
 `results/pipeline_<config>_<target>_<devices>.json`, with bytes of each device.
 """
 
@@ -45,7 +45,7 @@ def main(
     target: str = "h200",
     devices: int = 8,
     sequences: int = 32,
-    layers: tuple[int, ...] = (94, 96),
+    layers: tuple[int, ...] = (94,),
     stages: tuple[int, ...] = (1, 2, 8),
     schedules: tuple[str, ...] = ("1f1b",),
     policies: tuple[str, ...] = ("nested",),
@@ -55,8 +55,6 @@ def main(
     command = ["--config_path", str(config), *overrides, *given]
     run = parse_config(LmRunConfig, command).resolved(check_folder=False)
     for depth, count, policy in itertools.product(layers, stages, policies):
-        if depth % count:
-            continue
         for schedule in schedules if count > 1 else ("",):
             step = Candidate(_divided(run, devices, count, schedule), target, devices)
             step = step.having({"model.num_layers": depth}, POLICIES[policy])

@@ -48,13 +48,12 @@ from stacked_remat.training.data.files import standard_library_files
 from .command import Rows, benchmark
 
 LABELS = ("code", "documentation")
-Letters, Position = Axis("letters", 128), Axis("position", 80)
-Label, Embed, Inner, Layers = (
-    Axis("label", 2),
-    Axis("embed", 32),
-    Axis("inner", 64),
-    Axis("layers", 2),
-)
+Letters = Axis("letters", 128)
+Position = Axis("position", 80)
+Label = Axis("label", 2)
+Embed = Axis("embed", 32)
+Inner = Axis("inner", 64)
+Layers = Axis("layers", 2)
 BATCH = 64
 SHARE = 0.1  # of the examples that are planted, where a number is chosen
 COPIES = 20
@@ -294,10 +293,8 @@ def ranked_by_loss(
         .group_by("example")
         .aggregate([("loss_min", "mean")])
     )
-    losses, ids = (
-        means["loss_min_mean"].to_numpy(),
-        means["example"].cast("string").to_numpy(),
-    )
+    losses = means["loss_min_mean"].to_numpy()
+    ids = means["example"].cast("string").to_numpy()
     order = np.argsort(losses, kind="stable")
     return losses[order], wrong[ids[order].astype(int)]
 
@@ -316,7 +313,9 @@ def auc_and_interval(
     harm: np.ndarray, wrong: np.ndarray, draws: int = 500
 ) -> tuple[float, str]:
     """The AUC, and its interval of 95% by bootstrap over the examples of both kinds."""
-    generator, own, others = np.random.default_rng(3), harm[wrong], harm[~wrong]
+    generator = np.random.default_rng(3)
+    own = harm[wrong]
+    others = harm[~wrong]
     found = []
     for _ in range(draws):
         of_own = own[generator.integers(len(own), size=len(own))]
@@ -343,7 +342,8 @@ def labelled(count: int, held_out: int, planted: str = "wrong labels") -> Exampl
         np.random.default_rng(1).permutation(size) for size in (count, held_out)
     )
     own = [every[at] for at in (*to_train, *(count + to_hold))]
-    texts, labels = [text for text, _ in own], np.array([label for _, label in own])
+    texts = [text for text, _ in own]
+    labels = np.array([label for _, label in own])
     is_wrong = np.arange(len(own)) < SHARE * count
     match planted:
         case "wrong labels":
@@ -351,7 +351,8 @@ def labelled(count: int, held_out: int, planted: str = "wrong labels") -> Exampl
         case "copies":
             for row in np.flatnonzero(is_wrong):
                 first = row - row % COPIES
-                texts[row], labels[row] = texts[first], labels[first]
+                texts[row] = texts[first]
+                labels[row] = labels[first]
         case "a wrong rule":
             has_parenthesis = np.array(["(" in text for text in texts])
             is_wrong = (labels == 1) & has_parenthesis & (np.arange(len(own)) < count)

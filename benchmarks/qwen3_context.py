@@ -185,12 +185,14 @@ def longest(
             except (memory.BudgetError, memory.DoesNotFit):
                 return None
 
-        fits, too_long = 0, limit // step + 1
+        fits = 0
+        too_long = limit // step + 1
         kept: memory.MemoryReport | None = None
         while too_long - fits > 1:
             middle = (fits + too_long) // 2
             if found := fitting(middle):
-                fits, kept = middle, found
+                fits = middle
+                kept = found
             else:
                 too_long = middle
             print(
@@ -219,10 +221,8 @@ def random_batch(rows: int, tokens: int, vocab: int, documents: int = 1) -> Toke
     )
     if documents == 1:
         return batch
-    at, length = (
-        hax.arange(axes[1], dtype=jnp.int32).broadcast_to(axes),
-        -(-tokens // documents),
-    )
+    at = hax.arange(axes[1], dtype=jnp.int32).broadcast_to(axes)
+    length = -(-tokens // documents)
     return dataclasses.replace(batch, documents=at // length + 1, positions=at % length)
 
 

@@ -78,7 +78,8 @@ def main(
         raise SystemExit(
             f"--policies {unknown[0]!r} is none of {', '.join(_policies(parsed))}"
         )
-    agreeing, peak = list(policies), matmul_peak()
+    agreeing = list(policies)
+    peak = matmul_peak()
     if check:
         compared = in_a_process(gradient_rows, given, check, policies, documents)
         yield from compared

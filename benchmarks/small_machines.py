@@ -71,7 +71,8 @@ class Model:
         """Its shapes, in bfloat16."""
 
         def init() -> Decoder:
-            Vocab, key = Axis("vocab", self.vocab), jax.random.key(0)
+            Vocab = Axis("vocab", self.vocab)
+            key = jax.random.key(0)
             made = Decoder.init(self.config, Vocab, remat=remat, key=key)
             return cast_parameters(made, "bfloat16")
 

@@ -107,10 +107,8 @@ def _transfers(found: memory.MemoryReport, tokens: int) -> str:
     """What crosses to the host and back in a step, and whether that takes longer than
     computing.
     """
-    moved, least = (
-        found.flops.bytes_from_host + found.flops.bytes_to_host,
-        found.least_time,
-    )
+    moved = found.flops.bytes_from_host + found.flops.bytes_to_host
+    least = found.least_time
     if not moved or least is None:
         return "-"
     bound = f"bound by the link at {tokens / least.transfer:,.0f} tokens/s"

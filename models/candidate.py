@@ -36,6 +36,7 @@ from stacked_remat.training import (
 )
 from stacked_remat.training.memory_check import check_fits, check_host_fits
 from stacked_remat.training.remat import remat_entry
+from stacked_remat.training.stage_rows import shapes_in_stages
 
 _Show: TypeAlias = Callable[[Trial], None]
 STREAMED = {"trainer.streaming": True}
@@ -111,7 +112,9 @@ class Candidate:
         """Settings that take less memory and more time, the fastest first: experts in
         blocks, tiles, both.
         """
-        model, blocks, tiles = self.config.model, {}, {}
+        model = self.config.model
+        blocks = {}
+        tiles = {}
         if self.settings.get("model.experts.backend") == "auto":
             device = find_target(self.target).devices()[0]
             if expert_backend(model.compute_dtype, device) != "block":
@@ -130,10 +133,12 @@ class Candidate:
         """The mesh; raises ConfigError or TargetError if it does not fit the
         devices.
         """
-        chosen, devices = find_target(self.target), self.devices
+        chosen = find_target(self.target)
+        devices = self.devices
         if devices is None:
             devices = jax.device_count() if chosen.name == "local" else 1
-        trainer, stages_of = self.config.trainer, {}
+        trainer = self.config.trainer
+        stages_of = {}
         if trainer.pipeline is not None:
             stages_of = {self.config.model.Layers.name: trainer.pipeline.axis}
         return Partitioning.of(
@@ -155,13 +160,15 @@ class Candidate:
                 " target."
             )
         state = state_shapes(self.config, self.partitioning)
+        state = shapes_in_stages(state, self.partitioning)
         return batch_shapes(self.config.data, self.partitioning), state
 
     def check_batch(self) -> None:
         """Raises ConfigError unless the mesh divides the batch, and each of its
         microbatches.
         """
-        data, update = self.config.data, self.config.trainer.update
+        data = self.config.data
+        update = self.config.trainer.update
         self.partitioning.check_batch(
             data.batch_size, data.seq_len, update.microbatches
         )
@@ -174,9 +181,18 @@ class Candidate:
 
     @property
     def idle(self) -> float:
-        """Which part of the time the stages of a pipeline wait, under `1f1b`."""
-        waiting = self.stages - 1
-        return waiting / (self.config.trainer.update.microbatches + waiting)
+        """Which part of the time a stage of a pipeline waits, under `1f1b`; one with as
+        many layers as any.
+        """
+        own, count = self._layers_of_stage, self.config.trainer.update.microbatches
+        # A microbatch goes through the layers of the others, before or after.
+        waiting = self.config.model.num_layers - own
+        return waiting / (count * own + waiting)
+
+    @property
+    def _layers_of_stage(self) -> int:
+        """How many layers a stage has; the last one may have fewer."""
+        return -(-self.config.model.num_layers // self.stages)
 
     def _check_stages(self) -> None:
         pipeline = self.config.trainer.pipeline
@@ -194,12 +210,14 @@ class Candidate:
                 f" there are {len(others)} of more than one device"
                 f" ({', '.join(others)}). Give all but one of them the size 1."
             )
-        layers = self.config.model.num_layers
-        if layers % self.stages:
+        layers, own = self.config.model.num_layers, self._layers_of_stage
+        with_layers = -(-layers // own)
+        if with_layers < self.stages:
             raise ConfigError(
                 f"trainer.pipeline divides model.num_layers = {layers} over"
-                f" {self.stages} devices, or groups of devices, and not evenly. Change"
-                f" the size of its axis in trainer.mesh.axes to a divisor of {layers}."
+                f" {self.stages} devices, or groups of devices, {own} for each: that"
+                f" leaves {self.stages - with_layers} without layers. Give its axis in"
+                f" trainer.mesh.axes the size {with_layers}."
             )
 
     def report(self) -> MemoryReport:
@@ -259,7 +277,7 @@ class Candidate:
             "target": self.target,
             "donate": "state",
             # Of a stage, to which the policy applies
-            "layers": model.num_layers // self.stages,
+            "layers": self._layers_of_stage,
             "cache": self.cache,
         }
 
@@ -285,11 +303,9 @@ class Candidate:
         Costs one tracing of how the model is made, whatever its size. `at_least` leaves
         out layers that could be on the host.
         """
-        config, target, can_stream = (
-            self.config,
-            find_target(self.target),
-            self.can_stream,
-        )
+        config = self.config
+        target = find_target(self.target)
+        can_stream = self.can_stream
         # With the layers on the host where that is possible: the least there can be
         at_least = at_least and can_stream
         batch, state = self.having(STREAMED if at_least else {}).shapes

@@ -248,5 +248,8 @@ def error_message(error: Exception) -> str | None:
             f" {_FIXES.get(error.errno, 'Check the path and its file system.')}"
         )
     if isinstance(error, MemoryError):
-        return f"This machine has too little memory. {text}".strip()
+        return (
+            f"This machine has too little memory. {text}".strip()
+            + " In a run, a smaller data.seq_len or data.batch_size takes less."
+        )
     return text

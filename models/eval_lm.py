@@ -71,7 +71,9 @@ class ModelToEvaluate:
         partitioning: Partitioning | None = None,
     ):
         super().__init__()
-        self.tokenizer, self._found, self._model = found.tokenizer, found, model
+        self.tokenizer = found.tokenizer
+        self._found = found
+        self._model = model
         self._partitioning = partitioning or Partitioning.of(
             MeshConfig({"data": 1}, {}, {})
         )
@@ -147,7 +149,8 @@ class ModelToEvaluate:
         ]
         # The longest first: what does not fit fails at once. Rows of a batch are then
         # of nearly one length.
-        order, found = sorted(range(len(texts)), key=lambda at: -len(texts[at])), {}
+        order = sorted(range(len(texts)), key=lambda at: -len(texts[at]))
+        found = {}
         for first in range(0, len(order), self.batch_size):
             batch = order[first : first + self.batch_size]
             tokens = np.zeros(
@@ -211,7 +214,8 @@ class ModelToEvaluate:
                     f"--max_length {self.max_length} has no room for a prompt before"
                     f" {most} new tokens."
                 )
-            kept, one = slice(most - self.max_length, None), [self.prefix_token_id]
+            kept = slice(most - self.max_length, None)
+            one = [self.prefix_token_id]
             prompts = {
                 at: np.asarray((self.tok_encode(requests[at].args[0]) or one)[kept])
                 for at in members
@@ -238,7 +242,8 @@ def _generation(options: Mapping[str, Any]) -> tuple[int, Sampling, list[str]]:
     `gen_kwargs`.
     """
     names = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-    sampling, until = Sampling(0.0), options.get("until") or []
+    sampling = Sampling(0.0)
+    until = options.get("until") or []
     try:
         most = next(
             (int(options[name]) for name in names if options.get(name) is not None), 256
@@ -260,7 +265,8 @@ def _scores(model: Decoder, tokens: Any, targets: Any) -> tuple[Array, Array]:
     """The log-likelihood of every target `[batch, position]`, and whether it is the
     likeliest token.
     """
-    Batch, Pos = Axis(BATCH_AXIS, tokens.shape[0]), Axis(POSITION_AXIS, tokens.shape[1])
+    Batch = Axis(BATCH_AXIS, tokens.shape[0])
+    Pos = Axis(POSITION_AXIS, tokens.shape[1])
     hidden, _ = model.hidden_states(hax.named(tokens, (Batch, Pos)))
     Embed = model.config.Embed
 

@@ -70,7 +70,8 @@ def generation_files(found: FoundModel) -> tuple[dict[str, str], dict[str, Any]]
     """Texts of files, and fields of `config.json`, that generation with the model
     needs.
     """
-    texts, root = read_tokenizer_files(found.tokenizer_name), found.published
+    texts = read_tokenizer_files(found.tokenizer_name)
+    root = found.published
     if root is not None and (file := root / GENERATION_CONFIG).is_file():
         texts[file.name] = file.read_text(encoding="utf-8")
     return texts, {
@@ -106,7 +107,8 @@ def model_card(found: FoundModel, title: str, relation: str) -> str:
     if tokenizer != "byte" and _is_local(tokenizer):
         tokenizer = f"a local one, {Path(tokenizer).name}"
     lines += [f"- tokenizer: {tokenizer}"]
-    run, result = found.run, found.root / "result.json"
+    run = found.run
+    result = found.root / "result.json"
     if run is None:
         return "\n".join([*lines, ""])
     config = config_as_dict(run)

@@ -67,9 +67,12 @@ def main(arguments: Sequence[str], console: Console | None = None) -> int:
 def _generate(arguments: Sequence[str], console: Console) -> int:
     options = _parser().parse_args(arguments)
     _check(options)
-    texts, write = _texts(options), _writer(console)
-    begun, variables = _chat_beginning(options), _mapping(options.chat_template_kwargs)
-    sampling, found = _sampling(options), model_of_arguments(options)
+    texts = _texts(options)
+    write = _writer(console)
+    begun = _chat_beginning(options)
+    variables = _mapping(options.chat_template_kwargs)
+    sampling = _sampling(options)
+    found = model_of_arguments(options)
     # Weights are read when the first prompt has been put together.
     load = functools.cache(lambda: load_model(found))
     # Any of the tokens that end a text; in a chat also what ends a turn

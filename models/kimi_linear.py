@@ -150,7 +150,8 @@ def from_hf(given: hf.ConfigFields) -> hf.Found:
 def _attention_types(section: hf.ConfigFields, last: int) -> list[str]:
     """The attention of each layer by two lists of numbers, counted from 1."""
     numbers = range(1, last + 1)
-    full, linear = section("full_attn_layers", []), section("kda_layers", [])
+    full = section("full_attn_layers", [])
+    linear = section("kda_layers", [])
     if not full and not linear:
         full = [number for number in numbers if number % 4 == 1 and number > 1]
     elif sorted(map(str, [*full, *linear])) != sorted(map(str, numbers)):
@@ -163,7 +164,8 @@ def _attention_types(section: hf.ConfigFields, last: int) -> list[str]:
 
 def to_hf(config: KimiLinearConfig) -> dict[str, Any]:
     """Writes a `config.json`, with the fields of the published ones."""
-    types, sizes = [*enumerate(config.types_of_layers, 1)], config.linear
+    types = [*enumerate(config.types_of_layers, 1)]
+    sizes = config.linear
     section = {
         "num_heads": sizes.num_key_heads,
         "head_dim": sizes.key_dim,

@@ -103,7 +103,8 @@ def _loss_of_all(
     metrics = {"loss": loss}
     if further is not None:
         of_further, more = _further_loss(model, further, batch, z_loss)
-        loss, metrics = loss + of_further, metrics | more
+        loss = loss + of_further
+        metrics = metrics | more
     return loss, auxiliary, metrics
 
 

@@ -19,10 +19,8 @@ _MOST_POSITIONS = 2**31 - 1  # positions are 32-bit numbers
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments that `model_of_arguments` reads."""
-    source, add = (
-        parser.add_mutually_exclusive_group(required=True),
-        parser.add_argument,
-    )
+    source = parser.add_mutually_exclusive_group(required=True)
+    add = parser.add_argument
     source.add_argument(  # as an absolute path, which is no name on the Hub
         "--run_dir",
         dest="model",
@@ -91,10 +89,8 @@ def rows_that_fit(found: FoundModel, slots: int) -> int:
         leaf.size for leaf in jax.tree.leaves(weights) if not streaming.is_on_host(leaf)
     )
     size = numbers * jnp.dtype(found.config.compute_dtype).itemsize
-    cache, memory = (
-        weights.cache_bytes(1, slots),
-        memory_bytes(jax.local_devices()[0]),
-    )
+    cache = weights.cache_bytes(1, slots)
+    memory = memory_bytes(jax.local_devices()[0])
     if slots > _MOST_POSITIONS or (memory is not None and size + cache > memory):
         has = "" if memory is None else f", and this device has {_mebibytes(memory)}"
         raise ConfigError(

@@ -159,7 +159,8 @@ def compared(config: LmRunConfig) -> dict[str, ScanCheckpointPolicy]:
     none of these.
     """
     # A model in tiles has no names, so no preset would keep anything.
-    presets, names = config.model.remat_presets, config.model.remat_names
+    presets = config.model.remat_presets
+    names = config.model.remat_names
     policies = {name: remat_policy(entry, presets) for name, entry in POLICIES.items()}
     policies |= presets if names else {}
     if config.policy is not None and config.policy not in policies.values():
@@ -230,7 +231,8 @@ def _plan(arguments: Sequence[str], console: Console) -> int:
 
 
 def _find(config: PlanLmConfig, console: Console, budget: Budget) -> None:
-    step, found = config.candidate, {}
+    step = config.candidate
+    found = {}
     if config.find in KEYS:
         size, step = find_size(step, config.find, budget)
         found = {KEYS[config.find]: size}
@@ -350,7 +352,8 @@ def _print_json(config: LmRunConfig, console: Console, **fields: Any) -> None:
 
 def _rows(config: PlanLmConfig) -> dict[str, Candidate]:
     """What is compiled for each row of the table."""
-    step, policies = config.candidate, compared(config)
+    step = config.candidate
+    policies = compared(config)
     # All policies as the config is, and the leanest with settings that take less
     varied = [({}, [*policies]), *((settings, LEANER) for settings in step.leaner)]
     if step.can_stream:

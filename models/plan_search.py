@@ -67,7 +67,8 @@ class Budget:
         """What a step takes, which is shown; None if the compiler refuses it for want
         of memory.
         """
-        report, name = None, f"{size}{candidate.config.remat!r}{candidate.label}"
+        report = None
+        name = f"{size}{candidate.config.remat!r}{candidate.label}"
         try:
             report = candidate.report()
         except DoesNotFit:
@@ -126,19 +127,16 @@ def find_size(candidate: Candidate, what: str, budget: Budget) -> tuple[int, Can
     tried.
     """
     # Devices divide sizes evenly, so only multiples of their number are tried.
-    config, parts_of, key = (
-        candidate.config,
-        candidate.partitioning.parts_of,
-        KEYS[what],
-    )
+    config = candidate.config
+    parts_of = candidate.partitioning.parts_of
+    key = KEYS[what]
     if what == "context":
-        own, other, unit = (
-            config.data.seq_len,
-            config.data.batch_size,
-            parts_of(POSITION_AXIS),
-        )
+        own = config.data.seq_len
+        other = config.data.batch_size
+        unit = parts_of(POSITION_AXIS)
     else:
-        own, other = config.data.batch_size, config.data.seq_len
+        own = config.data.batch_size
+        other = config.data.seq_len
         unit = parts_of(BATCH_AXIS) * config.trainer.update.microbatches
     sizes = list(_rounded(unit, _LARGEST // other))
     start = min(bisect.bisect_left(sizes, own), len(sizes) - 1)
@@ -169,7 +167,9 @@ def last_that_fits(
     bisection.
     """
     # All up to `low` fit, and none from `high` on.
-    low, high, at = -1, len(sizes), start
+    low = -1
+    high = len(sizes)
+    at = start
     while high - low > 1:
         low, high = (at, high) if fits(at) else (low, at)
         at = (low + high) // 2
@@ -254,7 +254,8 @@ def meshes(candidate: Candidate) -> list[Candidate]:
     """The step on the config's own mesh and on those of the documentation's table that
     the model and the batch allow.
     """
-    devices, data = candidate.devices, candidate.config.data
+    devices = candidate.devices
+    data = candidate.config.data
     assert devices is not None
     trainer = candidate.config.trainer
     own = trainer.mesh, trainer.pipeline
@@ -335,7 +336,8 @@ def _in_stages(
 
 def divided(step: Candidate) -> str:
     """What is divided into how many parts, as `batch, embed: 4; kv_heads: 2`."""
-    mesh, pipeline = step.config.trainer.mesh, step.config.trainer.pipeline
+    mesh = step.config.trainer.mesh
+    pipeline = step.config.trainer.pipeline
     pairs = [*mesh.compute_mapping.items(), *mesh.param_mapping.items()]
     if pipeline is not None:
         pairs.append(("layers", pipeline.axis))

@@ -109,7 +109,8 @@ def text_curve(name: str, curve: Curve) -> str:
 
     A bar is the mean of the values in its part of the steps, or of the nearest before.
     """
-    first, last = curve.steps[0], curve.steps[-1]
+    first = curve.steps[0]
+    last = curve.steps[-1]
     width = min(_WIDTH, len(curve.steps))
     parts: list[list[float]] = [[] for _ in range(width)]
     for step, value in zip(*curve, strict=True):

@@ -34,17 +34,16 @@ class LaterWindows(hf.Entry):
 
     def read(self, given: hf.ConfigFields, name: str, found: hf.Found) -> hf.Found:
         """The window, and the layers that have it."""
-        first, is_on = (
-            given("max_window_layers", 28),
-            given("use_sliding_window", False),
-        )
+        first = given("max_window_layers", 28)
+        is_on = given("use_sliding_window", False)
         layers = range(found["num_layers"])
         windowed = [layer >= first for layer in layers]
         return hf.read_windows(given, name, 4_096, len(layers), windowed, is_on)
 
     def write(self, config: DecoderConfig, name: str) -> dict[str, Any]:
         """The fields that say the same."""
-        types, window = hf.layer_types(config), config.attention.window
+        types = hf.layer_types(config)
+        window = config.attention.window
         return {
             "layer_types": types,
             name: window,

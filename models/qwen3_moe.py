@@ -28,7 +28,8 @@ class DenseLayers(hf.Entry):
     def read(self, given: hf.ConfigFields, name: str, found: hf.Found) -> hf.Found:
         """Their numbers."""
         # Qwen3MoeDecoderLayer: every `step`-th layer has experts, unless it is named.
-        step, dense = given.at_least(1, "decoder_sparse_step", 1), given(name, [])
+        step = given.at_least(1, "decoder_sparse_step", 1)
+        dense = given(name, [])
         layers = range(found["num_layers"])
         if strange := [layer for layer in dense if layer not in layers]:
             raise ValueError(

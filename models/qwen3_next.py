@@ -149,7 +149,8 @@ SHARED_TENSORS = {
     "mlp.shared": "shared_expert",
     "mlp.shared_gate": "shared_expert_gate",
 }
-_QKVZ, _BA = HeadsTensor("in_proj_qkvz"), HeadsTensor("in_proj_ba")
+_QKVZ = HeadsTensor("in_proj_qkvz")
+_BA = HeadsTensor("in_proj_ba")
 TENSORS = SHARED_TENSORS | {
     "linear_attention.q_proj": _QKVZ,
     "linear_attention.k_proj": _QKVZ,

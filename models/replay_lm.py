@@ -78,7 +78,8 @@ from stacked_remat.training.run_folder import check_same_in_all
 _EPS_ROOT = 1e-30  # Adam's square root has no derivative at zero
 # Of metasmoothness, which is 1 at most. In `benchmarks.metasmoothness` the scores of
 # runs from 0.9 on predict, and those of runs below 0.5 hardly do.
-_LEAST, _GOOD = 0.5, 0.9
+_LEAST = 0.5
+_GOOD = 0.9
 _NOT_FINITE = "The replay has no scores: a loss or gradient of a step is not finite."
 
 
@@ -255,7 +256,8 @@ def _steps(
     """The steps after `first` up to `last`, read again."""
     saved = checkpoint_run(run_dir / "checkpoints", step=first)
     data.training.set_state(saved["position"]["data"])
-    batches, places = [], []
+    batches = []
+    places = []
     for _ in range(last - first):
         batches.append(partitioning.shard_batch(data.training.next()))
         places.append(data.training.names(data.training.get_state()))
@@ -300,7 +302,8 @@ def _computed(
         progress.message(_checked_smoothness(smooth, least))
         progress.work(what, 1, 2, "compiling, then training forward and back")
         loss, found = replay.scores(state, steps.stacked, texts, weights)
-        loss, found = float(loss), np.asarray(found)
+        loss = float(loss)
+        found = np.asarray(found)
     except eqx.EquinoxRuntimeError as error:
         raise ConfigError(
             f"The replay has no scores: {str(error).splitlines()[0]}"
@@ -320,7 +323,9 @@ def _write(
     """
     for index, ids in enumerate(steps.ids):
         # The derivative of a loss: what lowers it has a positive score.
-        scores, texts, tokens = -found[index], steps.texts[index], None
+        scores = -found[index]
+        texts = steps.texts[index]
+        tokens = None
         if scores.ndim == 2:
             texts, tokens = examples_by_token(steps.batches[index], scores, decode)
             scores = scores.sum(axis=1)
@@ -432,7 +437,8 @@ class Replay:
         by_token: bool = False,
     ):
         self.partitioning = partitioning
-        self._config, self._Steps = config, Steps
+        self._config = config
+        self._Steps = Steps
         self._optimizer = run_optimizer(config, _EPS_ROOT)
         self._Examples = Axis(BATCH_AXIS, config.data.batch_size)
         Positions = Axis(POSITION_AXIS, config.data.seq_len)

@@ -313,7 +313,9 @@ class LmRunConfig:
         With `check_folder`, the folder of `initialize_from_hf` and the tokenizer are
         also read where they don't decide it.
         """
-        model, rows, tokenizer = self.model, self.vocab_size, self.data.tokenizer
+        model = self.model
+        rows = self.vocab_size
+        tokenizer = self.data.tokenizer
         needs_folder = says_nothing(model) or (tokenizer is None and rows is None)
         # Random weights: nothing is read.
         if self.initialize_from_hf is None:
@@ -324,7 +326,8 @@ class LmRunConfig:
             self._check_begun(begun)
             tokenizer = tokenizer or _own_tokenizer(begun)
             # The folder's architecture, with what is the run's to decide
-            found, found_rows = pretrained_config(model, begun.config), begun.Vocab.size
+            found = pretrained_config(model, begun.config)
+            found_rows = begun.Vocab.size
             differing = unlike_folder(model, found)
             if rows is not None and rows != found_rows:
                 differing.append(
@@ -337,7 +340,8 @@ class LmRunConfig:
                     + "\nCorrect it, or leave out all of `model` that a folder has, to"
                     " take the folder's."
                 )
-            model, rows = found, found_rows
+            model = found
+            rows = found_rows
             if model.further_tokens.weight and not model.further_tokens.depths:
                 raise ConfigError(
                     f"model.mtp.weight is given, and {begun.root} has no layers that"
@@ -463,7 +467,8 @@ def _found(name: str, step: int | None, within: tuple[Path, ...]) -> FoundModel:
         raise WeightsError(
             f"The model in {root} begins with itself. Name another base there."
         )
-    within, base = (*within, root), None
+    within = (*within, root)
+    base = None
     if (root / CHECKPOINTS).is_dir():
         run = read_run_config(root, step)
         if (begun := run.initialize_from_hf) is not None:
@@ -500,7 +505,8 @@ def _found(name: str, step: int | None, within: tuple[Path, ...]) -> FoundModel:
             adapted,
             base,
         )
-    (config, rows), fields = read_hf_config(root), read_json(root / "config.json")
+    config, rows = read_hf_config(root)
+    fields = read_json(root / "config.json")
     config = with_own_head(config, root)
     # All others, float16 among them, are computed in float32.
     is_bfloat16 = "bfloat16" in (fields.get("dtype"), fields.get("torch_dtype"))

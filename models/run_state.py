@@ -62,7 +62,8 @@ def run_optimizer(
     """The optimizer with the schedule and dtypes of a run; `eps_root` as
     `build_optimizer` takes it.
     """
-    most, steps = config.optimizer.max_grad_norm, config.trainer.num_steps
+    most = config.optimizer.max_grad_norm
+    steps = config.trainer.num_steps
     options: Any = {
         "state_dtype": config.trainer.precision.optimizer_state,
         "eps_root": eps_root,
@@ -260,11 +261,9 @@ class Placement:
     def _read_run(
         self, found: FoundModel, run: LmRunConfig, base: FoundModel | None
     ) -> Decoder:
-        folder, dtype, key = (
-            found.root / CHECKPOINTS,
-            run.trainer.precision.parameters,
-            _model_key(run),
-        )
+        folder = found.root / CHECKPOINTS
+        dtype = run.trainer.precision.parameters
+        key = _model_key(run)
         if run.lora is None:
             shapes = self.shapes(found, dtype)
             trainable = trainable_except(shapes, run.freeze)
@@ -304,10 +303,8 @@ def initial_state(
             the host, one after the other.
     """
     placement = Placement.of(config, partitioning, config.policy)
-    begin, init = (
-        functools.partial(_begun, config, placement),
-        placement.partitioning.init_sharded,
-    )
+    begin = functools.partial(_begun, config, placement)
+    init = placement.partitioning.init_sharded
     if config.initialize_from_hf is None:
         return init(begin)
     found = dataclasses.replace(
@@ -355,7 +352,8 @@ def _begun(
     config: LmRunConfig, placement: Placement, weights: Decoder | None = None
 ) -> TrainState:
     """The state before the first step with these weights, or with random ones."""
-    key, dtype = _model_key(config), config.trainer.precision.parameters
+    key = _model_key(config)
+    dtype = config.trainer.precision.parameters
     if weights is None:
         weights = placement.random(config.model, config.Vocab, dtype, key)
     adapted, trainable = trained_parts(config, weights, key=key)

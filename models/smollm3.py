@@ -69,7 +69,8 @@ class UnrotatedLayers(hf.Entry):
 
     def write(self, config: SmolLM3Config, name: str) -> dict[str, Any]:
         """A number for each layer, and windows."""
-        unrotated, window = config.unrotated_layers, config.attention.window
+        unrotated = config.unrotated_layers
+        window = config.attention.window
         layers = range(config.num_layers)
         return {
             name: [int(layer not in unrotated) for layer in layers],

@@ -45,6 +45,7 @@ from stacked_remat.training import (
     Checkpoints,
     ConfigError,
     ConsoleProgress,
+    DataError,
     JsonLinesTracker,
     Partitioning,
     Position,
@@ -85,6 +86,7 @@ from stacked_remat.training.processes import (
     start_processes,
 )
 from stacked_remat.training.run_folder import check_same_in_all
+from stacked_remat.training.stage_rows import of_layers
 from stacked_remat.training.throughput import peak_memory_bytes
 
 _SHOW_EXAMPLE = "--show_example"
@@ -101,7 +103,8 @@ def train_lm(
     with a checkpoint.
     """
     step, tokenizer = _prepared_in_all(config, progress)
-    config, partitioning = step.config, step.partitioning
+    config = step.config
+    partitioning = step.partitioning
     if jax.process_count() > 1:
         own = ProcessShare(jax.process_index(), jax.process_count())
         agreed(lambda: tokenize_share(config.data, tokenizer, progress, own))
@@ -132,6 +135,7 @@ def train_lm(
             config.trainer.checkpoint,
             run_config=config.entries,
             saved=saved_arrays,
+            written=functools.partial(of_layers, partitioning=partitioning),
             local=in_turn(lambda: _local_files(config, folder)),
             report=progress.message,
         )
@@ -151,7 +155,8 @@ def train_lm(
         progress.message(_summary(config, data.summary, state, folder))
         closing.enter_context(ending_with_others())
         # A resumed run reports its own steps alone.
-        began, first = time.monotonic(), int(state.step)
+        began = time.monotonic()
+        first = int(state.step)
         result = train(
             state,
             step.train_step,
@@ -244,11 +249,16 @@ def _show_defaults(console: Console) -> None:
 def _show_examples(config: LmRunConfig, console: Console) -> None:
     """Prints the first example of each source, with its targets in green and between
     marks.
+
+    Raises:
+        DataError: the first records of a source have no target.
     """
     tokenizer = load_tokenizer(
         config.tokenizer_name, config.data.chat_date, rows=config.vocab_size
     )
+    without = {*config.data.sources}
     for example in first_examples(config.data, tokenizer):
+        without -= {example.source}
         text = Text()
         for run, is_target in example.runs:
             cut = run if len(run) <= _MOST_SHOWN else f"{run[:_MOST_SHOWN]}..."
@@ -260,6 +270,16 @@ def _show_examples(config: LmRunConfig, console: Console) -> None:
         title = f"{example}\ntargets are green, between « and »:"
         console.print(encodable(escaped(title), console), style="bold", markup=False)
         console.print(text, soft_wrap=True)
+        if example.unread:
+            names = ", ".join(example.unread)
+            line = f"keys of this record that are not read: {names}"
+            console.print(encodable(escaped(line), console), markup=False)
+    if without:
+        raise DataError(
+            f"data.sources.{min(without)} has no target in its first records. With"
+            " train_on: answers, targets are the turns of the role `assistant`, and"
+            " completions."
+        )
 
 
 def _asked_to_stop(stop: StopSignals) -> Callable[[], str | None]:
@@ -435,7 +455,8 @@ def _conclude(
             f"stopped by {result.stopped_by} after step {int(result.state.step)}; the"
             f" same command with --trainer.run_dir {folder.root} resumes it"
         )
-    done, asked = int(result.state.step), config.trainer.by_held_out_loss
+    done = int(result.state.step)
+    asked = config.trainer.by_held_out_loss
     outcome = {
         "held_out_before": result.held_out_before,
         "held_out_after": result.held_out_after,

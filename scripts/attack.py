@@ -135,7 +135,8 @@ class Worker:
             lines.put("")  # the process has ended
 
         threading.Thread(target=read, daemon=True).start()
-        self.lines, self.count = lines, 0
+        self.lines = lines
+        self.count = 0
         return process
 
     def stop(self) -> None:
@@ -205,7 +206,9 @@ def main() -> int:
     if options.worker:
         work(options)
         return 0
-    start, lock, counts = time.monotonic(), threading.Lock(), collections.Counter[str]()
+    start = time.monotonic()
+    lock = threading.Lock()
+    counts = collections.Counter[str]()
     seeds = seeds_to_run(options)
 
     def of_a_process() -> None:

@@ -59,14 +59,16 @@ def charts() -> Iterator[tuple[Path, Figure]]:
 
 def memory_chart(result: Mapping[str, Any], colors: Sequence[str]) -> Figure:
     """Temporaries of each variant on the device and the host, with narrow layers."""
-    (text, peers, ours), inner = colors, 2_048
+    text, peers, ours = colors
+    inner = 2_048
     rows = {row["name"]: row for row in result["rows"] if row["inner"] == inner}
     names = [*PEERS, *(f"stacked_remat {name}" for name in OURS)]
     device, host = (
         [rows[name][key] / 2**30 for name in names]
         for key in ("temporaries", "host_temporaries")
     )
-    first, version = result["rows"][0], result["versions"]["jax"]
+    first = result["rows"][0]
+    version = result["versions"]["jax"]
     figure, axes = _axes(6.6, 1 + 0.27 * len(names), text)
     about = (
         "Temporaries of one gradient, GiB",

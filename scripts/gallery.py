@@ -61,7 +61,8 @@ def cells_of(script: Path) -> list[Cell]:
             f"{script} must begin with `# %% [markdown]` and a title, `# # Title`"
         )
     _, *parts = _CELL.split(source)
-    found, line = [], 1
+    found = []
+    line = 1
     for mark, part in zip(parts[::2], parts[1::2], strict=True):
         text = part.strip("\n")
         found.append(

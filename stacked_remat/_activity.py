@@ -204,7 +204,8 @@ def _sources_read(
     """
     sources_of = dict(zip(jaxpr.invars, sources, strict=True))
     nothing: frozenset[int] = frozenset()
-    read, size = nothing, 0
+    read = nothing
+    size = 0
     # Variables whose bytes are counted.
     counted: set[core.Var] = set()
 
@@ -215,7 +216,8 @@ def _sources_read(
         return sources_of.get(atom, nothing)
 
     for equation in jaxpr.eqns:
-        name, atoms = equation.primitive.name, equation.invars
+        name = equation.primitive.name
+        atoms = equation.invars
         operands = [*map(of, atoms)]
         results = [nothing.union(*operands)] * len(equation.outvars)
         called = _called(equation)

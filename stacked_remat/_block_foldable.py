@@ -42,6 +42,7 @@ from ._scan.checks import axis_or_name, describe, layers_axis, text
 from ._scan.layer_state import divide_state, only_own_state, with_whole_state
 from ._scan.marks import changed, check_unmarked
 from ._scan.step import FoldCall, Verb
+from ._scan.until import Until, check_until
 from ._state_dict import layers_to_state_dict
 from ._static import PyTree
 from ._sweep.kinds import Pattern
@@ -227,6 +228,7 @@ class BlockFoldable(HaliaxStackNames, ModuleWithStateDictSerialization, Generic[
         remat: ScanCheckpointSpec | None = None,
         unroll: int | bool | None = None,
         reverse: bool | None = None,
+        until: Until | None = None,
         **kwargs: PyTree,
     ) -> T: ...
 
@@ -238,6 +240,7 @@ class BlockFoldable(HaliaxStackNames, ModuleWithStateDictSerialization, Generic[
         remat: ScanCheckpointSpec | None = None,
         unroll: int | bool | None = None,
         reverse: bool | None = None,
+        until: Until | None = None,
         **kwargs: PyTree,
     ) -> PyTree:
         """Apply the layers one after the other: `for block in layers: carry =
@@ -254,6 +257,9 @@ class BlockFoldable(HaliaxStackNames, ModuleWithStateDictSerialization, Generic[
             unroll: how many layers one iteration runs; `True` for all, which alone
                 counts where layers are cut, of several kinds or on the host.
             reverse: go from the last layer to the first.
+            until: takes a carry and returns one bool; no layer is applied after the
+                first carry for which it is True (early exit), with the costs that
+                `stacked_remat.scan` says.
             **kwargs: as `*args`.
 
         Returns:
@@ -266,7 +272,8 @@ class BlockFoldable(HaliaxStackNames, ModuleWithStateDictSerialization, Generic[
                 is also a parameter of the block; for several states, and a layer that
                 reads or returns another's.
         """
-        run = _applied(self, "fold", None, remat=remat, unroll=unroll, reverse=reverse)
+        options = {"unroll": unroll, "reverse": reverse, "until": until}
+        run = _applied(self, "fold", None, remat=remat, **options)
         return run(init, *args, **kwargs)
 
     def scan(
@@ -277,6 +284,7 @@ class BlockFoldable(HaliaxStackNames, ModuleWithStateDictSerialization, Generic[
         remat: ScanCheckpointSpec | None = None,
         unroll: int | bool | None = None,
         reverse: bool | None = None,
+        until: Until | None = None,
         **kwargs: PyTree,
     ) -> tuple[T, PyTree]:
         """As `fold`, for blocks that return `(carry, output)`; also stacks the outputs.
@@ -284,7 +292,8 @@ class BlockFoldable(HaliaxStackNames, ModuleWithStateDictSerialization, Generic[
         A state among a layer's outputs is not stacked: the whole one, as of `fold`, is
         in its place.
         """
-        run = _applied(self, "scan", None, remat=remat, unroll=unroll, reverse=reverse)
+        options = {"unroll": unroll, "reverse": reverse, "until": until}
+        run = _applied(self, "scan", None, remat=remat, **options)
         return run(init, *args, **kwargs)
 
     def fold_via(
@@ -294,6 +303,7 @@ class BlockFoldable(HaliaxStackNames, ModuleWithStateDictSerialization, Generic[
         remat: ScanCheckpointSpec | None = None,
         unroll: int | bool | None = None,
         reverse: bool | None = None,
+        until: Until | None = None,
     ) -> Callable[..., Y]:
         """Fold with `fn(block, carry, *args, **kwargs)` in place of the blocks' own
         call.
@@ -302,7 +312,8 @@ class BlockFoldable(HaliaxStackNames, ModuleWithStateDictSerialization, Generic[
             A function of the initial carry and the further arguments. What `fn` closes
             over is shared by all layers.
         """
-        return _applied(self, "fold", fn, remat=remat, unroll=unroll, reverse=reverse)
+        options = {"unroll": unroll, "reverse": reverse, "until": until}
+        return _applied(self, "fold", fn, remat=remat, **options)
 
     def scan_via(
         self,
@@ -311,11 +322,13 @@ class BlockFoldable(HaliaxStackNames, ModuleWithStateDictSerialization, Generic[
         remat: ScanCheckpointSpec | None = None,
         unroll: int | bool | None = None,
         reverse: bool | None = None,
+        until: Until | None = None,
     ) -> Callable[..., tuple[T, Y]]:
         """Scan with `fn(block, carry, *args, **kwargs) -> (carry, output)` in place of
         the blocks' call.
         """
-        return _applied(self, "scan", fn, remat=remat, unroll=unroll, reverse=reverse)
+        options = {"unroll": unroll, "reverse": reverse, "until": until}
+        return _applied(self, "scan", fn, remat=remat, **options)
 
     def vmap(self, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """Apply all layers to the same arguments with `vmap`; the outputs get the
@@ -337,7 +350,8 @@ class BlockFoldable(HaliaxStackNames, ModuleWithStateDictSerialization, Generic[
         raise TypeError(
             f"A {type(self).__name__} is not called. Write blocks.fold(x) to apply its"
             " layers one after the other, blocks.scan(x) if each returns (carry,"
-            " output), blocks.vmap(shared(x)) to give all the same."
+            " output), blocks.vmap(shared(x)) to give all the same. To"
+            " stacked_remat.fold give blocks.stacked, of which each step has a layer."
         )
 
     def with_remat(self, remat: ScanCheckpointSpec) -> Self:
@@ -395,6 +409,9 @@ class BlockFoldable(HaliaxStackNames, ModuleWithStateDictSerialization, Generic[
     def _kinds(self) -> Sequence[M]:
         """Blocks of every kind among the layers."""
 
+    # Whether `until` may stop their loop
+    _can_stop: ClassVar[bool] = False
+
     @property
     def _pattern(self) -> Pattern | None:
         """Which layer is of which kind, if there are several kinds."""
@@ -425,6 +442,14 @@ def call_of(
     written = [*options] if remat is None else [*options, "remat"]
     if fn is None and written:
         _check_options(layers, method, written)
+    if "until" in options:
+        check_until(options["until"])
+        if not layers._can_stop:
+            raise TypeError(
+                f"until= stops a loop over layers that are all alike: a"
+                f" {type(layers).__name__} takes none. Use a Stacked, or choose between"
+                " the carry and the layer's result in each layer."
+            )
     # Errors name arguments as the user's function does, or as the blocks' `__call__`.
     # Of layers of several classes the first stands for all; without layers nothing is
     # named.

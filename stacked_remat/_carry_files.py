@@ -138,7 +138,8 @@ class _File:
             while len(rest):
                 # A call may write less than it is given.
                 done = os.pwrite(self._file.fileno(), rest, offset)
-                rest, offset = rest[done:], offset + done
+                rest = rest[done:]
+                offset = offset + done
                 with _lock:
                     traffic.written += done
 
@@ -151,7 +152,8 @@ class _File:
                 done = os.preadv(self._file.fileno(), [rest], offset)
                 if not done:
                     raise OSError("the file ends before the carry does")
-                rest, offset = rest[done:], offset + done
+                rest = rest[done:]
+                offset = offset + done
                 with _lock:
                     traffic.read += done
         return leaves

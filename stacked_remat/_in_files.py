@@ -160,7 +160,8 @@ class LinearInFiles(hnn.Linear):
         """Apply it; `key` is ignored."""
         if not is_in_files(self.weight):  # read by `in_memory`
             return super().__call__(inputs)
-        In, Out = axis_spec_to_tuple(self.In), axis_spec_to_tuple(self.Out)
+        In = axis_spec_to_tuple(self.In)
+        Out = axis_spec_to_tuple(self.Out)
         tokens = tuple(axis for axis in inputs.axes if axis not in In)
         width = hax.axis_size(In)
         rows = inputs.rearrange((*tokens, *In)).array.reshape(-1, width)
@@ -200,7 +201,8 @@ def _product(
 def _transposed_product(
     blocks: ArrayInFiles, y: Float[Array, "token out"]
 ) -> Float[Array, "token in"]:
-    numbers, (size, width) = raw_array(blocks.numbers), blocks.entry.shape
+    numbers = raw_array(blocks.numbers)
+    size, width = blocks.entry.shape
     parts = jnp.moveaxis(y.reshape(len(y), numbers.size, size), 1, 0)
 
     def of_block(total: Array, at: tuple[Array, Array]) -> tuple[Array, None]:
@@ -285,7 +287,8 @@ def from_files(like: Any, read: ReadEntry, *, stacked: int = 1) -> ArrayInFiles:
             f"streaming.from_files takes an array with at least {stacked} axes; got"
             f" {like}. Give its shape (jax.ShapeDtypeStruct), or change stacked=."
         )
-    outer, inner = array.shape[:stacked], array.shape[stacked:]
+    outer = array.shape[:stacked]
+    inner = array.shape[stacked:]
     entry = jax.ShapeDtypeStruct(inner, array.dtype)
     count = math.prod(outer)
     # A file of another shape should be an error here, and not in a program.

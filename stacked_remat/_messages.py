@@ -70,7 +70,8 @@ def entry_problems(expected: Mapping[str, Any], found: Mapping[str, Any]) -> lis
     """One line for each entry that is missing, unknown, or not as expected, such as in
     its shape.
     """
-    missing, mismatched = [], []
+    missing = []
+    mismatched = []
     for key, value in expected.items():
         if key not in found:
             missing.append(f"missing: {key} {value}")

@@ -40,7 +40,8 @@ else:
     Names = list[str]
     SavedInternals = bool | Names
 
-OFFLOAD, DISK = "offload", "disk"
+OFFLOAD = "offload"
+DISK = "disk"
 # Where the carries of layers are, by `save_carries`; None where none is kept
 _CARRIES: dict[bool | str, Any] = {
     True: "device",
@@ -381,7 +382,7 @@ class ScanCheckpointPolicy(_haliax_names.HaliaxFields):
         if is_cut and length > 1:
             schedule = self.schedule(length - self.first_layers)
             schedule = dataclasses.replace(schedule, offset=self.first_layers)
-            folder = self._folder() if is_on_disk else ""
+            folder = self.disk_folder() if is_on_disk else ""
             return Remat(
                 length,
                 kept,
@@ -397,13 +398,17 @@ class ScanCheckpointPolicy(_haliax_names.HaliaxFields):
         # says.
         return Remat(length, kept, "device" if kept == EVERYTHING else carries)
 
-    def _folder(self) -> str:
-        """The folder for carries on disk."""
+    def disk_folder(self) -> str:
+        """The folder for carries on disk.
+
+        Raises:
+            ValueError: neither this policy nor the environment names one.
+        """
         folder = self.carries_folder or os.environ.get(FOLDER_VARIABLE)
         if not folder:
             raise ValueError(
                 'save_carries="disk" needs a folder, on a disk with room for the carry'
-                " of each layer. Give one: carries_folder=..., or set"
+                " of each layer. Give one as carries_folder, or set"
                 f" {FOLDER_VARIABLE}."
             )
         return os.path.abspath(folder)

@@ -85,7 +85,8 @@ def python_call(
     def lowered(context: Any, *operands: Any, **params: Any) -> Any:
         caller.check(context)
         if not takes_arrays:
-            context, operands = context.replace(avals_in=[]), ()
+            context = context.replace(avals_in=[])
+            operands = ()
         results, _, _ = mlir.emit_python_callback(
             context,
             functools.partial(callback, **params),

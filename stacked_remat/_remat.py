@@ -114,7 +114,8 @@ class Kept:
         return jax.checkpoint(layer, policy=self.policy(), prevent_cse=False)
 
 
-EVERYTHING, NOTHING = Kept(True), Kept()
+EVERYTHING = Kept(True)
+NOTHING = Kept()
 
 
 @dataclass(frozen=True)

@@ -197,7 +197,8 @@ class Schedule:
         runs_first = []
         made = slots = 0
         for held, slot, visits in runs:
-            start, top = held[0], held[-1]
+            start = held[0]
+            top = held[-1]
             end_slot = slot + len(held)
             bottom = top - visits + 1
             last = bottom if saves else top
@@ -215,6 +216,7 @@ class Schedule:
             slots,
             tuple(all_held),
             (*runs_first, runs_first[-1]),
+            saves,
             len(all_held) == made,
             *zip(*columns, strict=True),
         )
@@ -278,6 +280,8 @@ class Program(NamedTuple):
     # The layer that each run executes first, for a replay or a visit. Each run reads
     # the next one's ahead; one entry more is for the last run, which may read any.
     runs_first: tuple[int, ...]
+    # Whether internals are kept of the layers that a run visits.
+    saves: bool
     # Whether replays hold every input that they make: then the slot of an input is
     # found from the layer's number.
     holds_all: bool

@@ -11,7 +11,7 @@ share with a `BlockSeq`, whose layers are not stacked, is in `_block_foldable.py
 
 import abc
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import equinox as eqx
 import haliax.nn
@@ -244,6 +244,8 @@ class Stacked(StackedKinds[M]):
         TypeError: if `Layers` is no axis, or a block is not an `eqx.Module`.
         ValueError: where the block's arrays do not have the layers in front.
     """
+
+    _can_stop: ClassVar[bool] = True
 
     stacked: M
     # Static, as the policy is, so that `jax.jit` traces anew for other numbers of

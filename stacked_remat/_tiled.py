@@ -156,7 +156,8 @@ class _TiledCall(NamedTuple):
 def _apply(call: _TiledCall, arguments: PyTree) -> PyTree:
     """The result for the arguments of a call, which may be marked."""
     entries, arguments = take_marks_off(arguments)
-    dims, of_arrays = [], []
+    dims = []
+    of_arrays = []
     for _, leaf, rule in entries:
         dim = None if rule == "shared" else call.dimension(leaf)
         dims.append(dim)

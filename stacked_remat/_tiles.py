@@ -91,7 +91,8 @@ class Cut:
     def _by_device(self, array: Array, dim: int) -> Array:
         """The array with its positions in two dimensions: devices, and their own."""
         length = array.shape[dim] // self.parts
-        before, after = array.shape[:dim], array.shape[dim + 1 :]
+        before = array.shape[:dim]
+        after = array.shape[dim + 1 :]
         return array.reshape(*before, self.parts, length, *after)
 
     def total(self, tile: ShapedArray, dim: int | None) -> ShapedArray:

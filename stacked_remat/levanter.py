@@ -342,7 +342,8 @@ def _axes_of_arguments(
     in_axes: Any, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
 ) -> tuple[tuple[int | None, ...], dict[str, int | None]]:
     """The axis of each positional argument, and of each by name."""
-    of_args, of_kwargs = in_axes, dict.fromkeys(kwargs)
+    of_args = in_axes
+    of_kwargs = dict.fromkeys(kwargs)
     if isinstance(in_axes, tuple) and len(in_axes) == 2:
         # A pair of axes is of two arguments; one with a dict names those by keyword.
         if isinstance(in_axes[1], dict):

@@ -6,6 +6,7 @@ import bisect
 import functools
 import importlib.util
 import json
+import re
 import shutil
 import subprocess
 from collections import Counter
@@ -16,6 +17,7 @@ import pytest
 
 from scripts.reported_memory import cases
 from stacked_remat import ScanCheckpointPolicy
+from stacked_remat.memory import TARGETS
 
 SCRIPT = Path(__file__).resolve().parents[1] / "docs" / "javascripts" / "calculator.js"
 POLICIES: list[dict[str, Any]] = [
@@ -36,7 +38,8 @@ const schedules = given.schedules.map(([policy, length]) => {
   return { ...schedule, lifetimes: calculator.lifetimes(schedule) };
 });
 const estimates = given.cases.map(calculator.estimate);
-console.log(JSON.stringify({ schedules, estimates }));
+const memory = calculator.MEMORY;
+console.log(JSON.stringify({ schedules, estimates, memory }));
 """
 
 
@@ -124,6 +127,18 @@ def test_the_schedules_are_those_of_the_library():
                 runs.append((run["start"], run["slot"], run["writes"], run["visits"]))
             assert runs == [*runs_of(program)]
             check_lifetimes(**got["lifetimes"], schedule=expected)
+
+
+def test_the_targets_are_those_of_the_library():
+    memory = {
+        name: target.memory // 2**30
+        for name, target in TARGETS.items()
+        if target.memory is not None
+    }
+    assert _calculated()["memory"] == memory
+    page = SCRIPT.parents[1].joinpath("calculator.md").read_text()
+    (options,) = re.findall('<select name="target">(.*?)</select>', page)
+    assert sorted(re.findall("<option>(.*?)</option>", options)) == sorted(memory)
 
 
 def test_the_prediction_is_within_5_percent_of_every_report():

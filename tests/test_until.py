@@ -8,6 +8,7 @@ import haliax as hax
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import stacked_remat as sr
@@ -300,6 +301,20 @@ def test_what_cannot_stop_is_refused():
         sr.fold(
             lambda c: {"a": jnp.ones(2)}, Time, until=lambda c: jnp.all(c["a"] > 3)
         )({"a": jnp.ones(())})
+    x = jnp.ones(2)
+    layers = [blocks.PlainBlock(2, key=jax.random.key(n)) for n in range(2)]
+    alike = sr.Stacked.of(layers)
+    pattern = sr.StackedPattern({"one": alike}, ("one", "one"), alike.Layers)
+    for stack in (sr.BlockSeq.of(layers), pattern):
+        with pytest.raises(TypeError, match="takes none. Use a Stacked"):
+            stack.fold(x, until=lambda x: x[0] > 3)
+    with pytest.raises(TypeError, match="until is a function of the carry"):
+        alike.fold(x, until=3)
+    step = sr.fused_update(
+        lambda stack: stack.fold(x, until=lambda x: x[0] > 3)[0], optax.sgd(0.1)
+    )
+    with pytest.raises(TypeError, match="no until= in fold"):
+        step(alike, step.init(alike))
 
 
 @pytest.mark.parametrize("remat", [False, "nested"])

@@ -3,6 +3,9 @@
 
 const calculator = (() => {
   const BYTES = { bfloat16: 2, float16: 2, float32: 4 };
+  // GiB of one device, rounded down: those of memory.TARGETS, with which a test compares them.
+  const MEMORY = { h200: 139, "a100-80gb": 79, h100: 79, b200: 178, v5p: 95, v5e: 16, v6e: 32 };
+  const REPLAYS_AT_MOST = 2e6; // layers, which a browser counts without delay
   const isTpu = (target) => target.startsWith("v");
 
   // ---- schedules: as in stacked_remat/_schedule.py, with which a test compares them ----
@@ -78,6 +81,10 @@ const calculator = (() => {
 
   function bounded(length, carries) {
     if (carries < 2 && length > 1) throw new Error("max_carries is at least 2");
+    // A layer is replayed at most `most` times.
+    let most = 1;
+    while (choose(carries - 1 + most, most) < length) most += 1;
+    if (most * length > REPLAYS_AT_MOST) throw new Error(`a larger k for ${length} layers: max_carries=${carries} is too few to show`);
     const cut = (part) => {
       const size = part.stop - part.start;
       const slots = part.key;
@@ -221,7 +228,7 @@ const calculator = (() => {
     return widest + (alike ? 1 : 2) * carry + kinds;
   }
 
-  return { shrinking, equal, bounded, scheduleOf, replaysOf, lifetimes, estimate };
+  return { MEMORY, shrinking, equal, bounded, scheduleOf, replaysOf, lifetimes, estimate };
 })();
 
 if (typeof module !== "undefined") module.exports = calculator;
@@ -230,7 +237,11 @@ if (typeof document !== "undefined") document.addEventListener("DOMContentLoaded
 // ---- the page ----
 
 const GIB = 2 ** 30;
-const gib = (bytes) => (bytes / GIB).toFixed(2);
+/** Two decimals, or two digits of what is smaller. */
+const gib = (bytes) => {
+  const number = bytes / GIB;
+  return number && number < 0.1 ? number.toPrecision(2) : number.toFixed(2);
+};
 const HELD_AT_MOST = 12000; // rectangles that a browser draws without delay
 
 /** The policies that the page compares, by the name shown; `k` is the number that belongs to some. */
@@ -271,7 +282,7 @@ function readForm(form) {
     state: least("state"),
     other: least("other") * GIB,
   };
-  if (input.layers > 1000) throw new Error("layers is at most 1000 here");
+  if (input.layers > 20000) throw new Error("layers is at most 20000 here");
   if (value("block") === "mlp") {
     input.inner = value("pattern").split(",").map(Number);
     if (!input.inner.every((inner) => Number.isInteger(inner) && inner >= 1)) {
@@ -289,7 +300,9 @@ function readForm(form) {
       policy.first_layers = first;
     }
   }
-  return { input, policies, budget: least("budget") * GIB };
+  const ofDevice = calculator.MEMORY[input.target];
+  form.elements.budget.placeholder = ofDevice; // the budget where none is written
+  return { input, policies, budget: (least("budget") || ofDevice) * GIB };
 }
 
 /** The parts of an estimate, and what the page calls them. */
@@ -341,7 +354,7 @@ function showPolicies(table, found, budget, chosen) {
 
 function showParts(table, result) {
   const rows = PARTS.filter(([key]) => result[key]).map(([key, label]) => ({
-    values: [key === "carries" ? `${result.held} carries of ${gib(result.carry)} GiB` : label, gib(result[key])],
+    values: [key === "carries" ? `${result.held} ${result.held === 1 ? "carry" : "carries"} of ${gib(result.carry)} GiB` : label, gib(result[key])],
   }));
   rows.push({ values: ["expected peak", Number.isNaN(result.total) ? "not known" : gib(result.total)], mark: "sum" });
   fillTable(table, ["on the device", "GiB"], rows);

@@ -61,10 +61,8 @@ def continued_tokens(
     """
     assert prompts and all(len(prompt) for prompt in prompts) and max_new_tokens > 0
     lengths = [len(prompt) for prompt in prompts]
-    Batch, Pos = (
-        Axis(BATCH_AXIS, len(prompts)),
-        Axis(POSITION_AXIS, padded_length(max(lengths))),
-    )
+    Batch = Axis(BATCH_AXIS, len(prompts))
+    Pos = Axis(POSITION_AXIS, padded_length(max(lengths)))
     padded = np.zeros((Batch.size, Pos.size), np.int32)
     # Padding is at the ends, where no token of the prompt sees it.
     for row, prompt in zip(padded, prompts, strict=True):

@@ -130,7 +130,8 @@ def in_order(pieces: Iterator[Piece], rows: int) -> Iterator[Piece]:
     for piece in pieces:
         waiting[piece.row].append(piece)
         while current < rows and waiting[current]:
-            ready, waiting[current] = waiting[current], []
+            ready = waiting[current]
+            waiting[current] = []
             yield from ready
             if not ready[-1].last:
                 break
@@ -171,10 +172,8 @@ class TextStream:
         self._tokens = [int(token) for token in prompt[-_CONTEXT:]]
         self._new = len(self._tokens)  # where the new tokens begin
         # From where to decode, and what has been shown
-        self._context, self._shown = (
-            0,
-            self._new,
-        )
+        self._context = 0
+        self._shown = self._new
 
     def push(self, token: int) -> str:
         """The text that can be shown after one more token."""
@@ -194,7 +193,8 @@ class TextStream:
     def rest(self) -> str:
         """The text that is held back, after the last token."""
         shown = self._until_stop(self._release(len(self._tokens), whole=True))
-        shown, self._held = shown + self._held, ""
+        shown = shown + self._held
+        self._held = ""
         return shown
 
     def _until_stop(self, text: str) -> str:
@@ -202,7 +202,8 @@ class TextStream:
         text = self._held + text
         found = [at for stop in self._stop_texts if (at := text.find(stop)) >= 0]
         if found:
-            self.ended, self._held = True, ""
+            self.ended = True
+            self._held = ""
             return text[: min(found)]
         until = len(text) - _begun(text, self._stop_texts)
         self._held = text[until:]
@@ -217,7 +218,8 @@ class TextStream:
         now = self._decode(self._context, until)
         if len(now) <= len(before) or (now.endswith("\ufffd") and not whole):
             return ""
-        self._context, self._shown = self._shown, until
+        self._context = self._shown
+        self._shown = until
         return now[len(before) :]
 
     def _decode(self, first: int, until: int) -> str:

@@ -86,7 +86,8 @@ def peft_names(
     maps = {_dotted(path): one for path, one in tensor_maps(shapes, known).items()}
 
     def name(path: str, index: tuple[int, ...]) -> str | PeftParameter:
-        one, rows = maps[path], None
+        one = maps[path]
+        rows = None
         if one.outputs is not None:
             size = one.matrix_shape[-1 if one.transposed else 0]
             rows = one.outputs.indices(size // one.blocks)

@@ -59,7 +59,8 @@ def read_decoder(root: Path, like: Decoder, *, in_files: bool = False) -> Decode
     Cost: one tensor in host memory, or where experts are fused those of one expert,
     besides the decoder.
     """
-    folder, known = _text_tensors(root), format_of(like.config)
+    folder = _text_tensors(root)
+    known = format_of(like.config)
     folder = folder.renamed(known.read_name)
     # As some training code saves what transformers has in memory
     if any(name.endswith(".experts.gate_up_proj") for name in folder.shapes):
@@ -210,7 +211,8 @@ def tensor_maps(
     for keys, module in jax.tree_util.tree_leaves_with_path(
         decoder, is_leaf=_is_module
     ):
-        path, layers = jax.tree_util.keystr(keys), None
+        path = jax.tree_util.keystr(keys)
+        layers = None
         parts = [jax.tree_util.keystr((key,), simple=True) for key in keys]
         if parts[0] == "layers" and is_mixed:  # .layers.stacks['dense'].stacked
             layers = tuple(decoder.config.layers_of(parts[2]))
@@ -227,7 +229,8 @@ def tensor_maps(
         for kind, named in _arrays(module).items():
             sizes = tuple(axis.size for axis in named.axes)
             # A name has a number for each stacking axis: layers, experts.
-            stacked, layer_shape = sizes[: name.count("{}")], sizes[name.count("{}") :]
+            stacked = sizes[: name.count("{}")]
+            layer_shape = sizes[name.count("{}") :]
             own_shape = layer_shape[1:] if is_alone else layer_shape
             shape = _tensor_shape(module, kind, own_shape)
             if (written := known.shapes.get(f"{own_path}{kind}")) is not None:
@@ -266,7 +269,8 @@ def _tensor_name(known: HfFormat, parts: Sequence[str]) -> tuple[str, str]:
     """The name of a module's tensors, with a `{}` for each stacking axis, and the
     module's path in a layer, or outside of layers in the decoder.
     """
-    names, path = [], []
+    names = []
+    path = []
     for part in parts:
         if part == "stacked":
             names.append("{}")

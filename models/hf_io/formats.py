@@ -407,7 +407,8 @@ def differing_fields(path: str, config: object, found: object) -> list[str]:
     lines = []
     for one in dataclasses.fields(config):
         if "of_run" not in one.metadata:
-            own, other = getattr(config, one.name), getattr(found, one.name)
+            own = getattr(config, one.name)
+            other = getattr(found, one.name)
             lines += differing_fields(f"{path}.{one.name}", own, other)
     return lines
 
@@ -431,7 +432,8 @@ def unlike_folder(config: DecoderConfig, found: DecoderConfig) -> list[str]:
     """A line for each field in which the `model` that was written is not the one that a
     folder has.
     """
-    written, theta = written_keys(config), config.rotary.theta
+    written = written_keys(config)
+    theta = config.rotary.theta
     if not says_nothing(config):
         return differing_fields("model", written_out(config), written_out(found))
     if type(config) is not type(found) and "type" in written:
@@ -480,7 +482,8 @@ def pretrained_config(config: DecoderConfig, found: DecoderConfig) -> DecoderCon
     """The architecture found, with what a run decides (`OF_RUN`) and a longer context
     of `config`.
     """
-    written, longest = written_keys(config), found.rotary.max_position_embeddings
+    written = written_keys(config)
+    longest = found.rotary.max_position_embeddings
     found = _with_fields_of_run(found, config, written)
     if (
         config.rotary.scaling is not None
@@ -498,8 +501,10 @@ def _with_fields_of_run(
     """The config found, with the fields of the run that are written in `config`."""
     changes = {}
     for entry in dataclasses.fields(found):
-        name, key = entry.name, section + entry.name
-        of_config, of_found = getattr(config, name, None), getattr(found, name)
+        name = entry.name
+        key = section + entry.name
+        of_config = getattr(config, name, None)
+        of_found = getattr(found, name)
         if "of_run" in entry.metadata:
             if key in written and of_config is not None:
                 changes[name] = of_config

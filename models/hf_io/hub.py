@@ -14,7 +14,8 @@ from models.hf_io.safetensors_folder import (
 )
 from stacked_remat._messages import shown
 
-ADAPTER_CONFIG, ADAPTERS = "adapter_config.json", "adapter_model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTERS = "adapter_model.safetensors"
 REPOSITORY = re.compile(r"(?![.-])[\w.-]+/[\w.-]+")
 _BESIDE_WEIGHTS = ("*.json", "*.txt", "*.jinja")
 
@@ -57,7 +58,8 @@ def adapted_model(root: Path, name: str) -> str | None:
     if not _has_adapters(root):
         return None
     settings = read_json(root / ADAPTER_CONFIG)
-    base, revision = settings.get("base_model_name_or_path"), settings.get("revision")
+    base = settings.get("base_model_name_or_path")
+    revision = settings.get("revision")
     if not base or not isinstance(base, str):
         raise WeightsError(
             f"{root / ADAPTER_CONFIG} has no base_model_name_or_path: name the model"

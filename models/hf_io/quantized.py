@@ -10,8 +10,11 @@ FP8, `NAME_scale_inv` has a float32 factor for each block of 128 x 128.
 import numpy as np
 from jaxtyping import Float, Shaped, UInt8
 
-BLOCKS, SCALES = "_blocks", "_scales"
-FP8, FP8_SCALES, FP8_BLOCK = "F8_E4M3", "_scale_inv", 128
+BLOCKS = "_blocks"
+SCALES = "_scales"
+FP8 = "F8_E4M3"
+FP8_SCALES = "_scale_inv"
+FP8_BLOCK = 128
 
 _POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _VALUES = np.array([*_POSITIVE, *(-value for value in _POSITIVE)], np.float32)
@@ -54,7 +57,8 @@ def join_pairs(shapes: dict[str, tuple[int, ...]], dtypes: dict[str, str]) -> No
         ):
             if len(shape) > 2 and dtypes[one] == dtypes[name + SCALES] == "U8":
                 *leading, wide, count, size = shape
-                shapes[name], dtypes[name] = (*leading, count * size * 2, wide), "BF16"
+                shapes[name] = (*leading, count * size * 2, wide)
+                dtypes[name] = "BF16"
                 for part in (one, name + SCALES):
                     del shapes[part], dtypes[part]
 

@@ -70,7 +70,8 @@ class SafetensorsFolder:
     @staticmethod
     def open(root: Path) -> "SafetensorsFolder":
         """Reads the index, if there is one, and the headers of the files; no tensor."""
-        files, named = weight_files(root), _weight_map(root)
+        files = weight_files(root)
+        named = _weight_map(root)
         if missing := [file for file in files if not (root / file).is_file()]:
             raise FileNotFoundError(
                 f"{root} lacks {shortened(missing)}. Weights are read in the"
@@ -125,7 +126,8 @@ class SafetensorsFolder:
         """
         if self.shapes[first] != self.shapes[second]:
             return False
-        one, other = self.read(first), self.read(second)
+        one = self.read(first)
+        other = self.read(second)
         # Some rows at a time: a head has gigabytes.
         starts = range(0, len(one), _ROWS_COMPARED)
         return all(
@@ -258,11 +260,9 @@ def _tensors(path: Path) -> dict[str, StoredTensor]:
         for name, one in sorted(
             header.items(), key=lambda item: item[1]["data_offsets"]
         ):
-            shape, dtype, (first, last) = (
-                tuple(one["shape"]),
-                one["dtype"],
-                one["data_offsets"],
-            )
+            shape = tuple(one["shape"])
+            dtype = one["dtype"]
+            first, last = one["data_offsets"]
             size = (
                 math.prod(shape) * _DTYPES[dtype].itemsize
                 if dtype in _DTYPES
@@ -274,7 +274,8 @@ def _tensors(path: Path) -> dict[str, StoredTensor]:
                     f"{shown(name)} is not where another tensor ends, or of another"
                     " size"
                 )
-            found[name], end = StoredTensor(path, mapped, end, shape, dtype), end + size
+            found[name] = StoredTensor(path, mapped, end, shape, dtype)
+            end = end + size
         if end != len(mapped):
             raise ValueError(f"it has {len(mapped)} bytes, and {end} by its header")
     return found

@@ -208,7 +208,9 @@ class EntriesInFiles:
     """
 
     def __init__(self, one: TensorMap, folder: SafetensorsFolder, dtype: DTypeLike):
-        self._map, self._folder, self._dtype = one, folder, dtype
+        self._map = one
+        self._folder = folder
+        self._dtype = dtype
         self._entries = [(name, inside) for _, name, inside in one.numbered()]
         self._stamps = {path: _stamp(path) for path in folder.paths}
 

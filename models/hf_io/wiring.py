@@ -22,7 +22,8 @@ from models.parts.config import DecoderConfig
 from models.parts.decoder import Decoder
 from stacked_remat.training import POSITION_AXIS
 
-Pos, Vocab = Axis(POSITION_AXIS, 5), Axis("vocab", 7)
+Pos = Axis(POSITION_AXIS, 5)
+Vocab = Axis("vocab", 7)
 _TOLERANCE = 3e-4  # devices round differently
 
 

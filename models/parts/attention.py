@@ -251,8 +251,10 @@ class Attention(CausalAttention):
         """
         # In this order whatever the options: seeds give the same weights.
         q_key, k_key, v_key, o_key = jax.random.split(key, 4)
-        Embed, bias = config.Embed, config.attention.bias
-        QueryHeads, KeyHeads = config.QueryHeads, config.KeyHeads
+        Embed = config.Embed
+        bias = config.attention.bias
+        QueryHeads = config.QueryHeads
+        KeyHeads = config.KeyHeads
         # A norm over all heads needs all of them
         is_over_heads = q_norm is not None and q_norm.axis == QueryHeads
         width = config.head_dim if rotary_dim is None else rotary_dim

@@ -127,7 +127,8 @@ def _newest(kept: NamedArray, tokens: Tokens, slots: int) -> NamedArray:
     none is, and what is there is not read.
     """
     assert tokens.lengths is not None
-    (Batch,), Slot = tokens.lengths.axes, Axis(POSITION_AXIS, slots)
+    (Batch,) = tokens.lengths.axes
+    Slot = Axis(POSITION_AXIS, slots)
     # Sequences end at different positions, so slots hold different ones in each.
     last = tokens.lengths - 1
     # Slot s holds the last position p <= last with p % slots == s.

@@ -164,7 +164,8 @@ class DecoderConfig(ChoiceRegistry):
 
     def _check_heads(self) -> None:
         if self.num_heads % self.num_kv_heads:
-            heads, own = self.num_heads, self.num_kv_heads
+            heads = self.num_heads
+            own = self.num_kv_heads
             raise ValueError(
                 f"model.num_heads = {heads} must be a multiple of model.num_kv_heads ="
                 f" {own}."
@@ -368,7 +369,8 @@ class PartialRotaryConfig(DecoderConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        width, head_dim = self.rotated_dim, self.head_dim
+        width = self.rotated_dim
+        head_dim = self.head_dim
         # Coordinates are rotated in pairs.
         if not 0 < width <= head_dim or width % 2:
             raise ValueError(
@@ -399,7 +401,8 @@ class MtpDecoderConfig(DecoderConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        depths, most = self.mtp.depths, self.most_depths
+        depths = self.mtp.depths
+        most = self.most_depths
         if most is not None and depths > most:
             raise ValueError(
                 f"model.mtp.depths = {depths} must be at most {most}, as in files of"
@@ -447,7 +450,8 @@ class GroupedDecoderConfig(SparseDecoderConfig):
                 f" model.experts.num_experts = {self.experts.num_experts} into groups"
                 " of at least two."
             )
-        groups, chosen = self.groups_per_token, self.experts.experts_per_token
+        groups = self.groups_per_token
+        chosen = self.experts.experts_per_token
         if groups > self.num_groups or chosen > groups * members:
             raise ValueError(
                 f"model.groups_per_token = {groups} must be at most model.num_groups ="

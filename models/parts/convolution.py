@@ -30,7 +30,8 @@ class ShortConvolution(eqx.Module):
     ) -> "ShortConvolution":
         """Makes a convolution of `size` tokens, with weights drawn from `key`."""
         # One tap more than the window has inputs: the last is the token itself.
-        own, Tap = axis_spec_to_tuple(Channels), Axis("tap", size)
+        own = axis_spec_to_tuple(Channels)
+        Tap = Axis("tap", size)
         # As PyTorch's convolutions: by how many values a sum has
         bound = size**-0.5
         weight = hax.random.uniform(key, (*own, Tap), minval=-bound, maxval=bound)

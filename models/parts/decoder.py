@@ -358,7 +358,8 @@ class Decoder(eqx.Module):
             row_of_kind: tuple[str, NamedArray],
             known: Tokens,
         ) -> tuple[NamedArray, Caches]:
-            (x, caches), (kind, row) = state, row_of_kind
+            x, caches = state
+            kind, row = row_of_kind
             layer = cast_floating(layer, x.dtype)
             # A prompt chooses most experts, and reads its layer's whole.
             if not has_positions(x):
@@ -420,7 +421,8 @@ class Decoder(eqx.Module):
         return per_kind({name: tables[rotary] for name, rotary in of_kinds})
 
     def _embedded(self, tokens: NamedArray) -> NamedArray:
-        embedding, out = self.embedding, (*tokens.axes, self.config.Embed)
+        embedding = self.embedding
+        out = (*tokens.axes, self.config.Embed)
         if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
             # JAX refuses to read a table at tokens that such an axis divides.
             def of_tokens(embedding: hnn.Embedding, own: NamedArray) -> NamedArray:
@@ -430,7 +432,8 @@ class Decoder(eqx.Module):
         else:
             x = embedding(tokens)
         # The scale is rounded to this dtype first, as transformers does.
-        x, scale = x.astype(self.config.compute_dtype), self.config.embedding_scale
+        x = x.astype(self.config.compute_dtype)
+        scale = self.config.embedding_scale
         return x if scale is None else x * jnp.asarray(scale, x.dtype)
 
     def _normalised(self, x: NamedArray) -> NamedArray:

@@ -50,7 +50,8 @@ class Decay(Float32Part):
         # Published models draw from 0 to 16; the logarithm of 0 would stay as it is.
         a = hax.random.uniform(a_key, Heads, minval=0.01, maxval=16.0)
         # The softplus of the bias is between 1e-3 and 0.1, as in Mamba-2.
-        low, high = math.log(1e-3), math.log(0.1)
+        low = math.log(1e-3)
+        high = math.log(0.1)
         dt = hax.exp(
             hax.random.uniform(dt_key, (*Heads, *Channels), minval=low, maxval=high)
         )
@@ -144,8 +145,10 @@ class GatedDeltaNet(StatefulMixer):
         """
         keys = jax.random.split(key, 11)
         Embed = config.Embed
-        KeyHeads, ValueHeads = sizes.KeyHeads, (sizes.KeyHeads, sizes.ValuesPerKey)
-        Keys, Values = (KeyHeads, sizes.KeyDim), (*ValueHeads, sizes.ValueDim)
+        KeyHeads = sizes.KeyHeads
+        ValueHeads = (sizes.KeyHeads, sizes.ValuesPerKey)
+        Keys = (KeyHeads, sizes.KeyDim)
+        Values = (*ValueHeads, sizes.ValueDim)
         if rank is None:
             channels = ()
             gate_proj = linear(config, Embed, Values, key=keys[3])

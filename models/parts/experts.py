@@ -205,10 +205,8 @@ class SparseExperts(FeedForward):
         out = ((*tokens, Choice), (*tokens, Choice))
         bias = None if self.bias is None else self.bias.value
         gates, choices = per_device(best, probabilities, bias, over=tokens, out=out)
-        choices, gates = (
-            checkpoint_name(choices, "router_choices"),
-            checkpoint_name(gates, "router_gates"),
-        )
+        choices = checkpoint_name(choices, "router_choices")
+        gates = checkpoint_name(gates, "router_gates")
         # After the name: the derivative of the division reads what it divides.
         if self.settings.norm_topk_prob:
             gates = gates / hax.sum(gates, axis=Choice)
@@ -298,15 +296,14 @@ class SparseExperts(FeedForward):
         gates: NamedArray,
     ) -> NamedArray:
         """The sum of each token's chosen experts."""
-        Embed, Experts = self.Embed, self.Experts
+        Embed = self.Embed
+        Experts = self.Experts
         is_in_stack = self.reads_in_stack(x)
         weights = self._weights(is_in_stack)
         keep = internals_are_saved("expert_internals")
         tokens = tuple(axis for axis in x.axes if axis != Embed)
-        over, divided = (
-            mesh_axes(Experts),
-            {one for axis in tokens for one in mesh_axes(axis)},
-        )
+        over = mesh_axes(Experts)
+        divided = {one for axis in tokens for one in mesh_axes(axis)}
         for one in (one for one in over if one not in divided):
             raise ValueError(
                 f"`{Experts.name}` is divided over {one!r} of the mesh, and no axis of"
@@ -391,7 +388,8 @@ def _apply_expert(
     weight: Any = hax.named(gates, Row)
     if weighs_input:
         # Without biases the products of weighed rows are the weighed products.
-        named, weight = tuple(product * weight for product in named), None
+        named = tuple(product * weight for product in named)
+        weight = None
     mixed = expert.down(named, weight, linear)
     return mixed.rearrange((Row, "embed")).array
 

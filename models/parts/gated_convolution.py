@@ -40,8 +40,10 @@ class GatedConvolution(StatefulMixer):
         biases, or none.
         """
         in_key, conv_key, out_key = jax.random.split(key, 3)
-        Part, Channels = Axis("part", 3), Axis("channels", config.hidden_dim)
-        Embed, Parts = config.Embed, (Part, Channels)
+        Part = Axis("part", 3)
+        Channels = Axis("channels", config.hidden_dim)
+        Embed = config.Embed
+        Parts = (Part, Channels)
         return GatedConvolution(
             in_proj=linear(config, Embed, Parts, bias=bias, key=in_key),
             conv=ShortConvolution.init(Channels, size, bias=bias, key=conv_key),

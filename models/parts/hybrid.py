@@ -44,7 +44,8 @@ class HybridDecoderConfig(DecoderConfig):
                 " attention of a hybrid decoder sees all positions."
             )
         # The default repeats, and may be longer than a shallow decoder.
-        types, default = self.layer_types, HybridDecoderConfig.layer_types
+        types = self.layer_types
+        default = HybridDecoderConfig.layer_types
         if len(types) > self.num_layers and types != default:
             raise ValueError(
                 f"model.layer_types has {len(types)} entries for model.num_layers ="

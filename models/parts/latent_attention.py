@@ -66,15 +66,15 @@ class LatentAttention(CausalAttention):
     ) -> "LatentAttention":
         """Makes the projections from `key`; arguments are as of `Attention.init`."""
         keys = jax.random.split(key, 5)
-        Embed, Heads, HeadDim = config.Embed, config.KVHeads, config.HeadDim
+        Embed = config.Embed
+        Heads = config.KVHeads
+        HeadDim = config.HeadDim
         bias = config.attention.bias
         Latent = Axis("latent", latent.key_value_rank)
         # The key that all heads share is projected with the narrow vector, by one map.
         Joint = Latent.resize(latent.key_value_rank + latent.rotary_dim)
-        Value, Rotated = (
-            HeadDim.resize(latent.value_dim),
-            HeadDim.resize(latent.rotary_dim),
-        )
+        Value = HeadDim.resize(latent.value_dim)
+        Rotated = HeadDim.resize(latent.rotary_dim)
         Both = HeadDim.resize(latent.plain_dim + latent.value_dim)
         q_proj = q_a_proj = q_a_norm = q_b_proj = None
         if latent.query_rank is None:
@@ -114,7 +114,8 @@ class LatentAttention(CausalAttention):
         """Queries, keys and values, the latter two of the latents that the cache
         keeps.
         """
-        HeadDim, plain = self.HeadDim, self.latent.plain_dim
+        HeadDim = self.HeadDim
+        plain = self.latent.plain_dim
         if self.q_proj is not None:
             query = self.q_proj(x)
         else:
@@ -141,7 +142,8 @@ class LatentAttention(CausalAttention):
         # In one buffer, which decoding reads once
         joint = [narrow, shared.rename({HeadDim.name: "latent"})]
         kept = hax.concatenate("latent", joint)
-        key, value = named_heads(key, "key", x), named_heads(value, "value", x)
+        key = named_heads(key, "key", x)
+        value = named_heads(value, "value", x)
         return query, key, value, (kept,)
 
     def _latents(self, x: NamedArray, tokens: Tokens) -> tuple[NamedArray, NamedArray]:
@@ -173,10 +175,12 @@ class LatentAttention(CausalAttention):
         A score is `query . (W k) = (query W) . k`, with which all heads read the same
         k. Of the result the rotated coordinates, which are of keys alone, are dropped.
         """
-        HeadDim, plain = self.HeadDim, self.latent.plain_dim
+        HeadDim = self.HeadDim
+        plain = self.latent.plain_dim
         (joint,) = kept
         weight = merge_lora(self.kv_b_proj).weight
-        to_keys, to_values = weight[HeadDim.name, :plain], weight[HeadDim.name, plain:]
+        to_keys = weight[HeadDim.name, :plain]
+        to_values = weight[HeadDim.name, plain:]
         narrow = hax.dot(query[HeadDim, :plain], to_keys, axis=HeadDim.name)
         rotated = query[HeadDim, plain:].rename({HeadDim.name: "latent"})
         absorbed = hax.concatenate(

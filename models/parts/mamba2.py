@@ -142,9 +142,13 @@ class Mamba2(StatefulMixer):
     ) -> "Mamba2":
         """Makes projections and convolutions from `key`; decays begin as published."""
         keys = jax.random.split(key, 9)
-        Embed, Heads = config.Embed, sizes.Heads
-        Keys, Values, taps = sizes.Keys, sizes.Values, sizes.conv_size
-        bias, conv_bias = sizes.bias, sizes.conv_bias
+        Embed = config.Embed
+        Heads = sizes.Heads
+        Keys = sizes.Keys
+        Values = sizes.Values
+        taps = sizes.conv_size
+        bias = sizes.bias
+        conv_bias = sizes.conv_bias
         # Head h, from 1 on, begins with the decay exp(-h * step).
         number = hax.arange(Axis("head", sizes.num_heads), start=1, dtype=jnp.float32)
         return Mamba2(
@@ -180,7 +184,8 @@ class Mamba2(StatefulMixer):
         query, q_window = self.q_conv(query, tokens, q_window)
         # A step of size `step` of a continuous system: its decay exactly, and its input
         # by Euler's rule, which is a factor of the values.
-        wide, own = hnn.silu(value).astype(jnp.float32), self.step
+        wide = hnn.silu(value).astype(jnp.float32)
+        own = self.step
         # Published configs limit the step to [0, inf), which changes nothing.
         step = hnn.softplus(self.dt_proj(x).astype(jnp.float32) + own.dt_bias)
         _, KeyDim = self.sizes.Keys
@@ -207,7 +212,8 @@ class Mamba2(StatefulMixer):
 
     def empty_cache(self, Batch: Axis, slots: int, dtype: DTypeLike) -> Kept:
         """A state of zeros for each head, and three windows."""
-        (_, KeyDim), (*_, ValueDim) = self.sizes.Keys, self.sizes.Values
+        _, KeyDim = self.sizes.Keys
+        (*_, ValueDim) = self.sizes.Values
         state = hax.zeros((Batch, *self.sizes.Heads, KeyDim, ValueDim), jnp.float32)
         convolutions = (self.v_conv, self.k_conv, self.q_conv)
         windows = (one.empty_window(Batch, dtype) for one in convolutions)

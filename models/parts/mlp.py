@@ -60,7 +60,8 @@ class FeedForward(eqx.Module):
         `norm` is applied to `x` first, tile by tile too.
         """
         # With the norm in a tile, its output never exists for all positions.
-        run, own = _normalise_and_apply, self
+        run = _normalise_and_apply
+        own = self
         if self.tiles > 1 and has_positions(x):
             run = tiled(run, POSITION_AXIS, tiles=self.tiles, reduce="sum")
             # Each tile adds to the gradients of what it is given: not to those of all

@@ -60,7 +60,8 @@ class MtpLayer(eqx.Module):
     def init(config: DecoderConfig, *, key: PRNGKeyArray) -> "MtpLayer":
         """Makes a depth from `key`."""
         projection_key, layer_key = jax.random.split(key)
-        Embed, Both = config.Embed, Axis(_BOTH, 2 * config.hidden_dim)
+        Embed = config.Embed
+        Both = Axis(_BOTH, 2 * config.hidden_dim)
         return MtpLayer(
             embedding_norm=config.init_norm(),
             hidden_norm=config.init_norm(),

@@ -28,12 +28,14 @@ class RotaryEmbedding:
 
     def table(self, positions: NamedArray) -> RotaryTable:
         """The cosines and sines of these positions."""
-        theta, scaling = self.config.theta, self.config.scaling
+        theta = self.config.theta
+        scaling = self.config.scaling
         return rotary_table(positions, self.Dim, theta=theta, scaling=scaling)
 
     def __call__(self, heads: NamedArray, tokens: Tokens) -> NamedArray:
         """Rotates `[..., HeadDim]` by the positions of the tokens."""
-        name, size = self.Dim.name, self.Dim.size
+        name = self.Dim.name
+        size = self.Dim.size
         # Of a whole head no slice is taken, which would be a copy.
         is_whole = heads.resolve_axis(name).size == size
         x = heads if is_whole else heads[name, :size]

@@ -17,7 +17,8 @@ OF_RUN = MappingProxyType({"of_run": True})
 """The metadata of fields that a run decides, not the folder of its weights; null takes
 the folder's value.
 """
-SLIDING, FULL = "sliding_attention", "full_attention"
+SLIDING = "sliding_attention"
+FULL = "full_attention"
 LINEAR = "linear_attention"
 
 
@@ -170,7 +171,8 @@ class ExpertsConfig(RecordsArguments):
     def __post_init__(self) -> None:
         check_fields("model.experts.", self)
         if self.experts_per_token > self.num_experts:
-            most, given = self.num_experts, self.experts_per_token
+            most = self.num_experts
+            given = self.experts_per_token
             raise ValueError(
                 f"model.experts.experts_per_token = {given} is more than num_experts ="
                 f" {most}."

@@ -195,6 +195,9 @@ class FollowedStack(eqx.Module):
         args: tuple[PyTree, ...],
         kwargs: dict[str, PyTree],
     ) -> PyTree:
+        # No sweep with a visitor of ours stops early.
+        if callable(kwargs.get("until")):
+            raise TypeError(self._lacks(f"until= in {verb}"))
         # These are the loop's own; all other keyword arguments are operands.
         options = {}
         for name in ("remat", "unroll", "reverse"):

@@ -31,6 +31,7 @@ from .._activity import is_differentiable
 from .._fused.folds import leaves_or_none
 from .._scan.layer_axis import part_of_layers, split_tree
 from .._scan.marks import is_array
+from .._scan.until import CountedCarry
 from .._scan.visitor import LayerResult, LayerVisit, SweepResult
 from .._stacked import Stacked
 from .._static import PyTree, with_leaves
@@ -50,7 +51,8 @@ class Passed(NamedTuple):
     """
 
     carry: list[Any]
-    # The outputs of all layers, with zeros for those of later stages; [] for a fold
+    # The outputs of the rows of all stages, with zeros for those of later stages; []
+    # for a fold
     outputs: list[Any]
 
 
@@ -85,8 +87,10 @@ class Stages:
     parts: LossParts
     # Whether the loss returns a pair
     has_aux: bool
-    # The axis of all layers, and the stack of this stage's part of them
+    # The axis of all layers
     Layers: Axis
+    # The stack of this stage, which has as many rows on each stage: those of its
+    # layers, and after these some that are never read (`_count`)
     layers: Stacked
     # For each leaf of a layer, None being one, whether it is trained
     is_trained: Sequence[bool]
@@ -137,7 +141,8 @@ class Stages:
 
     def run_forward(self) -> StageState:
         """The loss alone: at tick t stage s runs microbatch t - s, and sends it on."""
-        count, stages = self.schedule.microbatches, self.schedule.stages
+        count = self.schedule.microbatches
+        stages = self.schedule.stages
         ticks = count + stages - 1
         pairs = [(stage, stage + 1) for stage in range(stages - 1)]
 
@@ -170,9 +175,7 @@ class Stages:
         after = self._folded(number, self._input(number, state))
 
         def loss(number: Any, state: StageState) -> StageState:
-            value, aux = self._returned(
-                number, self.trained, [*after.carry, *after.outputs]
-            )
+            value, aux = self._returned(number, self.trained, after)
             return self._with_loss(number, value, aux, state)
 
         with known_trips(1):
@@ -192,17 +195,14 @@ class Stages:
 
     def _folded(self, number: Any, passed: Passed) -> Passed:
         """What this stage's layers make of it; nothing is kept."""
-        _, args, kwargs = self._operands(number, self.trained)
-        carry = self._carry(passed)
-        result = self.parts.fold.call("", self.layers, carry, args, kwargs)
-        return self._after(passed, result)
+        return self._after(passed, self._called("", number, passed))
 
     def _backward(
         self, late: LateCotangents | None, number: Any, state: StageState
     ) -> StageState:
         """B: sweep back over the layers, and send the cotangent of the input back."""
         passed = read(state.inputs, number % self._slots)
-        result, sweep_back = self._swept_forward(number, passed)
+        result, sweep_back = self._called("_vjp", number, passed)
         after = self._after(passed, result)
         loss = functools.partial(self._loss, after)
         with known_trips(1):
@@ -213,8 +213,7 @@ class Stages:
             state = state._replace(layers=swept.layer_state)
         else:
             is_early = inverted(late.is_late)
-            count = self.layers.Layers.size
-            kept = [zeros_of(type_, (count,)) for type_ in late.kept]
+            kept = [zeros_of(type_, (self._rows,)) for type_ in late.kept]
             before = pick(state.layers, is_early), kept
             visitor = functools.partial(self._added_early, late)
             swept = sweep_back(cotangent, visitor, layer_state=before)
@@ -223,7 +222,7 @@ class Stages:
                 layers=merge(state.layers, early, is_early),
                 kept=write(state.kept, number % self._slots, kept),
             )
-        carry = _cotangents(swept.carry, self._carry(passed))
+        carry = _cotangents(_of_user(swept.carry), self._carry(passed))
         sent = state.cotangents._replace(carry=pick(carry, self._is_float(carry)))
         state = state._replace(cotangents=sent)
         return self._pulled_back(number, carry, swept, state)
@@ -243,7 +242,8 @@ class Stages:
             return write(sums, layer, [*map(_sum, read(sums, layer), found)])
 
         of_late = pick(sums, late.is_late)
-        of_late = lax.fori_loop(0, self.layers.Layers.size, add, of_late)
+        with known_trips(self._rows):
+            of_late = lax.fori_loop(0, self._count, add, of_late)
         return merge(sums, of_late, late.is_late)
 
     def _exchanged(self, time: Any, state: StageState) -> StageState:
@@ -276,21 +276,21 @@ class Stages:
 
     # --- The parts of the backward pass
 
-    def _swept_forward(self, number: Any, passed: Passed) -> tuple[PyTree, Any]:
-        """The result of this stage's layers, and their reverse sweep."""
+    def _called(self, suffix: str, number: Any, passed: Passed) -> Any:
+        """The result of this stage's layers; with `"_vjp"` also their reverse sweep."""
         _, args, kwargs = self._operands(number, self.trained)
         carry = self._carry(passed)
-        return self.parts.fold.call("_vjp", self.layers, carry, args, kwargs)
+        if not self._is_even:
+            carry = CountedCarry(self._count, carry)
+        return self.parts.fold.call(suffix, self.layers, carry, args, kwargs)
 
     def _loss(self, after: Passed, number: Any, state: StageState) -> StageState:
         """On the last stage: the loss, and the cotangents of what the layers made."""
         masks = Passed(*map(self._is_float, after))
 
         def loss(trained: list[Any], floats: Passed) -> tuple[Any, list[Any]]:
-            folded = []
-            for leaves, changed, mask in zip(after, floats, masks, strict=True):
-                folded += merge(leaves, changed, mask)
-            return self._returned(number, trained, folded)
+            changed = Passed(*map(merge, after, floats, masks))
+            return self._returned(number, trained, changed)
 
         floats = Passed(*map(pick, after, masks))
         value, pullback, aux = jax.vjp(loss, self.trained, floats, has_aux=True)
@@ -300,11 +300,12 @@ class Stages:
         return state._replace(cotangents=cotangents, rest=rest)
 
     def _returned(
-        self, number: Any, trained: Sequence[Any], folded: Sequence[Any]
+        self, number: Any, trained: Sequence[Any], after: Passed
     ) -> tuple[Any, list[Any]]:
         """The part of a microbatch in the mean of the loss, and the arrays of aux."""
         inputs = [*self.rest(trained), *self.microbatch(number)]
-        returned = self.parts.results(inputs, folded)
+        outputs = [rows[: self.Layers.size] for rows in after.outputs]
+        returned = self.parts.results(inputs, [*after.carry, *outputs])
         value, aux = returned if self.has_aux else (returned, None)
         return value / self.schedule.microbatches, _arrays(aux)
 
@@ -406,7 +407,7 @@ class Stages:
 
         def visited() -> PyTree:
             passed = self._first_state(None).passed
-            result, sweep_back = self._swept_forward(0, passed)
+            result, sweep_back = self._called("_vjp", 0, passed)
             zeros = jax.tree.map(
                 jnp.zeros_like, eqx.filter(result, eqx.is_inexact_array)
             )
@@ -428,6 +429,22 @@ class Stages:
     @property
     def _is_last(self) -> Any:
         return self._stage == self.schedule.stages - 1
+
+    @property
+    def _rows(self) -> int:
+        """How many layers a stage may have."""
+        return self.layers.Layers.size
+
+    @property
+    def _is_even(self) -> bool:
+        return self._rows * self.schedule.stages == self.Layers.size
+
+    @property
+    def _count(self) -> Any:
+        """How many layers this stage has: the last stages may have fewer, or none."""
+        if self._is_even:
+            return self._rows
+        return jnp.clip(self.Layers.size - self._stage * self._rows, 0, self._rows)
 
     @property
     def _slots(self) -> int:
@@ -453,9 +470,9 @@ class Stages:
         init, args, kwargs = eqx.combine(operands, static)
         # None in the block's place: paths into arguments count it
         arguments = (None, *args), kwargs
-        count = self.layers.Layers.size
+        first = self._stage * self._rows
         (_, *args), kwargs = part_of_layers(
-            arguments, self.Layers, self._stage * count, count, self.layers._caller
+            arguments, self.Layers, first, self._rows, self.layers._caller
         )
         leaves = []
         for leaf, type_ in zip(_arrays(init), self._carry_types, strict=True):
@@ -483,18 +500,17 @@ class Stages:
         carry = result
         if self._is_scan:
             carry, of_layers = result
-            first = self._stage * self.layers.Layers.size
+            first = self._stage * self._rows
             for stack, rows in zip(passed.outputs, _arrays(of_layers), strict=True):
                 outputs.append(lax.dynamic_update_slice_in_dim(stack, rows, first, 0))
-        return Passed([*map(_strong, _arrays(carry))], outputs)
+        return Passed([*map(_strong, _arrays(_of_user(carry)))], outputs)
 
     def _cotangent_of(self, result: PyTree, cotangents: Passed) -> PyTree:
         """The cotangent of the result of this stage's layers."""
-        size = self.layers.Layers.size
+        first = self._stage * self._rows
         leaves = [*cotangents.carry]
         for stack in cotangents.outputs:
-            first = self._stage * size
-            leaves.append(lax.dynamic_slice_in_dim(stack, first, size))
+            leaves.append(lax.dynamic_slice_in_dim(stack, first, self._rows))
         return with_leaves(eqx.filter(result, eqx.is_inexact_array), leaves)
 
     @property
@@ -508,14 +524,19 @@ class Stages:
         """Zeros: nothing is in flight, and no gradient is summed. It has the types of
         all states; `late` is W, where that is taken apart.
         """
-        outputs = self.parts.fold.out_aval[1] if self._is_scan else ()
-        types = Passed(self._carry_types, jax.tree.leaves(outputs))
+        outputs = []
+        if self._is_scan:
+            rows_of_all = self._rows * self.schedule.stages
+            for type_ in jax.tree.leaves(self.parts.fold.out_aval[1]):
+                shape = rows_of_all, *type_.shape[1:]
+                outputs.append(type_.update(shape=shape))
+        types = Passed(self._carry_types, outputs)
         floats = Passed(*(pick(leaves, self._is_float(leaves)) for leaves in types))
         slots = self._slots
         kept = []
         if late is not None:
             for type_ in late.kept:
-                kept.append(zeros_of(type_, (slots, self.layers.Layers.size)))
+                kept.append(zeros_of(type_, (slots, self._rows)))
         returned = self.parts.returned
         value, aux = returned if self.has_aux else (returned, None)
         sums = pick(leaves_or_none(self.layers), self.is_trained)
@@ -537,6 +558,11 @@ class Stages:
         """Zeros, to which gradients of a weight are added."""
         is_complex = jnp.issubdtype(weight.dtype, jnp.complexfloating)
         return jnp.zeros_like(weight, dtype=None if is_complex else self.dtype)
+
+
+def _of_user(carry: PyTree) -> PyTree:
+    """A carry, or its cotangent, without the number of layers that are left."""
+    return carry.carry if isinstance(carry, CountedCarry) else carry
 
 
 def _arrays(tree: PyTree) -> list[Any]:

@@ -1,9 +1,9 @@
 """`pipeline`: the loss of a model and its gradients, with the layers over devices.
 
-`Pipeline` finds the stack in the model, divides the model into the
-arrays of the stack, of which each stage has a part, and the rest, of which each has
-all, and runs `Stages` by `jax.shard_map` over the axis of the stages alone. The other
-axes of the mesh stay what they were.
+`Pipeline` divides the model into the arrays of the stack, of which each stage has a
+part, and the rest, of which each has all (`model_parts.py`), and the batch into
+microbatches (`batch_rows.py`). It runs `Stages` by `jax.shard_map` over the axis of the
+stages alone. The other axes of the mesh stay what they were.
 """
 
 import dataclasses
@@ -14,34 +14,24 @@ from typing import Any, NoReturn
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import jax.tree_util as jtu
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import DTypeLike
 
-from .._fused.folds import leaves_or_none
-from .._fused.trained import check_floating, check_split
-from .._messages import shortened
-from .._placement import has_host_arrays
-from .._scan.arguments import argument_namer, is_unsplit_key
 from .._scan.checks import describe
-from .._scan.layer_axis import axis_resized
-from .._scan.marks import changed, is_split, take_marks_off
-from .._scan.returned import is_none
 from .._schedule import whole_number
-from .._stacked import Stacked, StackedKinds
 from .._static import (
     PyTree,
     Static,
     is_array,
-    is_named,
-    raw_array,
-    with_axes,
     with_leaves,
 )
-from .._sweep.gradient import merge, pick, scatter_leaves
+from .._sweep.gradient import merge, scatter_leaves
 from .._sweep.slots import inverted
+from .batch_rows import BatchRows
+from .collectives import check_collectives
 from .loss_parts import cut_loss
+from .model_parts import ModelParts, rows_of_stage, with_rows
 from .schedule import Schedule, ScheduleName, make_schedule
 from .stages import Stages, StageState
 
@@ -77,7 +67,9 @@ def pipeline(
 
     Each of the P devices (or groups of devices, with further axes) along the axis is a
     *stage*: it has a contiguous part of the layers, and microbatches go from stage to
-    stage. Along other axes everything is divided as it would be without a pipeline.
+    stage. Of N layers each stage has ceil(N / P), but for the last ones, which may have
+    fewer or none. Along other axes everything is divided as it would be without a
+    pipeline.
 
     Args:
         loss: takes the model and the arguments `batch`; returns a scalar. It calls
@@ -86,8 +78,7 @@ def pipeline(
         axis: of the mesh that is set (`jax.set_mesh`), with `AxisType.Auto`.
         microbatches: into how many parts the batch is divided: M.
         schedule: `"1f1b"` or `"zero_bubble"`, as below.
-        stack: finds the stack in the model; by default its only `Stacked`. Layers must
-            divide evenly over the stages.
+        stack: finds the stack in the model; by default its only `Stacked`.
         trainable: which arrays have gradients: a filter spec, as in `eqx.filter`.
         has_aux: whether `loss` returns a pair, of the scalar and anything else but
             named arrays: of the arrays in it those of all microbatches are returned,
@@ -101,8 +92,9 @@ def pipeline(
 
     Raises:
         ValueError, TypeError: for what is no loss, number or schedule. `value_and_grad`
-            refuses a mesh without the axis, numbers of layers or rows that don't
-            divide, and a loss that it can't follow.
+            refuses a mesh without the axis, rows that don't divide into microbatches,
+            a loss that it can't follow, and collectives for which stages would wait
+            forever: `jax.lax.ppermute`, and any over the axis.
 
     Time: stages are idle for (P - 1) / (M + P - 1) of it. With `"zero_bubble"` the
     backward pass of a layer is taken apart: the cotangent of the carry, which the stage
@@ -164,7 +156,8 @@ class Pipeline:
 
         Args:
             model: any tree with the stack. Its layers should be divided over the axis:
-                `jax.device_put(stack, NamedSharding(mesh, P("stage")))`.
+                `jax.device_put(stack, NamedSharding(mesh, P("stage")))`; of a number
+                that is no multiple of the stages, by another dimension.
             batch: the other arguments of the loss, by position. Row
                 `i * microbatches + n` of each array (of its first axis) is row `i` of
                 microbatch `n`, so that rows which are divided over devices stay there.
@@ -192,21 +185,24 @@ class Pipeline:
     def _run(
         self,
         program: Callable[[Stages], StageState],
-        model_parts: "ModelParts",
+        model_parts: ModelParts,
         batch: tuple[PyTree, ...],
     ) -> tuple[list[Any], list[Any], Any]:
         """The gradients of the layers and of the rest, and what the loss returns."""
         stages = self._stages()
-        stack = model_parts.stack
-        _check_layers(stack, model_parts.name, self.axis, stages)
-        rows = Rows.of(self.loss, batch, self.microbatches)
+        rows = BatchRows.of(self.loss, batch, self.microbatches)
         of_stage = functools.partial(self._of_stage, program, stages, model_parts, rows)
         # The last two are what the loss returned on each stage, and its types
-        by_stage, on_all = PartitionSpec(self.axis), PartitionSpec()
-        layer_specs = [
-            by_stage if is_split(leaf, stack.Layers) else on_all
-            for leaf in _named_leaves(stack)
-        ]
+        by_stage = PartitionSpec(self.axis)
+        on_all = PartitionSpec()
+        rows_of_all = stages * rows_of_stage(model_parts.stack.Layers.size, stages)
+        layers = []
+        layer_specs = []
+        for array, is_by_layer in zip(
+            model_parts.arrays, model_parts.are_by_layer, strict=True
+        ):
+            layers.append(with_rows(array, rows_of_all) if is_by_layer else array)
+            layer_specs.append(by_stage if is_by_layer else on_all)
         run = jax.shard_map(
             of_stage,
             in_specs=(layer_specs, on_all, on_all, on_all),
@@ -216,10 +212,12 @@ class Pipeline:
             # have no place in branches that not all of them take
             check_vma=False,
         )
-        layers = [*map(raw_array, _named_leaves(stack))]
         inputs = _without_derivatives((layers, *model_parts.rest, rows.arrays))
         # JAX runs a shard_map over some of the axes of a mesh within jit alone
-        of_layers, of_rest, returned, types = jax.jit(run)(*inputs)
+        jitted = jax.jit(run)
+        closed: Any = jitted.trace(*inputs).jaxpr
+        check_collectives(closed.jaxpr, self.axis, model_parts.name)
+        of_layers, of_rest, returned, types = jitted(*inputs)
         # The last stage has it
         value, *aux = [leaf[-1] for leaf in returned]
         if not self.has_aux:
@@ -232,8 +230,8 @@ class Pipeline:
         self,
         program: Callable[[Stages], StageState],
         stages: int,
-        model_parts: "ModelParts",
-        rows: "Rows",
+        model_parts: ModelParts,
+        rows: BatchRows,
         layers: list[Any],
         trained: list[Any],
         frozen: list[Any],
@@ -264,11 +262,12 @@ class Pipeline:
         def microbatch(number: Any) -> list[Any]:
             return rows.of_microbatch(batch, number)
 
-        stack = model_parts.stack
+        Layers = model_parts.stack.Layers
+        own_rows = rows_of_stage(Layers.size, stages)
         parts = cut_loss(
             self.loss,
             model_parts.model,
-            eqx.filter_eval_shape(lambda: stack),
+            model_parts.stack_types(),
             rest(trained),
             rows.arguments(microbatch(0)),
             model_parts.name,
@@ -280,8 +279,8 @@ class Pipeline:
             schedule=self.schedule_of(stages),
             parts=parts,
             has_aux=self.has_aux,
-            Layers=stack.Layers,
-            layers=_own_layers(stack, layers, stages),
+            Layers=Layers,
+            layers=model_parts.stack_of_rows(own_rows, layers),
             is_trained=model_parts.is_layer_trained,
             trained=trained,
             rest=rest,
@@ -335,230 +334,3 @@ def _refuse_derivative(primals: Any, tangents: Any) -> NoReturn:
         " value_and_grad computes the gradients itself. Differentiate the loss without"
         " a pipeline, or use jax.lax.stop_gradient on the model and the batch."
     )
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class ModelParts:
-    """A model as its stack and the leaves of the rest."""
-
-    stack: Stacked
-    # Its path, as `model.blocks`
-    name: str
-    # Of the model with the stack as one leaf, which is at `place`
-    structure: Any
-    place: int
-    # All leaves of the rest; arrays are replaced
-    leaves: list[Any]
-    # For each array of the rest whether it is trained
-    is_rest_trained: list[bool]
-    # What is trained of the stack, which has None for other arrays
-    trained_stack: PyTree
-    # What is trained of the rest, in the same way
-    trained_leaves: list[Any]
-
-    @staticmethod
-    def of(
-        model: PyTree, find: Callable[[Any], Any] | None, trainable: Any
-    ) -> "ModelParts":
-        stack, name = _stack_of(model, find)
-        leaves, structure = jax.tree.flatten(model, is_leaf=lambda node: node is stack)
-        place = next(i for i, leaf in enumerate(leaves) if leaf is stack)
-        try:
-            trained = eqx.filter(model, trainable)
-        except ValueError as error:
-            raise ValueError(
-                "trainable is a function of leaves, or a tree of them and of booleans"
-                f" with the structure of the model or of its top; got"
-                f" {describe(trainable)}."
-            ) from error
-        trained_leaves = structure.flatten_up_to(trained)
-        trained_stack = trained_leaves[place]
-        trained_leaves[place] = leaves[place] = None
-        is_rest_trained = []
-        for leaf, kept in zip(leaves, trained_leaves, strict=True):
-            if is_array(leaf):
-                is_rest_trained.append(kept is not None)
-        check_floating(trained)
-        why = "all stages would have a gradient of it"
-        check_split(trained_stack, name, stack.Layers, why)
-        return ModelParts(
-            stack,
-            name,
-            structure,
-            place,
-            leaves,
-            is_rest_trained,
-            trained_stack,
-            trained_leaves,
-        )
-
-    @property
-    def rest(self) -> tuple[list[Any], list[Any]]:
-        """The arrays of the rest: those that are trained, and the others."""
-        arrays = [*filter(is_array, self.leaves)]
-        is_trained = self.is_rest_trained
-        return pick(arrays, is_trained), pick(arrays, inverted(is_trained))
-
-    @property
-    def is_layer_trained(self) -> list[bool]:
-        """For each leaf of the stack, None being one."""
-        return [leaf is not None for leaf in leaves_or_none(self.trained_stack)]
-
-    def model(self, stack: PyTree, rest: Sequence[Any]) -> PyTree:
-        """The model with another stack, and these arrays in the rest."""
-        arrays = iter(rest)
-        leaves = [next(arrays) if is_array(leaf) else leaf for leaf in self.leaves]
-        leaves[self.place] = stack
-        return self.structure.unflatten(leaves)
-
-    def gradients(self, of_layers: Sequence[Any], of_rest: Sequence[Any]) -> PyTree:
-        """The gradients as a tree like the model, with None for what has none."""
-        structure = jax.tree.structure(self.trained_stack, is_leaf=is_none)
-        stack = structure.unflatten(scatter_leaves(of_layers, self.is_layer_trained))
-        gradients = iter(of_rest)
-        leaves = []
-        for leaf, kept in zip(self.leaves, self.trained_leaves, strict=True):
-            has_one = is_array(leaf) and kept is not None
-            leaves.append(next(gradients) if has_one else None)
-        leaves[self.place] = stack
-        return self.structure.unflatten(leaves)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Rows:
-    """The arguments of a loss beside the model, divided into microbatches."""
-
-    # The arrays; those that are divided are `[row, microbatch, ...]`
-    arrays: list[Any]
-    # For each array whether it is divided
-    is_divided: list[bool]
-    # The arguments of one microbatch, without marks; arrays are replaced
-    template: PyTree
-
-    @staticmethod
-    def of(loss: Callable, batch: tuple[PyTree, ...], microbatches: int) -> "Rows":
-        """Divide a batch.
-
-        Raises:
-            ValueError: rows don't divide evenly, or a random key is for all.
-        """
-        name_of = argument_namer(loss, skip=1)
-        entries, (tree, _) = take_marks_off((batch, {}))
-        leaves, arrays, is_divided = [], [], []
-        for path, leaf, rule in entries:
-            array = raw_array(leaf)
-            divides = is_array(array) and rule != "shared" and array.ndim > 0
-            if rule == "default" and is_unsplit_key(name_of(path), leaf):
-                raise ValueError(
-                    f"{name_of(path)} is a single random key, from which every"
-                    " microbatch would draw the same numbers. Give each its own,"
-                    f" jax.random.split(key, {microbatches}), of which the loss is"
-                    " given an array of one, or mark it stacked_remat.shared(...)."
-                )
-            if divides:
-                rows = array.shape[0]
-                if rows % microbatches:
-                    raise ValueError(
-                        f"{name_of(path)} has {rows} rows (shape {array.shape}), which"
-                        f" don't divide into {microbatches} microbatches. Change"
-                        " microbatches, or mark it stacked_remat.shared(...)."
-                    )
-                count = rows // microbatches
-                array = jnp.reshape(array, (count, microbatches, *array.shape[1:]))
-                if is_named(leaf):
-                    first, *others = leaf.axes
-                    leaf = with_axes(array, (first.resize(count), *others))
-            leaves.append(leaf)
-            if is_array(array):
-                arrays.append(array)
-                is_divided.append(divides)
-        treedef = jtu.tree_structure(tree, is_leaf=is_named)
-        return Rows(arrays, is_divided, jtu.tree_unflatten(treedef, leaves))
-
-    def of_microbatch(self, arrays: Sequence[Any], number: Any) -> list[Any]:
-        """The arrays of one microbatch, of all arrays."""
-        found = []
-        for array, divides in zip(arrays, self.is_divided, strict=True):
-            found.append(
-                lax.dynamic_index_in_dim(array, number, 1, keepdims=False)
-                if divides
-                else array
-            )
-        return found
-
-    def arguments(self, arrays: Sequence[Any]) -> tuple[PyTree, ...]:
-        """The arguments of the loss for one microbatch, with these arrays."""
-        types, static = eqx.partition(self.template, is_array)
-        return eqx.combine(with_leaves(types, arrays), static)
-
-
-def _named_leaves(stack: Stacked) -> list[Any]:
-    """The arrays of a stack, named ones as they are."""
-    leaves = jtu.tree_leaves(stack, is_leaf=is_named)
-    return [leaf for leaf in leaves if is_array(raw_array(leaf))]
-
-
-def _own_layers(stack: Stacked, arrays: Sequence[Any], stages: int) -> Stacked:
-    """The stack of one stage, of its arrays."""
-    count = stack.Layers.size // stages
-    own = iter(arrays)
-
-    def of_stage(leaf: Any) -> Any:
-        if not is_array(raw_array(leaf)):
-            return leaf
-        array = next(own)
-        if is_split(leaf, stack.Layers):
-            return axis_resized(leaf, stack.Layers, count, array)
-        return with_axes(array, leaf.axes if is_named(leaf) else None)
-
-    stacked = jtu.tree_map(of_stage, stack.stacked, is_leaf=is_named)
-    return changed(stack, stacked=stacked, Layers=stack.Layers.resize(count))
-
-
-def _stack_of(model: PyTree, find: Callable[[Any], Any] | None) -> tuple[Stacked, str]:
-    """The stack that is divided, and its path."""
-    nodes, _ = jtu.tree_flatten_with_path(
-        model, is_leaf=lambda node: isinstance(node, StackedKinds)
-    )
-    stacks = {}
-    for path, node in nodes:
-        if isinstance(node, StackedKinds):
-            stacks[f"model{jtu.keystr(path)}"] = node
-    if find is not None:
-        wanted = find(model)
-        names = shortened([*stacks], ", ") or "none"
-        stacks = {name: node for name, node in stacks.items() if node is wanted}
-        if not stacks:
-            raise ValueError(
-                f"stack finds {describe(wanted)}, which is no Stacked of the model; it"
-                f" has: {names}."
-            )
-    if len(stacks) != 1:
-        found = shortened([*stacks], ", ") or "none"
-        raise ValueError(
-            f"pipeline divides one stack of the model; found {found}. Let its layers be"
-            " a Stacked, and say which, stack=lambda model: model.blocks."
-        )
-    ((name, stack),) = stacks.items()
-    if not isinstance(stack, Stacked):
-        raise TypeError(
-            f"{name} is a {type(stack).__name__}; pipeline divides a Stacked, whose"
-            " layers are all of one kind."
-        )
-    return stack, name
-
-
-def _check_layers(stack: Stacked, name: str, axis: str, stages: int) -> None:
-    count = stack.Layers.size
-    if not count:
-        raise ValueError(f"{name} has no layers; a pipeline divides them over stages.")
-    if count % stages:
-        raise ValueError(
-            f"The {count} layers of {name} don't divide evenly over the {stages} stages"
-            f" of the mesh axis {axis!r}. Make it a divisor of {count}."
-        )
-    if has_host_arrays(stack):
-        raise ValueError(
-            f"{name} is in host memory; a pipeline takes layers on devices:"
-            " stacked_remat.streaming.to_device(model)."
-        )

@@ -22,7 +22,7 @@ from .lax_arguments import check_arrays, check_steps, number_of_steps, unroll_of
 from .layers import scan_layers
 from .marks import IsScanned, check_unmarked, is_named_or_shaped_array, per_layer
 from .step import FoldCall, Verb
-from .until import Until
+from .until import Until, check_until
 
 T = TypeVar("T")
 Y = TypeVar("Y")
@@ -111,11 +111,8 @@ def _called(
     """
     if not callable(f):
         raise TypeError(f"{verb} takes a function first; got {describe(f)}.")
-    if not (until is None or callable(until)):
-        raise TypeError(
-            "until is a function of the carry that returns one bool; got"
-            f" {describe(until)}."
-        )
+    if until is not None:
+        check_until(until)
     # The first parameter of a fold or scan takes the carry, which is no argument here
     caller = Caller(verb, argument_namer(f, skip=0 if verb == "map" else 1))
     call = FoldCall(

@@ -274,7 +274,8 @@ def check_sizes(axis: Axis, split: Sequence[Entry], caller: Caller) -> None:
     """Refuse arguments whose size along `axis` is another; says how to mark one that is
     not to be split.
     """
-    wrong, fixes = [], []
+    wrong = []
+    fixes = []
     for path, leaf, rule in split:
         if leaf_size(leaf, axis) != axis.size:
             name = caller.name_of(path)

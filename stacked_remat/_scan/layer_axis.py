@@ -317,7 +317,8 @@ def divide(
 def part_of_layers(
     tree: PyTree, axis: Axis, first: Any, count: int, caller: Caller
 ) -> PyTree:
-    """A marked tree for `count` of the layers, the first of which may be traced.
+    """A marked tree for `count` of the layers, the first of which may be traced. Past
+    the last layer there are any values.
 
     As in `divide`, the marks say what was found for all layers.
     """
@@ -325,13 +326,21 @@ def part_of_layers(
     parts = []
     for (_, leaf, _), split in zip(entries, are_split, strict=True):
         if split:
-            rows = lax.dynamic_slice_in_dim(axis_first(leaf, axis), first, count)
+            rows = _rows_from(axis_first(leaf, axis), first, count)
             part = axis_resized(leaf, axis, count, rows)
         else:
             part = leaf
         parts.append(Marked(part, "per_layer" if split else "shared"))
     treedef = jtu.tree_structure(tree, is_leaf=is_named)
     return jtu.tree_unflatten(treedef, parts)
+
+
+def _rows_from(array: Any, first: Any, count: int) -> Any:
+    size = array.shape[0]
+    if size % count == 0:
+        return lax.dynamic_slice_in_dim(array, first, count)
+    # A slice that ends after the array would be moved to the front.
+    return array[jnp.minimum(first + np.arange(count), size - 1)]
 
 
 def axis_resized(leaf: Any, axis: Axis, size: int, array: Any) -> Any:

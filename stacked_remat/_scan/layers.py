@@ -38,14 +38,14 @@ from .._sweep.kinds import Pattern
 from .._sweep.primitive import run_layers
 from .._sweep.reverse_spec import with_rules_as_arguments
 from .._sweep.slots import Carry, OfKinds
-from .._sweep.spec import SweepSpec
+from .._sweep.spec import Stops, SweepSpec
 from .._sweep.store import at_least_one, read
 from .._sweep.trace import TracedLayers, check_offloaded, has_refs, trace_layers
 from .layer_axis import Join, Split, split_kinds
 from .marks import is_array
 from .stacking import name_stacked, numbers_to_arrays, stack_outputs
 from .step import FoldCall, array_step
-from .until import Until, UntilCarry
+from .until import CountedCarry, Until, UntilCarry
 
 
 def split_arguments(
@@ -111,18 +111,25 @@ def checked_inputs(
 
 
 def sweep_spec(
-    call: FoldCall, traced: TracedLayers, remat: Remat, axis: Axis
+    call: FoldCall, traced: TracedLayers, remat: Remat, axis: Axis, first: PyTree
 ) -> SweepSpec:
-    """The loop or the sweep over traced layers, as the call says."""
+    """The loop or the sweep over traced layers, as the call and the first carry say."""
     return SweepSpec(
         traced.kinds,
         remat,
         reverse=call.reverse,
         unroll=call.unroll_of(axis.size),
         pattern=call.pattern,
-        stops=call.until is not None,
+        stops=_stops(call, first),
         carry_name=_carry_name(remat, axis) if remat.form == "loop" else "",
     )
+
+
+def _stops(call: FoldCall, first: PyTree) -> Stops:
+    """By what layers may stop, given the carry that goes into the first one."""
+    if isinstance(first, CountedCarry):
+        return "count"
+    return "" if call.until is None else "until"
 
 
 def named_outputs(
@@ -162,7 +169,7 @@ def scan_layers(call: FoldCall, init: PyTree, arguments: PyTree) -> Any:
     with jax.named_scope(f"scan({axis.name})"):
         # A sweep runs layers again in loops of its own, in which a `jax.Ref` that they
         # close over has no derivative: that is an error. In a loop of JAX it has one.
-        is_swept = _needs_sweep(call, splits, remat)
+        is_swept = _needs_sweep(call, splits, remat) or bool(_stops(call, first))
         traced, static = trace_kinds(call, splits, first, remat, replays=is_swept)
         is_swept = is_swept or _gathers_ahead(traced, remat)
         # Whether a loop would be a primitive here. Within a trace it is one of JAX, and
@@ -176,7 +183,7 @@ def scan_layers(call: FoldCall, init: PyTree, arguments: PyTree) -> Any:
         executed = remat
         if is_swept or (is_primitive and remat.carries is not None):
             executed = remat.swept()
-        spec = sweep_spec(call, traced, executed, axis)
+        spec = sweep_spec(call, traced, executed, axis, first)
         run = functools.partial(run_layers, traced, spec)
         # A primitive of a loop keeps its arguments alone.
         if executed.form == "sweep" or not is_primitive:
@@ -212,7 +219,7 @@ def _needs_sweep(call: FoldCall, splits: Sequence[Split], remat: Remat) -> bool:
         return False
     # A loop would keep what it reads from the host, and read nothing ahead.
     on_host = has_host_arrays([split.stacks for split in splits])
-    return remat.form == "sweep" or on_host or call.until is not None
+    return remat.form == "sweep" or on_host
 
 
 def _gathers_ahead(traced: TracedLayers, remat: Remat) -> bool:

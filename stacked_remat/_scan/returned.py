@@ -81,7 +81,8 @@ def checked_result(
             " is the cotangent of the layer's input: return"
             " LayerResult(visit.vjp().carry)."
         )
-    (carry, _), perturbed = types.outputs, types.perturbed
+    carry, _ = types.outputs
+    perturbed = types.perturbed
     carry_ct = cotangent_leaves(
         result.carry, carry, perturbed.carry, "the carry", _BY_VISITOR
     )
@@ -161,7 +162,8 @@ def _argument_cotangents(
             f" keys among {sorted(visit.kwargs)}; got {describe(args)}, and the keys"
             f" {sorted(kwargs)}."
         )
-    of_args, of_kwargs = [], {}
+    of_args = []
+    of_kwargs = {}
     arrays = eqx.filter((visit.args, visit.kwargs), is_array)
     for i, like in enumerate(arrays[0]):
         of_args.append(_checked_tree(args[i], like, f"args[{i}]"))

@@ -28,7 +28,7 @@ from .arguments import Caller, signature_error
 from .checks import check_carry, describe
 from .layer_state import carry_and_state
 from .marks import IsScanned, is_named_or_shaped_array
-from .until import ArrayStep, Until, until_step
+from .until import ArrayStep, CountedCarry, Until, counted_step, until_step
 
 Verb: TypeAlias = Literal["fold", "scan", "map"]
 # The checkpoint names of internals that are kept; True for all internals
@@ -142,6 +142,8 @@ def array_step(
         not_stopping = dataclasses.replace(call, until=None)
         inner = array_step(not_stopping, static.carry, names, unpack)
         return until_step(inner, call.until, static)
+    if isinstance(static, CountedCarry):
+        return counted_step(array_step(call, static.carry, names, unpack))
 
     def step(
         shared: PyTree, arrays: PyTree, inputs: PyTree

@@ -381,7 +381,8 @@ def _first_returned(
 
     What it returns is found by a visit of one layer, which is traced and not run.
     """
-    spec, number = sweep._types.spec, kind.number
+    spec = sweep._types.spec
+    number = kind.number
     pullback = LayerPullback(kind, sweep._types.perturbed)
     input_types = spec.input_types(sweep._xs, sweep._shared)[number]
     stacks = visitor.layer_states[number].stacks
@@ -406,7 +407,8 @@ def _first_returned(
     new = jax.eval_shape(of_one, input_types, pullback.cotangent_types, stacks, state)
     # For every entry that the visitor returned: the stack that it is written to.
     # Cotangents of arguments have the shapes of the stacks `xs`, and are zeros below.
-    xs, shared = sweep._xs[number], sweep._shared[number]
+    xs = sweep._xs[number]
+    shared = sweep._shared[number]
     layers, layer_state, split_ct, shared_ct = jax.tree.map(
         lambda entry, stack: None if entry is None else stack,
         new,
@@ -440,7 +442,7 @@ def forward_for_visitor(
     traced, static = trace_kinds(call, splits, init, remat)
     # `held_leaves` stays None, so `for_reverse` is not called: a user's visitor may
     # read any leaf of the carry, also those that no layer changes.
-    spec = sweep_spec(call, traced, remat.swept(), axis)
+    spec = sweep_spec(call, traced, remat.swept(), axis, init)
     first, xs = checked_inputs(traced, splits, remat)
     spec, perturbed, shared = _differentiated(spec, traced, splits)
     with jax.named_scope(f"scan({axis.name})"):
@@ -480,7 +482,9 @@ def _differentiated(
     Of what layers share that leaves out what they close over: a visitor has no way to
     return its cotangents.
     """
-    of_xs, of_shared, of_ys = [], [], []
+    of_xs = []
+    of_shared = []
+    of_ys = []
     for kind, split, shared in zip(spec.kinds, splits, traced.shared, strict=True):
         closed_over = len(shared) - len(split.shared)
         of_xs.append(floats(split.stacks))

@@ -1,10 +1,15 @@
-"""`until`: steps that change nothing once a carry is reached at which a loop stops.
+"""Loops that stop: at a carry for which `until` is True, or after the first layers.
 
-All steps of the axis are in the program. An `UntilCarry` goes from step to step, and
+All steps of the axis are in the program. Once a carry is reached at which `until` is
+True, they change nothing. An `UntilCarry` goes from step to step, and
 `until_step` makes a step for it of one for the user's carry. A step that is done is
 given the first carry and inputs, with which it can run and has a derivative; with the
 last carry, or with inputs for steps that are not taken, it may divide by zero, and the
 zero cotangent of its result would become NaN.
+
+Where the number of layers that run is known before the loop, though maybe traced, a
+`CountedCarry` goes from layer to layer. No other layer is computed, so nothing is
+chosen, and under `jax.vmap` the number is that of all examples.
 """
 
 import functools
@@ -26,6 +31,15 @@ Until: TypeAlias = Callable[[PyTree], Any]  # of a carry: whether to stop
 ArrayStep: TypeAlias = Callable[
     [PyTree, PyTree, PyTree], tuple[PyTree, tuple[PyTree, Static]]
 ]
+
+
+def check_until(until: Any) -> None:
+    """A `TypeError` for what is no function."""
+    if not callable(until):
+        raise TypeError(
+            "until is a function of the carry that returns one bool; got"
+            f" {describe(until)}."
+        )
 
 
 class UntilCarry(NamedTuple):
@@ -59,6 +73,32 @@ class UntilCarry(NamedTuple):
             return bool(self.done)
         except jax.errors.ConcretizationTypeError:
             return False
+
+
+class CountedCarry(NamedTuple):
+    """A first carry by which a fold or scan runs as many layers as it says, and what
+    goes from layer to layer then.
+
+    `left` is its first leaf, by which a sweep stops (`SweepSpec.run`).
+    """
+
+    # How many layers are still to run, an int32
+    left: Array
+    # The user's carry
+    carry: PyTree
+
+
+def counted_step(step: ArrayStep) -> ArrayStep:
+    """`step` for a `CountedCarry`."""
+
+    @functools.wraps(step)
+    def run(
+        shared: PyTree, state: CountedCarry, inputs: Sequence[Array]
+    ) -> tuple[CountedCarry, tuple[PyTree, Static]]:
+        carry, y = step(shared, state.carry, inputs)
+        return CountedCarry(state.left - 1, carry), y
+
+    return run
 
 
 def until_step(step: ArrayStep, until: Until, static: UntilCarry) -> ArrayStep:

@@ -155,7 +155,8 @@ def forward(
     residuals: OfKinds = []
     if remat.first_layers:
         state = _run_first(spec, perturbed, xs, shared, state)
-        first_inputs, residuals = state.inputs, state.residuals
+        first_inputs = state.inputs
+        residuals = state.residuals
         # The schedule's layers save nothing on the way forward: their residuals live
         # while a segment is reversed.
         state = state._replace(inputs=[], residuals=[])
@@ -253,9 +254,10 @@ def _run_stretches(
             held = spec.of_held(state.carry)
             inputs = spec.write_slot(state.inputs, entry_at(slots, place), held)
             state = state._replace(inputs=inputs)
-        if max(sizes) == 1:
-            # Where layers may stop, the loop over stretches has just seen that they go
-            # on.
+        # Where layers may stop, the loop over stretches has just seen that they go on;
+        # the scans below have not.
+        goes_on = not spec.stops or slots is not None
+        if max(sizes) == 1 and goes_on:
             return step(first, state)
 
         def layer(k: Index, state: ForwardState) -> ForwardState:

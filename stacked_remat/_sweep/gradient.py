@@ -206,7 +206,8 @@ class LayerPullback:
         residuals = self.residuals
         if residuals is None:
             return self.kind.replayed(*inputs), []
-        carries, saved = self.kind.carries, len(residuals.is_saved)
+        carries = self.kind.carries
+        saved = len(residuals.is_saved)
         outputs = len(residuals.forward.outvars) - carries - saved
         is_needed = [True] * carries + [False] * outputs + [*residuals.is_saved]
         jaxpr, _ = dce_jaxpr(residuals.forward, is_needed, instantiate=True)

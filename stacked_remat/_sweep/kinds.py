@@ -105,7 +105,8 @@ class Kind:
         return replace(self, gathers=gathers, jaxpr=jaxpr, values_jaxpr=values)
 
     def _split_gathers(self) -> tuple[tuple[Gather | None, ...], Jaxpr, Jaxpr | None]:
-        jaxpr, values = self.jaxpr, self.values_jaxpr
+        jaxpr = self.jaxpr
+        values = self.values_jaxpr
         gathers = gathers_of(jaxpr, self.split(jaxpr.invars)[2])
         if values is not None:
             in_values = gathers_of(values, self.split(values.invars)[2])

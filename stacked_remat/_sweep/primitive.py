@@ -148,7 +148,8 @@ class Sweep(Differentiable):
         self, layers: Sequence[ClosedJaxpr], init: Carry, xs: PyTree, shared: PyTree
     ) -> PyTree:
         """Run other layers on the same inputs."""
-        kinds, shared_by_kind = [], []
+        kinds = []
+        shared_by_kind = []
         for kind, layer, leaves in zip(self.spec.kinds, layers, shared, strict=True):
             kind, leaves = kind.with_layer(layer, leaves)
             kinds.append(kind)
@@ -291,7 +292,8 @@ def _mapped_layers(
     carry_mapped = _are_mapped(of_init)
     # Ends, since each time but the last a leaf more is mapped.
     while True:
-        layers, outputs_mapped = [], []
+        layers = []
+        outputs_mapped = []
         for kind, x_dims, shared_dims in zip(spec.kinds, of_xs, of_shared, strict=True):
             inputs_mapped = [
                 *_are_mapped(shared_dims),
@@ -304,7 +306,8 @@ def _mapped_layers(
             layers.append(layer)
             outputs_mapped.append(is_mapped)
         count = len(carry_mapped)
-        grown, ys_mapped = carry_mapped, []
+        grown = carry_mapped
+        ys_mapped = []
         for is_mapped in outputs_mapped:
             grown = [*map(operator.or_, grown, is_mapped[:count])]
             ys_mapped.append(is_mapped[count:])
@@ -337,7 +340,8 @@ class Rule(Differentiable):
         self._program = jitted(fn)
         self.in_avals = jax.tree.map(jax.typeof, args)
         self.out_aval, closed = _results(fn, *args)
-        self.effects, self.programs = closed.effects, (closed.jaxpr,)
+        self.effects = closed.effects
+        self.programs = (closed.jaxpr,)
         self.params = {"fn": fn, "reference": reference}
         self.replays = _replays_of(fn)
         super().__init__()

@@ -40,7 +40,7 @@ axis. `primitive.py` calls `backward` for gradients, and `_scan/sweep_back.py`
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -69,6 +69,7 @@ from .slots import (
     Arrays,
     Carry,
     Checkpoints,
+    Column,
     Mask,
     OfKinds,
     entry_at,
@@ -145,13 +146,10 @@ def visit_layers(
     def layers_of(
         program: Program, pullbacks: list[LayerPullback], saves: bool, is_read: Mask
     ) -> _Layers:
-        advances, visits, skipped = _trips_of(program, checkpoints.ran)
         return _Layers(
             spec,
             program=program,
-            advances=advances,
-            visits=visits,
-            skipped=skipped,
+            trips=_trips_of(program, checkpoints.ran),
             pullbacks=pullbacks,
             saves=saves,
             is_read=is_read,
@@ -164,27 +162,40 @@ def visit_layers(
     if remat.schedule is not None:
         layers = layers_of(*spec.scheduled(perturbed, xs_in(state), shared))
         loop = _visit_scheduled(layers, checkpoints.inputs, carry_ct, state)
-        carry_ct, state = loop.cotangent, loop.state
+        carry_ct = loop.cotangent
+        state = loop.state
     if remat.first_layers:
         # As a schedule that cuts into single layers: one run without a replay. The
         # forward sweep has saved what is kept.
         program = equal(remat.first_layers, remat.first_layers).program()
         pullbacks = spec.pullbacks(perturbed, remat.first_kept, xs_in(state), shared)
         layers = layers_of(program, pullbacks, *spec.saves_and_reads(pullbacks))
-        fetched = layers.fetch(state, remat.first_layers - 1)
+        fetched = layers.fetch(state, entry_at(layers.trips.runs_first, 0))
         inputs = checkpoints.first_inputs or []
         loop = _Loop(inputs, checkpoints.residuals, fetched, carry_ct, state)
         loop = _visit(layers, 0, loop)
-        carry_ct, state = loop.cotangent, loop.state
+        carry_ct = loop.cotangent
+        state = loop.state
     return carry_ct, state
 
 
-def _trips_of(program: Program, ran: Index | None) -> tuple[Any, Any, Index | None]:
-    """`advances`, `visits` and `skipped` of `_Layers`, where `ran` layers ran; None for
-    all.
+class _Trips(NamedTuple):
+    """How far the runs of a program go: columns of it, or arrays where layers may
+    stop.
     """
+
+    advances: Any
+    visits: Any
+    # The layer that each run executes first; of a run without layers, that of the next.
+    runs_first: Any
+    # How many runs come before the first one with a layer that ran; None if all ran.
+    skipped: Index | None
+
+
+def _trips_of(program: Program, ran: Index | None) -> _Trips:
+    """The trips where `ran` layers ran; None for all."""
     if ran is None:
-        return program.advances, program.visits, None
+        return _Trips(program.advances, program.visits, program.runs_first, None)
     # Under `jax.vmap` the loops take as many trips for all examples, the most.
     ran = unvmap_max(ran)
     columns = program.start, program.advances, program.bottom, program.visits
@@ -197,7 +208,20 @@ def _trips_of(program: Program, ran: Index | None) -> tuple[Any, Any, Index | No
     first_held = held[np.asarray(program.held_from)]
     advances = jnp.where(first_held < ran, advances, 0)
     visits = jnp.clip(ran - bottom, 0, visits)
-    return advances, visits, jnp.argmax(has_layer).astype(jnp.int32)
+    skipped = jnp.argmax(has_layer).astype(jnp.int32)
+
+    first_visit = bottom + visits - 1
+    # Where residuals are saved, `_save` runs the lowest layer first.
+    after_replay = bottom if program.saves else first_visit
+    first = jnp.where(advances > 0, start, after_replay)
+    last_run = len(start) - 1
+    is_run = (advances > 0) | (visits > 0)
+    next_run = lax.cummin(
+        jnp.where(is_run, np.arange(len(start)), last_run), reverse=True
+    )
+    # One more for the last run, as in `Program.runs_first`.
+    first = jnp.maximum(first, 0)[jnp.append(next_run, last_run)]
+    return _Trips(advances, visits, first, skipped)
 
 
 @dataclass(frozen=True)
@@ -208,11 +232,7 @@ class _Layers:
     spec: SweepSpec
     # What is executed.
     program: Program
-    # These columns of it; arrays where layers may stop.
-    advances: Any
-    visits: Any
-    # How many runs come before the first one with a layer that ran; None if all ran.
-    skipped: Index | None
+    trips: _Trips
     # The vector-Jacobian product of a layer, for each kind.
     pullbacks: list[LayerPullback]
     # Whether a run saves the residuals of the layers that it visits.
@@ -228,6 +248,12 @@ class _Layers:
     visitor: LeafVisitor
     # Finds the stacks of the layers' own inputs in the visitor's state.
     xs_in: Callable[[Any], OfKinds]
+
+    def at_most(self, column: Column) -> Column | None:
+        """A column of trips for counts of FLOPs; None where data decide how many
+        there are.
+        """
+        return None if self.spec.stops == "until" else column
 
     def fetch(self, state: PyTree, number: Index) -> Arrays:
         """What is read ahead for a layer."""
@@ -337,8 +363,9 @@ def _visit_scheduled(
     them.
     """
     _check_saved_on_device(layers.pullbacks)
-    spec, program = layers.spec, layers.program
-    first: Index = program.runs_first[0]
+    spec = layers.spec
+    program = layers.program
+    first = entry_at(layers.trips.runs_first, 0)
     fetched = layers.fetch(state, first)
     if fetched:
         first, cotangent = xla_hints.read_after(first, cotangent)
@@ -369,13 +396,14 @@ def _check_saved_on_device(pullbacks: Sequence[LayerPullback]) -> None:
 
 def _loop_over_runs(layers: _Layers, loop: _Loop) -> _Loop:
     """Execute the runs with all inputs in slots on the device."""
-    runs, skipped = len(layers.program.start), layers.skipped
+    runs = len(layers.program.start)
+    skipped = layers.trips.skipped
 
     def run(r: Index, loop: _Loop) -> _Loop:
         return _run(layers, r if skipped is None else skipped + r, loop)
 
     left = runs if skipped is None else runs - skipped
-    return layers.spec.repeat(left, run, loop)
+    return layers.spec.repeat(left, run, loop, layers.at_most((runs,)))
 
 
 def _loop_over_boundaries(layers: _Layers, boundaries: Carry, loop: _Loop) -> _Loop:
@@ -412,13 +440,13 @@ def _run(layers: _Layers, r: Index, loop: _Loop) -> _Loop:
 
 def _repeat(
     layers: _Layers,
-    column: Any,
+    column: Literal["advances", "visits"],
     r: Index,
     layer: Callable[[Index, _Loop], _Loop],
     loop: _Loop,
     changed: Sequence[str],
 ) -> _Loop:
-    """Run `layer` as often as the column says for run `r`, in a loop that carries the
+    """Run `layer` as often as this column says for run `r`, in a loop that carries the
     fields that are changed alone: JAX takes longer to trace more.
     """
 
@@ -427,8 +455,9 @@ def _repeat(
         return {name: getattr(new, name) for name in changed}
 
     fields = {name: getattr(loop, name) for name in changed}
-    trips = entry_at(column, r)
-    return loop._replace(**layers.spec.repeat(trips, body, fields, column))
+    trips = entry_at(getattr(layers.trips, column), r)
+    at_most = layers.at_most(getattr(layers.program, column))
+    return loop._replace(**layers.spec.repeat(trips, body, fields, at_most))
 
 
 def _advance(layers: _Layers, r: Index, loop: _Loop) -> _Loop:
@@ -443,10 +472,20 @@ def _advance(layers: _Layers, r: Index, loop: _Loop) -> _Loop:
         return loop
     slot = entry_at(program.slot, r)
 
+    def after(k: Index, number: Index) -> Index:
+        """The layer that runs or is visited next."""
+        trips = layers.trips
+        if trips.skipped is None:
+            return number + 1
+        # A run may visit nothing, and only make inputs for later ones.
+        is_last = k == entry_at(trips.advances, r) - 1
+        leaves_run = is_last & (entry_at(trips.visits, r) == 0)
+        return jnp.where(leaves_run, entry_at(trips.runs_first, r + 1), number + 1)
+
     def layer(k: Index, loop: _Loop) -> _Loop:
         number = entry_at(program.start, r) + k
         fetched, number = xla_hints.copy_fetched(loop.fetched, number)
-        ahead = fetched and layers.fetch(loop.state, number + 1)
+        ahead = fetched and layers.fetch(loop.state, after(k, number))
         carry = layers.replay(number, loop, fetched)
         # Every input is written, where the next one that is held goes: the following
         # one overwrites it if it is not. A branch that writes some would copy slots.
@@ -463,7 +502,7 @@ def _advance(layers: _Layers, r: Index, loop: _Loop) -> _Loop:
     start = layers.spec.read_slot(loop.slots, slot)
     loop = loop._replace(carry=start, written=written)
     changed = ("slots", "fetched", "carry", "written")
-    loop = _repeat(layers, layers.advances, r, layer, loop, changed)
+    loop = _repeat(layers, "advances", r, layer, loop, changed)
     return loop._replace(carry=[], written=None)
 
 
@@ -471,7 +510,7 @@ def _save(layers: _Layers, r: Index, loop: _Loop) -> _Loop:
     """Run the layers to visit, from the lowest, and save what their visits read."""
     bottom = entry_at(layers.program.bottom, r)
     bottom_slot = entry_at(layers.program.bottom_slot, r)
-    visits = entry_at(layers.visits, r)
+    visits = entry_at(layers.trips.visits, r)
     is_read = layers.spec.of_held(layers.is_read)
 
     def layer(k: Index, loop: _Loop) -> _Loop:
@@ -491,14 +530,15 @@ def _save(layers: _Layers, r: Index, loop: _Loop) -> _Loop:
 
     loop = loop._replace(carry=layers.spec.read_slot(loop.slots, bottom_slot))
     changed = ("slots", "saved", "fetched", "carry")
-    loop = _repeat(layers, layers.visits, r, layer, loop, changed)
+    loop = _repeat(layers, "visits", r, layer, loop, changed)
     return loop._replace(carry=[])
 
 
 def _visit(layers: _Layers, r: Index, loop: _Loop) -> _Loop:
     """Visit the layers from the top of the slots down."""
-    program, spec = layers.program, layers.spec
-    visits = entry_at(layers.visits, r)
+    program = layers.program
+    spec = layers.spec
+    visits = entry_at(layers.trips.visits, r)
     bottom = entry_at(program.bottom, r)
 
     def layer(k: Index, loop: _Loop) -> _Loop:
@@ -509,7 +549,7 @@ def _visit(layers: _Layers, r: Index, loop: _Loop) -> _Loop:
         held = spec.read_slot(loop.slots, slot)
         below: Index = 0
         if fetched:
-            next_first = entry_at(program.runs_first, r + 1)
+            next_first = entry_at(layers.trips.runs_first, r + 1)
             below = jnp.where(place == 0, next_first, number - 1)
             if spec.gathers and spec.remat.boundaries_off_device:
                 below, held = xla_hints.read_after(below, held)
@@ -520,4 +560,4 @@ def _visit(layers: _Layers, r: Index, loop: _Loop) -> _Loop:
         return loop._replace(cotangent=cotangent, state=state)
 
     changed = ("fetched", "cotangent", "state")
-    return _repeat(layers, layers.visits, r, layer, loop, changed)
+    return _repeat(layers, "visits", r, layer, loop, changed)

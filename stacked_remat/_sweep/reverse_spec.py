@@ -48,11 +48,15 @@ def differentiated(
     What the rules close over becomes the first of what layers share; returns the masks
     and the shared arrays with these.
     """
-    kinds, masks, inputs = [], [], []
+    kinds = []
+    masks = []
+    inputs = []
     for kind, shared_mask, leaves in zip(
         spec.kinds, perturbed.shared, shared, strict=True
     ):
-        layer, values, constants = kind.jaxpr, None, []
+        layer = kind.jaxpr
+        values = None
+        constants = []
         if has_rules(kind.jaxpr):
             nonzero = sum(perturbed.of_layer(kind), ())
             active = (*perturbed.carry, *perturbed.ys[kind.number])
@@ -97,7 +101,8 @@ def with_rules_as_arguments(traced: TracedLayers) -> TracedLayers:
     For a `jax.checkpoint` around all layers, which JAX (0.12) fails to differentiate
     otherwise.
     """
-    kinds, shared = [], []
+    kinds = []
+    shared = []
     for kind, leaves in zip(traced.kinds, traced.shared, strict=True):
         nonzero = floats(types_of(kind.jaxpr.invars))
         _, active, closures = ruled(kind.jaxpr, nonzero)
@@ -128,10 +133,12 @@ def for_reverse(
     """
     if _surely_changes_nothing(spec):
         return replace(spec, held_leaves=(True,) * len(spec.carry_types))
+    # As in `SweepSpec.pullbacks`.
+    flags = int(spec.stops == "until")
     residuals = []
     for kind, types in zip(spec.kinds, spec.input_types(xs, shared), strict=True):
         pullback = LayerPullback(kind, perturbed)
-        residuals.append(pullback.residuals_of(types, EVERYTHING, int(spec.stops)))
+        residuals.append(pullback.residuals_of(types, EVERYTHING, flags))
     held = [False] * len(spec.carry_types)
     for of_kind in residuals:
         held = [*map(operator.or_, held, of_kind.all_reads)]
@@ -174,7 +181,8 @@ def _remat_for(spec: SweepSpec, residuals: Sequence[Residuals]) -> Remat:
     r <= 1/2 of the memory of a carry, k segments whose internals are kept while they
     are reversed take k + r N / k carries: 2√(rN) <= √(2N) for k = √(rN).
     """
-    remat, length = spec.remat, spec.length
+    remat = spec.remat
+    length = spec.length
     if not remat.may_keep_internals or len(residuals) > 1:
         return remat
     if spec.carry_bytes() is None:

@@ -387,7 +387,8 @@ class Linear(Differentiable):
             type_.to_tangent_aval() for type_ in pick(of.out_avals_flat, active)
         ]
         self.params = {"of": of, "nonzero": nonzero}
-        self.effects, self.programs = of.effects, of.programs
+        self.effects = of.effects
+        self.programs = of.programs
         super().__init__()
 
     def expand(self, primals: PyTree, tangents: Arrays) -> Arrays:

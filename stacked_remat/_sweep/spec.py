@@ -32,7 +32,7 @@ import operator
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -73,6 +73,10 @@ from .store import (
 )
 
 T = TypeVar("T")
+# By what layers may stop, so that those after change nothing: the first leaf of a carry
+# is a bool that says so ("until"), or the number of layers that are still to run, known
+# before the first one ("count").
+Stops: TypeAlias = Literal["", "until", "count"]
 
 
 class _StoppingLoop(NamedTuple):
@@ -114,9 +118,8 @@ class SweepSpec:
     unroll: int = 1
     # The kind of each layer on the axis; None for one kind.
     pattern: Pattern | None = None
-    # Whether the first leaf of a carry is a bool that says that the layers after it
-    # change nothing.
-    stops: bool = False
+    # By what layers may stop; "" if all run.
+    stops: Stops = ""
     # Which leaves of a carry have slots. `for_reverse` finds them for gradients alone.
     # None if a user's visitor may read any leaf of the input: all are held then, and
     # written for visits too.
@@ -160,7 +163,8 @@ class SweepSpec:
             return run(self.kinds[0], self.layer_index(number), state)
         kinds = self._order.kinds
         rows = self.pattern.rows[:: -1 if self.reverse else 1].tolist()
-        kind, row = entry_at(kinds, number), entry_at(rows, number)
+        kind = entry_at(kinds, number)
+        row = entry_at(rows, number)
         if isinstance(kind, int):
             return run(self.kinds[kind], row, state)
         counts = self._counts(parts)
@@ -188,8 +192,9 @@ class SweepSpec:
         """Run `for k in range(trips): state = body(k, state)`.
 
         Of a loop with an int for its trips JAX makes a scan, whose trips XLA knows. For
-        others, an entry of a column of integers, the loop's name says how often it runs
-        in all, for counts of FLOPs (`_trips.py`); the column has no other use.
+        others, an entry of a column of integers or at most that, the loop's name says
+        how often it runs in all, for counts of FLOPs (`_trips.py`); the column has no
+        other use.
         """
         if isinstance(trips, int):
             column = None
@@ -215,10 +220,18 @@ class SweepSpec:
     ) -> T:
         """`repeat` a layer; if the sweep `stops`, until `state.carry` says so.
 
-        On all devices, and for all examples of a `jax.vmap`, after as many: steps and
-        their derivatives may be collective.
+        With `until`, on all devices, and for all examples of a `jax.vmap`, after as
+        many: steps and their derivatives may be collective. A count is the caller's,
+        who gives one to all devices that a collective of a layer has.
         """
         if not self.stops:
+            return self.repeat(trips, layer, state, column)
+        if self.stops == "count":
+            # The layers of all trips, of which the first ones are left.
+            if isinstance(trips, int):
+                column = (trips,)
+            loop: Any = state
+            trips = jnp.minimum(trips, loop.carry[0])
             return self.repeat(trips, layer, state, column)
 
         def is_over(state: PyTree) -> Array:
@@ -279,11 +292,12 @@ class SweepSpec:
         transferred or gathered while the iteration before computes.
 
         Empty where nothing is on the host or gathered, and where it isn't known
-        beforehand which kind of layer runs next, or whether one does.
+        beforehand which kind of layer runs next, or, with `until`, whether one does.
         """
-        if self.pattern or self.stops:
+        if self.pattern or self.stops == "until":
             return []
-        kind, stacks = self.kinds[0], xs[0]
+        kind = self.kinds[0]
+        stacks = xs[0]
         is_ahead = kind.is_ahead(stacks)
         entries = read(pick(stacks, is_ahead), self.layer_index(number))
         return pick(kind.gathered(scatter_leaves(entries, is_ahead)), is_ahead)
@@ -346,7 +360,8 @@ class SweepSpec:
             with known_branches(pattern.before[-1].tolist()):
                 return lax.switch(kind_number, branches, carry, entries)
 
-        kind_numbers, entries = None, []
+        kind_numbers = None
+        entries = []
         for kind in self.kinds:
             entries.append(pick(xs[kind.number], kind.sliced))
         if pattern is not None:
@@ -426,10 +441,10 @@ class SweepSpec:
         pullbacks = [LayerPullback(kind, perturbed) for kind in self.kinds]
         if kept == NOTHING:
             return pullbacks
-        # Where layers may stop, the first leaf of the carry chooses between the first
-        # step's inputs and this step's. What depends on it and on inputs alone is
-        # computed again.
-        flags = int(self.stops)
+        # With `until`, the first leaf of the carry chooses between the first step's
+        # inputs and this step's. What depends on it and on inputs alone is computed
+        # again.
+        flags = int(self.stops == "until")
         for k, types in enumerate(self.input_types(xs, shared)):
             pullbacks[k] = pullbacks[k].with_residuals(types, kept, flags)
         return pullbacks
@@ -466,7 +481,8 @@ class SweepSpec:
         """
         carries = self.kinds[0].carries
         # A user's visitor, for which nothing is held back, may read any leaf.
-        saves, is_read = False, (self.held_leaves is None,) * carries
+        saves = False
+        is_read = (self.held_leaves is None,) * carries
         for pullback in pullbacks:
             residuals = pullback.residuals
             reads = residuals.reads if residuals else (True,) * carries
@@ -502,7 +518,8 @@ class SweepSpec:
         visits don't read, for the sources of replays alone.
         """
         slots = []
-        leaves, masks = self.of_held(carry), self.of_held(is_read)
+        leaves = self.of_held(carry)
+        masks = self.of_held(is_read)
         for leaf, reads in zip(leaves, masks, strict=True):
             size = program.slots if reads else program.sources
             slots.append(empty_stack(leaf, size))
@@ -527,7 +544,8 @@ class SweepSpec:
         """
         buffers = []
         for pullback in pullbacks:
-            kind, residuals = pullback.kind, pullback.residuals
+            kind = pullback.kind
+            residuals = pullback.residuals
             counts = [self.entry(kind, part.stop, part.start) for part in parts]
             # One entry at least, if there are layers of this kind: a loop that never
             # runs for it is traced too.

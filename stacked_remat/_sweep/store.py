@@ -93,7 +93,8 @@ def with_tangents(buffers: PyTree, inputs: PyTree) -> PyTree:
         return leaves
 
     def rule(primals: tuple, tangents: tuple) -> tuple[list[Array], list[Any]]:
-        (leaves, causes), (leaf_tangents, cause_tangents) = primals, tangents
+        leaves, causes = primals
+        leaf_tangents, cause_tangents = tangents
         further_causes = [*causes]
         for tangent in cause_tangents:
             if not isinstance(tangent, SymbolicZero):
@@ -218,7 +219,8 @@ def _entry_of(axis: int) -> Callable[[Array, Array], Array]:
 
     @entry.defjvp
     def _(primals: Any, tangents: Any) -> tuple[Array, Array]:
-        (stack, index), (tangent, _) = primals, tangents
+        stack, index = primals
+        tangent, _ = tangents
         return entry(stack, index), entry(tangent, index)
 
     return entry

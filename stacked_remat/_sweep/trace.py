@@ -89,7 +89,10 @@ def trace_layers(
     """
     init = jax.tree.map(jnp.asarray, init)
     while True:
-        kinds, all_shared, y_trees, before = [], [], [], init
+        kinds = []
+        all_shared = []
+        y_trees = []
+        before = init
         for body, of_kind, arguments, is_whole in zip(
             bodies, stacks, shared, unsliced, strict=True
         ):
@@ -221,7 +224,8 @@ def _same_types(init: PyTree, carry: PyTree, *, weak: bool = True) -> bool:
     """
     if jax.tree.structure(init) != jax.tree.structure(carry):
         return False
-    leaves, new_leaves = jax.tree.leaves(init), jax.tree.leaves(carry)
+    leaves = jax.tree.leaves(init)
+    new_leaves = jax.tree.leaves(carry)
     for old, new in zip(leaves, new_leaves, strict=True):
         if (old.shape, old.dtype) != (new.shape, new.dtype):
             return False

@@ -78,7 +78,8 @@ def losses_alone(task: Task) -> tuple[Any, Any, Any]:
     Losses are often differences of larger numbers: small ones may differ by a tenth of
     what a loss of 1 may.
     """
-    traced, objective = trace(task.of_model, task.model, task.batch), task.objective
+    traced = trace(task.of_model, task.model, task.batch)
+    objective = task.objective
     whole = objective.of_examples(task.returned(task.params))
     most = rounding(traced.closed.jaxpr) * (jnp.max(jnp.abs(whole)) + 0.1)
     examples = Examples.of(task.batch, objective.examples(traced.shapes))

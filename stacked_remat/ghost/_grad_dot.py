@@ -259,10 +259,8 @@ def grad_dot(
     task = Task.of(model, per_example_loss, batch, objective, trainable)
     losses = eqx.filter_eval_shape(task.returned, task.params)
     along = directions(task.params, direction)
-    scoring, norm = (
-        Scoring(task, probed_leaves(model), along, objective.examples(losses)),
-        norm_of(along),
-    )
+    scoring = Scoring(task, probed_leaves(model), along, objective.examples(losses))
+    norm = norm_of(along)
     # The total needs no scores of arrays: one forward-mode derivative of the losses,
     # which also documents in one row may share.
     if is_total:
@@ -336,7 +334,8 @@ def _named(
 ) -> tuple[Any, NamedArray]:
     """Numbers of arrays, none if only the total is asked for, and their sum."""
     scale = scoring.task.objective.scale(scoring.Batch.size) ** (at + 1)
-    every, total = {}, hax.zeros(scoring.Batch, dtype=jnp.float32)
+    every = {}
+    total = hax.zeros(scoring.Batch, dtype=jnp.float32)
     for path, own in numbers.items():
         leaf = scoring.leaves[path]
         every[leaf.shown] = found = hax.named(

@@ -74,14 +74,13 @@ class Interpreter:
         """The results of a jaxpr, open or closed, as arrays; weights that are results
         have deposits too.
         """
-        jaxpr, consts = (
-            getattr(program, "jaxpr", program),
-            getattr(program, "consts", ()),
-        )
+        jaxpr = getattr(program, "jaxpr", program)
+        consts = getattr(program, "consts", ())
         return [settled(value) for value in self.evaluate(jaxpr, inputs, consts)]
 
     def _step(self, equation: Any, operands: list[Value]) -> list[Value]:
-        name, rule = equation.primitive.name, self.notes.rule_of(equation)
+        name = equation.primitive.name
+        rule = self.notes.rule_of(equation)
         depends = any(value.depends for value in operands)
         if (
             is_loop(equation)
@@ -219,7 +218,8 @@ class Interpreter:
         for each pair of token and expert, which adds to that of its example.
         """
         x, choices, gates = map(settled, operands[:3])
-        weights, alongs = operands[3:], _alongs_of(operands[3:])
+        weights = operands[3:]
+        alongs = _alongs_of(operands[3:])
         count = len(weights)
         in_stack = [
             value.array if isinstance(value.array, InStack) else None
@@ -271,7 +271,8 @@ def is_loop(equation: Any) -> bool:
 
 def sliced_places(equation: Any) -> Iterable[int]:
     """The numbers of the operands of a loop of which each turn has a slice."""
-    every, sweep = range(len(equation.invars)), primitive_of(equation)
+    every = range(len(equation.invars))
+    sweep = primitive_of(equation)
     if sweep is None:
         # A `jax.lax.scan` takes constants, then the carry, then what it slices.
         return every[_unstacked_of_scan(equation)[1] :]
@@ -295,7 +296,8 @@ def _scanned(equation: Any, operands: list[Value], evaluate: Evaluate) -> list[A
     consts, carried = _unstacked_of_scan(equation)
     # Constants keep one probe for all turns, whose cotangents a scan adds up; what is
     # sliced has one for each turn.
-    shared, xs = operands[:consts], [*map(_in_rows, operands[carried:])]
+    shared = operands[:consts]
+    xs = [*map(_in_rows, operands[carried:])]
 
     def body(carry: list[Any], x: Any) -> tuple[list[Any], list[Any]]:
         given = [*shared, *_data(carry), *_inside(xs, *x)]
@@ -312,7 +314,9 @@ def _scanned(equation: Any, operands: list[Value], evaluate: Evaluate) -> list[A
 def _swept(sweep: Sweep, operands: list[Value], evaluate: Evaluate) -> list[Any]:
     """A sweep over layers with deposits in them, under the same policy."""
     init, xs, shared = sweep.in_tree.unflatten(operands)
-    kinds, stacks, commons = [], [], []
+    kinds = []
+    stacks = []
+    commons = []
     for kind, own, common in zip(sweep.spec.kinds, xs, shared, strict=True):
         own = [*map(_in_rows, own)]
         # The number of each layer in its stack, with which experts find their rows in
@@ -320,10 +324,8 @@ def _swept(sweep: Sweep, operands: list[Value], evaluate: Evaluate) -> list[Any]
         rows = jnp.arange(sweep.spec.rows(kind), dtype=jnp.int32)
         stacks.append([*_arrays(own), *_extra(own), rows])
         whole = [*map(_is_of_experts, own)]  # no others: what is noted is sliced
-        layer, arrays = (
-            _layer_of(kind, common, own, whole, evaluate),
-            [*_arrays(common), *_extra(common)],
-        )
+        layer = _layer_of(kind, common, own, whole, evaluate)
+        arrays = [*_arrays(common), *_extra(common)]
         # Whole stacks come first, and behind them directions, probes and the numbers of
         # the rows, of which a layer has its slice.
         unsliced = (*whole, *[False] * (1 + len(_extra(own))))
@@ -451,7 +453,8 @@ def _inside(
     values: Sequence[Value], arrays: Sequence[Any], extra: Iterable[Any]
 ) -> list[Value]:
     """The values in a layer, from its inputs and its directions and probes."""
-    left, found = iter(extra), []
+    left = iter(extra)
+    found = []
     for value, array in zip(values, arrays, strict=True):
         own = [
             dataclasses.replace(along, direction=next(left), probe=next(left))

@@ -102,7 +102,8 @@ def _agreement(runs: list[Array]) -> Float[Array, ""]:
     """The agreement of the two steps between three runs, `[run, ...]`, as
     `metasmoothness` defines it.
     """
-    agreeing, moved = jnp.zeros(()), jnp.zeros(())
+    agreeing = jnp.zeros(())
+    moved = jnp.zeros(())
     for array in runs:
         start, middle, end = array.astype(jnp.float32)
         distance = jnp.abs(end - start)

@@ -47,7 +47,11 @@ class ProbedLeaf:
 
 def probed_leaves(model: Any) -> dict[str, ProbedLeaf]:
     """A model's arrays, by their paths as `jax.tree_util.keystr` writes them."""
-    found, is_leaf = {}, lambda node: is_named(node) or isinstance(node, Stacked)
+    found = {}
+
+    def is_leaf(node: Any) -> bool:
+        return is_named(node) or isinstance(node, Stacked)
+
     for at, node in jtu.tree_leaves_with_path(model, is_leaf=is_leaf):
         layers = (node.Layers,) if isinstance(node, Stacked) else ()
         for keys, leaf in jtu.tree_leaves_with_path(node, is_leaf=is_named):
@@ -96,7 +100,8 @@ class Program:
 
     @staticmethod
     def of(scoring: Scoring, *, norms: bool) -> "Program":
-        task, notes = scoring.task, Notes()
+        task = scoring.task
+        notes = Notes()
         examples = Examples.of(task.batch, scoring.Batch)
         with examples.alone(), noting(notes):
             one = trace(
@@ -159,11 +164,9 @@ class Program:
         What depends on data is differentiated; by example only what depends on other
         trained weights.
         """
-        leaves, direction, by_example = (
-            self.scoring.leaves,
-            self.scoring.direction,
-            self.by_example,
-        )
+        leaves = self.scoring.leaves
+        direction = self.scoring.direction
+        by_example = self.by_example
         trained = (
             {path for path, _ in leaves_with_paths(self.scoring.task.params)}
             if by_example
@@ -195,7 +198,8 @@ def _of_loops(jaxpr: Any, weights: dict[Any, str], of_data: set[Any]) -> set[str
     turn has a slice.
     """
     read = [atom for equation in jaxpr.eqns for atom in equation.invars] + jaxpr.outvars
-    uses, found = Counter(atom for atom in read if isinstance(atom, Var)), set()
+    uses = Counter(atom for atom in read if isinstance(atom, Var))
+    found = set()
     alone = {var: path for var, path in weights.items() if uses[var] == 1}
     for equation in jaxpr.eqns:
         operands = equation.invars
@@ -230,12 +234,11 @@ def _in_one_pass(program: Program) -> tuple[Any, Any, dict[str, Any], Any]:
     """What `scored` returns, of what is not outside, and of loops the results and the
     cotangents of data.
     """
-    scoring, task, objective = (
-        program.scoring,
-        program.scoring.task,
-        program.scoring.task.objective,
-    )
-    more, size = (2,) if program.by_example else (), scoring.Batch.size
+    scoring = program.scoring
+    task = program.scoring.task
+    objective = program.scoring.task.objective
+    more = (2,) if program.by_example else ()
+    size = scoring.Batch.size
     inside = [path for path in scoring.direction if path not in program.outside]
     layers = {
         path: [axis.size for axis in scoring.leaves[path].layers] for path in inside
@@ -254,7 +257,8 @@ def _in_one_pass(program: Program) -> tuple[Any, Any, dict[str, Any], Any]:
         model = eqx.combine(params, task.static)
 
         def run(each: Any, example: Any) -> Any:
-            (probes, zeros), results = each, {}
+            (probes, zeros) = each
+            results = {}
 
             def at_loop(equation: Any, operands: list[Value]) -> list[Any] | None:
                 number = program.number(equation)
@@ -295,11 +299,9 @@ def _outside(program: Program, *kept: Any) -> dict[str, Any]:
     """What `scored` returns of the weights outside, from the results and cotangents of
     the loops.
     """
-    scoring, task, objective = (
-        program.scoring,
-        program.scoring.task,
-        program.scoring.task.objective,
-    )
+    scoring = program.scoring
+    task = program.scoring.task
+    objective = program.scoring.task.objective
     outside = {
         path: leaf
         for path, leaf in leaves_with_paths(task.params)
@@ -358,7 +360,8 @@ def _one_by_one(program: Any, inputs: Sequence[Value]) -> list[Any]:
     The cotangents of probes are numbers of an example's gradient.
     """
     alongs = [value.alongs[0] for value in inputs if value.alongs]
-    jaxpr, consts = getattr(program, "jaxpr", program), getattr(program, "consts", ())
+    jaxpr = getattr(program, "jaxpr", program)
+    consts = getattr(program, "consts", ())
     # Integers and keys go past the rule: they have no cotangents that the backward pass
     # could be given.
     real = [*map(has_tangent, jaxpr.outvars)]
@@ -397,10 +400,8 @@ def _one_by_one(program: Any, inputs: Sequence[Value]) -> list[Any]:
 
     run.defvjp(lambda *args: (run(*args), args[:3]), backward)
     arrays = [value.own for value in inputs]
-    given, others = (
-        pick(arrays, moved),
-        [None if is_ else x for x, is_ in zip(arrays, moved, strict=True)],
-    )
+    given = pick(arrays, moved)
+    others = [None if is_ else x for x, is_ in zip(arrays, moved, strict=True)]
     if not alongs:
         return layer(given, others)
     return run(

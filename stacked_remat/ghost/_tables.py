@@ -117,7 +117,8 @@ def _marked(example: RankedExample) -> Any:
     first = max(0, min(middle - _LONGEST_TEXT // 2, len(example.text) - _LONGEST_TEXT))
     last = first + _LONGEST_TEXT
     text = Text("…" if first else "", overflow="fold")
-    start, was_large = 0, False
+    start = 0
+    was_large = False
     for score, end in zip(scores.tolist(), ends.tolist(), strict=True):
         piece = _printable(example.text[max(start, first) : min(end, last)])
         start = end

@@ -24,7 +24,8 @@ def of_losses(
     """The loss and what comes with it, its gradients, and the derivatives of the losses
     as returned.
     """
-    objective, params = task.objective, task.params
+    objective = task.objective
+    params = task.params
     found, gradients = task.value_and_grad()
     # Along zeros where nothing is scored: one derivative in forward mode has all
     # totals.
@@ -46,7 +47,8 @@ def in_range(task: Task, direction: Any) -> tuple[Any, Any]:
 
     Where the loss has numbers in float16, the direction is divided by its norm.
     """
-    norm, traced = 1.0, trace(task.of_model, task.model, task.batch)
+    norm = 1.0
+    traced = trace(task.of_model, task.model, task.batch)
     if has_small_range(equations_of(traced.closed.jaxpr)):
         direction = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), direction)
         # A direction of norm 1 keeps tangents in the range in which the losses are; the

@@ -219,7 +219,8 @@ class ScoreLog:
                 " each step is logged once, in order. Give"
                 f" resumed_after={found.step - 1} to log it again."
             )
-        self._first, self._last = self._first or found.step, found.step
+        self._first = self._first or found.step
+        self._last = found.step
         self._tables.append(_table(found))
         # A run that saves seldom must not keep all its scores in memory.
         if sum(table.num_rows for table in self._tables) >= _ROWS:
@@ -233,7 +234,8 @@ class ScoreLog:
         # Each step has a dictionary of its own ids and texts; a Parquet file has one.
         whole = pyarrow.concat_tables(self._tables).unify_dictionaries()
         _write(whole, self.folder / f"scores-from-{self._first:012}.parquet")
-        self._tables, self._first = [], 0
+        self._tables = []
+        self._first = 0
 
 
 def log_folder(run: Path) -> Path:
@@ -270,7 +272,8 @@ def read_scores(
         ScoreLogError: a file is damaged; names it.
     """
     pyarrow = import_pyarrow()
-    column, wanted = pyarrow.compute.field, pyarrow.compute.scalar(True)
+    column = pyarrow.compute.field
+    wanted = pyarrow.compute.scalar(True)
     if steps is not None:
         wanted = wanted & (column("step") >= steps[0]) & (column("step") <= steps[1])
     if layer is not None:
@@ -296,12 +299,11 @@ def _table(found: StepScores) -> Any:
     places = unknown if found.places is None else found.places
 
     def rows(path: str) -> Any:
-        scores, norms = found.scores[path], (found.norms or {}).get(path)
+        scores = found.scores[path]
+        norms = (found.norms or {}).get(path)
         layers = np.size(scores) // count
-        at, numbers = (
-            np.tile(np.arange(count, dtype=np.int32), layers),
-            np.repeat(np.arange(layers), count),
-        )
+        at = np.tile(np.arange(count, dtype=np.int32), layers)
+        numbers = np.repeat(np.arange(layers), count)
 
         def chosen(values: Sequence[str]) -> Any:
             return pyarrow.DictionaryArray.from_arrays(

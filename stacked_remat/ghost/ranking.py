@@ -69,10 +69,8 @@ def rank_examples(
                 " Give --normalize step."
             )
         squares = np.square(table["norm"].to_numpy().astype(np.float64))
-        table, summed = (
-            table.append_column("square", [squares]),
-            [*summed, ("square", "sum")],
-        )
+        table = table.append_column("square", [squares])
+        summed = [*summed, ("square", "sum")]
     # An example has a row for each layer and leaf. Without threads sums are in the
     # order of the rows, and two readings of a log give the same bits.
     table = table.group_by(["step", "example"], use_threads=False).aggregate(summed)
@@ -110,7 +108,8 @@ def extreme_examples(
     tokens = _tokens(folder, wanted, selected)
     found = []
     for at, name in zip(chosen, wanted, strict=True):
-        score, steps = float(ranking.scores[at]), int(ranking.steps[at])
+        score = float(ranking.scores[at])
+        steps = int(ranking.steps[at])
         described = (name, places[name], texts[name], tokens.get(name))
         found.append(RankedExample(score, steps, *described))
     return found

@@ -177,7 +177,8 @@ def describe(
     # The most common are the defaults, so that few patterns are needed.
     most_common, _ = collections.Counter(kinds.values()).most_common(1)[0]
     rank, alpha = most_common
-    name, revision = base_model or "", ""
+    name = base_model or ""
+    revision = ""
     if not Path(name).expanduser().is_dir():
         name, _, revision = name.partition("@")
     entries: dict[str, Any] = {

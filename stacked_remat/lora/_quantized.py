@@ -91,7 +91,8 @@ class QuantizedWeight(eqx.Module):
         size = self.last.size
         codes = self.codes.array
         if self.form == "nf4":
-            lower, upper = codes & 15, codes >> 4
+            lower = codes & 15
+            upper = codes >> 4
             pairs = jnp.stack([lower, upper], axis=-1)
             by_entry = pairs.reshape(*codes.shape[:-1], -1)
             # Of a row of odd size the last byte has one code
@@ -229,7 +230,8 @@ def _codes_and_scales(
         is_above = relative > middle
         codes = codes + is_above.astype(jnp.uint8)
     pairs = _in_blocks(codes, 2)
-    lower, upper = pairs[..., 0], pairs[..., 1]
+    lower = pairs[..., 0]
+    upper = pairs[..., 1]
     return lower | (upper << 4), scales
 
 

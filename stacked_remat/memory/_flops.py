@@ -228,7 +228,8 @@ def _while(run: _Run, eqn: Any, active: tuple[bool, ...]) -> _Cost:
     condition = run(eqn.params["cond_jaxpr"])
     trips, is_exact = trips_in(_scopes(eqn))
     if trips is None:
-        counted, trips = "once", 1
+        counted = "once"
+        trips = 1
     elif is_exact:
         return _times(cost + condition, trips) + condition
     else:

@@ -64,8 +64,10 @@ class StackFigures:
 
     def cost(self, remat: Remat) -> Cost:
         """What a policy costs that executes this."""
-        kept, carries_on_host = remat.kept, 0
-        first, rest = remat.first_layers, remat.length - remat.first_layers
+        kept = remat.kept
+        carries_on_host = 0
+        first = remat.first_layers
+        rest = remat.length - remat.first_layers
         on_device, on_host, again, reads_carry = self._of_kept(kept)
         if remat.schedule is None:
             carries = held = rest
@@ -133,7 +135,9 @@ class Variant:
     required: frozenset[str] = frozenset()
 
     def cost(self, policy: ScanCheckpointPolicy) -> Cost:
-        flops, device, host = self.flops, 0.0, 0.0
+        flops = self.flops
+        device = 0.0
+        host = 0.0
         for stack in self.stacks:
             cost = stack.cost(policy.for_layers(stack.length))
             flops += cost.flops
@@ -226,11 +230,13 @@ def traced_model(
 def _figures(values: ProgramValues) -> tuple[StackFigures, ...]:
     figures = []
     for stack in values.stacks:
-        length, layers = stack.spec.length, stack.layers
+        length = stack.spec.length
+        layers = stack.layers
 
         def keeping(names: tuple[str, ...], stack: LayerStack = stack) -> KeptValues:
             sizes: dict[str, float] = {}
-            flops, reads_carry = 0, False
+            flops = 0
+            reads_carry = False
             for layer in stack.layers:
                 kept = layer.kept(names)
                 flops += layer.count * kept.again_flops

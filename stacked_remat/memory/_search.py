@@ -223,14 +223,17 @@ class Search:
         """
         # Steps up to `low` do not fit, `high` and those after it do. The last step that
         # was compiled took so much more than the model says.
-        low, high, error = -1, len(ladder), 0.0
+        low = -1
+        high = len(ladder)
+        error = 0.0
         slack = _SLACK
         while high - low > 1:
             limit = self.budget
             if high < len(ladder):
                 # The model may be wrong by a little for a step above one that fits,
                 # which is tried once.
-                limit, slack = limit * slack, 1.0
+                limit = limit * slack
+                slack = 1.0
             likely = [
                 number
                 for number in range(low + 1, high)

@@ -210,7 +210,8 @@ _NO_TPU = {
 }
 
 # PCI Express of 16 lanes, in each direction; datasheets give the sum of both.
-_PCIE_4, _PCIE_5 = 32e9, 64e9
+_PCIE_4 = 32e9
+_PCIE_5 = 64e9
 
 # Figures of GPUs are from NVIDIA's datasheets (SXM5 for H100 and H200, DGX for B200),
 # and as XLA read them from devices (openxla/xla, xla/backends/gpu/target_config/specs).

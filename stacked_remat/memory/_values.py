@@ -111,7 +111,8 @@ class LayerValues:
             for number in read:
                 operation = self.operations[number]
                 sizes[operation.name] += operation.size
-            flops, reads_carry = 0, self.carry_is_residual
+            flops = 0
+            reads_carry = self.carry_is_residual
             for number in again:
                 flops += self.operations[number].flops
                 reads_carry |= self.operations[number].reads_carry
@@ -178,7 +179,8 @@ def _with_places(jaxpr: Jaxpr) -> Jaxpr:
 
 
 # Sources of values that no operation computes: the carry and the other inputs.
-_DATA, _GIVEN = -2, -1
+_DATA = -2
+_GIVEN = -1
 
 
 class _Graph:
@@ -329,7 +331,8 @@ class ProgramValues:
             return [()]
         program = _IntegerProgram(self, required, without)
         allowed = self.sizes.keys() - without
-        most, least = self.again_flops(required), self.again_flops(allowed)
+        most = self.again_flops(required)
+        least = self.again_flops(allowed)
         found = {}
         for level in range(_LEVELS + 1):
             names = program.solve(most - (most - least) * level / _LEVELS)

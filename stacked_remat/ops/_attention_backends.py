@@ -128,7 +128,8 @@ def _cudnn_forward(
     queries = pad_axis(flatten_heads(query), -1, width)
     keys, values = (pad_axis(x, -1, width) for x in (key, value))
     output, lse = cudnn_attention(queries, keys, values, blocks.scale, blocks.window)
-    heads, value_dim = query.shape[:-1], value.shape[-1]
+    heads = query.shape[:-1]
+    value_dim = value.shape[-1]
     output = output[..., :value_dim].reshape(*heads, value_dim)
     lse = jnp.moveaxis(lse, 1, 2).reshape(heads)
     return output, lse
@@ -149,7 +150,8 @@ def _cudnn_backward(
         blocks.scale,
         blocks.window,
     )
-    head_dim, value_dim = key.shape[-1], value.shape[-1]
+    head_dim = key.shape[-1]
+    value_dim = value.shape[-1]
     of_query = of_query[..., :head_dim].reshape(query.shape)
     return of_query, of_key[..., :head_dim], of_value[..., :value_dim]
 

@@ -120,7 +120,8 @@ class _Cut(NamedTuple):
     def seen(self) -> Any:
         """See `Sight.blocks_seen`."""
         size = self.blocks.size
-        rows, columns = self.queries * size, self.keys * size
+        rows = self.queries * size
+        columns = self.keys * size
         return self.sight.blocks_seen(rows, columns, size, self.blocks.window)
 
 
@@ -186,7 +187,8 @@ def _backward(
     after their block; that of the queries is carried.
     """
     query, key, value, _, sight, _, lse = attended
-    rows, columns = query.shape[1], key.shape[1]
+    rows = query.shape[1]
+    columns = key.shape[1]
     cut = _Cut.of(query, key, sight, blocks)
     size = cut.blocks.size
     kept, ct = cut.padded(of_normalisation(attended, cotangent), cotangent)

@@ -272,11 +272,9 @@ def attend_in_context(
     The axes `context` of the mesh divide positions. `attend` gets the number of strips
     last.
     """
-    length, device, devices = (
-        query.shape[1],
-        lax.axis_index(context),
-        lax.axis_size(context),
-    )
+    length = query.shape[1]
+    device = lax.axis_index(context)
+    devices = lax.axis_size(context)
     gather = functools.partial(lax.all_gather, axis_name=context, axis=1, tiled=True)
     key, value, documents = jax.tree.map(gather, (key, value, documents))
     strips = strips_among(devices, length)

@@ -39,10 +39,8 @@ LANES = 128  # the width of a TPU's vector registers; block sizes are multiples 
 # wide
 _BLOCK = 512
 # A larger block fits if a position of a head has at most so many bytes
-_LARGE_BLOCK, _LARGE_ROW = (
-    1024,
-    512,
-)
+_LARGE_BLOCK = 1024
+_LARGE_ROW = 512
 # Entries of a table of blocks, at three bytes, in a scalar memory of one MiB
 _TABLE = 512 * 512
 

@@ -126,10 +126,8 @@ def choose_backend(
             " 'auto'."
         )
     if (taken := _taken.get()) is not None:
-        text, what = (
-            f"{name} ({'; '.join(reasons)})" if reasons else name,
-            f"{of}, {kind}" if kind else of,
-        )
+        text = f"{name} ({'; '.join(reasons)})" if reasons else name
+        what = f"{of}, {kind}" if kind else of
         before = taken.setdefault(what, text)
         taken[what] = before if text in before else f"{before} | {text}"
     return backends[name].kernel

@@ -107,7 +107,8 @@ def delta_chunks(
     to_end = from_start[..., -1:, :]
     whole = jnp.swapaxes(to_end, -1, -2)
     if beta is None:
-        written, read = value, None
+        written = value
+        read = None
     else:
         lower = beta * jnp.tril(erased, -1)
         inverse = inverse_of_unit_lower(lower)

@@ -135,7 +135,8 @@ def of_layer(weights: Any, Experts: Axis) -> tuple[Any, list[InStack | None] | N
     """
     if not isinstance(weights, LayerStack):
         return weights, None
-    stack, layer = weights, weights.layer
+    stack = weights
+    layer = weights.layer
 
     def of(leaf: Any, own: Any) -> InStack | None:
         array = raw_array(leaf)

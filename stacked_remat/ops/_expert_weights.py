@@ -43,7 +43,9 @@ class WeightsLayout:
         paths_and_leaves, treedef = jax.tree_util.tree_flatten_with_path(
             weights, is_leaf=is_named
         )
-        others, axes, arrays = [], [], []
+        others = []
+        axes = []
+        arrays = []
         for path, leaf in paths_and_leaves:
             if not (is_named(leaf) or is_array(leaf)):
                 others.append(leaf)

@@ -179,7 +179,8 @@ def megablox_kernels(interpret: bool = False) -> Kernels:
         outer = w.shape[1 if transposed else 2]
         tiling = _tiling(len(x), x.shape[1], outer, x.dtype.itemsize)
         if w.shape[2] < _LANES <= w.shape[1]:
-            w, transposed = w.swapaxes(1, 2), not transposed
+            w = w.swapaxes(1, 2)
+            transposed = not transposed
         with _MIXED_DTYPES():
             return gmm(
                 x,

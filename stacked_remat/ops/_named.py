@@ -9,7 +9,8 @@ from jaxtyping import Array
 
 from .._messages import axes_text
 
-FLOATS, INTEGERS = (jnp.floating, "floating-point numbers"), (jnp.integer, "integers")
+FLOATS = (jnp.floating, "floating-point numbers")
+INTEGERS = (jnp.integer, "integers")
 
 
 def named_as(array: Array, axes: Sequence[Axis]) -> NamedArray:

@@ -64,7 +64,8 @@ def _batched(
     axis: Any, leaves: Any, dims: Any, *, fn: Any, tree: Any, count: int, **_: Any
 ) -> Any:
     """The batching rule: the examples' rows as rows of one call."""
-    rows, shared = leaves[:count], leaves[count:]
+    rows = leaves[:count]
+    shared = leaves[count:]
     if any(dim is not None for dim in dims[count:]):
         # Each example has weights of its own, so rows can't be merged.
         in_axes = jax.tree.unflatten(tree, dims)

@@ -254,7 +254,9 @@ def _in_strips(
     reach = parts
     if blocks.window is not None:
         reach = -(-(blocks.window - 1) // columns)
-    of_query, of_key, of_value = [], [], []
+    of_query = []
+    of_key = []
+    of_value = []
     # XLA leaves out the kernel whose results are not used. Both compute scores and the
     # gradient of weights; one then that of queries, the other those of keys and values.
     for part in range(parts):

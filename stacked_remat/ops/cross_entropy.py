@@ -347,7 +347,8 @@ def _matrices(
     logits: _Logits, Vocab: Axis, dtype: Any
 ) -> tuple[Matrices, tuple[str, ...]]:
     """The matrices of logits, and how einsum calls their axes."""
-    matrices, names = [], []
+    matrices = []
+    names = []
     for _, matrix in logits.products:
         # As it is stored: XLA would hold the transpose of a frozen head through the
         # whole step.
@@ -389,7 +390,8 @@ def _found(options: _Options, inputs: Any, constants: Any) -> tuple[Any, Array]:
     """
     rows, matrices = inputs
     targets, along = constants
-    z_loss, size = options.z_loss, options.size
+    z_loss = options.z_loss
+    size = options.size
     chunks = jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), (rows, targets))
 
     def of_head(matrices: Matrices) -> tuple[Array, Array]:
@@ -425,7 +427,8 @@ def _backward(
     softmax, less one for the target, times the cotangent of the loss.
     """
     rows, matrices, targets, lse = residuals
-    z_loss, size = options.z_loss, options.size
+    z_loss = options.z_loss
+    size = options.size
     cotangent, _ = cotangents
 
     def chunk(gradients: tuple[Any, Any], i: Array) -> tuple[tuple[Any, Any], None]:
@@ -447,7 +450,8 @@ def _backward(
         if options.scale != 1.0:
             of_logits *= options.scale
         of_logits = of_logits.astype(own[0].dtype)
-        new_matrices, new_rows = [], []
+        new_matrices = []
+        new_rows = []
         for number, names in enumerate(options.names):
             of_matrix = of_matrices[number]
             if of_matrix is not None:

@@ -182,7 +182,8 @@ def grouped_experts(
             f"{axes_text([Experts])} has no experts; there must be at least one."
         )
     if over:
-        Experts, saved = _of_device(Experts, over), None
+        Experts = _of_device(Experts, over)
+        saved = None
     # Two views of the same weights: the layer's own arrays, which get the gradients,
     # and where blocks read them.
     weights, in_stack = of_layer(weights, Experts)
@@ -258,7 +259,8 @@ class ExpertsCall:
         """
 
         def of_rows(rows: Any, weights: Any) -> Array:
-            (x, choices, gates), (arrays, in_stack) = rows, weights
+            x, choices, gates = rows
+            arrays, in_stack = weights
             read = arrays
             if self.kernels is None or self.whole is None:
                 loop = BlockLoop(self.expert, self.saved, self.rebuild)

@@ -249,7 +249,8 @@ def _states_by_device(
     maps, _ = attend_in_groups(start, without_query, Pos, axes)
 
     def apply_map(state: Array, device_map: Array) -> tuple[Array, Array]:
-        added, factor = device_map[..., :width], device_map[..., width:]
+        added = device_map[..., :width]
+        factor = device_map[..., width:]
         return factor @ state + added, state
 
     gathered = lax.all_gather(maps.array, context)

@@ -255,7 +255,8 @@ def _cut(over: Sequence[Axis]) -> dict[str, tuple[str, ...]]:
     """The mesh axes that each axis is divided over: those of more than one device that
     are not manual.
     """
-    mapping, free = current_thread_local_mapping() or {}, _free_mesh_axes()
+    mapping = current_thread_local_mapping() or {}
+    free = _free_mesh_axes()
     mesh = jax.sharding.get_abstract_mesh()
     found: dict[str, tuple[str, ...]] = {}
     for axis in over:

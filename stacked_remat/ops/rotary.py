@@ -116,7 +116,8 @@ class Llama3Rotary(RotaryScaling):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        low, high = self.low_freq_factor, self.high_freq_factor
+        low = self.low_freq_factor
+        high = self.high_freq_factor
         if not 0 < low <= high:
             raise ValueError(
                 f"llama3: low_freq_factor = {low} must be positive and at most"
@@ -126,7 +127,8 @@ class Llama3Rotary(RotaryScaling):
     def rescale(self, frequencies: Frequencies, theta: float) -> Frequencies:
         """See `RotaryScaling`."""
         rotations = self.original_max_position_embeddings * frequencies / (2 * math.pi)
-        low, high = self.low_freq_factor, self.high_freq_factor
+        low = self.low_freq_factor
+        high = self.high_freq_factor
         # Llama 4 has no ramp.
         kept = (rotations - low) / (high - low) if low < high else rotations > low
         return _blend(frequencies, self.factor, np.clip(kept, 0, 1))
@@ -161,7 +163,8 @@ class YarnRotary(RotaryScaling):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        slow, fast = self.beta_slow, self.beta_fast
+        slow = self.beta_slow
+        fast = self.beta_fast
         if not 0 < slow <= fast:
             raise ValueError(
                 f"yarn: beta_slow = {slow} must be positive and at most beta_fast ="
@@ -205,9 +208,11 @@ class YarnRotary(RotaryScaling):
         low = self._pair_with(self.beta_fast, pairs, theta)
         high = self._pair_with(self.beta_slow, pairs, theta)
         if self.truncate:
-            low, high = math.floor(low), math.ceil(high)
+            low = math.floor(low)
+            high = math.ceil(high)
         # Twice the pairs, as in the authors' code, which counts coordinates here
-        low, high = max(low, 0), min(high, 2 * pairs - 1)
+        low = max(low, 0)
+        high = min(high, 2 * pairs - 1)
         if low == high:
             high += 0.001  # a step instead of a ramp, as in the authors' code
         ramp = (np.arange(pairs) - low) / (high - low)

@@ -138,7 +138,8 @@ def _sums_of_hashes(words: Array, first: Array | int = 0) -> tuple[Array, Array]
     """
     # Two numbers are the index of a word, since an array may have more than 2**32 of
     # them; an entry has not.
-    entry, within = jnp.asarray(first, jnp.uint32), jnp.zeros(words.shape, jnp.uint32)
+    entry = jnp.asarray(first, jnp.uint32)
+    within = jnp.zeros(words.shape, jnp.uint32)
     for axis, size in enumerate(words.shape):
         index = jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis)
         if axis == 0:

@@ -41,7 +41,8 @@ from .trainer_config import CheckpointConfig
 
 State = TypeVar("State")
 
-_STATE, _RUN = "state", "run"
+_STATE = "state"
+_RUN = "run"
 _RUN_FILE = f"{_RUN}/metadata"  # as Orbax names what it writes as JSON
 # Of what a checkpoint says of its run; before 2, digests did not tell all damage
 _FORMAT = 2
@@ -68,6 +69,7 @@ class Checkpoints:
         *,
         run_config: Mapping[str, Any],
         saved: Callable[[Any], Any] | None = None,
+        written: Callable[[Any], Any] = lambda state: state,
         local: LocalFiles | None = None,
         report: Callable[[str], None] = warnings.warn,
     ):
@@ -82,6 +84,8 @@ class Checkpoints:
                 if not given. The others must never change, and must be given to
                 `restore`: checkpoints have their digests, and are not restored with
                 other arrays.
+            written: makes of a state that `save` is given, or of a part of it, the
+                arrays that are written.
             local: where this process writes its part of the state every
                 `local_every_steps`; not at all if not given.
             report: is told where local checkpoints are of no use, or end.
@@ -92,9 +96,11 @@ class Checkpoints:
         self._config = config
         self._run_config = dict(run_config)
         self._saved = saved
+        self._written = written
         self._saving: int | None = None
         self._unsaved: dict[str, list[int]] | None = None
-        self._last_save, self._is_late = time.monotonic(), LargestOfAll()
+        self._last_save = time.monotonic()
+        self._is_late = LargestOfAll()
         self._kept = _KeptStep()
         # Orbax asks the policy at each save, so the best step is set before.
         policy = _preservation(config, self._kept)
@@ -103,7 +109,8 @@ class Checkpoints:
         )
         folder.mkdir(parents=True, exist_ok=True)
         self._manager = ocp.CheckpointManager(folder.absolute(), options=options)
-        self.local, self._report = local, report
+        self.local = local
+        self._report = report
 
     def latest(self) -> int | None:
         """The step of the latest checkpoint, whole or damaged; None if there is
@@ -126,7 +133,8 @@ class Checkpoints:
 
         By time, several processes agree on it a step later.
         """
-        every, minutes = self._config.every_steps, self._config.every_minutes
+        every = self._config.every_steps
+        minutes = self._config.every_minutes
         by_step = every is not None and step % every == 0
         # Clocks of hosts differ, and a checkpoint is written by all or by none.
         by_time = minutes is not None and self._is_late(
@@ -163,10 +171,11 @@ class Checkpoints:
         import orbax.checkpoint as ocp
 
         chosen, rest = self._divided(state)
+        chosen = self._written(chosen)
         arrays = _with_elements(arrays_by_name(chosen))
         # Frozen weights never change, so their digests are found once.
         if self._unsaved is None:
-            self._unsaved = digests(rest)
+            self._unsaved = digests(self._written(rest))
         run = {
             "format": _FORMAT,
             "position": dict(position),
@@ -187,7 +196,8 @@ class Checkpoints:
         self._saving = step
         with self._writing():
             self._manager.save(step, args=ocp.args.Composite(**items), force=True)
-        self._last_save, self._is_late = time.monotonic(), LargestOfAll()
+        self._last_save = time.monotonic()
+        self._is_late = LargestOfAll()
 
     def restore(self, like: State) -> tuple[State, dict[str, Any]]:
         """The state and the position of the latest checkpoint, be it local; all
@@ -334,11 +344,9 @@ def load_checkpoint(
     Cost: reads and digests the arrays of `like` alone, onto the devices of their
     shardings.
     """
-    run, path, prefix = (
-        checkpoint_run(folder, step=step),
-        _existing(folder, step),
-        f"{part}." if part else "",
-    )
+    run = checkpoint_run(folder, step=step)
+    path = _existing(folder, step)
+    prefix = f"{part}." if part else ""
     saved = {
         name.removeprefix(prefix): entry
         for name, entry in run["layout"].items()

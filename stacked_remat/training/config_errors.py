@@ -10,6 +10,7 @@ import typing
 from collections.abc import Sequence
 from typing import Any
 
+import yaml
 from pydantic_core import ErrorDetails
 
 from .._messages import did_you_mean
@@ -18,7 +19,8 @@ from .config_sections import NO_TYPE, chosen_class, got, is_registry
 from .config_tree import Alone, leaves
 from .errors import ConfigError
 
-CONFIG_PATH, COMMAND_LINE = "config_path", "on the command line"
+CONFIG_PATH = "config_path"
+COMMAND_LINE = "on the command line"
 
 _MOST = 8  # mistakes that are shown
 _UNKNOWN = "unexpected_keyword_argument"  # pydantic's type of an unknown key
@@ -54,8 +56,10 @@ class Mistakes:
     """
 
     def __init__(self, config_class: Any, tree: Any, place: str, given: Sequence[str]):
-        self._config_class, self._tree = config_class, tree
-        self._place, self._given = place, given
+        self._config_class = config_class
+        self._tree = tree
+        self._place = place
+        self._given = given
         self._listed: set[str] = set()
 
     def text(self, errors: Sequence[ErrorDetails]) -> str:
@@ -82,8 +86,10 @@ class Mistakes:
 
     def _line(self, path: tuple[Any, ...], errors: Sequence[ErrorDetails]) -> str:
         """What is wrong with one key; of a union each member has an error."""
-        first, at = errors[0], ".".join(map(str, path))
-        kind, value = first["type"], first["input"]
+        first = errors[0]
+        at = ".".join(map(str, path))
+        kind = first["type"]
+        value = first["input"]
         if kind == _UNKNOWN:
             key = at or "''"
             return f"Unknown key `{key}` {self._where(at)}.{self._meant(*path)}"
@@ -174,7 +180,8 @@ class Mistakes:
         """The class that is annotated for the section at a key, and the one of its
         family that is written there; None for none.
         """
-        hint, node = self._config_class, self._tree
+        hint = self._config_class
+        node = self._tree
         for key in path:
             found = chosen_class(section_class(hint), node)
             named = typing.get_args(hint)[-1:]
@@ -200,6 +207,8 @@ def _expected(error: ErrorDetails) -> str:
 def _fix(error: ErrorDetails) -> str:
     value = error["input"]
     if _expected(error) == "a list" and isinstance(value, str):
-        return f" Write [{value}]."
+        # Quoted where YAML would read it as something else, as `*` at its beginning
+        written = yaml.safe_dump([str(value)], default_flow_style=True, width=2**16)
+        return f" Write {written.strip()}."
     valid = re.findall("'(.*?)'", error.get("ctx", {}).get("expected", ""))
     return did_you_mean(str(value), valid)

@@ -49,8 +49,10 @@ def config_summary(config_class: Any) -> str:
         f"{_USAGE}; `--help KEY` says more of a key or section, and `--help all` of all"
         " of them; `--schema` prints a JSON schema for editors."
     )
-    hints, meanings = typing.get_type_hints(config_class), field_meanings(config_class)
-    values, sections = [], []
+    hints = typing.get_type_hints(config_class)
+    meanings = field_meanings(config_class)
+    values = []
+    sections = []
     for field in dataclasses.fields(config_class):
         hint = hints[field.name]
         meaning = meanings.get(field.name, "")
@@ -79,9 +81,11 @@ def config_section(config_class: Any, key: str) -> str:
     if there is no such key.
     """
     found: list[str] = []
-    is_within, types = False, None
+    is_within = False
+    types = None
     for block in config_reference(config_class).rstrip().split("\n\n"):
-        heading, row = _HEADING.match(block), _ROW.match(block)
+        heading = _HEADING.match(block)
+        row = _ROW.match(block)
         if heading is not None:
             section = heading[1]
             is_within = f"{section}.".startswith(f"{key}.")
@@ -109,15 +113,14 @@ def _rows(config_class: Any, prefix: str, instance: Any = None) -> Iterator[str]
 
     Keys are below `prefix`; an instance has the default values in place of the class.
     """
-    hints, meanings = typing.get_type_hints(config_class), field_meanings(config_class)
+    hints = typing.get_type_hints(config_class)
+    meanings = field_meanings(config_class)
     ranges = [one for one in limits(config_class) if not one.words.startswith(CHOICES)]
     sections = []
     for field in dataclasses.fields(config_class):
-        hint, dotted, meaning = (
-            hints[field.name],
-            f"{prefix}{field.name}",
-            meanings.get(field.name, ""),
-        )
+        hint = hints[field.name]
+        dotted = f"{prefix}{field.name}"
+        meaning = meanings.get(field.name, "")
         value = default_of(field) if instance is None else getattr(instance, field.name)
         if (named := named_section_class(hint)) is not None:
             sections.append(_section(named, f"{dotted}.NAME", meaning, {}))
@@ -249,7 +252,8 @@ def type_name(hint: Any) -> str:
     """
     names = []
     for part in union_parts(hint):
-        origin, arguments = typing.get_origin(part), typing.get_args(part)
+        origin = typing.get_origin(part)
+        arguments = typing.get_args(part)
         if origin is typing.Literal:
             names += [str(choice) for choice in arguments]
         elif part is type(None):

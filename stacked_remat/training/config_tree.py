@@ -189,7 +189,8 @@ class _File:
             ) from error
 
 
-_TEXT, _PLAIN = "tag:yaml.org,2002:str", "!plain"
+_TEXT = "tag:yaml.org,2002:str"
+_PLAIN = "!plain"
 
 
 class _Loader(yaml.SafeLoader):
@@ -213,7 +214,8 @@ class _Loader(yaml.SafeLoader):
 
     def __init__(self, text: str, file: _File):
         super().__init__(text)
-        self.name, self._file = file.where, file
+        self.name = file.where
+        self._file = file
 
     def resolve(self, kind: Any, value: Any, implicit: Any) -> str:
         """The tag of a node that has none; one of its own for text without quotes."""

@@ -21,7 +21,8 @@ def named_examples(batch: TokenBatch, decode: Decode) -> tuple[list[str], list[s
     Ids are hashes, the same in every epoch and run. Texts are of one document after the
     other.
     """
-    ids, texts = [], []
+    ids = []
+    texts = []
     for row in _rows(batch):
         # Of what the loss reads: rows that differ only in what is padding, or cut off,
         # are the same example.
@@ -40,7 +41,8 @@ def examples_by_token(
     targets, `[batch, position]`.
     """
     pieces_of = _TokenTexts(decode)
-    texts, found = [], []
+    texts = []
+    found = []
     for row, of_targets in zip(_rows(batch), scores, strict=True):
         pieces: list[str] = []
         of_tokens: list[np.ndarray] = []

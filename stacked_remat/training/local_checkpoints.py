@@ -77,7 +77,8 @@ class LocalFiles:
         Raises:
             ConfigError: what is in `id_file` is no id.
         """
-        self._id_file, self._parent = id_file, parent.absolute()
+        self._id_file = id_file
+        self._parent = parent.absolute()
         self._of_run = _folder_of_run(id_file, self._parent)
         place = _read_place(id_file)
         # Each host may have a parent of its own: that of the first process is written.
@@ -169,7 +170,8 @@ class LocalFiles:
 
     def wait(self) -> None:
         """Waits until the last file is written; raises an OSError if it can't be."""
-        writing, self._writing = self._writing, None
+        writing = self._writing
+        self._writing = None
         if writing is not None:
             writing.result()
 

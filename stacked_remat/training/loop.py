@@ -23,6 +23,7 @@ from .mesh import Partitioning
 from .progress import ConsoleProgress
 from .run_folder import RunFolder
 from .scoring import Scoring, StepScorer
+from .stage_rows import in_stages, of_layers, without_rows
 from .step import Metrics, TrainState, TrainStep
 from .throughput import Clock, peak_memory_bytes, training_flops
 from .trackers import Tracker
@@ -138,38 +139,37 @@ def train(
             it, or too many were skipped.
         ConfigError: the config goes by the loss on held-out text, and there is none.
     """
-    # The state is donated, so that weights are updated in place; the batch isn't:
-    # scores and the log read it after the step.
-    compiled = eqx.filter_jit(step, donate="all-except-first")
+    held = _HeldState(step, in_stages(state, step.partitioning))
+    del state  # its arrays are donated to the first step
     scorer = None if scoring is None else StepScorer(scoring, step, outputs.progress)
     shard = (step.partitioning or Partitioning.one_device()).shard_batch
-    traced, last_traced = config.profiler.start_step, None
-    if traced is not None:
-        last_traced = traced + config.profiler.num_steps - 1
+    profiler = config.profiler
     report = _Report(config, schedule, evaluators, outputs, position)
-    done, stopped_by = report.position.step, None
+    done = report.position.step
+    stopped_by = None
     if position is None:
-        report.evaluate(0, state.model)
+        report.evaluate(0, held.state.model)
     else:
         training.set_state(position.data)
     if not report.is_over(done):
         # One batch ahead, so that the device never waits for the host to make it.
         batch = shard(training.next())
-        report.prepare(step, state, batch)
+        report.prepare(step, held.state, batch)
     outputs.progress.start(config.num_steps, done)
     with contextlib.ExitStack() as closing, contextlib.ExitStack() as tracing:
         closing.callback(outputs.progress.stop)
         while not report.is_over(done) and stopped_by is None:
             done += 1
-            if done == traced:
+            if done == profiler.start_step:
                 tracing.enter_context(jax.profiler.trace(str(outputs.folder.profile)))
             scores = scorer if scorer is not None and scorer.is_due(done) else None
             targets = _num_targets(batch.weights.array)
-            state, metrics = (compiled if scores is None else scores.step)(batch, state)
+            metrics = held.advance(batch, scores)
             # A CPU may do the step before the call returns.
             loss: Any = metrics["loss"]
             ended = time.monotonic() if loss.is_ready() else None
-            num_tokens, data = batch.num_tokens, training.get_state()
+            num_tokens = batch.num_tokens
+            data = training.get_state()
             if done < config.num_steps:
                 batch = shard(training.next())  # made while the device works
             # Waits for the step before, while the device does this one
@@ -183,22 +183,72 @@ def train(
             is_local_due = outputs.checkpoints.is_local_due(done)
             # What is written has to be of steps that are done: else the loop stays a
             # step ahead.
-            is_read = is_evaluated or is_due or is_local_due or done == last_traced
+            is_read = is_evaluated or is_due or is_local_due
             if is_read or asked is not None or scores is not None:
                 report.catch_up()
             if scores is not None:
                 scores.log(done, data)
-            if done == last_traced:
+            if done == profiler.last_step:
+                report.catch_up()
                 tracing.close()
             if is_evaluated:
-                report.evaluate(done, state.model)
+                report.evaluate(done, held.state.model)
                 asked = asked or should_stop()  # an evaluation may take long
             stopped_by = None if report.is_over(done) else asked
             is_last = report.is_over(done) or stopped_by is not None
             is_for_all = is_last or is_due or report.is_best(done)
             if is_for_all or is_local_due:
-                report.save(done, data, state, scorer, is_last, not is_for_all)
-    return report.result(state, stopped_by)
+                report.save(done, data, held.state, scorer, is_last, not is_for_all)
+    return report.result(of_layers(held.state, step.partitioning), stopped_by)
+
+
+@final
+class _HeldState:
+    """The state of a run, with the compiled step that replaces it.
+
+    Between steps it is a flat list of arrays: to take apart and build again a tree of
+    hundreds of modules costs the host milliseconds a step.
+    """
+
+    def __init__(self, step: TrainStep, state: TrainState):
+        arrays, self._others = eqx.partition(state, eqx.is_array)
+        self._leaves, self._structure = jax.tree.flatten(arrays)
+
+        def stepped(
+            leaves: list[Array], batch: TokenBatch
+        ) -> tuple[list[Array], Metrics]:
+            after, metrics = step(batch, self._built(leaves))
+            return self._taken_apart(after), metrics
+
+        # The state is donated, so that weights are updated in place; the batch isn't:
+        # scores and the log read it after the step.
+        self._step = jax.jit(stepped, donate_argnums=0)
+
+    @property
+    def state(self) -> TrainState:
+        """The state after the latest step; the next one donates its arrays."""
+        return self._built(self._leaves)
+
+    def advance(self, batch: TokenBatch, scorer: StepScorer | None) -> Metrics:
+        """Dispatches a step, by a scorer if its examples are scored; the metrics."""
+        if scorer is None:
+            self._leaves, metrics = self._step(self._leaves, batch)
+        else:
+            state, metrics = scorer.step(batch, self.state)
+            self._leaves = self._taken_apart(state)
+        return metrics
+
+    def _taken_apart(self, state: TrainState) -> list[Array]:
+        leaves, structure = jax.tree.flatten(eqx.filter(state, eqx.is_array))
+        if structure != self._structure:
+            raise TypeError(
+                "A step returned a state of another structure than it was given:"
+                f" {structure}, not {self._structure}."
+            )
+        return leaves
+
+    def _built(self, leaves: list[Array]) -> TrainState:
+        return eqx.combine(jax.tree.unflatten(self._structure, leaves), self._others)
 
 
 _RATES = 2**12  # learning rates in a table
@@ -241,9 +291,13 @@ class _Report:
                 " is held out. Raise data.held_out_fraction, or name files under"
                 " data.sources.NAME.held_out."
             )
-        self._config, self._evaluators, self._outputs = config, evaluators, outputs
-        self._schedule, self._clock = jax.jit(jax.vmap(schedule)), Clock()
-        self._rates, self._table_number = np.empty(0), -1
+        self._config = config
+        self._evaluators = evaluators
+        self._outputs = outputs
+        self._schedule = jax.jit(jax.vmap(schedule))
+        self._clock = Clock()
+        self._rates = np.empty(0)
+        self._table_number = -1
         self._pending: _Step | None = None
         self._seconds_at_peak: float | None = None
         self._memory: int | None = None  # at the last line of the log
@@ -255,7 +309,11 @@ class _Report:
         target = target_of_device(devices[0])
         peak = self._config.profiler.peak_flops or (target and target.flops)
         loss = lambda model, batch: step.loss_function(model, batch, *state.loss_keys)  # noqa: E731
-        flops = peak and training_flops(loss, state.model, batch, state.trained)
+        weights = state.model, state.trained
+        if step.is_pipelined:
+            weights = eqx.filter_eval_shape(without_rows, weights)
+        model, trained = weights
+        flops = peak and training_flops(loss, model, batch, trained)
         if peak and flops:
             self._seconds_at_peak = flops / (peak * len(devices))
 
@@ -266,13 +324,16 @@ class _Report:
 
     def catch_up(self) -> None:
         """Waits for the step that was dispatched last, and reports it."""
-        step, self._pending = self._pending, None
+        step = self._pending
+        self._pending = None
         if step is not None:
             self._report(step)
 
     def _report(self, step: _Step) -> None:
-        done, metrics = step.number, step.metrics
-        loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])
+        done = step.number
+        metrics = step.metrics
+        loss = float(metrics["loss"])
+        norm = float(metrics["grad_norm"])
         self._clock.tick(step.num_tokens, step.ended)
         is_logged = done % self._config.log_every == 0
         is_logged = is_logged or done in (1, self._config.num_steps)
@@ -360,7 +421,8 @@ class _Report:
 
     def is_over(self, done: int) -> bool:
         """Whether the run ends after step `done`."""
-        patience, waited = self._config.patience, self.position.evaluations_since_best
+        patience = self._config.patience
+        waited = self.position.evaluations_since_best
         has_waited = patience is not None and waited >= patience
         return done == self._config.num_steps or has_waited
 
@@ -380,7 +442,8 @@ class _Report:
         """Writes a checkpoint, after scores and metrics up to it; waits for the last
         one.
         """
-        checkpoints, best = self._outputs.checkpoints, self.position.best_step
+        checkpoints = self._outputs.checkpoints
+        best = self.position.best_step
         self.position = replace(self.position, step=done, data=data)
         if scorer is not None:
             scorer.flush()

@@ -14,10 +14,8 @@ from .array_layout import arrays_by_name
 from .errors import ConfigError
 
 # Of a container, in bytes; of Linux, in kiB
-_CGROUP, _MEMORY = (
-    "/sys/fs/cgroup/memory",
-    "/proc/meminfo",
-)
+_CGROUP = "/sys/fs/cgroup/memory"
+_MEMORY = "/proc/meminfo"
 
 
 def check_fits(parts: Mapping[str, Any], fix: str, *, limit: int | None = None) -> None:
@@ -102,7 +100,8 @@ def available_host_bytes() -> int | None:
     """Bytes of host memory that a process can still take, without swap; None if not
     known.
     """
-    free, most = number_in(_MEMORY, "MemAvailable:"), number_in(f"{_CGROUP}.max")
+    free = number_in(_MEMORY, "MemAvailable:")
+    most = number_in(f"{_CGROUP}.max")
     left = [] if free is None else [1024 * free]
     if most is not None:  # cached files give way
         files = number_in(f"{_CGROUP}.stat", "inactive_file") or 0
@@ -131,7 +130,9 @@ def _bytes(array: Any, all_devices: bool) -> int:
     """The bytes of an array, or of its shape, on one device, or on all of this
     process.
     """
-    shape, copies, sharding = array.shape, 1, getattr(array, "sharding", None)
+    shape = array.shape
+    copies = 1
+    sharding = getattr(array, "sharding", None)
     # A device has its shard; a CPU that plays several devices has all of them.
     if sharding is not None:
         shape = sharding.shard_shape(shape)

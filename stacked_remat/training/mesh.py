@@ -168,8 +168,12 @@ class Partitioning:
                 else SingleDeviceSharding(device)
             )
         axes = weight.axes if is_named_array(weight) else ()
-        if axes and weight.array.shape != tuple(axis.size for axis in axes):
-            axes = ()  # an optimizer's statistics, without some of the weight's axes
+        shapes = []
+        for possible in (axes, self.axes_in_stages(axes)):
+            if not axes or weight.array.shape == tuple(axis.size for axis in possible):
+                shapes.append(possible)
+        # None of an optimizer's statistics, without some of the weight's axes
+        axes = shapes[0] if shapes else ()
         spec = self._spec(axes, "param_mapping")
         return self._on_host(spec) if on_host else NamedSharding(self.mesh, spec)
 
@@ -276,10 +280,8 @@ class Partitioning:
             ("seq_len", positions, 1, POSITION_AXIS),
         )
         for name, size, cut, axis in sizes:
-            parts, of = (
-                self.parts_of(axis),
-                f" in {cut} microbatches" if cut > 1 else "",
-            )
+            parts = self.parts_of(axis)
+            of = f" in {cut} microbatches" if cut > 1 else ""
             if size % (parts * cut):
                 raise ConfigError(
                     f"data.{name} = {size}{of} can't be divided evenly over the {parts}"
@@ -306,7 +308,8 @@ class Partitioning:
         # axes.
         parts = filter(None, sharding.addressable_devices_indices_map((rows,)).values())
         own = sorted({part.indices(rows)[:2] for (part,) in parts})
-        (start, _), (_, stop) = own[0], own[-1]
+        start, _ = own[0]
+        _, stop = own[-1]
         size = sum(last - first for first, last in own)
         if size != stop - start or start % size or rows % size:
             raise ConfigError(
@@ -331,7 +334,8 @@ class Partitioning:
                 a.resize(a.size * processes) if a.name == BATCH_AXIS else a
                 for a in named.axes
             ]
-            local, shape = np.asarray(named.array), tuple(axis.size for axis in axes)
+            local = np.asarray(named.array)
+            shape = tuple(axis.size for axis in axes)
             sharding = self._batch_sharding(axes)
             return NamedArray(
                 jax.make_array_from_process_local_data(sharding, local, shape),
@@ -346,11 +350,22 @@ class Partitioning:
             return batch
 
         def shape(named: NamedArray) -> NamedArray:
-            array, at = named.array, self._batch_sharding(named.axes)
+            array = named.array
+            at = self._batch_sharding(named.axes)
             placed: Any = jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=at)
             return NamedArray(placed, named.axes)
 
         return jax.tree.map(shape, batch, is_leaf=is_named_array)
+
+    def axes_in_stages(self, axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
+        """The axes of a weight, where that of a pipeline's layers, the first, is the
+        next multiple of the number of stages.
+        """
+        if not axes or axes[0].name not in self.stages_of:
+            return axes
+        Layers, *others = axes
+        stages = self.mesh.shape[self.stages_of[Layers.name]]
+        return Layers.resize(-(-Layers.size // stages) * stages), *others
 
     def _batch_sharding(self, axes: Sequence[Axis]) -> NamedSharding:
         return NamedSharding(self.mesh, self._spec(axes, "compute_mapping"))
@@ -370,11 +385,13 @@ class Partitioning:
 
     def _spec(self, axes: Sequence[Axis], table: str) -> PartitionSpec:
         """Over what each axis is divided. An axis of the mesh goes to the first axis
-        mapped to it.
+        mapped to it; that of a pipeline's stages, where the layers don't divide over
+        them, to another axis that does.
         """
         mapping: Mapping[str, tuple[str, ...]] = getattr(self, table)
         sizes = {axis.name: axis.size for axis in axes}
         physical: dict[str, tuple[str, ...]] = {}
+        undivided: tuple[str, ...] = ()
         for name in filter(sizes.__contains__, mapping):
             # JAX refuses an axis of the mesh twice in one array, as `embed` and `mlp`
             # may both name it; the first in the mapping gets it.
@@ -383,11 +400,21 @@ class Partitioning:
                 one for one in mapping[name] if one not in used
             )
             if sizes[name] % self._parts(over):
+                if over == (self.stages_of.get(name),):
+                    physical[name] = ()
+                    undivided = over
+                    continue
                 raise ConfigError(
                     f"trainer.mesh.{table} divides `{name}` over {self._parts(over)}"
                     f" devices, but an array ({axes_text(axes)}) has {sizes[name]} of"
                     " it. Map another axis, or change trainer.mesh.axes."
                 )
+        if undivided:
+            for name in [*physical, *sizes]:
+                over = (*physical.get(name, ()), *undivided)
+                if sizes[name] % self._parts(over) == 0:
+                    physical[name] = over
+                    break
         return PartitionSpec(*(physical.get(axis.name) or None for axis in axes))
 
     def _on_host(self, spec: PartitionSpec) -> NamedSharding:

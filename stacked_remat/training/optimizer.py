@@ -38,7 +38,8 @@ def learning_rate_schedule(
             f" trainer.num_steps = {num_steps} is not more: lower optimizer.warmup"
             " (below 1 it is a share of all steps), or raise trainer.num_steps."
         )
-    highest, left = config.learning_rate, num_steps - steps
+    highest = config.learning_rate
+    left = num_steps - steps
     match config.schedule:
         case configs.ConstantSchedule():
             after = optax.constant_schedule(highest)
@@ -114,7 +115,8 @@ def _direction(
         case configs.LionConfig():
             return optax.scale_by_lion(b1=config.beta1, b2=config.beta2)
         case configs.AdafactorConfig():
-            least, threshold = config.min_factored_dim, config.clipping_threshold
+            least = config.min_factored_dim
+            threshold = config.clipping_threshold
             return optax.chain(
                 optax.scale_by_factored_rms(
                     decay_rate=config.decay_rate, min_dim_size_to_factor=least

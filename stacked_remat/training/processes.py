@@ -123,7 +123,8 @@ def of_all(value: T) -> list[T]:
     if jax.process_count() == 1:
         return [value]
     # A name of its own: JAX's store keeps what was written under a name.
-    name, seconds = f"exchange {next(_exchanges)}", round(3600 * _HOURS_TO_WAIT)
+    name = f"exchange {next(_exchanges)}"
+    seconds = round(3600 * _HOURS_TO_WAIT)
     found = _in_thread(lambda: exchange(name, json.dumps(value), seconds))
     if found is None:
         raise TimeoutError(

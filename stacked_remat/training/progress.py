@@ -21,7 +21,8 @@ from rich.progress import (
 from ..memory import readable_bytes
 
 _SECONDS_BETWEEN_LINES = 15.0
-_BAR, _STATUS = BarColumn(bar_width=None), TextColumn("{task.fields[status]}")
+_BAR = BarColumn(bar_width=None)
+_STATUS = TextColumn("{task.fields[status]}")
 
 
 @final

@@ -6,6 +6,7 @@ from typing import Any, TypeAlias, get_args
 
 from .._messages import did_you_mean
 from .._policy import (
+    DISK,
     Alias,
     ScanCheckpointPolicy,
     ScanCheckpointSpec,
@@ -95,8 +96,8 @@ def check_remat(
     from the budgets.
 
     Raises:
-        ValueError: as `remat_policy`; or a budget is missing, has no effect, or cannot
-            be read.
+        ValueError: as `remat_policy`; a budget is missing, has no effect, or cannot be
+            read; carries on disk have no folder.
     """
     budgets = {"budget": budget, "host_budget": host_budget}
     given = {name: size for name, size in budgets.items() if size is not None}
@@ -115,4 +116,9 @@ def check_remat(
             "remat: auto takes the policy that fits a budget, and none is given. Say"
             " how much device memory the step may take: budget: 72GiB."
         )
-    return None if remat == "auto" else remat_policy(remat, presets)
+    if remat == "auto":
+        return None
+    policy = remat_policy(remat, presets)
+    if policy.save_carries == DISK:
+        policy.disk_folder()  # an error before the step is traced
+    return policy

@@ -69,9 +69,12 @@ class RunFolder:
 
     def __init__(self, root: Path):
         self.root = root
-        self.config, self.metrics = root / "config.yaml", root / "metrics.jsonl"
-        self.checkpoints, self.scores = root / "checkpoints", root / LOG_FOLDER
-        self.result, self.profile = root / "result.json", root / "profile"
+        self.config = root / "config.yaml"
+        self.metrics = root / "metrics.jsonl"
+        self.checkpoints = root / "checkpoints"
+        self.scores = root / LOG_FOLDER
+        self.result = root / "result.json"
+        self.profile = root / "profile"
         self.local_id = root / "local_id"
 
     @staticmethod
@@ -247,7 +250,8 @@ def config_changes(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> list[s
         for key, there, here in _differing(earlier, now, _FREE)
     ]
     # The first pattern that matches counts, so their order is a setting too.
-    before, after = _patterns(earlier), _patterns(now)
+    before = _patterns(earlier)
+    after = _patterns(now)
     if before != after and sorted(before) == sorted(after):
         changes.append(
             f"the order of the patterns of learning_rates was {', '.join(before)} and"

@@ -73,7 +73,8 @@ def validation_batches(
         for name, weight in config.sources.items()
     }
     shard = (partitioning or Partitioning.one_device()).shard_batch
-    total, found = sum(config.sources.values()) or 1.0, []
+    total = sum(config.sources.values()) or 1.0
+    found = []
     for name, (text, weight) in (texts or {"held_out": (held_out, 1.0)}).items():
         count = 0 if text is None else len(text)
         if text is None or count < config.batches:
@@ -138,13 +139,15 @@ class StepScorer:
     ):
         if isinstance(step.optimizer, FusedOptimizer):
             raise ValueError("Scored steps take no FusedOptimizer: leave it out.")
-        self._scoring, self._ordinary = scoring, step
+        self._scoring = scoring
+        self._ordinary = step
         self._partitioning = step.partitioning or Partitioning.one_device()
         self._zeros = eqx.filter_jit(self._zero_direction)
         self._add = eqx.filter_jit(self._add_direction, donate="all-except-first")
         self._step = eqx.filter_jit(self._scored_step, donate="all-except-first")
         self._found: tuple[TokenBatch, _BatchScores] | None = None
-        self._progress, self._is_checked = progress, False
+        self._progress = progress
+        self._is_checked = False
 
     def is_due(self, step: int) -> bool:
         """Whether the examples of this step are scored."""
@@ -181,7 +184,9 @@ class StepScorer:
         `position` is that of the stream after the batch.
         """
         assert self._found is not None
-        scoring, (batch, scores), self._found = self._scoring, self._found, None
+        scoring = self._scoring
+        (batch, scores) = self._found
+        self._found = None
         if scoring.log is None:
             return
         found = jax.tree.map(np.asarray, scores)
@@ -230,7 +235,8 @@ class StepScorer:
         """The step for a batch and a direction, a tree like the trained arrays; with
         the whole batch and its scores.
         """
-        (batch, direction), step = data, self._ordinary
+        (batch, direction) = data
+        step = self._ordinary
         model = eqx.combine(step.shard(state.trained), state.frozen)
         options = {
             "direction": direction,

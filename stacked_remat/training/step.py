@@ -1,6 +1,7 @@
 """A training step as a pure function of a batch and a state."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, TypeAlias, TypeVar
 
@@ -17,9 +18,9 @@ from .._fused.update import FusedState, fused_update
 from .._microbatches import in_microbatches
 from .._pipeline.value_and_grad import Pipeline, pipeline
 from .._scan.marks import shared
-from .._stacked import Stacked, StackedKinds
 from .batches import BATCH_AXIS, TokenBatch
 from .mesh import Partitioning
+from .stage_rows import stack_over_stages, updated_in_rows, without_rows
 from .trainer_config import PipelineConfig, TrainerConfig
 
 T = TypeVar("T")
@@ -252,7 +253,9 @@ class TrainStep(eqx.Module):
         if isinstance(self.optimizer, FusedOptimizer):
             return self._fused(batch, state, self.optimizer)
         if self.is_pipelined:
-            return self._updated(*self._in_stages(batch, state), state)
+            found = self._in_stages(batch, state)
+            after, metrics = updated_in_rows(self._updated, *found, state)
+            return self.shard(after), metrics
         after, metrics, _ = self.by(self.gradients_of(state, batch), batch, state)
         return after, metrics
 
@@ -308,7 +311,8 @@ class TrainStep(eqx.Module):
         microbatch adds that of its own s. `sums` are S and dA/dS, constants here alone:
         their derivatives by the state exist, as replays need them.
         """
-        loss, count = self.loss_function, self.microbatches
+        loss = self.loss_function
+        count = self.microbatches
         if count == 1:
             return loss(model, part, *keys)
         # The loss is a mean over the weights of its own part: that of the batch is
@@ -333,7 +337,8 @@ class TrainStep(eqx.Module):
         """The sums of all microbatches of a `LossWithSums`, and the gradient of its
         term by them; None where the loss needs none.
         """
-        loss, count = self.loss_function, self.microbatches
+        loss = self.loss_function
+        count = self.microbatches
         if count == 1 or not isinstance(loss, LossWithSums):
             return None
         model = eqx.combine(self.shard(state.trained), state.frozen)
@@ -357,6 +362,7 @@ class TrainStep(eqx.Module):
                 jax.eval_shape(sums_of, 0),
             )
             total, _ = jax.lax.scan(add, zeros, jnp.arange(count))
+        model = without_rows(model)
         slope, _ = jax.grad(lambda sums: loss.term(model, sums), has_aux=True)(total)
         return total, slope
 
@@ -435,29 +441,16 @@ class TrainStep(eqx.Module):
         return jax.tree.unflatten(structures[0], totals)
 
     def _pipeline(self, loss: Callable[..., Any], **options: Any) -> Pipeline:
-        settings, partitioning = self.pipeline, self.partitioning
+        settings = self.pipeline
+        partitioning = self.partitioning
         assert settings is not None and partitioning is not None
-
-        def stack(model: Any) -> Any:
-            is_stack = lambda node: isinstance(node, StackedKinds)  # noqa: E731
-            found = []
-            for node in jax.tree.leaves(model, is_leaf=is_stack):
-                names = partitioning.stages_of
-                if isinstance(node, Stacked) and node.Layers.name in names:
-                    found.append(node)
-            if len(found) > 1:
-                raise ValueError(
-                    f"A pipeline divides one stack, and the model has {len(found)}"
-                    f" along {found[0].Layers}. Give the others another axis."
-                )
-            return found[0] if found else None
 
         return pipeline(
             loss,
             settings.axis,
             microbatches=self.microbatches,
             schedule=settings.schedule,
-            stack=stack,
+            stack=functools.partial(stack_over_stages, partitioning=partitioning),
             gradient_dtype=self.gradient_dtype,
             **options,
         )
@@ -476,12 +469,15 @@ class TrainStep(eqx.Module):
         for microbatches.
         """
         gradients, metrics, found = self._of_microbatches(compute, batch, state.trained)
-        return *self._updated(gradients, metrics, state), found
+        after, metrics = self._updated(gradients, metrics, state)
+        return self.shard(after), metrics, found
 
     def _updated(
         self, gradients: Any, metrics: Metrics, state: TrainState
     ) -> tuple[TrainState, Metrics]:
-        """The next state and the metrics, by the gradients of a batch."""
+        """The next state, not sharded yet, and the metrics, by the gradients of a
+        batch.
+        """
         optimizer: Any = self.optimizer
         updates, optimizer_state = optimizer.update(
             gradients, state.optimizer_state, state.trained
@@ -504,11 +500,9 @@ class TrainStep(eqx.Module):
             # Frozen weights are the same in both, and are not copied by a select.
             both = (dataclasses.replace(each, frozen=None) for each in (after, skipped))
             kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), *both)
-            after, metrics["skips"] = (
-                dataclasses.replace(kept, frozen=state.frozen),
-                kept.skips,
-            )
-        return self.shard(after), metrics
+            after = dataclasses.replace(kept, frozen=state.frozen)
+            metrics["skips"] = kept.skips
+        return after, metrics
 
     def _of_microbatches(
         self, compute: Compute, batch: TokenBatch, trained: Any
@@ -516,11 +510,13 @@ class TrainStep(eqx.Module):
         """The gradients and metrics of a batch, whose row `i * count + n` is row `i` of
         microbatch `n`.
         """
-        count, dtype = self.microbatches, self.gradient_dtype
+        count = self.microbatches
+        dtype = self.gradient_dtype
         if count == 1:
             gradients, metrics, found = compute(batch, 1.0, 0)
             return optax.tree.cast(gradients, dtype), metrics, found
-        parts, shares = _split(batch, count), self._shares(batch)
+        parts = _split(batch, count)
+        shares = self._shares(batch)
 
         def add(summed: Any, index: Array) -> tuple[Any, tuple[Metrics, Any]]:
             part = _microbatch(parts, index)
@@ -539,7 +535,8 @@ class TrainStep(eqx.Module):
     def _fused(
         self, batch: TokenBatch, state: TrainState, optimizer: FusedOptimizer
     ) -> tuple[TrainState, Metrics]:
-        is_trained, before = marks(state.trained), state.optimizer_state
+        is_trained = marks(state.trained)
+        before = state.optimizer_state
         step = fused_update(
             self.loss_function,
             optimizer.optimizer,

@@ -24,7 +24,8 @@ class Clock:
     """
 
     def __init__(self) -> None:
-        self._began, self._in_steps = time.monotonic(), 0.0
+        self._began = time.monotonic()
+        self._in_steps = 0.0
         self._last: float | None = None
         self.restart()
 
@@ -52,7 +53,9 @@ class Clock:
 
     def restart(self) -> None:
         """Starts a new count at the last step."""
-        self._seconds, self._steps, self._tokens = 0.0, 0, 0
+        self._seconds = 0.0
+        self._steps = 0
+        self._tokens = 0
 
     @property
     def step_seconds(self) -> float:

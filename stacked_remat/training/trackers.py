@@ -132,7 +132,8 @@ class _Wandb(Tracker):
     def __init__(
         self, config: WandbConfig, folder: Path, run_config: Mapping[str, Any]
     ):
-        package, identifier = _package("wandb"), folder / "wandb_run_id.txt"
+        package = _package("wandb")
+        identifier = folder / "wandb_run_id.txt"
         # Kept in the folder, so that a run that resumes goes on in the same page.
         if not identifier.exists():
             identifier.write_text(uuid.uuid4().hex, encoding="utf-8")

@@ -187,6 +187,11 @@ class ProfilerConfig:
     def __post_init__(self) -> None:
         check_fields("trainer.profiler.", self)
 
+    @property
+    def last_step(self) -> int | None:
+        """The last step of the trace."""
+        return None if self.start_step is None else self.start_step + self.num_steps - 1
+
 
 @dataclass(frozen=True)
 class WandbConfig:

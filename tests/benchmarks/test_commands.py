@@ -68,6 +68,12 @@ COMMANDS = [
         ("ratio",),
     ),
     (
+        "training_loop --sizes short --steps 3 --rounds 1",
+        "training_loop",
+        1,
+        ("step_milliseconds", "run_milliseconds"),
+    ),
+    (
         "disk_carries --steps 12 --width 8 --checked_steps 6",
         "disk_carries_cpu",
         2,

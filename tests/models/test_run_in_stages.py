@@ -57,6 +57,8 @@ MICROBATCHES = (
     *("--trainer.update.microbatches", "2"),
     *("--data.batch_size", "8"),
     *("--trainer.num_steps", str(STEPS)),
+    # The second of two stages has one
+    *("--model.num_layers", "3"),
 )
 STAGES = (
     *("--trainer.mesh", "{axes: {stage: 2, data: -1}}"),
@@ -95,10 +97,15 @@ def test_what_does_not_go_with_a_pipeline_is_refused(changes, message):
         config(**changes)
 
 
-def test_layers_that_do_not_divide_are_refused():
-    model = Qwen3Config(hidden_dim=8, num_layers=3, num_heads=2)
-    step = Candidate(config(model=model).resolved(), devices=4)
-    with pytest.raises(ConfigError, match="model.num_layers = 3 over 2 devices, or"):
+@pytest.mark.parametrize(
+    ("layers", "message"), [(1, "= 1 over 2 devices"), (5, "5 over 4 devices")]
+)
+def test_stages_without_layers_are_refused(layers, message):
+    model = Qwen3Config(hidden_dim=8, num_layers=layers, num_heads=2)
+    mesh = MeshConfig({"stage": 2 if layers == 1 else 4, "data": 1})
+    trainer = dataclasses.replace(TRAINER, mesh=mesh)
+    step = Candidate(config(model=model, trainer=trainer).resolved(), devices=4)
+    with pytest.raises(ConfigError, match=message):
         step.shapes  # noqa: B018
 
 

@@ -248,14 +248,18 @@ def test_every_part_of_the_trainers_config_reaches_the_run(
 
 
 def test_the_first_example_is_shown_and_nothing_is_trained(workplace, capsys):
-    completion = '{"prompt": "2+2=\\u001b[31m", "completion": "4 [red]"}'
+    completion = '{"prompt": "2+2=\\u001b[31m", "completion": "4 [red]", "by": "us"}'
     (workplace / "sums.jsonl").write_text(completion)
     source = f"{{paths: ['{workplace}/sums.jsonl'], train_on: answers}}"
     assert train(workplace, "--data.sources.sums", source, "--show_example") == 0
     shown = capsys.readouterr().out
     assert "«<|end|>!abcdabcdabcd<|end|>»" in shown
     assert "<|end|>2+2=\\x1b[31m«4 [red]<|end|>»" in shown
+    assert "keys of this record that are not read: by" in shown
     assert not (workplace / "run").exists() and not (workplace / "cache").exists()
+    (workplace / "sums.jsonl").write_text('{"text": ""}')
+    assert train(workplace, "--data.sources.sums", source, "--show_example") == 1
+    assert "sums has no target in its first records" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -136,12 +136,14 @@ def stacked_layers(program: Program, inputs: dict[str, Any]) -> Any:
     """`fold` or `scan` of a `Stacked`, or `fold_via` where layers close over what they
     share.
     """
+    return _stacked(program, inputs)
+
+
+def _stacked(program: Program, inputs: dict[str, Any], **options: Any) -> Any:
     spec = program.spec
     blocks, rest = layers_of(program, inputs["weights"])
-    carry, options = (
-        first_carry(program, inputs),
-        {"reverse": spec.reverse, "unroll": spec.unroll},
-    )
+    carry = first_carry(program, inputs)
+    options |= {"reverse": spec.reverse, "unroll": spec.unroll}
     if not spec.closure:
         run = blocks.scan if spec.outputs != "none" else blocks.fold
         return as_pair(spec, run(carry, rest, sr.shared(inputs["shared"]), **options))
@@ -286,8 +288,9 @@ def masked_loop(program: Program, inputs: dict[str, Any]) -> Any:
 
 @entry(masked_loop)
 def until(program: Program, inputs: dict[str, Any]) -> Any:
-    """A loop that stops on its own."""
-    return _bare(
+    """A loop that stops on its own: of a function, or of a stack."""
+    run = _stacked if program.spec.layers % 2 else _bare
+    return run(
         program, inputs, until=lambda carry: program.is_over(without_names(carry))
     )
 

@@ -301,7 +301,7 @@ def test_mistakes_are_named_with_the_place_that_has_them(
 def test_all_mistakes_are_told_at_once(tmp_path):
     text = "scale: x\npaint: {layers: 1.5, colour: re}\ntitel: a\nshape: {type: a}"
     with pytest.raises(ConfigError) as error:
-        parse(tmp_path, text, "--frames.a.makers", "x")
+        parse(tmp_path, text, "--frames.a.makers", "'*x'")
     lines = str(error.value).replace(f" in {tmp_path}/drawing.yaml", "").splitlines()
     assert lines == [
         "Unknown key `titel`. Did you mean `title`? Valid: shape, title, remat, paint,"
@@ -309,7 +309,7 @@ def test_all_mistakes_are_told_at_once(tmp_path):
         "`shape.type` is 'a'. Valid: circle, square.",
         "`paint.colour` must be 'red' or 'blue', got 're'. Did you mean `red`?",
         "`paint.layers` must be a whole number in decimal digits, got '1.5'.",
-        "`frames.a.makers` on the command line must be a list, got 'x'. Write [x].",
+        "`frames.a.makers` on the command line must be a list, got '*x'. Write ['*x'].",
         "`scale` must be a whole number in decimal digits, got 'x'.",
     ]
 

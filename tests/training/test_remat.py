@@ -56,6 +56,7 @@ def test_the_entry_of_a_policy_is_an_alias_or_fields_and_is_read_back(policy):
         ("auto", "72GiB", "some", "^host_budget: cannot read 'some'"),
         ("nested", "72GiB", None, "budget = 72GiB has no effect beside remat: nested"),
         (True, None, "1TiB", "host_budget = 1TiB has no effect"),
+        ({"save_carries": "disk"}, None, None, "Give one as carries_folder"),
     ],
 )
 def test_a_budget_goes_with_auto_and_nothing_else(remat, budget, host_budget, message):

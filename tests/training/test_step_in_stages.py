@@ -21,9 +21,10 @@ from stacked_remat.training import (
     TrainStep,
     gathered,
 )
+from stacked_remat.training.stage_rows import in_stages, of_layers
 from tests.random_arrays import normal
 
-Layers, Vocab, Embed, Hidden = hax.make_axes(layers=4, vocab=12, embed=8, hidden=6)
+Vocab, Embed, Hidden = hax.make_axes(vocab=12, embed=8, hidden=6)
 SGD = optax.sgd(0.1, momentum=0.9)
 MICROBATCHES = 4
 
@@ -45,7 +46,8 @@ class Model(eqx.Module):
     last: Stacked
 
 
-def model():
+def model(layers=4):
+    Layers = Axis("layers", layers)
     layer = Layer(normal(0, Layers, Embed, Hidden), normal(1, Layers, Hidden, Embed))
     Last = Axis("last", 2)
     last = Layer(normal(2, Last, Embed, Hidden), normal(3, Last, Hidden, Embed))
@@ -91,15 +93,16 @@ def stages(axes, compute="data"):
     return Partitioning.of(mesh, stages_of={"layers": "stage"})
 
 
-def after_two_steps(partitioning, schedule):
+def after_two_steps(partitioning, schedule, layers):
     """The state after two steps, their metrics, and the loss before them."""
     pipeline = PipelineConfig("stage", schedule)
     options = {"microbatches": MICROBATCHES, "pipeline": pipeline}
     step = TrainStep(LOSS, SGD, partitioning=partitioning, **options)
     with partitioning.active():
         state = partitioning.init_sharded(
-            lambda: TrainState.init(model(), SGD, key=jax.random.key(1))
+            lambda: TrainState.init(model(layers), SGD, key=jax.random.key(1))
         )
+        state = in_stages(state, partitioning)
         data = partitioning.shard_batch(batch())
         evaluated = eqx.filter_jit(step.evaluated(LOSS))(state.model, data)[1]["loss"]
         compiled = eqx.filter_jit(step)
@@ -116,21 +119,28 @@ def assert_close(found, expected):
         np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-6)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
-def test_a_step_equals_that_of_one_device(schedule):
+@pytest.mark.parametrize(
+    ("schedule", "layers"), [("1f1b", 4), ("1f1b", 3), ("zero_bubble", 4)]
+)
+def test_a_step_equals_that_of_one_device(schedule, layers):
     partitioning = stages({"stage": 2, "data": 2})
-    found = after_two_steps(partitioning, schedule)
+    state, *others = after_two_steps(partitioning, schedule, layers)
+    found = of_layers(state, partitioning), *others
     # One device for the layers: no pipeline
-    expected = after_two_steps(stages({"stage": 1}, "stage"), schedule)
+    expected = after_two_steps(stages({"stage": 1}, "stage"), schedule, layers)
     assert jax.tree.structure(found) == jax.tree.structure(expected)
     assert_close(found, expected)
-    state, metrics, _ = found
-    assert metrics[0].keys() == {"loss", "term", "grad_norm"}
-    momentum: Any = state.optimizer_state
-    for tree in (state.trained, momentum[0].trace):
-        (shard, *_) = tree.blocks.stacked.up.array.addressable_shards
-        assert shard.data.shape == (2, 4, 6)
-        assert tree.last.stacked.up.array.addressable_shards[0].data.shape == (2, 4, 6)
+    (metrics, _), _ = others
+    assert metrics.keys() == {"loss", "term", "grad_norm"}
+    # Of a state that is saved, layers that don't divide are divided by another axis
+    saved = (2, 4, 6) if layers == 4 else (3, 2, 6)
+    for after, shape in (state, (2, 4, 6)), (found[0], saved):
+        momentum: Any = after.optimizer_state
+        for tree in (after.trained, momentum[0].trace):
+            (shard, *_) = tree.blocks.stacked.up.array.addressable_shards
+            assert shard.data.shape == shape
+            (shard, *_) = tree.last.stacked.up.array.addressable_shards
+            assert shard.data.shape == (2, 4, 6)
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,8 @@ class Only(Entry):
     """A field of which one value is supported, under the names that it may have."""
 
     def __init__(self, *supported: Any, written: bool = False):
-        self.supported, self.written = supported, written
+        self.supported = supported
+        self.written = written
 
     def read(self, given: ConfigFields, name: str, found: Found) -> Found:
         """Refuses other values."""

@@ -63,7 +63,8 @@ class ConfigFields:
     """
 
     def __init__(self, document: Mapping[str, Any]):
-        self.document, self._left = document, dict(document)
+        self.document = document
+        self._left = dict(document)
         self.latest: tuple[str, Any] = ("", None)
 
     def __call__(
@@ -73,7 +74,8 @@ class ConfigFields:
         `null`.
         """
         # Removed, so that what no architecture reads is left over.
-        is_absent, value = name not in self._left, self._left.pop(name, None)
+        is_absent = name not in self._left
+        value = self._left.pop(name, None)
         if value is None:
             return default if is_absent or null is ... else null
         self.latest = name, value

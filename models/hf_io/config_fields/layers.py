@@ -33,7 +33,9 @@ class Windows(Entry):
     def read(self, given: ConfigFields, name: str, found: Found) -> Found:
         """The window, and which layers have it."""
         # From 1 on, so that the last of each period is divided by it
-        num_layers, period, windowed = found["num_layers"], self.period, None
+        num_layers = found["num_layers"]
+        period = self.period
+        windowed = None
         if self.period_name:
             period = given(self.period_name, period)
         if period is not None:
@@ -71,7 +73,8 @@ def read_windows(
     expected = [True] * num_layers if windowed is None else windowed
     if window is None or not is_on:
         # Files may have a window beside `use_sliding_window: false`, which counts.
-        window, expected = None, [False] * num_layers
+        window = None
+        expected = [False] * num_layers
     usual = [SLIDING if is_windowed else FULL for is_windowed in expected]
     if windowed is None:
         given.only("layer_types", usual)
@@ -124,7 +127,8 @@ class HybridLayers(Entry):
 
     def read(self, given: ConfigFields, name: str, found: Found) -> Found:
         """The mixers."""
-        period, numbers = self.period, range(1, found["num_layers"] + 1)
+        period = self.period
+        numbers = range(1, found["num_layers"] + 1)
         if self.period_name:
             period = given.at_least(1, self.period_name, period)
         usual = [self.linear if number % period else self.full for number in numbers]

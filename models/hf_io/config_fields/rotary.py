@@ -38,7 +38,8 @@ class Rotary(Entry):
         """Base, scaling, the longest context, and the part that is rotated."""
         length = given("max_position_embeddings", self.longest)
         original = given("original_max_position_embeddings")
-        changed, parameters = given("rope_scaling", {}), given("rope_parameters", {})
+        changed = given("rope_scaling", {})
+        parameters = given("rope_parameters", {})
         # Whole: in transformers the two are not merged field by field.
         section = dict(changed or parameters or self.scaling)
         for unused in self.without:
@@ -92,7 +93,8 @@ class RotaryByKind(Entry):
         """Bases, scaling, and the longest context."""
         length = given("max_position_embeddings", self.longest)
         given.ignore("original_max_position_embeddings")
-        changed, sections = given("rope_scaling", {}), given("rope_parameters", {})
+        changed = given("rope_scaling", {})
+        sections = given("rope_parameters", {})
         whole = {**(sections.get(FULL) or {}), **changed}
         # Windows are shorter than the original context: nothing is stretched there.
         of_windows = sections.get(SLIDING) or {}
@@ -125,7 +127,8 @@ class RotaryByKind(Entry):
     def write(self, config: DecoderConfig, name: str) -> dict[str, Any]:
         """The fields, and the two sections."""
         whole = rotary_to_hf(config.rotary.scaling or DefaultRotary()) or {}
-        written, local = _rotary_fields(config), config.rotary.theta
+        written = _rotary_fields(config)
+        local = config.rotary.theta
         if self.local_theta:
             local = getattr(config, self.local_theta)
             written["rope_local_base_freq"] = local

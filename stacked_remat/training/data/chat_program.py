@@ -20,7 +20,8 @@ from typing import Any, NamedTuple, NoReturn
 
 # Noncharacters of Unicode, which are for a program's own use: here they enclose the
 # assistant's answers.
-_BEGIN, _END = "\ufdd0", "\ufdd1"
+_BEGIN = "\ufdd0"
+_END = "\ufdd1"
 _MARKS = re.compile(f"[{_BEGIN}{_END}]")
 _PROBE = "\ue000"  # a private character, in no template
 _CALLS = ("tool_calls", "function_call")  # fields of an answer, written after its text
@@ -282,12 +283,10 @@ class Template:
         longest: int,
         seconds: float,
     ):
-        self._source, self._constants, self._longest, self._seconds = (
-            source,
-            constants,
-            longest,
-            seconds,
-        )
+        self._source = source
+        self._constants = constants
+        self._longest = longest
+        self._seconds = seconds
         self._dated = {}
         if date is not None:
             self._dated["strftime_now"] = datetime.datetime.fromisoformat(date).strftime
@@ -408,7 +407,8 @@ class Template:
             name: _NULL if value is None else value
             for name, value in variables_and_nulls.items()
         }
-        pieces, length = [], 0
+        pieces = []
+        length = 0
         # Piece by piece, so that a template that writes without end is stopped before
         # it fills the memory.
         for piece in self._compiled.generate(**values):
@@ -469,7 +469,8 @@ def _with_ends(
 
 def _marked_answers(marked: str) -> list[tuple[int, int]]:
     """The answers that a template marked, by their places in the text without marks."""
-    spans, length = [], 0
+    spans = []
+    length = 0
     # Marks come in pairs, so every second piece is an answer.
     for number, piece in enumerate(_MARKS.split(marked)):
         if number % 2:

@@ -367,7 +367,8 @@ class _Renderer:
 
     def _replies(self, lines: Sequence[str]) -> bytes:
         """A line of replies; empty if the program ended."""
-        to_program, from_program = self._process.stdin, self._process.stdout
+        to_program = self._process.stdin
+        from_program = self._process.stdout
         assert to_program is not None and from_program is not None
         try:
             to_program.writelines(line.encode() + b"\n" for line in lines)

@@ -63,7 +63,9 @@ class CheckedArray:
         self._array = (
             np.memmap(path, dtype, "r", shape=(count,)) if count else np.empty(0, dtype)
         )
-        self._path, self._limit, self._checksums = path, limit, checksums
+        self._path = path
+        self._limit = limit
+        self._checksums = checksums
         self._is_checked = np.zeros(len(checksums), bool)
 
     def __len__(self) -> int:

@@ -15,7 +15,8 @@ from .record_forms import Completion, Content, Document
 from .records import Record
 from .tokenizers import Counted, Tokenizer, Tokens
 
-_PROBLEMS_KEPT, _UNREAD_KEPT = 5, 20
+_PROBLEMS_KEPT = 5
+_UNREAD_KEPT = 20
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,8 @@ class Counts:
         """The counts of both."""
         total = {}
         for entry in fields(self):
-            one, another = getattr(self, entry.name), getattr(other, entry.name)
+            one = getattr(self, entry.name)
+            another = getattr(other, entry.name)
             if isinstance(one, int):
                 total[entry.name] = one + another
             else:
@@ -104,7 +106,11 @@ class RecordEncoder:
                 template can't be used.
         """
         texts: list[RenderedChat] = []
-        keys, weights, of_record, problems, num_empty = [], [], [], [], 0
+        keys = []
+        weights = []
+        of_record = []
+        problems = []
+        num_empty = 0
         unread: dict[str, None] = {}
         # Templates run in another process, which is asked once for all chats of the
         # group.
@@ -186,7 +192,8 @@ class RecordEncoder:
 
     def _plain(self, content: str | Completion) -> RenderedChat:
         """A text, or a prompt with its completion."""
-        answers, text = None, "".join(content)
+        answers = None
+        text = "".join(content)
         if isinstance(content, Completion) and self.answers_only:
             answers = ((len(content.prompt), len(text)),)
         return RenderedChat(text, answers, is_open=True, is_plain=True)

@@ -140,7 +140,8 @@ class _Process:
 
     def ask(self, encoder: bytes, records: list[Record]) -> EncodedRecords:
         """The documents of records; raises what the encoder raises."""
-        to_process, from_process = self._process.stdin, self._process.stdout
+        to_process = self._process.stdin
+        from_process = self._process.stdout
         assert to_process is not None and from_process is not None
         try:
             # The encoder has a whole tokenizer: it is sent when it changes, not with
@@ -180,7 +181,8 @@ def main() -> None:
     """
     # Which a terminal sends to this process too
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    to_parent, sys.stdout = sys.stdout.buffer, sys.stderr
+    to_parent = sys.stdout.buffer
+    sys.stdout = sys.stderr
     encoder: RecordEncoder | None = None
     while True:
         try:

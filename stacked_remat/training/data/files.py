@@ -56,7 +56,8 @@ def find_files(paths: Sequence[str], key: str) -> tuple[SourceFile, ...]:
     """
     found: dict[str, SourceFile] = {}
     for path in paths:
-        shown, is_url = without_credentials(path), "://" in path.removeprefix(_FILE)
+        shown = without_credentials(path)
+        is_url = "://" in path.removeprefix(_FILE)
         try:
             files = list(
                 _remote_files(path)
@@ -99,14 +100,18 @@ def _local_files(path: str) -> Iterator[SourceFile]:
     here = os.path.abspath(os.path.expanduser(path))
     # A file may be called `a[1].txt`: what exists is not a glob.
     if os.path.isdir(here):
-        root, places = here, _below(here)
+        root = here
+        places = _below(here)
     elif os.path.lexists(here):
-        root, places = os.path.dirname(here), [here]
+        root = os.path.dirname(here)
+        places = [here]
     else:
-        root, places = _fixed_part(here, "*?["), glob.glob(here, recursive=True)
+        root = _fixed_part(here, "*?[")
+        places = glob.glob(here, recursive=True)
     for place in places:
         if os.path.isfile(place):
-            name, status = place.removeprefix(root).lstrip("/"), os.stat(place)
+            name = place.removeprefix(root).lstrip("/")
+            status = os.stat(place)
             version = (
                 f"{status.st_size} bytes, modified {status.st_mtime_ns // 1000} us"
             )

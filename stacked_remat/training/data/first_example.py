@@ -26,6 +26,7 @@ class FirstExample:
         num_targets: tokens that count as targets.
         is_text: whether it is a text, without a prompt or turns.
         has_unmarked_end: whether the targets lack what ends an answer.
+        unread: keys of its record that nothing reads.
     """
 
     source: str
@@ -35,6 +36,7 @@ class FirstExample:
     num_targets: int
     is_text: bool
     has_unmarked_end: bool
+    unread: tuple[str, ...]
 
     def __str__(self) -> str:
         counted = f"{self.num_targets} of {self.num_tokens} tokens are targets"
@@ -71,6 +73,7 @@ def first_example(request: CacheRequest) -> FirstExample | None:
                     int(is_target.sum()),
                     isinstance(record.content, str),
                     encoded.counts.num_unmarked_ends > 0,
+                    tuple(encoded.counts.unread),
                 )
     return None
 

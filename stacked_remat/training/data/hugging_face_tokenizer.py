@@ -75,10 +75,8 @@ class HuggingFaceTokenizer(Tokenizer):
         self._template = (
             None if template is None else ChatTemplate(template, specials, chat_date)
         )
-        every, core = (
-            {*vocabulary.values()},
-            self._tokenizer.get_vocab(with_added_tokens=False).values(),
-        )
+        every = {*vocabulary.values()}
+        core = self._tokenizer.get_vocab(with_added_tokens=False).values()
         # Tokens beyond the embedding's rows are refused where they occur, and don't
         # count for the size; those that the model must have do, so that a short
         # embedding is noticed.
@@ -129,7 +127,8 @@ class HuggingFaceTokenizer(Tokenizer):
         self, encoding: Any, chat: RenderedChat
     ) -> tuple[Tokens, Counted | None]:
         """The tokens with those that begin and end the text, if it lacks them."""
-        ids, counted = encoding.ids, None
+        ids = encoding.ids
+        counted = None
         if chat.answers is not None:
             counted = _in_answers(chat.answers, encoding.offsets)
         if chat.is_plain and self._begin is not None and ids[:1] != [self._begin]:

@@ -82,7 +82,8 @@ class TokenizedDocuments:
             found = [getattr(part, name) for part in parts]
             return None if found[0] is None else found
 
-        counted, factors = arrays("counted"), arrays("weight_factors")
+        counted = arrays("counted")
+        factors = arrays("weight_factors")
         places = arrays("place_of")
         stops = np.cumsum([len(part.all_tokens) for part in parts], dtype=np.int64)
         return TokenizedDocuments(
@@ -198,10 +199,8 @@ class _SplitPacking:
 
     def __getitem__(self, sequence: int) -> list[Piece]:
         """The pieces of a sequence; cost: a binary search, and its documents."""
-        at, stop = (
-            sequence * self._seq_len,
-            min((sequence + 1) * self._seq_len, int(self._ends[-1])),
-        )
+        at = sequence * self._seq_len
+        stop = min((sequence + 1) * self._seq_len, int(self._ends[-1]))
         document = int(np.searchsorted(self._ends, at, side="right"))
         found = []
         while at < stop:
@@ -209,7 +208,8 @@ class _SplitPacking:
             end = int(self._ends[document])
             start = int(self._ends[document - 1]) if document else 0
             found.append(Piece(document, at - start, min(end, stop) - at))
-            at, document = end, document + 1
+            at = end
+            document = document + 1
         return found
 
     def table(self) -> Int64[np.ndarray, "pieces four"]:
@@ -240,14 +240,16 @@ class _WholePacking:
         documents = np.repeat(np.arange(len(lengths), dtype=np.uint32), num_pieces)
         before = np.repeat(np.cumsum(num_pieces) - num_pieces, num_pieces)
         numbers = (np.arange(len(documents)) - before).astype(np.uint32)
-        self._lengths, self._seq_len = lengths, seq_len
+        self._lengths = lengths
+        self._seq_len = seq_len
         counts = self._counts(documents, numbers)
         # Stable: ties keep the order of documents
         order = np.argsort(-counts, kind="stable")
         sequences = _best_fit(counts[order], seq_len)
         order = order[np.argsort(sequences, kind="stable")]
         # Of each piece, sequence by sequence: its document, and its number in it
-        self._documents, self._numbers = documents[order], numbers[order]
+        self._documents = documents[order]
+        self._numbers = numbers[order]
         self._stops = np.cumsum(np.bincount(sequences))
 
     def _counts(self, documents: Any, numbers: Any) -> Any:
@@ -303,7 +305,8 @@ def _best_fit(
             if not by_free[free]:
                 free_sizes &= ~(1 << free)
         else:
-            free, chosen = seq_len, num_sequences
+            free = seq_len
+            chosen = num_sequences
             num_sequences += 1
         found.append(chosen)
         left = free - count

@@ -83,7 +83,8 @@ def _content(
 ) -> tuple[Content, tuple[str | None, ...]]:
     """The content of a record, and the keys that hold it."""
     # What the config names comes before forms that are only known by their keys.
-    text, messages = fields.get(how.text_key), fields.get(how.messages_key)
+    text = fields.get(how.text_key)
+    messages = fields.get(how.messages_key)
     if text is not None:
         return _text(fields, how.text_key), (how.text_key,)
     if messages is not None:
@@ -104,7 +105,8 @@ def _content(
 
 
 def _completion(fields: Mapping[str, Any]) -> Content:
-    prompt, completion = fields["prompt"], fields["completion"]
+    prompt = fields["prompt"]
+    completion = fields["completion"]
     if isinstance(prompt, list) and isinstance(completion, list):
         _check_chat(prompt, "prompt")
         _check_chat(completion, "completion")

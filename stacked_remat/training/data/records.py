@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import itertools
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -120,7 +121,8 @@ _ROWS = 64  # of Parquet that are in memory at once
 def _opened(file: SourceFile, *, as_stored: bool = False) -> OpenFile:
     """The file, to be entered; its decompressed bytes unless `as_stored`."""
     # The ending decides: contents may be anything, also bytes that look compressed.
-    name, path = file.name.lower(), file.local_path
+    name = file.name.lower()
+    path = file.local_path
     endings = () if as_stored else _COMPRESSED
     codec = next(
         (_COMPRESSED[ending] for ending in endings if name.endswith(ending)), None
@@ -160,13 +162,30 @@ def _read_json(file: SourceFile, how: SourceConfig, start: int) -> Iterator[Reco
                 return
             # Blank lines are counted, so that the numbers are those that editors show.
             if number >= start and line.strip():
-                place, stored = f"{file.place}:{number + 1}", opened.fobjects[0].tell()
+                place = f"{file.place}:{number + 1}"
+                stored = opened.fobjects[0].tell()
                 parse = functools.partial(_of_line, line, how)
                 yield Record(place, number, stored, len(line), parse)
 
 
 def _of_line(line: bytes, how: SourceConfig) -> Document:
-    return document_of(json.loads(line), how)
+    return document_of(_loaded(line), how)
+
+
+def _loaded(stored: bytes) -> Any:
+    """A value of JSON; a `MalformedRecord` where an object has a key twice, of which
+    `json` would take the last.
+    """
+
+    def checked(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            counts = Counter(key for key, _ in pairs)
+            ((twice, _),) = counts.most_common(1)
+            raise MalformedRecord(f"has the key {twice!r} twice in one object")
+        return found
+
+    return json.loads(stored, object_pairs_hook=checked)
 
 
 def _read_array(file: SourceFile, how: SourceConfig, start: int) -> Iterator[Record]:
@@ -174,7 +193,9 @@ def _read_array(file: SourceFile, how: SourceConfig, start: int) -> Iterator[Rec
     with _opened(file) as plain:
         stored = plain.read()
     try:
-        items = json.loads(stored)
+        items = _loaded(stored)
+    except MalformedRecord as error:
+        raise DataError(f"{file.place} {error}. Repair it.") from error
     except (ValueError, RecursionError) as error:
         raise DataError(
             f"{file.place} begins with `[` and is no array of JSON: {error}. Repair it,"

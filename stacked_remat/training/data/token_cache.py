@@ -40,7 +40,9 @@ from .records import read_records
 from .tokenizers import Tokenizer
 
 _FORMAT = 9  # of the files of a cache
-_STATE, _LOCK, _CHECKSUMS = "state.json", ".lock", "checksums"
+_STATE = "state.json"
+_LOCK = ".lock"
+_CHECKSUMS = "checksums"
 _GROUP_RECORDS, _GROUP_BYTES = 256, 2**18  # tokenized at once
 _LARGE_FILE = 2**22  # bytes of a file that has a cache of its own
 _FILES_TOGETHER = 256  # about as many smaller ones have one together
@@ -129,7 +131,8 @@ class CacheState:
 
     def layout(self, request: CacheRequest) -> dict[str, tuple[int, Any]]:
         """The files of a cache, with the number and the dtype of their entries."""
-        num_documents, num_tokens = self.counts.num_documents, self.counts.num_tokens
+        num_documents = self.counts.num_documents
+        num_tokens = self.counts.num_tokens
         files: dict[str, tuple[int, Any]] = {
             "tokens": (num_tokens, request.tokenizer.dtype),
             "lengths": (num_documents, np.int64),
@@ -300,7 +303,8 @@ def _unusable(path: Path, problem: str) -> DataError:
 def _check_types(saved: CacheState | Counts) -> None:
     """Raises a TypeError for an entry that no state is saved with."""
     for entry in dataclasses.fields(saved):
-        value, usual = getattr(saved, entry.name), getattr(type(saved)(), entry.name)
+        value = getattr(saved, entry.name)
+        usual = getattr(type(saved)(), entry.name)
         if isinstance(usual, Mapping):
             is_right = isinstance(value, dict) and all(map(_is_count, value.values()))
         elif isinstance(usual, tuple):
@@ -325,7 +329,9 @@ def _read_back(path: Path, checksum: int) -> tuple[bytes, list[int]]:
 
     A DataError if the file has not the checksum of what was written to it.
     """
-    digest, block_checksums, file_checksum = hashlib.sha256(), [], 0
+    digest = hashlib.sha256()
+    block_checksums = []
+    file_checksum = 0
     with path.open("rb") as file:
         for block in blocks_of(file):
             digest.update(block)
@@ -349,7 +355,9 @@ class _Build:
         processes: EncodingProcesses,
         save_tokens: int,
     ):
-        self._name, self._progress, self._processes = name, progress, processes
+        self._name = name
+        self._progress = progress
+        self._processes = processes
         self._save_tokens = save_tokens
         self._total = sum(part.size for part in parts)
         self._done = self._tokens = 0  # in the parts before
@@ -369,7 +377,8 @@ class _Build:
 
     def _build(self, part: CacheRequest, folder: Path, state: CacheState) -> None:
         before = np.cumsum([0, *(file.size for file in part.files)])
-        counts, saved = state.counts, state.counts.num_tokens
+        counts = state.counts
+        saved = state.counts.num_tokens
         groups = _groups(part, state.next_file, state.next_record)
         with contextlib.ExitStack() as files:
             writer = _Writer(part, folder, state, files)
@@ -387,7 +396,8 @@ class _Build:
         self._tokens += counts.num_tokens
 
     def _show(self, done: int, num_tokens: int) -> None:
-        what, tokens = f"tokenizing {self._name}", f"{num_tokens:,} tokens"
+        what = f"tokenizing {self._name}"
+        tokens = f"{num_tokens:,} tokens"
         self._progress.work(what, done, self._total + 1, tokens)
 
 
@@ -395,7 +405,8 @@ def _groups(
     request: CacheRequest, first_file: int, first_record: int
 ) -> Iterator[Group]:
     """The records that are not encoded yet, in groups."""
-    group, size = Group([], []), 0
+    group = Group([], [])
+    size = 0
     for at in range(first_file, len(request.files)):
         start = first_record if at == first_file else 0
         for record in read_records(request.files[at], request.source, start):
@@ -404,7 +415,8 @@ def _groups(
             size += record.size
             if len(group.records) >= _GROUP_RECORDS or size >= _GROUP_BYTES:
                 yield group
-                group, size = Group([], []), 0
+                group = Group([], [])
+                size = 0
     if group.records:
         yield group
 
@@ -417,7 +429,9 @@ class _Writer:
         state: CacheState,
         files: contextlib.ExitStack,
     ):
-        self._request, self._folder, self._state = request, folder, state
+        self._request = request
+        self._folder = folder
+        self._state = state
         self._files = {}
         self._file_checksums = {}  # of what is written to the files, saved or not
         for name, (count, dtype) in state.layout(request).items():
@@ -427,7 +441,8 @@ class _Writer:
             file.truncate(count * np.dtype(dtype).itemsize)
             checksum = state.file_checksums.get(name, 0)
             _read_back(folder / name, checksum)
-            self._files[name], self._file_checksums[name] = file, checksum
+            self._files[name] = file
+            self._file_checksums[name] = checksum
 
     def add(self, group: Group, encoded: EncodedRecords) -> Counts:
         """Writes the documents of a group, and returns the counts after it."""
@@ -480,7 +495,8 @@ class _Writer:
         """Compares all files with what was written, writes the checksums of their
         blocks, and sets what the last state says of them.
         """
-        digest, checksums = hashlib.sha256(), []
+        digest = hashlib.sha256()
+        checksums = []
         for name, checksum in self._file_checksums.items():
             file_digest, block_checksums = _read_back(self._folder / name, checksum)
             digest.update(file_digest)
@@ -499,7 +515,8 @@ class _Writer:
 def _open(request: CacheRequest, folder: Path) -> CachedTokens:
     state = _read_state(folder, request)
     checksums = np.fromfile(folder / _CHECKSUMS, np.uint32)
-    blocks, arrays = state.num_blocks(request), {}
+    blocks = state.num_blocks(request)
+    arrays = {}
     for name, (count, dtype) in state.layout(request).items():
         of_blocks, checksums = np.split(checksums, [blocks[name]])
         limit = request.tokenizer.vocab_size if name == "tokens" else None

@@ -13,11 +13,9 @@ from ..extra import optional
 from .hugging_face_tokenizer import HuggingFaceTokenizer
 from .tokenizers import ByteTokenizer, Tokenizer
 
-_TOKENIZER, _CONFIG, _TEMPLATE = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "chat_template.jinja",
-)
+_TOKENIZER = "tokenizer.json"
+_CONFIG = "tokenizer_config.json"
+_TEMPLATE = "chat_template.jinja"
 _SPECIAL_TOKENS = "special_tokens_map.json"
 _FILES = [_TOKENIZER, _CONFIG, _SPECIAL_TOKENS, _TEMPLATE]
 _FURTHER_TEMPLATES = "additional_chat_templates/*.jinja"  # by their names
@@ -60,7 +58,8 @@ def load_tokenizer(
 
 
 def _pretrained(name: str, chat_date: str | None, rows: int | None) -> Tokenizer:
-    files, config = _files(name), {}
+    files = _files(name)
+    config = {}
     # The config counts where both have a token, as in transformers.
     for file in (_SPECIAL_TOKENS, _CONFIG):
         try:
@@ -130,9 +129,11 @@ def _files(name: str) -> dict[str, Path]:
     """The files that a tokenizer has, by their usual names."""
     path = Path(name).expanduser()
     if path.is_file():
-        folder, named_file = path.parent, {_TOKENIZER: path}
+        folder = path.parent
+        named_file = {_TOKENIZER: path}
     elif path.is_dir():
-        folder, named_file = path, {}
+        folder = path
+        named_file = {}
     elif _HUB_NAME.fullmatch(name) and not name.endswith(".json"):
         hub = optional("huggingface_hub", f"data.tokenizer = {name!r}")
         repository, _, revision = name.partition("@")

@@ -159,7 +159,8 @@ if it does.
 def _requests(config: DataConfig, tokenizer: Tokenizer) -> _Requests:
     if not config.sources:
         library = SourceConfig(("*.py",), format="text")
-        name, files = "python-standard-library", standard_library_files()
+        name = "python-standard-library"
+        files = standard_library_files()
         request = CacheRequest(name, files, library, tokenizer, config.on_malformed)
         return {name: (request, None)}
     found: _Requests = {}
@@ -294,10 +295,8 @@ def _summary(training: list[PackedDocuments], held_out: list[PackedDocuments]) -
             half.num_documents for half in halves
         )
 
-    (tokens, documents), (held_tokens, held_documents) = (
-        count(training),
-        count(held_out),
-    )
+    tokens, documents = count(training)
+    held_tokens, held_documents = count(held_out)
     return (
         f"{tokens:,} tokens in {documents:,} documents to train on, {held_tokens:,} in"
         f" {held_documents:,} held out"

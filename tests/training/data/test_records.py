@@ -118,6 +118,7 @@ def test_a_url_is_read_like_a_file(tmp_path):
     ("line", "problem"),
     [
         ('{"text": ', r"a.jsonl:2 is not JSON \(Expecting value"),
+        ('{"text": "a", "text": "b"}', r"a.jsonl:2 has the key 'text' twice in one"),
         ("[" * 200_000, r"a.jsonl:2 is JSON that is nested too deeply"),
         (
             "[1]",

@@ -27,6 +27,18 @@ def test_collectives_of_weights_and_gradients_run_beside_products(target, policy
     assert found.memory_analysis().temp_size_in_bytes <= most
 
 
+@pytest.mark.parametrize("target", [ON_H200])
+def test_nor_do_layers_of_two_kinds_wait(target):
+    found, text = compiled(target, "nested", kinds=2)
+    in_loops = [one for one in collectives(text) if one.in_loop]
+    assert in_loops and all(one.products for one in in_loops), in_loops
+    # A gathered layer of each kind
+    rows = recorded(f"gathered_ahead_kinds_{target}_8", "policy", "weights gathered")
+    of_layer = rows["nested", "by the layer"]["temporaries"]
+    most = of_layer + 2 * LAYER * 9 / 8
+    assert found.memory_analysis().temp_size_in_bytes <= most
+
+
 PROGRAM = """
 %fused (a: bf16[8,8]) -> bf16[8,8] {
   ROOT %dot.1 = bf16[8,8]{1,0} dot(%a, %a), lhs_contracting_dims={1}

@@ -518,3 +518,16 @@ def merge(
 def scatter_leaves(part: Sequence[PyTree], mask: Sequence[bool]) -> list[PyTree]:
     """Invert `pick`, with `None` for leaves that are not in the mask."""
     return merge([None] * len(mask), part, mask)
+
+
+def check_saved_on_device(pullbacks: Sequence[LayerPullback]) -> None:
+    """Refuse residuals that the layer itself moves to the host."""
+    for pullback in pullbacks:
+        if pullback.residuals and pullback.residuals.on_host:
+            raise ValueError(
+                "With layers that are cut, save_block_internals keeps internals on the"
+                " device while a segment is replayed, and here some are moved to the"
+                " host: by a policy of JAX that offloads, or by a fold inside the"
+                " layer. Use one that does not offload, and"
+                ' save_carries="offload" beside it.'
+            )

@@ -58,6 +58,7 @@ from .gradient import (
     LayerPullback,
     LeafVisit,
     Perturbed,
+    check_saved_on_device,
     merge,
     pick,
     write_gradients,
@@ -400,7 +401,7 @@ def _visit_scheduled(
     """Visit the layers that a schedule covers, from the inputs that are kept of
     them.
     """
-    _check_saved_on_device(layers.pullbacks)
+    check_saved_on_device(layers.pullbacks)
     spec = layers.spec
     program = layers.program
     first = entry_at(layers.trips.runs_first, 0)
@@ -417,19 +418,6 @@ def _visit_scheduled(
     slots = spec.slots_for(spec.carry_types, program, layers.is_read)
     loop = _Loop(slots, saved, fetched, cotangent, state)
     return _loop_over_boundaries(layers, inputs, loop)
-
-
-def _check_saved_on_device(pullbacks: Sequence[LayerPullback]) -> None:
-    """Refuse residuals that the layer itself moves to the host."""
-    for pullback in pullbacks:
-        if pullback.residuals and pullback.residuals.on_host:
-            raise ValueError(
-                "With layers that are cut, save_block_internals keeps internals on the"
-                " device while a segment is replayed, and here some are moved to the"
-                " host: by a policy of JAX that offloads, or by a fold inside the"
-                " layer. Use one that does not offload, and"
-                ' save_carries="offload" beside it.'
-            )
 
 
 def _loop_over_runs(layers: _Layers, loop: _Loop) -> _Loop:

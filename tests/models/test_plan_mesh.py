@@ -139,6 +139,13 @@ def test_layers_are_divided_where_the_batch_has_microbatches(monkeypatch):
     # Of equal arithmetic the pipeline waits, so it is last, though it sends least
     plans = found("1MB", config)
     assert [step.stages for _, step in plans] == [1] * (len(plans) - 1) + [2]
+    # The last stage may have fewer layers, and none may have none
+    three = dataclasses.replace(config.model, num_layers=3)
+    uneven = dataclasses.replace(config, model=three)
+    stages = [step for step in meshes(uneven.candidate) if step.stages > 1]
+    assert [step.stages for step in stages] == [2]
+    # Of two microbatches a stage of two layers waits for the third layer
+    assert stages[0].idle == 1 / 5
     # One of the config's own, with another axis
     own = with_trainer(
         update=UpdateConfig(microbatches=4),

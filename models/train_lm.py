@@ -256,9 +256,11 @@ def _show_examples(config: LmRunConfig, console: Console) -> None:
     tokenizer = load_tokenizer(
         config.tokenizer_name, config.data.chat_date, rows=config.vocab_size
     )
+    show = shown_on(console)
     without = {*config.data.sources}
     for example in first_examples(config.data, tokenizer):
-        without -= {example.source}
+        if example.num_targets:
+            without -= {example.source}
         text = Text()
         for run, is_target in example.runs:
             cut = run if len(run) <= _MOST_SHOWN else f"{run[:_MOST_SHOWN]}..."
@@ -270,10 +272,16 @@ def _show_examples(config: LmRunConfig, console: Console) -> None:
         title = f"{example}\ntargets are green, between « and »:"
         console.print(encodable(escaped(title), console), style="bold", markup=False)
         console.print(text, soft_wrap=True)
-        if example.unread:
-            names = ", ".join(example.unread)
-            line = f"keys of this record that are not read: {names}"
-            console.print(encodable(escaped(line), console), markup=False)
+        lines = [*example.remarks]
+        positions = example.num_tokens - 1
+        if config.data.packing == "whole" and positions > config.data.seq_len:
+            lines.append(
+                f"this example is longer than data.seq_len = {config.data.seq_len} and"
+                " is cut into sequences of their own; data.seq_len:"
+                f" {positions} would not cut it"
+            )
+        for line in lines:
+            show(escaped(line))
     if without:
         raise DataError(
             f"data.sources.{min(without)} has no target in its first records. With"

@@ -287,7 +287,7 @@ def _show_examples(config: LmRunConfig, console: Console) -> None:
         if config.data.packing == "whole" and positions > config.data.seq_len:
             lines.append(
                 f"this example is longer than data.seq_len = {config.data.seq_len} and"
-                " is cut into sequences of their own; data.seq_len:"
+                " is cut into parts that do not see each other; data.seq_len:"
                 f" {positions} would not cut it"
             )
         for line in lines:

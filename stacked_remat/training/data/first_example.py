@@ -28,7 +28,8 @@ class FirstExample:
         num_targets: tokens that count as targets.
         is_text: whether it is a text, without a prompt or turns.
         has_unmarked_end: whether the targets lack what ends an answer.
-        remarks: what is not read of its record and those before it, a line each.
+        remarks: what is not read of its record, those before it and the chats after it,
+            among the first 64; a line each.
     """
 
     source: str
@@ -53,39 +54,44 @@ class FirstExample:
         return line
 
 
-def first_example(request: CacheRequest) -> FirstExample | None:
+def first_example(request: CacheRequest, *, reads_on: bool) -> FirstExample | None:
     """That of the request's files; None if none of the first records has a document.
 
     A DataError for a record that can't be read, unless those are skipped.
+
+    Args:
+        reads_on: whether chats after the example are read too, for their remarks.
     """
     records = itertools.chain.from_iterable(
         read_records(file, request.source) for file in request.files
     )
+    counts = Counts()
+    found: FirstExample | None = None
     # Some records, and not all: a source without any targets is refused later, by its
     # counts.
-    counts = Counts()
-    without_targets = None
     for record in itertools.islice(records, _TRIED):
+        if found is not None and found.num_targets:
+            # Others than chats have no remarks, and may be whole files.
+            if not reads_on or not isinstance(record.content, list):
+                break
         encoded = request.encoder([record])
         counts += encoded.counts
         for tokens, counted in zip(encoded.tokens, encoded.counted, strict=True):
             is_target = np.ones(len(tokens), bool) if counted is None else counted
-            example = FirstExample(
+            num_targets = int(is_target.sum())
+            if found is not None and (found.num_targets or not num_targets):
+                continue
+            found = FirstExample(
                 request.name,
                 record.place,
                 _runs(tokens, is_target, request.tokenizer),
                 len(tokens),
-                int(is_target.sum()),
+                num_targets,
                 isinstance(record.content, str),
                 encoded.counts.num_unmarked_ends > 0,
-                tuple(counts.names_unused()),
+                (),
             )
-            if is_target.any():
-                return example
-            without_targets = without_targets or example
-    if without_targets is None:
-        return None
-    return replace(without_targets, remarks=tuple(counts.names_unused()))
+    return found and replace(found, remarks=tuple(counts.names_unused()))
 
 
 def _runs(

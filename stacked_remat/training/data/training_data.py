@@ -68,7 +68,7 @@ def open_training_data(
     requests = _requests(config, tokenizer)
     # Before hours of tokenizing: what a user sees here is often a mistake in the
     # config.
-    for example in _first_examples(requests):
+    for example in _first_examples(requests, reads_on=False):
         if not example.is_text:
             progress.message(str(example))
     # Started once for all sources, and ended before training begins.
@@ -129,8 +129,9 @@ def _packed(
     if config.packing == "whole" and packed.num_cut:
         progress.message(
             f"{name}: {packed.num_cut} of {packed.num_documents} documents to {what}"
-            f" are longer than data.seq_len = {config.seq_len} and are cut into"
-            f" sequences of their own; data.seq_len: {packed.longest} would cut none"
+            f" are longer than data.seq_len = {config.seq_len} and are cut into parts"
+            " that do not see each other; data.seq_len:"
+            f" {packed.longest} would cut none"
         )
     return packed
 
@@ -193,17 +194,17 @@ def _requests(config: DataConfig, tokenizer: Tokenizer) -> _Requests:
 
 
 def first_examples(config: DataConfig, tokenizer: Tokenizer) -> Iterator[FirstExample]:
-    """The first example of each source, of which nothing else is read.
+    """The first example of each source, of which up to 64 records are read.
 
     Raises:
         DataError: as `open_training_data`.
     """
-    return _first_examples(_requests(config, tokenizer))
+    return _first_examples(_requests(config, tokenizer), reads_on=True)
 
 
-def _first_examples(requests: _Requests) -> Iterator[FirstExample]:
+def _first_examples(requests: _Requests, *, reads_on: bool) -> Iterator[FirstExample]:
     for request, _ in requests.values():
-        if (example := first_example(request)) is not None:
+        if (example := first_example(request, reads_on=reads_on)) is not None:
             yield example
 
 

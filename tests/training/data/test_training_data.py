@@ -313,9 +313,11 @@ def test_roles_that_the_template_does_not_name_are_said_once(tmp_path):
     options |= {"sources": {"c": own}, "progress": progress}
     open_data(tmp_path, tokenizer, **options)
     assert progress.messages.count(f"c: {line}") == 1
-    # The first example that has targets is the second record.
-    (example,) = first_examples(DataConfig({"c": own}), tokenizer)
-    assert example.place.endswith(":2") and example.remarks == (line,)
+    # The first example that has targets is the second record, or the first.
+    for records, number in ((lines, 2), (lines[::-1], 1)):
+        (tmp_path / "a.jsonl").write_text("\n".join(records))
+        (example,) = first_examples(DataConfig({"c": own}), tokenizer)
+        assert example.place.endswith(f":{number}") and example.remarks == (line,)
     (tmp_path / "a.jsonl").write_text(lines[0])
     (example,) = first_examples(DataConfig({"c": own}), tokenizer)
     assert (example.num_targets, example.remarks) == (0, (line,))
@@ -488,7 +490,7 @@ def test_a_source_most_of_whose_sequences_have_no_target_is_refused(tmp_path, pr
     assert progress.messages[1:] == [
         (
             "chats: 20 of 20 documents to train on are longer than data.seq_len = 100"
-            " and are cut into sequences of their own; data.seq_len:"
+            " and are cut into parts that do not see each other; data.seq_len:"
             f" {longest} would cut none"
         ),
         f"chats: {left_out} sequences have no target and are left out",

@@ -227,6 +227,73 @@ def test_every_loop_gathers_its_layers(mesh_kind, apply):
     assert_close(on_mesh(mesh_kind, cases)["nested"], wanted)
 
 
+PATTERNS = ["aabaab", "bcacaacb", "a", "cccabbb"]
+
+
+@pytest.mark.parametrize(
+    "patterns",
+    [PATTERNS[:2], pytest.param(PATTERNS[2:], marks=pytest.mark.deep)],
+    ids=["few", "rest"],
+)
+def test_kinds_of_other_shapes_gather_ahead_under_every_policy(patterns):
+    """One kind may have no layers."""
+    mesh, gather = mesh_and_gather(AxisType.Auto)
+    inner = {"a": INNER, "b": 8, "c": 24}
+
+    def weights_of(pattern):
+        found = {}
+        for seed, kind in enumerate(inner):
+            count = pattern.count(kind)
+            found[kind] = (
+                0.3 * normal(seed, count, WIDTH, inner[kind]),
+                0.3 * normal(seed + 3, count, inner[kind], WIDTH),
+            )
+        return found
+
+    def value(gather, pattern, remat, reverse, weights, x):
+        stacks = {}
+        for kind, (up, down) in weights.items():
+            block = (Scaled if kind == "b" else Block)(up, down, gather)
+            stacks[kind] = Stacked(block, Layers.resize(pattern.count(kind)))
+        axis = Layers.resize(len(pattern))
+        blocks = StackedPattern(stacks, pattern, axis, remat)
+        return jnp.sum(blocks.fold(x, reverse=reverse) ** 2)
+
+    def gradients(gather, policies, weights, x):
+        found = []
+        for number, (name, remat) in enumerate(policies.items()):
+            pattern = patterns[number % len(patterns)]
+            reverse = number // len(patterns) % 2 == 1
+            run = functools.partial(value, gather, pattern, remat, reverse)
+            found.append((name, jax.grad(run, (0, 1))(weights[pattern], x)))
+        return dict(found)
+
+    args = {pattern: weights_of(pattern) for pattern in patterns}, ARGS[2]
+    wanted = jit(
+        functools.partial(
+            gradients, lambda weight, axis: weight, dict.fromkeys(POLICIES, False)
+        )
+    )(*args)
+
+    def placed(pair):
+        specs = zip(pair, (UP, DOWN), strict=True)
+        return tuple(
+            jax.device_put(one, NamedSharding(mesh, spec)) for one, spec in specs
+        )
+
+    weights, x = args
+    weights = {
+        pattern: {kind: placed(pair) for kind, pair in kinds.items()}
+        for pattern, kinds in weights.items()
+    }
+    with jax.set_mesh(mesh):
+        found = jit(functools.partial(gradients, gather, POLICIES))(weights, x)
+    for name in POLICIES:
+        assert_close(
+            jax.device_get(found[name]), jax.device_get(wanted[name]), name=name
+        )
+
+
 @pytest.mark.usefixtures("standard_promotion")  # optax depends on it
 @pytest.mark.parametrize("mesh_kind", MESHES[:2], ids=str)
 def test_layers_are_updated_where_they_are_divided(mesh_kind):
@@ -254,12 +321,12 @@ def test_layers_are_updated_where_they_are_divided(mesh_kind):
         assert leaf.sharding.is_equivalent_to(sharding, 3)
 
 
-def whole_weights_in_loops(mesh_kind, remat):
+def whole_weights_in_loops(mesh_kind, remat, apply=by_stack):
     """How many whole weights of each shape a loop of a gradient carries, for loops that
     carry some.
     """
     mesh, gather = mesh_and_gather(mesh_kind)
-    value = functools.partial(loss, gather, functools.partial(by_stack, remat))
+    value = functools.partial(loss, gather, functools.partial(apply, remat))
     shardings = tuple(NamedSharding(mesh, spec) for spec in SPECS)
     with jax.set_mesh(mesh):
         args = jax.device_put(ARGS, shardings)
@@ -279,6 +346,13 @@ def test_loops_carry_one_gathered_layer(mesh_kind):
     # Under "nested" forward loops are one within another too, and there are replays
     for remat, loops in ((True, 3), ("nested", 5), ("recompute", 0)):
         assert whole_weights_in_loops(mesh_kind, remat) == [[1, 1]] * loops
+
+
+def test_loops_carry_one_gathered_layer_of_each_kind():
+    counts = whole_weights_in_loops(AxisType.Auto, "nested", by_pattern)
+    # What runs a layer of one kind may carry that of the kind alone
+    assert max(counts) == [2, 2]
+    assert all(both in ([2, 2], [1, 1]) for both in counts)
 
 
 @pytest.mark.parametrize("spec", [P(None, "data"), P("data"), P(P.UNCONSTRAINED)])

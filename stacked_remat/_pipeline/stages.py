@@ -11,8 +11,9 @@ says, and sweeps back with a visitor that adds each layer's gradient to the sums
 last stage has no forward pass of its own: it would compute what its backward pass, the
 next thing that it does, computes.
 
-What goes from stage to stage (`Passed`) is the carry, and for a loss that scans the
-outputs of all layers, of which each stage fills in its own.
+What goes from stage to stage is the carry, and for a loss that scans the outputs of all
+layers, of which each stage fills in its own. That, and a stage's layers as a fold, are
+in `stage_layers.py`.
 """
 
 import dataclasses
@@ -23,37 +24,28 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from haliax import Axis
 from jax import lax
 
 from .. import _xla_hints as xla_hints
 from .._activity import is_differentiable
 from .._fused.folds import leaves_or_none
-from .._scan.layer_axis import part_of_layers, split_tree
-from .._scan.marks import is_array
-from .._scan.until import CountedCarry
 from .._scan.visitor import LayerResult, LayerVisit, SweepResult
-from .._stacked import Stacked
-from .._static import PyTree, with_leaves
+from .._static import PyTree
 from .._sweep.gradient import merge, pick
 from .._sweep.slots import inverted
 from .._sweep.store import read, write, zeros_of
-from .._sweep.trace import weak_as
 from .._trips import known_branches, known_trips
 from .loss_parts import LossParts
 from .schedule import BACKWARD, FORWARD, Schedule, exchanges
+from .stage_layers import (
+    Arguments,
+    Passed,
+    StageLayers,
+    arrays_of,
+    cotangents_of,
+    strong,
+)
 from .two_cotangents import LateCotangents, TwoCotangents, take_apart
-
-
-class Passed(NamedTuple):
-    """What a stage sends to the next. Cotangents of it, which are sent back, are of
-    floating-point arrays alone.
-    """
-
-    carry: list[Any]
-    # The outputs of the rows of all stages, with zeros for those of later stages; []
-    # for a fold
-    outputs: list[Any]
 
 
 class StageState(NamedTuple):
@@ -87,11 +79,8 @@ class Stages:
     parts: LossParts
     # Whether the loss returns a pair
     has_aux: bool
-    # The axis of all layers
-    Layers: Axis
-    # The stack of this stage, which has as many rows on each stage: those of its
-    # layers, and after these some that are never read (`_count`)
-    layers: Stacked
+    # This stage's part of the stack
+    layers: StageLayers
     # For each leaf of a layer, None being one, whether it is trained
     is_trained: Sequence[bool]
     # What is trained of the rest of the model
@@ -188,32 +177,34 @@ class Stages:
         """
 
         def first() -> Passed:
-            init, _, _ = self._operands(number, self.trained)
+            init, _ = self._operands(number, self.trained)
             return Passed(init, [*map(jnp.zeros_like, state.passed.outputs)])
 
         return lax.cond(self._is_first, first, lambda: state.passed)
 
     def _folded(self, number: Any, passed: Passed) -> Passed:
         """What this stage's layers make of it; nothing is kept."""
-        return self._after(passed, self._called("", number, passed))
+        _, arguments = self._operands(number, self.trained)
+        return self.layers.applied(passed, arguments)
 
     def _backward(
         self, late: LateCotangents | None, number: Any, state: StageState
     ) -> StageState:
         """B: sweep back over the layers, and send the cotangent of the input back."""
         passed = read(state.inputs, number % self._slots)
-        result, sweep_back = self._called("_vjp", number, passed)
-        after = self._after(passed, result)
+        _, arguments = self._operands(number, self.trained)
+        result, sweep_back = self.layers.vjp(passed, arguments)
+        after = self.layers.after(passed, result)
         loss = functools.partial(self._loss, after)
         with known_trips(1):
             state = xla_hints.run_if(self._is_last, loss, number, state)
-        cotangent = self._cotangent_of(result, state.cotangents)
+        cotangent = self.layers.cotangent(result, state.cotangents)
         if late is None:
             swept = sweep_back(cotangent, self._added, layer_state=state.layers)
             state = state._replace(layers=swept.layer_state)
         else:
             is_early = inverted(late.is_late)
-            kept = [zeros_of(type_, (self._rows,)) for type_ in late.kept]
+            kept = [zeros_of(type_, (self.layers.rows,)) for type_ in late.kept]
             before = pick(state.layers, is_early), kept
             visitor = functools.partial(self._added_early, late)
             swept = sweep_back(cotangent, visitor, layer_state=before)
@@ -222,7 +213,7 @@ class Stages:
                 layers=merge(state.layers, early, is_early),
                 kept=write(state.kept, number % self._slots, kept),
             )
-        carry = _cotangents(_of_user(swept.carry), self._carry(passed))
+        carry = self.layers.carry_cotangents(swept, passed)
         sent = state.cotangents._replace(carry=pick(carry, self._is_float(carry)))
         state = state._replace(cotangents=sent)
         return self._pulled_back(number, carry, swept, state)
@@ -231,19 +222,18 @@ class Stages:
         self, late: LateCotangents, kept: list[Any], number: Any, sums: list[Any]
     ) -> list[Any]:
         """W: add the cotangents of weights that B left to the sums."""
-        _, args, kwargs = self._operands(number, self.trained)
-        arguments = (self.layers._stored, *args), kwargs
-        split = split_tree(arguments, self.layers.Layers, self.layers._caller)
+        _, arguments = self._operands(number, self.trained)
+        split = self.layers.split(arguments)
         of_microbatch = read(kept, number % self._slots)
 
         def add(layer: Any, sums: list[Any]) -> list[Any]:
-            available = _arrays(split.layer(layer))
+            available = arrays_of(split.layer(layer))
             found = late.run(available, read(of_microbatch, layer))
             return write(sums, layer, [*map(_sum, read(sums, layer), found)])
 
         of_late = pick(sums, late.is_late)
-        with known_trips(self._rows):
-            of_late = lax.fori_loop(0, self._count, add, of_late)
+        with known_trips(self.layers.rows):
+            of_late = lax.fori_loop(0, self.layers.count, add, of_late)
         return merge(sums, of_late, late.is_late)
 
     def _exchanged(self, time: Any, state: StageState) -> StageState:
@@ -276,14 +266,6 @@ class Stages:
 
     # --- The parts of the backward pass
 
-    def _called(self, suffix: str, number: Any, passed: Passed) -> Any:
-        """The result of this stage's layers; with `"_vjp"` also their reverse sweep."""
-        _, args, kwargs = self._operands(number, self.trained)
-        carry = self._carry(passed)
-        if not self._is_even:
-            carry = CountedCarry(self._count, carry)
-        return self.parts.fold.call(suffix, self.layers, carry, args, kwargs)
-
     def _loss(self, after: Passed, number: Any, state: StageState) -> StageState:
         """On the last stage: the loss, and the cotangents of what the layers made."""
         masks = Passed(*map(self._is_float, after))
@@ -304,15 +286,15 @@ class Stages:
     ) -> tuple[Any, list[Any]]:
         """The part of a microbatch in the mean of the loss, and the arrays of aux."""
         inputs = [*self.rest(trained), *self.microbatch(number)]
-        outputs = [rows[: self.Layers.size] for rows in after.outputs]
-        returned = self.parts.results(inputs, [*after.carry, *outputs])
+        folded = [*after.carry, *self.layers.outputs_of_layers(after)]
+        returned = self.parts.results(inputs, folded)
         value, aux = returned if self.has_aux else (returned, None)
-        return value / self.schedule.microbatches, _arrays(aux)
+        return value / self.schedule.microbatches, arrays_of(aux)
 
     def _with_loss(
         self, number: Any, value: Any, aux: Sequence[Any], state: StageState
     ) -> StageState:
-        aux = write(state.aux, number, [*map(_strong, aux)])
+        aux = write(state.aux, number, [*map(strong, aux)])
         return state._replace(value=state.value + value, aux=aux)
 
     def _pulled_back(
@@ -326,17 +308,17 @@ class Stages:
 
         def pull_back(number: Any, rest: list[Any]) -> list[Any]:
             def active(trained: list[Any]) -> list[Any]:
-                init, args, kwargs = self._operands(number, trained)
-                return pick([*init, *_arrays((args, kwargs))], self.is_active)
+                init, arguments = self._operands(number, trained)
+                return pick([*init, *arrays_of(arguments)], self.is_active)
 
             cotangents = []
             for leaf in carry:
                 zeros = jnp.zeros_like(leaf)
                 cotangents.append(jnp.where(self._is_first, leaf, zeros))
             if self._arguments_are_active:
-                _, args, kwargs = self._operands(number, self.trained)
-                of_args = swept.args, swept.kwargs
-                cotangents += _cotangents(of_args, (args, kwargs))
+                _, arguments = self._operands(number, self.trained)
+                of_arguments = Arguments(swept.args, swept.kwargs)
+                cotangents += cotangents_of(of_arguments, arguments)
             else:
                 cotangents += [None] * (len(self.is_active) - len(carry))
             _, pullback = jax.vjp(active, self.trained)
@@ -369,7 +351,7 @@ class Stages:
         divided, structure = self._divided(visit)
         if not divided.late.is_like(expected):
             raise ValueError(
-                f"The policy {self.layers.remat!r} reverses some layers of"
+                f"The policy {self.layers.stack.remat!r} reverses some layers of"
                 f" {self.parts.fold.name} in another way than others, and zero_bubble"
                 " takes all apart in one way. Use schedule='1f1b', or another policy."
             )
@@ -377,7 +359,7 @@ class Stages:
         result = jax.tree.unflatten(structure, others)
         sums, _ = visit.layer_state
         sums = [*map(_sum, sums, early)]
-        return result._replace(layer_state=(sums, [*map(_strong, kept)]))
+        return result._replace(layer_state=(sums, [*map(strong, kept)]))
 
     def _divided(self, visit: LayerVisit) -> tuple[TwoCotangents, Any]:
         """The backward pass of a layer taken apart, and the structure of the
@@ -394,8 +376,8 @@ class Stages:
             structures.append(structure)
             return others, pick(leaves_or_none(found.layer), self.is_trained)
 
-        available = _arrays(((visit.layer, *visit.args), visit.kwargs))
-        return take_apart(vjp, available, _arrays(visit.carry)), structures[0]
+        available = arrays_of(((visit.layer, *visit.args), visit.kwargs))
+        return take_apart(vjp, available, arrays_of(visit.carry)), structures[0]
 
     def _late_cotangents(self) -> LateCotangents:
         """W of any layer, found by a visit that is traced and not run."""
@@ -407,7 +389,8 @@ class Stages:
 
         def visited() -> PyTree:
             passed = self._first_state(None).passed
-            result, sweep_back = self._called("_vjp", 0, passed)
+            _, arguments = self._operands(0, self.trained)
+            result, sweep_back = self.layers.vjp(passed, arguments)
             zeros = jax.tree.map(
                 jnp.zeros_like, eqx.filter(result, eqx.is_inexact_array)
             )
@@ -420,7 +403,7 @@ class Stages:
 
     @property
     def _stage(self) -> Any:
-        return lax.axis_index(self.axis)
+        return self.layers.stage
 
     @property
     def _is_first(self) -> Any:
@@ -429,22 +412,6 @@ class Stages:
     @property
     def _is_last(self) -> Any:
         return self._stage == self.schedule.stages - 1
-
-    @property
-    def _rows(self) -> int:
-        """How many layers a stage may have."""
-        return self.layers.Layers.size
-
-    @property
-    def _is_even(self) -> bool:
-        return self._rows * self.schedule.stages == self.Layers.size
-
-    @property
-    def _count(self) -> Any:
-        """How many layers this stage has: the last stages may have fewer, or none."""
-        if self._is_even:
-            return self._rows
-        return jnp.clip(self.Layers.size - self._stage * self._rows, 0, self._rows)
 
     @property
     def _slots(self) -> int:
@@ -459,63 +426,12 @@ class Stages:
 
     def _operands(
         self, number: Any, trained: Sequence[Any]
-    ) -> tuple[list[Any], tuple[PyTree, ...], dict[str, PyTree]]:
+    ) -> tuple[list[Any], Arguments]:
         """The leaves of the first carry of a microbatch, and the arguments of this
-        stage's layers, as a fold takes them.
+        stage's layers.
         """
         inputs = [*self.rest(trained), *self.microbatch(number)]
-        _, *types = self.parts.fold.in_avals
-        _, *static = self.parts.fold.static.value
-        operands = with_leaves(types, self.parts.operands(inputs))
-        init, args, kwargs = eqx.combine(operands, static)
-        # None in the block's place: paths into arguments count it
-        arguments = (None, *args), kwargs
-        first = self._stage * self._rows
-        (_, *args), kwargs = part_of_layers(
-            arguments, self.Layers, first, self._rows, self.layers._caller
-        )
-        leaves = []
-        for leaf, type_ in zip(_arrays(init), self._carry_types, strict=True):
-            leaves.append(_strong(leaf, type_.dtype))
-        return leaves, tuple(args), kwargs
-
-    @property
-    def _carry_types(self) -> list[Any]:
-        """Of the arrays of the carry, as layers return it. A number that is the first
-        carry takes the type that it meets there.
-        """
-        result = self.parts.fold.out_aval
-        return jax.tree.leaves(result[0] if self._is_scan else result)
-
-    def _carry(self, passed: Passed) -> PyTree:
-        """The carry with its arrays; those that are weakly typed are so in layers."""
-        _, init, _, _ = self.parts.fold.in_avals
-        _, static, _, _ = self.parts.fold.static.value
-        leaves = [*map(weak_as, passed.carry, self._carry_types)]
-        return eqx.combine(with_leaves(init, leaves), static)
-
-    def _after(self, passed: Passed, result: PyTree) -> Passed:
-        """What goes on after this stage's layers."""
-        outputs: list[Any] = []
-        carry = result
-        if self._is_scan:
-            carry, of_layers = result
-            first = self._stage * self._rows
-            for stack, rows in zip(passed.outputs, _arrays(of_layers), strict=True):
-                outputs.append(lax.dynamic_update_slice_in_dim(stack, rows, first, 0))
-        return Passed([*map(_strong, _arrays(_of_user(carry)))], outputs)
-
-    def _cotangent_of(self, result: PyTree, cotangents: Passed) -> PyTree:
-        """The cotangent of the result of this stage's layers."""
-        first = self._stage * self._rows
-        leaves = [*cotangents.carry]
-        for stack in cotangents.outputs:
-            leaves.append(lax.dynamic_slice_in_dim(stack, first, self._rows))
-        return with_leaves(eqx.filter(result, eqx.is_inexact_array), leaves)
-
-    @property
-    def _is_scan(self) -> bool:
-        return self.parts.fold.verb == "scan"
+        return self.layers.operands(self.parts.operands(inputs))
 
     def _is_float(self, leaves: Sequence[Any]) -> list[bool]:
         return [is_differentiable(leaf.dtype) for leaf in leaves]
@@ -524,22 +440,16 @@ class Stages:
         """Zeros: nothing is in flight, and no gradient is summed. It has the types of
         all states; `late` is W, where that is taken apart.
         """
-        outputs = []
-        if self._is_scan:
-            rows_of_all = self._rows * self.schedule.stages
-            for type_ in jax.tree.leaves(self.parts.fold.out_aval[1]):
-                shape = rows_of_all, *type_.shape[1:]
-                outputs.append(type_.update(shape=shape))
-        types = Passed(self._carry_types, outputs)
+        types = self.layers.passed_types
         floats = Passed(*(pick(leaves, self._is_float(leaves)) for leaves in types))
         slots = self._slots
         kept = []
         if late is not None:
             for type_ in late.kept:
-                kept.append(zeros_of(type_, (slots, self._rows)))
+                kept.append(zeros_of(type_, (slots, self.layers.rows)))
         returned = self.parts.returned
         value, aux = returned if self.has_aux else (returned, None)
-        sums = pick(leaves_or_none(self.layers), self.is_trained)
+        sums = pick(leaves_or_none(self.layers.stack), self.is_trained)
         return StageState(
             passed=jax.tree.map(zeros_of, types),
             cotangents=jax.tree.map(zeros_of, floats),
@@ -550,7 +460,7 @@ class Stages:
             value=jnp.zeros((), value.dtype),
             aux=[
                 jnp.zeros((self.schedule.microbatches, *leaf.shape), leaf.dtype)
-                for leaf in _arrays(aux)
+                for leaf in arrays_of(aux)
             ],
         )
 
@@ -560,33 +470,5 @@ class Stages:
         return jnp.zeros_like(weight, dtype=None if is_complex else self.dtype)
 
 
-def _of_user(carry: PyTree) -> PyTree:
-    """A carry, or its cotangent, without the number of layers that are left."""
-    return carry.carry if isinstance(carry, CountedCarry) else carry
-
-
-def _arrays(tree: PyTree) -> list[Any]:
-    return [*filter(is_array, jax.tree.leaves(tree))]
-
-
-def _cotangents(cotangent: PyTree, like: PyTree) -> list[Any]:
-    """For each array of a tree its cotangent; zeros where there is none."""
-    leaves = []
-    pairs = zip(leaves_or_none(like), leaves_or_none(cotangent), strict=True)
-    for array, leaf in pairs:
-        if is_array(array):
-            leaves.append(jnp.zeros_like(array) if leaf is None else leaf)
-    return leaves
-
-
 def _sum(total: Any, cotangent: Any) -> Any:
     return total + cotangent.astype(total.dtype)
-
-
-def _strong(leaf: Any, dtype: Any = None) -> Any:
-    """An array without a weak type, as branches have to return the same types; and of
-    another dtype.
-    """
-    dtype = leaf.dtype if dtype is None else dtype
-    is_other = jax.typeof(leaf).weak_type or leaf.dtype != dtype
-    return lax.convert_element_type(leaf, dtype) if is_other else leaf

@@ -33,6 +33,7 @@ from .collectives import check_collectives
 from .loss_parts import cut_loss
 from .model_parts import ModelParts, rows_of_stage, with_rows
 from .schedule import Schedule, ScheduleName, make_schedule
+from .stage_layers import StageLayers
 from .stages import Stages, StageState
 
 
@@ -279,8 +280,13 @@ class Pipeline:
             schedule=self.schedule_of(stages),
             parts=parts,
             has_aux=self.has_aux,
-            Layers=Layers,
-            layers=model_parts.stack_of_rows(own_rows, layers),
+            layers=StageLayers(
+                parts.fold,
+                Layers,
+                model_parts.stack_of_rows(own_rows, layers),
+                lax.axis_index(self.axis),
+                stages,
+            ),
             is_trained=model_parts.is_layer_trained,
             trained=trained,
             rest=rest,

@@ -163,8 +163,8 @@ def scan_layers(call: FoldCall, init: PyTree, arguments: PyTree) -> Any:
     if call.until is not None and is_off_device:
         raise ValueError(
             "With until=, a policy can neither offload nor drop what it keeps of the"
-            ' steps that run. Let remat be False, True or "nested", or use max_carries,'
-            " first_layers or save_block_internals."
+            " steps that run, nor write it to disk. Let remat be False, True or"
+            ' "nested", or use max_carries, first_layers or save_block_internals.'
         )
     with jax.named_scope(f"scan({axis.name})"):
         # A sweep runs layers again in loops of its own, in which a `jax.Ref` that they

@@ -26,7 +26,7 @@ they run; `primitive.py` calls this file.
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax.numpy as jnp
 from jax import lax
@@ -35,6 +35,7 @@ from .. import _xla_hints as xla_hints
 from .._placement import has_host_arrays, to_host
 from .._schedule import Schedule
 from . import disk
+from .ahead import at_ahead, fetch_kinds
 from .gradient import LayerPullback, Perturbed
 from .kinds import Kind
 from .slots import (
@@ -62,8 +63,9 @@ class ForwardState(NamedTuple):
     # Outputs of each kind, stacked over all layers of the kind; zeros for those that
     # are still to run.
     ys: OfKinds
-    # What is read ahead for the layer that runs next (`SweepSpec.fetch`).
-    fetched: Arrays
+    # What is read ahead for the layer that runs next (`SweepSpec.fetch`); of several
+    # kinds a list for each, for the next layer of the kind.
+    fetched: Any
     # How many layers have run; None if none may stop.
     ran: Index | None
     # The held leaves of the inputs that are kept, stacked, or the ticket of their file;
@@ -99,7 +101,10 @@ def _start(spec: SweepSpec, init: Carry, xs: OfKinds) -> ForwardState:
     for kind in spec.kinds:
         ys.append(empty_stack(kind.output_types, spec.rows(kind)))
     ran = jnp.int32(0) if spec.stops else None
-    return ForwardState(init, ys, spec.fetch(xs, 0), ran)
+    fetched = spec.fetch(xs, 0)
+    if spec.pattern:
+        fetched = fetch_kinds(spec, xs, [0] * len(spec.kinds))
+    return ForwardState(init, ys, fetched, ran)
 
 
 def _forward_step(
@@ -114,7 +119,39 @@ def _forward_step(
     With `pullbacks`, one for each kind, it saves their residuals.
     """
 
+    def run_layer(
+        number: Index, kind: Kind, row: Index, state: ForwardState, fetched: Arrays
+    ) -> ForwardState:
+        residuals = state.residuals
+        x = spec.inputs(kind, xs, row, fetched)
+        inputs = shared[kind.number], state.carry, x
+        if pullbacks:
+            (carry, y), saved = pullbacks[kind.number].save(inputs)
+            entry = spec.entry(kind, number, layers.start)
+            residuals = kind.write(residuals, entry, saved)
+        else:
+            carry, y = kind.values(*inputs)
+        ys = kind.write(state.ys, row, y)
+        return state._replace(carry=carry, ys=ys, residuals=residuals)
+
+    def of_several_kinds(number: Index, state: ForwardState) -> ForwardState:
+        def following(kind: Kind, place: Index) -> Index:
+            return jnp.minimum(place + 1, spec.rows(kind) - 1)
+
+        def run(
+            kind: Kind, row: Index, state: ForwardState, own: Arrays, ahead: Arrays
+        ) -> ForwardState:
+            return run_layer(number, kind, row, state, own)
+
+        fetched, state = state.fetched, state._replace(fetched=[])
+        state, fetched = at_ahead(
+            spec, number, run, state, [layers], fetched, following, lambda _: xs
+        )
+        return state._replace(fetched=fetched)
+
     def step(number: Index, state: ForwardState) -> ForwardState:
+        if spec.pattern:
+            return of_several_kinds(number, state)
         fetched, number = xla_hints.copy_fetched(state.fetched, number)
         ahead: Arrays = []
         if fetched:
@@ -123,17 +160,7 @@ def _forward_step(
             ahead = spec.fetch(xs, jnp.minimum(number + 1, last))
 
         def run(kind: Kind, row: Index, state: ForwardState) -> ForwardState:
-            residuals = state.residuals
-            x = spec.inputs(kind, xs, row, fetched)
-            inputs = shared[kind.number], state.carry, x
-            if pullbacks:
-                (carry, y), saved = pullbacks[kind.number].save(inputs)
-                entry = spec.entry(kind, number, layers.start)
-                residuals = kind.write(residuals, entry, saved)
-            else:
-                carry, y = kind.values(*inputs)
-            ys = kind.write(state.ys, row, y)
-            return state._replace(carry=carry, ys=ys, residuals=residuals)
+            return run_layer(number, kind, row, state, fetched)
 
         ran = None if state.ran is None else state.ran + 1
         state = state._replace(fetched=ahead, ran=ran)

@@ -31,21 +31,20 @@ the number of layers: compile time does not grow with depth. Slots, saved residu
 the visitor's state are carries of these loops (`_Loop`), which XLA updates in place.
 
 Where a layer may end the sweep (`SweepSpec.stops`), how many layers ran is data. Trip
-counts are then clipped to the layers that did (`_trips_of`).
+counts are then clipped to the layers that did (`trips_of` in `trips.py`).
 
 Layers are numbered here as they run; `SweepSpec.layer_index` gives the index on the
 axis. `primitive.py` calls `backward` for gradients, and `_scan/sweep_back.py`
 `visit_layers` for a user's visitor.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from equinox.internal import unvmap_max
 from jax import lax
 
 from .. import _xla_hints as xla_hints
@@ -53,6 +52,7 @@ from .._placement import has_host_arrays, to_device
 from .._schedule import Program, equal
 from .._static import PyTree
 from . import disk
+from .ahead import KindOrder, Phase, at_ahead, fetch_kinds
 from .gradient import (
     LayerInputs,
     LayerPullback,
@@ -76,7 +76,9 @@ from .slots import (
 )
 from .spec import SweepSpec
 from .store import Index, read, with_tangents
+from .trips import Trips, trips_of
 
+T = TypeVar("T")
 # Called for every layer, from the last to the first, with the visitor's state. Returns
 # the cotangents of the perturbed leaves of the layer's input carry, and the state.
 LeafVisitor: TypeAlias = Callable[[LeafVisit, Any], tuple[Carry, PyTree]]
@@ -149,7 +151,7 @@ def visit_layers(
         return _Layers(
             spec,
             program=program,
-            trips=_trips_of(program, checkpoints.ran),
+            trips=trips_of(program, checkpoints.ran),
             pullbacks=pullbacks,
             saves=saves,
             is_read=is_read,
@@ -170,58 +172,13 @@ def visit_layers(
         program = equal(remat.first_layers, remat.first_layers).program()
         pullbacks = spec.pullbacks(perturbed, remat.first_kept, xs_in(state), shared)
         layers = layers_of(program, pullbacks, *spec.saves_and_reads(pullbacks))
-        fetched = layers.fetch(state, entry_at(layers.trips.runs_first, 0))
+        fetched = layers.first_fetched(state, entry_at(layers.trips.runs_first, 0))
         inputs = checkpoints.first_inputs or []
         loop = _Loop(inputs, checkpoints.residuals, fetched, carry_ct, state)
         loop = _visit(layers, 0, loop)
         carry_ct = loop.cotangent
         state = loop.state
     return carry_ct, state
-
-
-class _Trips(NamedTuple):
-    """How far the runs of a program go: columns of it, or arrays where layers may
-    stop.
-    """
-
-    advances: Any
-    visits: Any
-    # The layer that each run executes first; of a run without layers, that of the next.
-    runs_first: Any
-    # How many runs come before the first one with a layer that ran; None if all ran.
-    skipped: Index | None
-
-
-def _trips_of(program: Program, ran: Index | None) -> _Trips:
-    """The trips where `ran` layers ran; None for all."""
-    if ran is None:
-        return _Trips(program.advances, program.visits, program.runs_first, None)
-    # Under `jax.vmap` the loops take as many trips for all examples, the most.
-    ran = unvmap_max(ran)
-    columns = program.start, program.advances, program.bottom, program.visits
-    start, advances, bottom, visits = np.asarray(columns, np.int32)
-    has_layer = np.minimum(start, bottom) < ran
-    # The last layer that ran is visited, not replayed.
-    advances = jnp.clip(ran - 1 - start, 0, advances)
-    # If the layer of the first input that it holds did not run, a replay is of no use.
-    held = np.asarray((*program.held_layers, 0), np.int32)
-    first_held = held[np.asarray(program.held_from)]
-    advances = jnp.where(first_held < ran, advances, 0)
-    visits = jnp.clip(ran - bottom, 0, visits)
-    skipped = jnp.argmax(has_layer).astype(jnp.int32)
-
-    first_visit = bottom + visits - 1
-    # Where residuals are saved, `_save` runs the lowest layer first.
-    after_replay = bottom if program.saves else first_visit
-    first = jnp.where(advances > 0, start, after_replay)
-    last_run = len(start) - 1
-    is_run = (advances > 0) | (visits > 0)
-    next_run = lax.cummin(
-        jnp.where(is_run, np.arange(len(start)), last_run), reverse=True
-    )
-    # One more for the last run, as in `Program.runs_first`.
-    first = jnp.maximum(first, 0)[jnp.append(next_run, last_run)]
-    return _Trips(advances, visits, first, skipped)
 
 
 @dataclass(frozen=True)
@@ -232,7 +189,7 @@ class _Layers:
     spec: SweepSpec
     # What is executed.
     program: Program
-    trips: _Trips
+    trips: Trips
     # The vector-Jacobian product of a layer, for each kind.
     pullbacks: list[LayerPullback]
     # Whether a run saves the residuals of the layers that it visits.
@@ -255,6 +212,12 @@ class _Layers:
         """
         return None if self.spec.stops == "until" else column
 
+    def copied(self, fetched: Any, number: Index) -> tuple[Arrays, Any]:
+        """`copy_fetched` for layers of one kind; of several, `at_ahead` does it."""
+        if self.spec.pattern:
+            return [], number
+        return xla_hints.copy_fetched(fetched, number)
+
     def fetch(self, state: PyTree, number: Index) -> Arrays:
         """What is read ahead for a layer."""
         return self.spec.fetch(self.xs_in(state), number)
@@ -266,23 +229,91 @@ class _Layers:
         x = self.spec.inputs(kind, self.xs_in(state), row, fetched)
         return self.shared[kind.number], self.spec.whole(held), x
 
-    def replay(self, number: Index, loop: "_Loop", fetched: Arrays) -> Carry:
-        """Run layer `number` again, from the carry of the loop; returns its carry."""
+    @functools.cached_property
+    def kind_orders(self) -> list[KindOrder]:
+        """The order of the layers of each kind, where there are several."""
+        before = self.spec.layers_before
+        return [
+            KindOrder.of(self.program, before[:, k]) for k in range(before.shape[1])
+        ]
 
-        def run(kind: Kind, row: Index, held: Carry) -> Carry:
+    def first_fetched(self, state: PyTree, number: Index) -> Any:
+        """What is read ahead for the first run, which begins with a layer; of several
+        kinds for the first of each.
+        """
+        if not self.spec.pattern:
+            return self.fetch(state, number)
+        # Known after what the number is known after.
+        after = number - entry_at(self.trips.runs_first, 0)
+        places = [order.first[0] + after for order in self.kind_orders]
+        return fetch_kinds(self.spec, self.xs_in(state), places)
+
+    def at(
+        self,
+        phase: Phase,
+        number: Index,
+        r: Index,
+        run: Callable[[Kind, Index, T, Arrays, Arrays], T],
+        part: T,
+        fetched: Any,
+        ahead: Arrays,
+        loop: "_Loop",
+    ) -> tuple[T, Any]:
+        """`run(kind, row, part, fetched, ahead)` for a layer, and what is read ahead
+        then.
+
+        Of layers of one kind, `fetched` was read ahead for this one, and `ahead` for
+        the next. Of several, `fetched` has what each kind has.
+        """
+        parts = self.program.replayed if phase == "replay" else self.program.visited
+        if not self.spec.pattern:
+
+            def run_only(kind: Kind, row: Index, part: T) -> T:
+                return run(kind, row, part, fetched, ahead)
+
+            return self.spec.at(number, run_only, part, parts), ahead
+
+        def following(kind: Kind, place: Index) -> Index:
+            return self.kind_orders[kind.number].next(phase, r, place)
+
+        def xs_in(part: Any) -> OfKinds:
+            # Visits change the visitor's state, which is the second of their part.
+            return self.xs_in(part[1] if phase == "visit" else loop.state)
+
+        return at_ahead(
+            self.spec, number, run, part, parts, loop.fetched, following, xs_in
+        )
+
+    def replay(
+        self, number: Index, r: Index, loop: "_Loop", fetched: Arrays, ahead: Arrays
+    ) -> tuple[Carry, Any]:
+        """Run layer `number` again, from the carry of the loop; returns its carry, and
+        what is read ahead then.
+        """
+
+        def run(
+            kind: Kind, row: Index, held: Carry, fetched: Arrays, ahead: Arrays
+        ) -> Carry:
             inputs = self.inputs(kind, row, held, fetched, loop.state)
             return self.spec.of_held(kind.replayed(*inputs))
 
-        return self.spec.at(number, run, loop.carry, self.program.replayed)
+        return self.at("replay", number, r, run, loop.carry, fetched, ahead, loop)
 
     def save(
-        self, number: Index, bottom: Index, loop: "_Loop", fetched: Arrays
-    ) -> tuple[Carry, OfKinds]:
+        self, number: Index, r: Index, loop: "_Loop", fetched: Arrays, ahead: Arrays
+    ) -> tuple[tuple[Carry, OfKinds], Any]:
         """The same, and write the layer's residuals to the buffers of the loop, whose
-        first entry is layer `bottom`'s; returns these too.
+        first entry is that of the lowest layer of the run; returns these too.
         """
+        bottom = entry_at(self.program.bottom, r)
 
-        def run(kind: Kind, row: Index, part: tuple[Carry, Any]) -> tuple[Carry, Any]:
+        def run(
+            kind: Kind,
+            row: Index,
+            part: tuple[Carry, Any],
+            fetched: Arrays,
+            ahead: Arrays,
+        ) -> tuple[Carry, Any]:
             held, saved = part
             inputs = self.inputs(kind, row, held, fetched, loop.state)
             carry, residuals = self.pullbacks[kind.number].save_again(inputs)
@@ -290,21 +321,27 @@ class _Layers:
             return self.spec.of_held(carry), kind.write(saved, entry, residuals)
 
         part = loop.carry, loop.saved
-        return self.spec.at(number, run, part, self.program.visited)
+        return self.at("save", number, r, run, part, fetched, ahead, loop)
 
     def visit(
-        self, number: Index, bottom: Index, held: Carry, loop: "_Loop", fetched: Arrays
-    ) -> tuple[Carry, PyTree]:
+        self, number: Index, r: Index, held: Carry, loop: "_Loop", fetched: Arrays
+    ) -> tuple[tuple[Carry, PyTree], Any]:
         """Call the visitor for layer `number`, whose input carry has the leaves `held`.
 
         Takes the cotangent of the layer's output carry and the visitor's state from the
-        loop; returns that of its input, and the new state. The first entry of saved
-        residuals is layer `bottom`'s.
+        loop, and what is read ahead for the next layer; returns that of its input and
+        the new state, and what is read ahead then. The first entry of saved residuals
+        is that of the lowest layer of the run.
         """
         spec = self.spec
+        bottom = entry_at(self.program.bottom, r)
 
         def run(
-            kind: Kind, row: Index, part: tuple[Carry, PyTree]
+            kind: Kind,
+            row: Index,
+            part: tuple[Carry, PyTree],
+            fetched: Arrays,
+            ahead: Arrays,
         ) -> tuple[Carry, PyTree]:
             carry_ct, state = part
             shared, carry, x = self.inputs(kind, row, held, fetched, state)
@@ -325,13 +362,13 @@ class _Layers:
                 x=spec.stored(kind, self.xs_in(state), row, x),
                 saved=residuals,
                 cotangents=cotangents,
-                ahead=spec.gathers_in(kind, self.xs_in(state), loop.fetched),
+                ahead=spec.gathers_in(kind, self.xs_in(state), ahead),
                 writes_to_host=has_host_arrays(state),
             )
             return self.visitor(visit, state)
 
         part = loop.cotangent, loop.state
-        return spec.at(number, run, part, self.program.visited)
+        return self.at("visit", number, r, run, part, fetched, loop.fetched, loop)
 
 
 class _Loop(NamedTuple):
@@ -343,8 +380,9 @@ class _Loop(NamedTuple):
     # Residuals of the layers that the run visits, stacked for each kind; None if visits
     # compute them.
     saved: OfKinds | None
-    # What is read ahead for the layer that runs or is visited next.
-    fetched: Arrays
+    # What is read ahead for the layer that runs or is visited next; of several kinds a
+    # list for each, for the next layer of the kind.
+    fetched: Any
     # Of the perturbed leaves of the carry that the last visited layer took.
     cotangent: Carry
     # The visitor's.
@@ -366,10 +404,10 @@ def _visit_scheduled(
     spec = layers.spec
     program = layers.program
     first = entry_at(layers.trips.runs_first, 0)
-    fetched = layers.fetch(state, first)
-    if fetched:
+    fetched = layers.first_fetched(state, first)
+    if jax.tree.leaves(fetched):
         first, cotangent = xla_hints.read_after(first, cotangent)
-        fetched = layers.fetch(state, first)
+        fetched = layers.first_fetched(state, first)
     saved = None
     if layers.saves:
         saved = spec.residual_buffers(layers.pullbacks, program.visited)
@@ -484,9 +522,9 @@ def _advance(layers: _Layers, r: Index, loop: _Loop) -> _Loop:
 
     def layer(k: Index, loop: _Loop) -> _Loop:
         number = entry_at(program.start, r) + k
-        fetched, number = xla_hints.copy_fetched(loop.fetched, number)
+        fetched, number = layers.copied(loop.fetched, number)
         ahead = fetched and layers.fetch(loop.state, after(k, number))
-        carry = layers.replay(number, loop, fetched)
+        carry, ahead = layers.replay(number, r, loop, fetched, ahead)
         # Every input is written, where the next one that is held goes: the following
         # one overwrites it if it is not. A branch that writes some would copy slots.
         written = loop.written
@@ -514,7 +552,7 @@ def _save(layers: _Layers, r: Index, loop: _Loop) -> _Loop:
     is_read = layers.spec.of_held(layers.is_read)
 
     def layer(k: Index, loop: _Loop) -> _Loop:
-        fetched, number = xla_hints.copy_fetched(loop.fetched, bottom + k)
+        fetched, number = layers.copied(loop.fetched, bottom + k)
         ahead: Arrays = []
         if fetched:
             # The layer after the top one is not needed: the first visit is of the top.
@@ -525,7 +563,7 @@ def _save(layers: _Layers, r: Index, loop: _Loop) -> _Loop:
             pick(loop.slots, is_read), bottom_slot + k, pick(loop.carry, is_read)
         )
         slots = merge(loop.slots, read_slots, is_read)
-        carry, saved = layers.save(number, bottom, loop, fetched)
+        (carry, saved), ahead = layers.save(number, r, loop, fetched, ahead)
         return loop._replace(slots=slots, saved=saved, fetched=ahead, carry=carry)
 
     loop = loop._replace(carry=layers.spec.read_slot(loop.slots, bottom_slot))
@@ -544,7 +582,7 @@ def _visit(layers: _Layers, r: Index, loop: _Loop) -> _Loop:
     def layer(k: Index, loop: _Loop) -> _Loop:
         # Counted from below: where layers stopped, the visits begin under the top.
         place = visits - 1 - k
-        fetched, number = xla_hints.copy_fetched(loop.fetched, bottom + place)
+        fetched, number = layers.copied(loop.fetched, bottom + place)
         slot = entry_at(program.bottom_slot, r) + place
         held = spec.read_slot(loop.slots, slot)
         below: Index = 0
@@ -553,11 +591,13 @@ def _visit(layers: _Layers, r: Index, loop: _Loop) -> _Loop:
             below = jnp.where(place == 0, next_first, number - 1)
             if spec.gathers and spec.remat.boundaries_off_device:
                 below, held = xla_hints.read_after(below, held)
-        ahead = layers.fetch(loop.state, below)
-        ahead, state = xla_hints.read_before_updates(ahead, loop.state)
-        loop = loop._replace(fetched=ahead, state=state)
-        cotangent, state = layers.visit(number, bottom, held, loop, fetched)
-        return loop._replace(cotangent=cotangent, state=state)
+        if not spec.pattern:
+            ahead = layers.fetch(loop.state, below)
+            ahead, state = xla_hints.read_before_updates(ahead, loop.state)
+            loop = loop._replace(fetched=ahead, state=state)
+        part, ahead = layers.visit(number, r, held, loop, fetched)
+        cotangent, state = part
+        return loop._replace(fetched=ahead, cotangent=cotangent, state=state)
 
     changed = ("fetched", "cotangent", "state")
     return _repeat(layers, "visits", r, layer, loop, changed)

@@ -261,6 +261,11 @@ class SweepSpec:
             return self.pattern
         return replace(self.pattern, kinds=self.pattern.kinds[::-1])
 
+    @property
+    def layers_before(self) -> np.ndarray:
+        """How many layers of each kind run before each layer, `[number, kind]`."""
+        return self._order.before
+
     def entry(self, kind: Kind, number: Index, first: Index) -> Any:
         """How many layers of this kind have numbers from `first` to before `number`."""
         if self.pattern is None:
@@ -275,7 +280,7 @@ class SweepSpec:
         where `kind.unsliced`. `fetched` are those that `fetch` has read.
         """
         stacks = xs[kind.number]
-        is_ahead = kind.is_ahead(stacks)
+        is_ahead = self._is_ahead(kind, stacks)
         x = read_layer(stacks, row, kind.unsliced, fetched, is_ahead)
         return x if fetched else kind.gathered(x)
 
@@ -288,19 +293,32 @@ class SweepSpec:
         return merge(x, read(pick(stacks, is_gathered), row), is_gathered)
 
     def fetch(self, xs: OfKinds, number: Index) -> Arrays:
-        """The inputs of a layer that are read ahead: in the carry of a loop they are
-        transferred or gathered while the iteration before computes.
+        """The inputs of a layer of the only kind that are read ahead: in the carry of a
+        loop they are transferred or gathered while the iteration before computes.
 
         Empty where nothing is on the host or gathered, and where it isn't known
-        beforehand which kind of layer runs next, or, with `until`, whether one does.
+        beforehand whether a layer runs next (`until`).
         """
         if self.pattern or self.stops == "until":
             return []
-        kind = self.kinds[0]
-        stacks = xs[0]
-        is_ahead = kind.is_ahead(stacks)
-        entries = read(pick(stacks, is_ahead), self.layer_index(number))
+        return self.fetch_row(self.kinds[0], xs, self.layer_index(number))
+
+    def fetch_row(self, kind: Kind, xs: OfKinds, row: Index) -> Arrays:
+        """The inputs of the layer at a row that are read ahead."""
+        stacks = xs[kind.number]
+        is_ahead = self._is_ahead(kind, stacks)
+        entries = read(pick(stacks, is_ahead), row)
         return pick(kind.gathered(scatter_leaves(entries, is_ahead)), is_ahead)
+
+    def _is_ahead(self, kind: Kind, stacks: Arrays) -> list[bool]:
+        """Of several kinds, loops read ahead what is gathered alone: transfers from the
+        host begin in any loop.
+        """
+        is_ahead = kind.is_ahead(stacks)
+        if not self.pattern:
+            return is_ahead
+        is_gathered = [bool(gather) for gather in kind.gathers or [None] * len(stacks)]
+        return [*map(operator.and_, is_ahead, is_gathered)]
 
     def gathers_in(self, kind: Kind, xs: OfKinds, fetched: Arrays) -> Sequence[Any]:
         """For each own input of a layer what `fetch` has gathered, or None; () if
@@ -308,7 +326,7 @@ class SweepSpec:
         """
         if not kind.gathers or not fetched:
             return ()
-        return scatter_leaves(fetched, kind.is_ahead(xs[kind.number]))
+        return scatter_leaves(fetched, self._is_ahead(kind, xs[kind.number]))
 
     @property
     def gathers(self) -> bool:

@@ -266,9 +266,11 @@ def _nothing_fits(tried: Comparison, budget: int, host_budget: float) -> str:
     needs = trial.report
     smallest = "The compiler refused all of them."
     if needs is not None:
+        # Then no policy fits, and not all of them were compiled
+        alone = ", too much alone," if needs.arguments > budget else ""
         smallest = (
             f"The smallest found is {trial.name} with {readable_bytes(needs.total)} a"
-            f" device, {readable_bytes(needs.arguments)} of it arguments, and"
+            f" device, {readable_bytes(needs.arguments)} of it arguments{alone} and"
             f" {readable_bytes(needs.host.total)} on the host. Shorten the context,"
             " shard over more devices, freeze weights or keep them on the host."
         )

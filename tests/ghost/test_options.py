@@ -34,15 +34,17 @@ def test_every_token_has_the_score_of_its_own_loss(is_named):
     weight, direction = (jax.random.normal(key, (5, 5)) for key in keys[:2])
     batch = hax.named(jax.random.normal(keys[2], (3, 4, 5)), (Batch, Position, "in"))
 
-    def losses(weight, batch):
+    def of_tokens(weight, batch):
         x = jnp.tanh(batch.array @ weight)
         mixed = jax.nn.softmax(x @ jnp.swapaxes(x, 1, 2), -1) @ x
-        found = jnp.sum(jnp.sin(mixed), -1)
+        return jnp.sum(jnp.sin(mixed), -1)
+
+    def losses(weight, batch):
+        found = of_tokens(weight, batch)
         return hax.named(found, batch.axes[:2]) if is_named else found
 
     def of_losses(weight):
-        found = losses(weight, batch)
-        return found.array if is_named else found
+        return of_tokens(weight, batch)
 
     # A gradient of each loss
     expected = jnp.einsum("btij,ij->bt", jax.jacrev(of_losses)(weight), direction)

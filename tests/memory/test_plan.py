@@ -253,7 +253,7 @@ def test_no_candidate_fits(comparison):
     message = str(caught.value)
     assert "no candidate fits" in message
     assert "The smallest found is True" in message
-    with pytest.raises(BudgetError, match="B of it arguments"):
+    with pytest.raises(BudgetError, match="B of it arguments, too much alone"):
         planned(budget=1, candidates=[False, True])
     assert "\nFalse " in message and "\nTrue " in message
 

@@ -38,6 +38,7 @@ from stacked_remat.training.memory_check import check_fits, check_host_fits
 from stacked_remat.training.remat import remat_entry
 from stacked_remat.training.stage_rows import shapes_in_stages
 
+_Begin: TypeAlias = Callable[[str], None]
 _Show: TypeAlias = Callable[[Trial], None]
 STREAMED = {"trainer.streaming": True}
 """The setting with which the layers' weights are on the host."""
@@ -236,6 +237,7 @@ class Candidate:
         *,
         budget: int | str,
         host_budget: int | str | None = None,
+        begin: _Begin = lambda _: None,
         show: _Show = lambda _: None,
     ) -> Plan:
         """The policy with the fewest FLOPs under which the step fits, as
@@ -250,12 +252,17 @@ class Candidate:
                 budget=budget,
                 host_budget=host_budget,
                 streamed=self.having(STREAMED).shapes if self.can_stream else None,
+                begin=begin,
                 show=show,
                 **self._options,
             )
 
     def frontier(
-        self, *, host_budget: int | str | None = None, show: _Show = lambda _: None
+        self,
+        *,
+        host_budget: int | str | None = None,
+        begin: _Begin = lambda _: None,
+        show: _Show = lambda _: None,
     ) -> Frontier:
         """The curve of memory against FLOPs, as `stacked_remat.memory.frontier`."""
         with self.partitioning.activations():
@@ -263,6 +270,7 @@ class Candidate:
                 self._step_of_policy,
                 *self.having({}).shapes,
                 host_budget=host_budget,
+                begin=begin,
                 show=show,
                 **self._options,
             )

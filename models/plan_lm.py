@@ -285,7 +285,7 @@ def _find_frontier(config: PlanLmConfig, console: Console, budget: Budget) -> No
 
     step = config.candidate
     step.check(at_least=True)
-    found = step.frontier(host_budget=budget.host, show=show)
+    found = step.frontier(host_budget=budget.host, begin=budget.begin, show=show)
     limit = parse_bytes(budget.device)
     if config.picture is not None:
         write_picture(found.rows(), config.picture, limit)
@@ -308,6 +308,9 @@ def _compare(config: PlanLmConfig, console: Console) -> None:
         task = progress.add_task("compiling", total=len(rows))
         for name, step in rows.items():
             progress.update(task, description=f"compiling {name}")
+            # Which has no bar
+            if not (console.is_terminal or config.json):
+                shown_on(console)(f"compiling {name}")
             report = failure = None
             try:
                 report = step.report()

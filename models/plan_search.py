@@ -69,6 +69,7 @@ class Budget:
         """
         report = None
         name = f"{size}{candidate.config.remat!r}{candidate.label}"
+        self.begin(name)
         try:
             report = candidate.report()
         except DoesNotFit:
@@ -78,6 +79,10 @@ class Budget:
             raise
         self.show_report(name, report)
         return report
+
+    def begin(self, name: str) -> None:
+        """Says that a policy is compiled, which may take minutes."""
+        self.show(f"compiling {name}")
 
     def show_report(self, name: str, found: MemoryReport | None) -> None:
         """Shows what a policy takes, and whether that fits."""
@@ -101,12 +106,20 @@ def planned(candidate: Candidate, budget: Budget) -> tuple[Plan, Candidate]:
     error = None
     for step in (candidate, *map(candidate.having, candidate.leaner)):
 
+        def begin(name: str, label: str = step.label) -> None:
+            budget.begin(name + label)
+
         def show(trial: Trial, label: str = step.label) -> None:
             budget.show_report(trial.name + label, trial.report)
 
         try:
             return (
-                step.plan(budget=budget.device, host_budget=budget.host, show=show),
+                step.plan(
+                    budget=budget.device,
+                    host_budget=budget.host,
+                    begin=begin,
+                    show=show,
+                ),
                 step,
             )
         except BudgetError as refused:

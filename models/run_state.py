@@ -20,6 +20,7 @@ from jaxtyping import PRNGKeyArray
 from models.hf_io.adapters import load_adapters
 from models.hf_io.decoder_weights import read_decoder
 from models.hf_io.hub import model_folder
+from models.hf_io.safetensors_folder import SafetensorsFolder, is_hub_snapshot
 from models.parts.config import DecoderConfig
 from models.parts.decoder import Decoder
 from models.parts.experts import SparseExperts
@@ -290,6 +291,20 @@ class Placement:
         return eqx.combine(
             load_checkpoint(folder, trained, step=found.step, part="trained"), frozen
         )
+
+
+def check_weights(found: FoundModel) -> None:
+    """Refuses a folder whose files of weights are missing or truncated, by their
+    headers; reads no tensor, and fetches nothing.
+
+    Raises:
+        FileNotFoundError, WeightsError: as `Placement.read_model`.
+    """
+    if found.base is not None:
+        check_weights(found.base)
+    # Weights of a run are in its checkpoint, and those of the Hub come later.
+    elif found.run is None and not is_hub_snapshot(found.root):
+        SafetensorsFolder.open(found.root)
 
 
 def initial_state(

@@ -28,14 +28,19 @@ from models.candidate import STREAMED, Candidate
 from models.command import backend_lines, encodable, escaped, run_command, shown_on
 from models.hf_io.formats import why_not_exported
 from models.lm import next_token_loss
-from models.run_config import LmRunConfig, tokenizer_remark
+from models.run_config import LmRunConfig, find_model, tokenizer_remark
 from models.run_scoring import (
     check_backends,
     check_scoring,
     run_scoring,
     scored_against,
 )
-from models.run_state import initial_state, saved_arrays, state_shapes
+from models.run_state import (
+    check_weights,
+    initial_state,
+    saved_arrays,
+    state_shapes,
+)
 from stacked_remat import check_offload
 from stacked_remat.lora import dequantize_linears
 from stacked_remat.memory import readable_bytes
@@ -256,9 +261,11 @@ def _show_examples(config: LmRunConfig, console: Console) -> None:
     tokenizer = load_tokenizer(
         config.tokenizer_name, config.data.chat_date, rows=config.vocab_size
     )
+    show = shown_on(console)
     without = {*config.data.sources}
     for example in first_examples(config.data, tokenizer):
-        without -= {example.source}
+        if example.num_targets:
+            without -= {example.source}
         text = Text()
         for run, is_target in example.runs:
             cut = run if len(run) <= _MOST_SHOWN else f"{run[:_MOST_SHOWN]}..."
@@ -268,12 +275,23 @@ def _show_examples(config: LmRunConfig, console: Console) -> None:
                 style="bold green" if is_target else "dim",
             )
         title = f"{example}\ntargets are green, between « and »:"
-        console.print(encodable(escaped(title), console), style="bold", markup=False)
+        console.print(
+            encodable(escaped(title), console),
+            style="bold",
+            markup=False,
+            soft_wrap=True,
+        )
         console.print(text, soft_wrap=True)
-        if example.unread:
-            names = ", ".join(example.unread)
-            line = f"keys of this record that are not read: {names}"
-            console.print(encodable(escaped(line), console), markup=False)
+        lines = [*example.remarks]
+        positions = example.num_tokens - 1
+        if config.data.packing == "whole" and positions > config.data.seq_len:
+            lines.append(
+                f"this example is longer than data.seq_len = {config.data.seq_len} and"
+                " is cut into parts that do not see each other; data.seq_len:"
+                f" {positions} would not cut it"
+            )
+        for line in lines:
+            show(escaped(line))
     if without:
         raise DataError(
             f"data.sources.{min(without)} has no target in its first records. With"
@@ -385,8 +403,10 @@ def _prepared(
     check_trackers(config.trainer.trackers)
     check_scoring(config)
     Candidate(config).check_batch()
+    resolved = config.resolved()
+    _check_run(resolved)
     with backends_taken() as taken:
-        step = _fitting(Candidate(config.resolved()), progress)
+        step = _fitting(Candidate(resolved), progress)
         step.check_applies()
     check_backends(config, taken)
     for line in backend_lines(taken):
@@ -401,6 +421,26 @@ def _prepared(
     )
 
 
+def _check_run(config: LmRunConfig) -> None:
+    """Raises for a run folder that can't be taken and for weights to begin with that
+    are not there: before policies are compiled and text is tokenized.
+    """
+    given = config.trainer.run_dir
+    resumes = False
+    if given is not None:
+        folder = RunFolder(Path(given).expanduser())
+        overwrite = config.trainer.checkpoint.overwrite
+        folder.check(
+            config.entries,
+            overwrite=overwrite,
+            accept_changes=config.trainer.checkpoint.accept_changes,
+        )
+        resumes = folder.config.exists() and not overwrite
+    # A checkpoint has all weights but those under adapters.
+    if config.initialize_from_hf is not None and (config.lora or not resumes):
+        check_weights(find_model(config.initialize_from_hf))
+
+
 def _fitting(step: Candidate, progress: ConsoleProgress) -> Candidate:
     """The step under the policy that fits the budget, if it has one."""
     config = step.config
@@ -410,7 +450,11 @@ def _fitting(step: Candidate, progress: ConsoleProgress) -> Candidate:
     step.check(at_least=True)
     # Compiles several steps: say so before.
     progress.message(f"looking for the remat policy that fits {config.budget}")
-    found = step.plan(budget=config.budget, host_budget=config.host_budget)
+    found = step.plan(
+        budget=config.budget,
+        host_budget=config.host_budget,
+        begin=lambda name: progress.message(f"compiling {name}"),
+    )
     progress.message(found.summary)
     fitting = step.having(STREAMED if found.streamed else {}, found.policy)
     if found.streamed:

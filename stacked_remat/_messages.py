@@ -20,8 +20,13 @@ def axes_text(axes: Iterable[Any]) -> str:
 
 
 def did_you_mean(name: str, valid: Collection[str]) -> str:
-    """A space and "Did you mean `x`?", or nothing where no valid name is close."""
+    """A space and "Did you mean `x`?", or nothing where no valid name is close, nor the
+    only one that begins with `name`.
+    """
     close = difflib.get_close_matches(name, valid, n=1)
+    longer = [one for one in valid if name and one.startswith(name)]
+    if not close and len(longer) == 1:
+        close = longer
     if close:
         return f" Did you mean `{close[0]}`?"
     return ""

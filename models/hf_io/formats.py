@@ -435,12 +435,24 @@ def unlike_folder(config: DecoderConfig, found: DecoderConfig) -> list[str]:
     written = written_keys(config)
     theta = config.rotary.theta
     if not says_nothing(config):
-        return differing_fields("model", written_out(config), written_out(found))
+        lines = differing_fields("model", written_out(config), written_out(found))
+        return [_with_source(line, written) for line in lines]
     if type(config) is not type(found) and "type" in written:
         return differing_fields("model", config, found)
     if "rotary.theta" not in written:
         return []
     return differing_fields("model.rotary.theta", theta, found.rotary.theta)
+
+
+def _with_source(line: str, written: Collection[str]) -> str:
+    """A line of `differing_fields`, which says of a key that is not written that it has
+    its default.
+    """
+    key = line.partition(":")[0].removeprefix("model.")
+    # A section, such as a scaling, may be written by keys below it.
+    is_written = any(f"{one}.".startswith(f"{key}.") for one in written)
+    default = " by default, "
+    return line if is_written else line.replace(" in the config, ", default, 1)
 
 
 def _is_of_folder(config: Any, key: str) -> bool:

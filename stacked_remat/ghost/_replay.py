@@ -102,9 +102,9 @@ def replay(
         The loss, the last state and the derivatives; see `Replay`.
 
     Raises:
-        ValueError: sizes along `Steps` differ; or no derivative reaches the loss, as
-            through an optimizer that takes the signs of gradients (Lion): the influence
-            of every example would be zero.
+        ValueError: sizes along `Steps` or `Examples` differ; or no derivative reaches
+            the loss, as through an optimizer that takes the signs of gradients (Lion):
+            the influence of every example would be zero.
         RuntimeError: a derivative is not finite; or the largest is zero or at the level
             of rounding, as through Adam with `b1=0, b2=0` or a clip that all gradients
             reach. Within `jax.jit` at run time.
@@ -120,6 +120,7 @@ def replay(
     small `eps_root`, such as 1e-30.
     """
     Steps = steps_axis(Steps)
+    _check_examples(batches, ensure_tuple(Examples))
     ones = hax.ones((Steps, *ensure_tuple(Examples)), jnp.float32)
 
     def trained(
@@ -181,6 +182,19 @@ def steps_axis(Steps: Axis | int) -> Axis:
     if isinstance(Steps, Axis):
         return Steps
     return layers_axis(Steps, "replay").alias("steps")
+
+
+def _check_examples(batches: PyTree, Examples: tuple[Axis, ...]) -> None:
+    """Refuses batches of another number of examples than there are weights."""
+    for leaf in jax.tree.leaves(batches, is_leaf=is_named):
+        for axis in leaf.axes if is_named(leaf) else ():
+            for of_weights in Examples:
+                if axis.name == of_weights.name and axis != of_weights:
+                    raise ValueError(
+                        f"ghost.replay: the batches have `{axis.name}` of size"
+                        f" {axis.size}, and Examples is of size {of_weights.size}. Give"
+                        " the axis of the batches."
+                    )
 
 
 # Of the mean share of an example. With the network of `tests/ghost/test_replay.py` and

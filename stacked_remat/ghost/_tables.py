@@ -26,9 +26,9 @@ _WIDTHS = {"place": 1, "text": 2}  # of columns that share what the others leave
 
 def heading(ranking: ExampleRanking, count: int, best: bool, normalize: str) -> str:
     """What a table or picture of some examples of a ranking shows."""
-    what = "most helpful" if best else "most harmful"
+    what = "highest" if best else "lowest"
     return (
-        f"The {count} {what} of {len(ranking.ids):,} examples; scores"
+        f"The {count} {what} scores of {len(ranking.ids):,} examples; scores"
         f" {NORMALIZATIONS[normalize]}, {SIGN}"
     )
 

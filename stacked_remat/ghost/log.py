@@ -182,6 +182,7 @@ class ScoreLog:
 
     def __post_init__(self) -> None:
         pyarrow = import_pyarrow()
+        self.folder = Path(self.folder)  # the text of a path does too
         self.folder.mkdir(parents=True, exist_ok=True)
         if self.resumed_after is None:
             if shards := _shards(self.folder):

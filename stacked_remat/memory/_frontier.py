@@ -83,6 +83,7 @@ def frontier(
     target: str | Target = "local",
     donate: str | Sequence[str] = (),
     cache: str | Path | None = None,
+    begin: Callable[[str], None] = lambda _: None,
     show: Callable[[Trial], None] = lambda _: None,
     **kwargs: PyTree,
 ) -> Frontier:
@@ -102,7 +103,7 @@ def frontier(
     check_options(layers, None, args)
     most_on_host = math.inf if host_budget is None else parse_bytes(host_budget)
     traced = tracer(fn_of_policy, args, kwargs, target, donate)
-    search = Search(traced, math.inf, most_on_host, cache, show, layers=layers)
+    search = Search(traced, math.inf, most_on_host, cache, begin, show, layers=layers)
     ladder = search.ladder(candidates)
     chosen: list[ScanCheckpointSpec] = [step.policy for step in _spread(ladder, points)]
     for policy in chosen or candidates:

@@ -126,6 +126,7 @@ def plan(
     layers: int | None = None,
     streamed: Sequence[PyTree] | None = None,
     cache: str | Path | None = None,
+    begin: Callable[[str], None] = lambda _: None,
     show: Callable[[Trial], None] = lambda _: None,
     **kwargs: PyTree,
 ) -> Plan:
@@ -146,6 +147,7 @@ def plan(
         layers: of the stack, or steps of the loop, to vary the candidates.
         streamed: the arguments with weights on the host, such as
             `(streaming.to_host(model), x)` of shapes, to be tried where nothing fits.
+        begin: called with the name of each policy before it is compiled.
         show: called with each trial once it is compiled.
 
     Raises:
@@ -168,7 +170,9 @@ def plan(
     for arguments in (args,) if streamed is None else (args, streamed):
         traced = tracer(fn_of_policy, arguments, kwargs, target, donate)
         is_streamed = arguments is streamed
-        search = Search(traced, most, most_on_host, cache, show, is_streamed, layers)
+        search = Search(
+            traced, most, most_on_host, cache, begin, show, is_streamed, layers
+        )
         found = search.least(candidates)
         trials += search.compiled.values()
         if found is not None and found.report is not None:

@@ -49,7 +49,9 @@ class Search:
     host_budget: float = math.inf
     # Folder for what compilations find; None for none.
     cache: str | Path | None = None
-    # Called with each trial once it is compiled.
+    # Called with the name of each policy before it is compiled, and with each trial
+    # once it is.
+    begin: Callable[[str], None] = lambda _: None
     show: Callable[[Trial], None] = lambda _: None
     # Whether the program's weights are on the host, for the names of trials.
     streamed: bool = False
@@ -76,6 +78,7 @@ class Search:
         key = resolve_policy(policy)
         if key in self.compiled:
             return self.compiled[key]
+        self.begin(Trial(policy, None, None, self.streamed).name)
         report = failure = None
         try:
             report = self._trace(policy).report(self.cache)

@@ -13,6 +13,7 @@ Decode: TypeAlias = Callable[[np.ndarray], str]
 """The text of tokens."""
 
 _PART_OF_CHARACTER = "\N{REPLACEMENT CHARACTER}"
+_MOST_TOKENS = 4  # of a character: the bytes that UTF-8 has at most
 
 
 def named_examples(batch: TokenBatch, decode: Decode) -> tuple[list[str], list[str]]:
@@ -105,7 +106,8 @@ class _TokenTexts:
         begun: list[int] = []  # tokens of a character that has not ended
         for token in tokens.tolist():
             piece = self._after(anchor, (*begun, token))
-            if _PART_OF_CHARACTER in piece:
+            is_part = _PART_OF_CHARACTER in piece and len(begun) < _MOST_TOKENS - 1
+            if is_part:
                 begun.append(token)
                 pieces.append("")
                 continue

@@ -86,18 +86,6 @@ def _launched() -> tuple[int, dict[str, Any]]:
     return started_by_mpi, {"cluster_detection_method": "mpi4py"}
 
 
-def check_one_process(command: str) -> None:
-    """Refuses a command under a launcher of several processes, each of which would do
-    all of its work.
-    """
-    count, _ = _launched()
-    count = max(count, jax.process_count())
-    if count > 1:
-        raise ConfigError(
-            f"{command} is for one process, and this is one of {count}: start it alone."
-        )
-
-
 def _in_thread(work: Callable[[], T]) -> T:
     """`work()` in a thread: the main thread handles signals meanwhile."""
     # Python handles signals in the main thread alone, and only between its own

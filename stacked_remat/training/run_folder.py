@@ -105,15 +105,30 @@ class RunFolder:
                 an unreadable config.
         """
         folder = RunFolder(root)
+        folder.check(config, overwrite=overwrite, accept_changes=accept_changes)
         if overwrite:
             folder._delete_results()
-        else:
-            # As it is read back
-            folder._check(from_yaml(config_yaml(config)), accept_changes)
         root.mkdir(parents=True, exist_ok=True)
         if not folder.config.exists():
             folder.begin(config)
         return folder
+
+    def check(
+        self,
+        config: Mapping[str, Any],
+        *,
+        overwrite: bool = False,
+        accept_changes: bool = False,
+    ) -> None:
+        """Raises what `open` would, before anything is made or changed."""
+        if self.root.exists() and not self.root.is_dir():
+            raise FileExistsError(
+                f"{self.root} is no folder. Give this run a folder of its own with"
+                " --trainer.run_dir."
+            )
+        if not overwrite:
+            # As it is read back
+            self._check(from_yaml(config_yaml(config)), accept_changes)
 
     def begin(self, config: Mapping[str, Any]) -> None:
         """Writes the config and removes an earlier result: the run begins or

@@ -178,7 +178,7 @@ def test_the_command_prints(tmp_path, capsys, monkeypatch):
     file = tmp_path / "worst.csv"
     assert main(["bottom", run, "--count", "3", "--csv", str(file)]) == 0
     wrote = capsys.readouterr().out
-    assert wrote.startswith(f"wrote {file}. The 3 most harmful of ")
+    assert wrote.startswith(f"wrote {file}. The 3 lowest scores of ")
     assert "above zero where training on" in wrote
     with file.open(newline="") as lines:
         header, *rows = csv.reader(lines)
@@ -222,7 +222,7 @@ def test_examples_are_drawn(tmp_path, capsys):
         run = str(tmp_path / "run")
         assert main(["top", run, "--count", "3", "--plot", str(file)]) == 0
         shown = capsys.readouterr().out
-        assert shown.startswith(f"wrote {file}. The 3 most helpful of ")
+        assert shown.startswith(f"wrote {file}. The 3 highest scores of ")
     drawn = (tmp_path / "scores.svg").read_text()
     ranking = rank_examples(tmp_path / "run" / "ghost")
     for index, name in enumerate(ranking.ids):

@@ -338,5 +338,7 @@ def test_mistakes_are_named():
     with pytest.raises(ValueError, match="4 examples has no 3 equal microbatches"):
         step = weighted_step(losses, optax.sgd(0.1), microbatches=3)
         step((network(), None), data(2, Examples), hax.ones(Examples))
+    with pytest.raises(ValueError, match="have `batch` of size 5, and Examples"):
+        attempt(batches=data(2, Steps, Examples.resize(5)))
     with pytest.raises(ValueError, match="`steps` of size 5"):
         attempt(batches=data(2, Axis("steps", 5), Examples))

@@ -168,7 +168,10 @@ def test_nothing_is_traced_or_compiled_after_a_policy_that_recomputes_nothing(
 ):
     fn_of_policy = Counting()
     budget = comparison.trials[0].report.total
-    found = planned(fn_of_policy, budget=budget)
+    told = []
+    shows = {"begin": told.append, "show": lambda trial: told.append(trial.policy)}
+    found = planned(fn_of_policy, budget=budget, **shows)
+    assert told == ["False", False]
     assert found.policy == resolve_policy(False) and fn_of_policy.asked == [False]
     assert "fits " in str(found)
     assert planned(budget=budget, layers=LAYERS).policy == resolve_policy(False)

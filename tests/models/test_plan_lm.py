@@ -128,6 +128,10 @@ def test_the_command_prints_the_table(monkeypatch, reports):
         "attention, window 4 runs by the backend kernel (model.attention.backend)"
         in text
     )
+    # Each as it begins, which may take minutes
+    lines = text.splitlines()
+    began = [lines.index(f"compiling {name}") for name in ("True", "nested", "kept")]
+    assert began == sorted(began) and lines[began[-1] + 1 :]
     more = reports["nested"].flops.matmul / reports["True"].flops.matmul
     assert re.search(rf"^ *nested .* {more:.2f}\b", text, re.MULTILINE)
     text = shown("--remat", "{nested: 2}")

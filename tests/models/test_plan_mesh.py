@@ -76,7 +76,7 @@ def compiled(monkeypatch):
     """
     asked = []
 
-    def plan(step, *, budget, host_budget, show):
+    def plan(step, *, budget, host_budget, begin, show):
         mesh = step.config.trainer.mesh
         asked.append(mesh.axes)
         if parse_bytes(budget) < 30_000:

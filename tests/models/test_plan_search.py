@@ -89,6 +89,15 @@ def test_the_longest_context_is_found_to_a_thirty_second(compiled):
         > 3
     )
     assert any(line.endswith(", does not fit") for line in shown)
+    # Each is said as it begins, and once it is compiled.
+    names = [line.removeprefix("compiling ") for line in shown[::2]]
+    assert len(names) == len(compiled) and all(
+        line.startswith("compiling ") for line in shown[::2]
+    )
+    assert all(
+        line.startswith(f"{name}: ")
+        for name, line in zip(names, shown[1::2], strict=True)
+    )
 
 
 def test_the_host_and_what_is_leanest_there_count():
@@ -156,7 +165,7 @@ def test_the_command_says_what_was_found(monkeypatch, tmp_path):
     )
     options += ("--budget", "1MB", "--trainer.mesh", "{axes: {data: 1}}")
 
-    def plan(step, *, budget, host_budget, show):
+    def plan(step, *, budget, host_budget, begin, show):
         trials = tuple(
             Trial(policy, step.having({}, policy).report())
             for policy in (True, "nested")

@@ -205,6 +205,12 @@ def test_a_model_that_is_written_with_the_defaults_is_not_taken_for_the_folders(
             match=rf"(?s)not the one in .*{re.escape(key)}.*: .* in the config",
         ):
             model_of(folder, nested(key, usual[key]), PLACES[number % 3])
+    # Others differ too, by their defaults.
+    with pytest.raises(ConfigError) as caught:
+        model_of(folder, nested("num_layers", usual["num_layers"]))
+    said = str(caught.value)
+    assert said.count(" in the config, ") == said.count("  model.num_layers: ") == 1
+    assert f"model.hidden_dim: {usual['hidden_dim']} by default, " in said
     for key, value in OF_RUN.items():
         found = model_of(folder, nested(key, value))
         expected = changed(found, key, getattr(found, key, value))

@@ -13,6 +13,7 @@ import yaml
 from haliax import Axis
 
 import models.train_lm as train_lm
+from models.hf_io.formats import config_to_hf
 from models.parts.decoder import Decoder
 from models.run_config import LmRunConfig
 from stacked_remat import OffloadError
@@ -200,6 +201,29 @@ def test_a_refused_continuation_leaves_the_folder_as_it_was(
     assert [(workplace / "run" / name).read_text() for name in names] == before
 
 
+def test_a_run_that_can_not_begin_is_refused_before_text_is_tokenized(
+    workplace, capsys, finished
+):
+    as_if_finished_in(workplace, finished)
+    (workplace / "notes").mkdir()
+    (workplace / "notes" / "a.md").write_text("mine")
+    run = parse_config(LmRunConfig, ["--config_path", f"{finished}/config.yaml"])
+    (workplace / "base").mkdir()
+    fields = config_to_hf(run.model, run.vocab_size, dtype="float32")
+    (workplace / "base" / "config.json").write_text(json.dumps(fields))
+    base = ("--initialize_from_hf", str(workplace / "base"))
+    refused = [
+        ("run", ("--trainer.seed", "5"), "trainer.seed was 0 and is 5"),
+        ("notes", (), "notes has files and no run"),
+        ("config.yaml", (), "config.yaml is no folder"),
+        ("new", base, "base lacks model.safetensors"),
+    ]
+    for name, more, message in refused:
+        assert train(workplace, *more, run=name) == 1
+        assert message in capsys.readouterr().out
+    assert not (workplace / "cache").exists() and not (workplace / "new").exists()
+
+
 @pytest.mark.deep
 def test_every_part_of_the_trainers_config_reaches_the_run(
     workplace, capsys, monkeypatch, finished
@@ -255,8 +279,24 @@ def test_the_first_example_is_shown_and_nothing_is_trained(workplace, capsys):
     shown = capsys.readouterr().out
     assert "«<|end|>!abcdabcdabcd<|end|>»" in shown
     assert "<|end|>2+2=\\x1b[31m«4 [red]<|end|>»" in shown
-    assert "keys of this record that are not read: by" in shown
+    assert "keys of records that are not read: by" in shown
+    assert "longer than data.seq_len" not in shown
     assert not (workplace / "run").exists() and not (workplace / "cache").exists()
+    whole = ("--data.sources.sums", source, "--data.packing", "whole")
+    assert train(workplace, *whole, "--data.seq_len", "9", "--show_example") == 0
+    shown = capsys.readouterr().out
+    assert "this example is longer than data.seq_len = 9 and is cut" in shown
+    longest = int(shown.rpartition("data.seq_len: ")[2].split()[0])
+    fits = ("--data.seq_len", str(longest), "--show_example")
+    assert train(workplace, *whole, *fits) == 0
+    assert "sums.jsonl:1" in (shown := capsys.readouterr().out)
+    assert "longer than" not in shown[shown.index("sums.jsonl:1") :]
+    chat = [{"role": "user", "content": "2+2"}, {"role": "asistant", "content": "4"}]
+    (workplace / "sums.jsonl").write_text(json.dumps({"messages": chat}))
+    assert train(workplace, "--data.sources.sums", source, "--show_example") == 1
+    shown = capsys.readouterr().out
+    assert "asistant\n4<|im_end|>" in shown and "Did you mean `assistant`?" in shown
+    assert "sums has no target in its first records" in shown
     (workplace / "sums.jsonl").write_text('{"text": ""}')
     assert train(workplace, "--data.sources.sums", source, "--show_example") == 1
     assert "sums has no target in its first records" in capsys.readouterr().out

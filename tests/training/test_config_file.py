@@ -148,6 +148,7 @@ IN_FILE = [
         "shape: {type: circle, side: 2}",
         r"Unknown key `shape.side`.*Valid: radius, paint",
     ),
+    ("shape: {type: circle, r: 2}", r"Unknown key `shape.r` .* Did you mean `radius`"),
     ("shape: {type: circel}", r"`shape.type` in .* is 'circel'. Did you mean `circle`"),
     (
         "shape: {type: circle, radius: }",

@@ -167,12 +167,11 @@ class ChatTemplate:
         """
         return self._one(self._request(messages, variables, answers=True))
 
-    @functools.cached_property
-    def words(self) -> frozenset[str]:
-        """All words of the programs; they can't read a variable or field whose name is
-        not among them.
+    def words_for(self, variables: Mapping[str, Any]) -> frozenset[str]:
+        """All words of the program for a chat with these variables; it can't ask for a
+        variable or field whose name is not among them.
         """
-        return frozenset(re.findall(r"\w+", " ".join(self.sources.values())))
+        return _words(self.source_for(variables))
 
     def source_for(self, variables: Mapping[str, Any] = MappingProxyType({})) -> str:
         """The program for a chat with these variables."""
@@ -260,6 +259,11 @@ class ChatTemplate:
             if isinstance(results[-1], DataError):
                 break
         return results
+
+
+@functools.cache
+def _words(source: str) -> frozenset[str]:
+    return frozenset(re.findall(r"\w+", source))
 
 
 def _of_reply(

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
+from ..._messages import did_you_mean, shown
 from ..data_config import SourceConfig
 from ..errors import DataError
 from .chat_template import ChatTemplateError, RenderedChat
@@ -15,8 +16,11 @@ from .record_forms import Completion, Content, Document
 from .records import Record
 from .tokenizers import Counted, Tokenizer, Tokens
 
-_PROBLEMS_KEPT = 5
-_UNREAD_KEPT = 20
+_KEPT = {"problems": 5, "unread": 20, "roles": 20}
+"""The most texts in these fields of `Counts`."""
+
+_KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool")
+_CALLS = ("tool_calls", "function_call")  # fields of an answer that calls tools
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,8 @@ class Counts:
         num_malformed: records that were skipped.
         problems: why, for the first ones.
         unread: keys of records that nothing reads, in the order in which they came.
+        roles: those of messages that are none of the usual ones and not named by the
+            chat template, in the order in which they came.
         num_open: chats whose last answer the template leaves open.
         num_unmarked_ends: chats whose answers lack their ends.
     """
@@ -40,6 +46,7 @@ class Counts:
     num_malformed: int = 0
     problems: Sequence[str] = ()
     unread: Sequence[str] = ()
+    roles: Sequence[str] = ()
     num_open: int = 0
     num_unmarked_ends: int = 0
 
@@ -53,9 +60,46 @@ class Counts:
                 total[entry.name] = one + another
             else:
                 kept = tuple(dict.fromkeys([*one, *another]))
-                most = _UNREAD_KEPT if entry.name == "unread" else _PROBLEMS_KEPT
-                total[entry.name] = kept[:most]
+                total[entry.name] = kept[: _KEPT[entry.name]]
         return Counts(**total)
+
+    def remarks(self) -> Iterator[str]:
+        """What a user has to know of the records, a line each."""
+        if self.num_malformed:
+            problems = "; ".join(self.problems)
+            yield (
+                f"{self.num_malformed} records can't be read and were skipped, such as"
+                f" {problems}"
+            )
+        if self.num_empty:
+            yield f"{self.num_empty} records have no text, or the weight 0: left out"
+        yield from self.names_unused()
+        if self.num_open:
+            yield (
+                "the chat template writes nothing after an answer: the next turn's"
+                " first token is trained on as its end, and the tokenizer's end token"
+                f" ends {self.num_open} chats"
+            )
+        if self.num_unmarked_ends:
+            yield (
+                "the chat template ends answers after {% endgeneration %}, so"
+                f" {self.num_unmarked_ends} chats do not teach the model to end them:"
+                " move the end into the mark"
+            )
+
+    def names_unused(self) -> Iterator[str]:
+        """The lines of `remarks` that name what is not read, or may be misspelt."""
+        if self.unread:
+            yield f"keys of records that are not read: {', '.join(self.unread)}"
+        if self.roles:
+            meant = dict.fromkeys(
+                did_you_mean(role, _KNOWN_ROLES) for role in self.roles
+            )
+            yield (
+                "roles of messages that the chat template does not name:"
+                f" {', '.join(self.roles)}.{''.join(meant)} Only turns of the role"
+                " `assistant` are answers."
+            )
 
 
 @dataclass(frozen=True)
@@ -112,6 +156,7 @@ class RecordEncoder:
         problems = []
         num_empty = 0
         unread: dict[str, None] = {}
+        roles: dict[str, None] = {}
         # Templates run in another process, which is asked once for all chats of the
         # group.
         rendered = self._rendered(records)
@@ -130,6 +175,7 @@ class RecordEncoder:
                 weights += [document.weight] * len(own_texts)
                 of_record += [number] * len(own_texts)
                 unread |= dict.fromkeys(self._unread(document))
+                roles |= dict.fromkeys(self._unknown_roles(document))
         # All texts at once: tokenizers work in parallel over them.
         documents = self.tokenizer.encode_chats(texts)
         tokens = [own for own, _ in documents]
@@ -140,6 +186,7 @@ class RecordEncoder:
             num_malformed=len(problems),
             problems=tuple(problems),
             unread=tuple(unread),
+            roles=tuple(roles),
             num_open=sum(text.is_open and not text.is_plain for text in texts),
             num_unmarked_ends=sum(text.has_unmarked_end for text in texts),
         )
@@ -175,6 +222,7 @@ class RecordEncoder:
             problem = f"{record.place} does not fit the chat template: {rendered}"
         elif rendered is not None:
             texts = rendered
+            problem = self._lost_calls(record, texts)
         elif isinstance(record.content, str | Completion):
             texts = [self._plain(record.content)]
         # JSON may have half a surrogate pair (`\ud800`), which no tokenizer takes.
@@ -189,6 +237,29 @@ class RecordEncoder:
                 f"{problem}. Fix it, or skip such records with data.on_malformed: skip."
             )
         return texts, problem
+
+    def _lost_calls(self, record: Record, texts: Sequence[RenderedChat]) -> str | None:
+        """Why a chat can't be trained on: an answer calls tools, and the chat template
+        writes no calls; None if none does, or they are written.
+        """
+        document = record.document
+        assert document is not None and isinstance(document.content, list)
+        variables = self._variables(document)
+        words = self.tokenizer.chat_template.words_for(variables)
+        for at, message in enumerate(document.content):
+            calls = [name for name in _CALLS if message.get(name)]
+            if message["role"] != "assistant" or not calls:
+                continue
+            # A template that writes whole messages, by `tojson`, names no field.
+            is_written = any(name in text.text for name in calls for text in texts)
+            if words.isdisjoint(calls) and not is_written:
+                return (
+                    f"{record.place} calls tools in message {at}, and the tokenizer's"
+                    f" chat template does not read {' or '.join(calls)}: the answer"
+                    " would be trained on without its calls. Use a tokenizer whose"
+                    " template writes them, or write them in `content`"
+                )
+        return None
 
     def _plain(self, content: str | Completion) -> RenderedChat:
         """A text, or a prompt with its completion."""
@@ -207,7 +278,7 @@ class RecordEncoder:
         yield from document.unread
         if not isinstance(document.content, list):
             return
-        words = self.tokenizer.chat_template.words
+        words = self.tokenizer.chat_template.words_for(self._variables(document))
         # A template can't read a name that it doesn't have as a word; one that it has
         # may still not be read, which only running it would tell.
         for name in self._variables(document):
@@ -217,6 +288,16 @@ class RecordEncoder:
             for name, value in message.items():
                 if value is not None and name not in words:
                     yield f"{name} of messages"
+
+    def _unknown_roles(self, document: Document) -> Iterator[str]:
+        """The roles of a chat's messages that may be misspelt."""
+        if not isinstance(document.content, list):
+            return
+        words = self.tokenizer.chat_template.words_for(self._variables(document))
+        for message in document.content:
+            role = message["role"]
+            if role not in _KNOWN_ROLES and role not in words:
+                yield shown(role)
 
 
 def _key(content: Content) -> int:

@@ -326,6 +326,8 @@ class PackedDocuments:
         seq_len: positions in a sequence.
         num_documents: documents of two tokens or more.
         num_counted: target tokens of weight 1.
+        num_cut: documents of more positions than a sequence, which any packing cuts.
+        longest: positions of the longest document.
         num_left_out: sequences without a target.
         fingerprint: a hash of the tokens and the packing.
     """
@@ -362,7 +364,10 @@ class PackedDocuments:
         # A document of n tokens has n - 1 positions: the last token is only a target.
         # Pieces of one document meet in a token, a target of one and an input of the
         # next, so no target is lost where a document is cut.
-        self._pieces = pack(self._documents.lengths - 1, seq_len)
+        positions = self._documents.lengths - 1
+        self._pieces = pack(positions, seq_len)
+        self.num_cut = int((positions > seq_len).sum())
+        self.longest = int(positions.max())
         targets = self._num_targets()
         self._chosen = None if targets.all() else np.flatnonzero(targets)
         self.num_counted = int(targets.sum())

@@ -39,7 +39,7 @@ from .packing import TokenizedDocuments
 from .records import read_records
 from .tokenizers import Tokenizer
 
-_FORMAT = 9  # of the files of a cache
+_FORMAT = 10  # of the files of a cache
 _STATE = "state.json"
 _LOCK = ".lock"
 _CHECKSUMS = "checksums"
@@ -195,15 +195,24 @@ def open_token_cache(
             found.append(_open(part, folder))
     counts = sum((part.counts for part in found), start=Counts())
     if counts.num_documents == 0:
-        raise DataError(
-            f"The {len(request.files)} files of {request.name} have no text:"
-            f" {counts.num_empty} documents are empty and {counts.num_malformed} can't"
-            " be read."
-            + "".join(f" First: {problem}." for problem in counts.problems[:1])
-        )
+        raise _error_without_text(request, counts)
     documents = TokenizedDocuments.joined([part.documents for part in found])
     keys = np.concatenate([part.keys for part in found])
     return CachedTokens(documents, keys, counts)
+
+
+def _error_without_text(request: CacheRequest, counts: Counts) -> DataError:
+    """The error for files of a source that have no document."""
+    count = len(request.files)
+    where = request.files[0].place if count == 1 else f"its {count} files"
+    reasons = []
+    if counts.num_empty:
+        reasons.append(f"{counts.num_empty} records have none, or the weight 0")
+    if counts.num_malformed:
+        reasons.append(f"{counts.num_malformed} can't be read")
+    why = " and ".join(reasons) or "no records"
+    first = "".join(f" First: {problem}." for problem in counts.problems[:1])
+    return DataError(f"{request.name}: there is no text in {where}: {why}.{first}")
 
 
 def build_share(

@@ -13,7 +13,6 @@ from ..data_config import DataConfig, SourceConfig
 from ..errors import DataError
 from ..progress import ConsoleProgress
 from .batch_stream import BatchStream, HeldOutBatches, ProcessShare
-from .encoding import Counts
 from .encoding_processes import EncodingProcesses
 from .files import find_files, standard_library_files
 from .first_example import FirstExample, first_example
@@ -69,7 +68,7 @@ def open_training_data(
     requests = _requests(config, tokenizer)
     # Before hours of tokenizing: what a user sees here is often a mistake in the
     # config.
-    for example in _first_examples(requests):
+    for example in _first_examples(requests, reads_on=False):
         if not example.is_text:
             progress.message(str(example))
     # Started once for all sources, and ended before training begins.
@@ -78,10 +77,10 @@ def open_training_data(
     training: dict[str, PackedDocuments] = {}
     held_out: dict[str, PackedDocuments] = {}
     for name, (own, apart) in _split(sources, config.held_out_fraction).items():
-        training[name] = _packed(name, own, config, "train on")
+        training[name] = _packed(name, own, config, "train on", progress)
         _check_targets(name, training[name], config, progress)
         if len(apart):
-            held_out[name] = _packed(name, apart, config, "hold out")
+            held_out[name] = _packed(name, apart, config, "hold out", progress)
         elif config.held_out_fraction:
             progress.message(
                 f"{name}: none of its {len(own)} documents is held out by"
@@ -107,9 +106,17 @@ def open_training_data(
 
 
 def _packed(
-    name: str, text: TokenizedDocuments, config: DataConfig, what: str
+    name: str,
+    text: TokenizedDocuments,
+    config: DataConfig,
+    what: str,
+    progress: ConsoleProgress,
 ) -> PackedDocuments:
-    """The sequences of a source's documents; a DataError if none has a target."""
+    """The sequences of a source's documents; a DataError if none has a target.
+
+    Says how many documents are cut, where `packing: whole` may let a user think that
+    none is.
+    """
     packed = PackedDocuments(
         text, config.seq_len, config.packing, separate=config.separate_documents
     )
@@ -118,6 +125,13 @@ def _packed(
             f"data.sources.{name} has text to {what}, but no token of it counts as a"
             " target: with train_on: answers only messages of the role `assistant` do."
             " Check the roles of its chats, or set train_on: all."
+        )
+    if config.packing == "whole" and packed.num_cut:
+        progress.message(
+            f"{name}: {packed.num_cut} of {packed.num_documents} documents to {what}"
+            f" are longer than data.seq_len = {config.seq_len} and are cut into parts"
+            " that do not see each other; data.seq_len:"
+            f" {packed.longest} would cut none"
         )
     return packed
 
@@ -136,11 +150,17 @@ def _check_targets(
     total = len(text) + text.num_left_out
     what = f"{text.num_left_out} of {total} sequences have no target"
     if text.num_left_out > _MOST_LEFT_OUT * total:
-        raise DataError(
-            f"data.sources.{name}: {what}, since its prompts are longer than"
+        why = (
+            "since its prompts are longer than"
             f" data.seq_len = {config.seq_len}: its answers would be trained on without"
             " them. Make seq_len larger, shorten the prompts, or set train_on: all."
         )
+        if not text.num_cut:
+            why = (
+                "since its chats have no turn of the role `assistant`. Check their"
+                " roles, leave such chats out, or set train_on: all."
+            )
+        raise DataError(f"data.sources.{name}: {what}, {why}")
     progress.message(f"{name}: {what} and are left out")
 
 
@@ -174,17 +194,17 @@ def _requests(config: DataConfig, tokenizer: Tokenizer) -> _Requests:
 
 
 def first_examples(config: DataConfig, tokenizer: Tokenizer) -> Iterator[FirstExample]:
-    """The first example of each source, of which nothing else is read.
+    """The first example of each source, of which up to 64 records are read.
 
     Raises:
         DataError: as `open_training_data`.
     """
-    return _first_examples(_requests(config, tokenizer))
+    return _first_examples(_requests(config, tokenizer), reads_on=True)
 
 
-def _first_examples(requests: _Requests) -> Iterator[FirstExample]:
+def _first_examples(requests: _Requests, *, reads_on: bool) -> Iterator[FirstExample]:
     for request, _ in requests.values():
-        if (example := first_example(request)) is not None:
+        if (example := first_example(request, reads_on=reads_on)) is not None:
             yield example
 
 
@@ -216,7 +236,7 @@ def _tokenized(
     def cached(request: CacheRequest) -> CachedTokens:
         folder = Path(config.cache_dir)
         tokens = open_token_cache(request, folder, progress, processes)
-        for remark in _remarks(tokens.counts):
+        for remark in tokens.counts.remarks():
             progress.message(f"{request.name}: {remark}")
         return tokens
 
@@ -225,32 +245,6 @@ def _tokenized(
         held_out = None if apart is None else cached(apart)
         sources[name] = cached(request), held_out
     return sources
-
-
-def _remarks(counts: Counts) -> Iterator[str]:
-    """What a user has to know of the records of a cache."""
-    if counts.num_malformed:
-        problems = "; ".join(counts.problems)
-        yield (
-            f"{counts.num_malformed} records can't be read and were skipped, such as"
-            f" {problems}"
-        )
-    if counts.num_empty:
-        yield f"{counts.num_empty} records have no text, or the weight 0: left out"
-    if counts.unread:
-        yield f"keys of records that are not read: {', '.join(counts.unread)}"
-    if counts.num_open:
-        yield (
-            "the chat template writes nothing after an answer: the next turn's first"
-            " token is trained on as its end, and the tokenizer's end token ends"
-            f" {counts.num_open} chats"
-        )
-    if counts.num_unmarked_ends:
-        yield (
-            "the chat template ends answers after {% endgeneration %}, so"
-            f" {counts.num_unmarked_ends} chats do not teach the model to end them:"
-            " move the end into the mark"
-        )
 
 
 def _split(
@@ -295,9 +289,9 @@ def _summary(training: list[PackedDocuments], held_out: list[PackedDocuments]) -
             half.num_documents for half in halves
         )
 
-    tokens, documents = count(training)
-    held_tokens, held_documents = count(held_out)
+    targets, documents = count(training)
+    held_targets, held_documents = count(held_out)
     return (
-        f"{tokens:,} tokens in {documents:,} documents to train on, {held_tokens:,} in"
-        f" {held_documents:,} held out"
+        f"{targets:,} targets in {documents:,} documents to train on,"
+        f" {held_targets:,} in {held_documents:,} held out"
     )

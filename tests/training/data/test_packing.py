@@ -98,6 +98,8 @@ def test_whole_cuts_no_document_that_fits_and_no_two_sequences_are_half_empty(
         pieces.update({int(token) // 100 for token in sequence["tokens"][counts]})
     for number, length in enumerate(lengths):
         assert pieces[number] == -(-(length - 1) // seq_len)
+    assert packed.num_cut == sum(count > 1 for count in pieces.values())
+    assert packed.longest == max(lengths) - 1
     # best fit opens a sequence only for what fits in no other, so any two together
     # overflow one
     assert all(

@@ -245,7 +245,7 @@ def test_a_malformed_record_is_an_error_or_is_counted(tmp_path):
     folder = lines_in(tmp_path / "none", '{"text": ""}', "{")
     with pytest.raises(
         DataError,
-        match=r"have no text: 1 documents are empty and 1 can't .* First: .*:2",
+        match=r"no text in .*: 1 records have none.* and 1 can't .* First: .*:2",
     ):
         build(folder, tmp_path / "cache", on_malformed="skip")
 

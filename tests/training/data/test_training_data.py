@@ -184,10 +184,14 @@ def test_nothing_is_held_out_by_a_fraction_of_zero(folder, tmp_path):
 
 def test_a_source_without_text_to_train_on_is_refused(folder, tmp_path):
     (tmp_path / "none.txt").write_text("")
-    with pytest.raises(DataError, match="have no text"):
-        open_data(
-            tmp_path, sources={"one": SourceConfig((str(tmp_path / "none.txt"),))}
-        )
+    none = {"one": SourceConfig((str(tmp_path / "none.txt"),))}
+    with pytest.raises(DataError, match="no text in .*none.txt: 1 records have none"):
+        open_data(tmp_path, sources=none)
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.jsonl").write_text("\n")
+    none = {"one": SourceConfig((str(tmp_path / "*.jsonl"),))}
+    with pytest.raises(DataError, match="one: there is no text in its 2 files: no rec"):
+        open_data(tmp_path, sources=none)
     exam = {"held_out": (str(folder),)}
     with pytest.raises(
         DataError, match=r"data.sources.one has 14 documents, and none to train on: all"
@@ -284,6 +288,81 @@ def test_keys_that_nothing_reads_and_open_answers_are_said_once(tmp_path):
         batch.targets.array[0][last] == tokenizer.end
         and batch.weights.array[0][last] == 1
     )
+
+
+def test_roles_that_the_template_does_not_name_are_said_once(tmp_path):
+    template = (
+        "{% for m in messages %}{% if m.role == 'expert' %}!{% endif %}<turn>"
+        "{{ m.role }} {{ m.content }}</turn>{% endfor %}"
+        "{% if add_generation_prompt %}<turn>assistant {% endif %}"
+    )
+    tokenizer = load_tokenizer(str(save(tmp_path / "words", template=template)))
+    lines = []
+    for role in ("asistant", "assistant", "assistant"):
+        roles = ["system", "developer", "user", "tool", "expert", role]
+        turns = [{"role": one, "content": "odd"} for one in roles]
+        lines.append(json.dumps({"messages": turns}))
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    own = SourceConfig((str(tmp_path / "a.jsonl"),), train_on="answers")
+    line = (
+        "roles of messages that the chat template does not name: 'asistant'. Did you"
+        " mean `assistant`? Only turns of the role `assistant` are answers."
+    )
+    progress = Silent()
+    options = {"held_out_fraction": 0, "packing": "whole", "seq_len": 64}
+    options |= {"sources": {"c": own}, "progress": progress}
+    open_data(tmp_path, tokenizer, **options)
+    assert progress.messages.count(f"c: {line}") == 1
+    # The first example that has targets is the second record, or the first.
+    for records, number in ((lines, 2), (lines[::-1], 1)):
+        (tmp_path / "a.jsonl").write_text("\n".join(records))
+        (example,) = first_examples(DataConfig({"c": own}), tokenizer)
+        assert example.place.endswith(f":{number}") and example.remarks == (line,)
+    (tmp_path / "a.jsonl").write_text(lines[0])
+    (example,) = first_examples(DataConfig({"c": own}), tokenizer)
+    assert (example.num_targets, example.remarks) == (0, (line,))
+    assert str(example).endswith(f"0 of {example.num_tokens} tokens are targets")
+    (tmp_path / "a.jsonl").write_text("\n".join([lines[1], *lines[:1] * 3]))
+    with pytest.raises(DataError, match="3 of 4 sequences .* no turn of the role `as"):
+        open_data(tmp_path, tokenizer, **options)
+
+
+CALL = [{"type": "function", "function": {"name": "f", "arguments": {}}}]
+
+
+@pytest.mark.parametrize("content", [None, "odd"])
+def test_calls_of_tools_that_the_template_does_not_write_are_refused(tmp_path, content):
+    turns = "{% for m in messages %}<turn>{{ m.role }} {{ m.content }}"
+    # A template with the word may still write them only where there are some.
+    with_calls = (
+        turns + "{{ m.tool_calls | tojson if m.tool_calls }}</turn>{% endfor %}"
+    )
+    whole = "{% for m in messages %}<turn>{{ m | tojson }}</turn>{% endfor %}"
+    user = {"role": "user", "content": "odd"}
+    call = {"role": "assistant", "content": content, "tool_calls": CALL}
+    plain = {"role": "assistant", "content": "even", "tool_calls": []}
+    chats = [[user, plain], [user, call, plain]]
+    lines = [json.dumps({"messages": chat}) for chat in chats]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    source = {"c": SourceConfig((str(tmp_path / "a.jsonl"),))}
+    options = {"sources": source, "held_out_fraction": 0, "packing": "whole"}
+
+    def opened(template, **more):
+        folder = save(tmp_path / str(hash(template)), template=template)
+        return open_data(tmp_path, load_tokenizer(str(folder)), **options, **more)
+
+    for template in (with_calls, whole):
+        opened(template)
+    without_calls = turns + "</turn>{% endfor %}"
+    with pytest.raises(
+        DataError,
+        match=r"a\.jsonl:2 calls tools in message 1, and the tokenizer's chat template"
+        r" does not read tool_calls: .* in `content`\. Fix it, or skip such records",
+    ):
+        opened(without_calls)
+    progress = Silent()
+    opened(without_calls, on_malformed="skip", progress=progress)
+    assert "c: 1 records can't be read and were skipped" in progress.messages[1]
 
 
 def test_the_targets_of_the_first_example_are_said_before_anything_is_tokenized(
@@ -407,6 +486,16 @@ def test_a_source_most_of_whose_sequences_have_no_target_is_refused(tmp_path, pr
         True
     ] * 9
     left_out = {10: "2 of 22", 60: "20 of 40"}[prompt]
+    longest = {10: 108, 60: 158}[prompt]
     assert progress.messages[1:] == [
-        f"chats: {left_out} sequences have no target and are left out"
+        (
+            "chats: 20 of 20 documents to train on are longer than data.seq_len = 100"
+            " and are cut into parts that do not see each other; data.seq_len:"
+            f" {longest} would cut none"
+        ),
+        f"chats: {left_out} sequences have no target and are left out",
     ]
+    for changes in ({"seq_len": longest}, {"packing": "split"}):
+        progress = Silent()
+        open_data(tmp_path, **options | changes | {"progress": progress})
+        assert not [line for line in progress.messages if "are cut" in line]

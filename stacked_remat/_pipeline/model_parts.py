@@ -143,6 +143,7 @@ class ModelParts:
 
     def model(self, stack: PyTree, rest: Sequence[Any]) -> PyTree:
         """The model with another stack, and these arrays in the rest."""
+        # In the order of `rest`, which is that of the leaves
         arrays = iter(rest)
         leaves = [next(arrays) if is_array(leaf) else leaf for leaf in self.leaves]
         leaves[self.place] = stack
@@ -153,6 +154,7 @@ class ModelParts:
         layers with as many rows as the layers' arrays.
         """
         trained = pick(leaves_or_none(self.stack), self.is_layer_trained)
+        # The rows of layers that are not there have zeros
         of_layers = [
             gradient[: array.shape[0]]
             for gradient, array in zip(of_layers, trained, strict=True)

@@ -97,6 +97,7 @@ class Schedule:
 
         for tick in range(self.ticks):
             for stage in range(self.stages):
+                # W of earlier microbatches comes before what the tick runs
                 while done[stage] < self.weights_done[tick, stage]:
                     run(stage, "W", done[stage], weights)
                     done[stage] += 1
@@ -104,6 +105,7 @@ class Schedule:
                 if operation != IDLE:
                     number = int(self.numbers[tick, stage])
                     run(stage, _LETTERS[operation], number, lengths[operation])
+            # An exchange ends when the later of the two is there
             for stage, neighbour in exchanges(tick, self.stages):
                 now[stage] = now[neighbour] = max(now[stage], now[neighbour])
         return works
@@ -207,15 +209,18 @@ def _weights_done(operations: np.ndarray, microbatches: int) -> np.ndarray:
         now += operations[tick] != IDLE
         for pair in exchanges(tick, stages):
             later = max(now[stage] for stage in pair)
+            # The earlier one has time for as many W until then
             for stage in pair:
                 fitting = min(later - now[stage], ready[stage] - done[stage])
                 result[tick, stage] += fitting
                 done[stage] += fitting
                 now[stage] = later
+        # From the next tick on: what this one sends must not wait for W
         ready += operations[tick] == BACKWARD
         for stage in range(stages):
             must = max(ready[stage] - done[stage] - stage, 0)
             done[stage] += must
             now[stage] += must
+    # The last row runs what is left
     result[-1] = microbatches
     return result

@@ -126,6 +126,7 @@ def take_apart(
     # What the layer's forward pass computes
     forward = _computed_from(jaxpr.eqns, [*given, *of_carry])
 
+    # A policy that saves what a long equation makes has it in B: W would run it again
     of_forward = _long_results(jaxpr.eqns, of_weights, forward, known)
     in_early = _needed(jaxpr.eqns, [*wanted, *of_forward])
     # References may not be read by two programs
@@ -247,6 +248,7 @@ def _with_smaller_results(
     in_late = _needed(_in_late(equations, in_early, known), of_weights)
     in_late = [one for one in in_late if not known.issuperset(one.outvars)]
     made_late = _results(in_late)
+    # How often W reads each variable, with the equations that it still has
     readers: dict[Var, int] = {}
     for var in _variables(in_late, of_weights):
         readers[var] = readers.get(var, 0) + 1
@@ -254,6 +256,7 @@ def _with_smaller_results(
         read = {*_variables([equation], ())}
         if made_late & read or not _is_cheap(equation):
             continue
+        # What would be kept for this equation only; in its place its results are
         alone = []
         for var in read - known:
             if readers[var] == _variables([equation], ()).count(var):
@@ -293,6 +296,7 @@ def _outline(
             names[equation.outvars[0]] = name_of(placed)
             continue
         if equation.primitive.name == "platform_index":
+            # The number of the platform, by which a conditional chooses
             names[equation.outvars[0]] = "platform"
             continue
         for var in equation.outvars:
@@ -398,6 +402,7 @@ def _evaluated(jaxpr: Jaxpr, inputs: Sequence[Any]) -> list[Any]:
             inner = getattr(called, "jaxpr", called)
             results = _evaluated(inner, [*constants, *operands])
         else:
+            # A program of this equation, so that its own rules bind it
             read = [*dict.fromkeys(_variables([equation], ()))]
             alone = _program(read, equation.outvars, [equation])
             results = eval_jaxpr(alone, (), *map(value_of, read))

@@ -106,6 +106,7 @@ def frontier(
     search = Search(traced, math.inf, most_on_host, cache, begin, show, layers=layers)
     ladder = search.ladder(candidates)
     chosen: list[ScanCheckpointSpec] = [step.policy for step in _spread(ladder, points)]
+    # No ladder, where the search has no model of the program
     for policy in chosen or candidates:
         search.taken(policy)
     tried = compared(search.compiled.values())
@@ -115,6 +116,7 @@ def frontier(
         assert trial.report is not None
         return trial.report.total, trial.report.flops.matmul
 
+    # By memory: each has fewer FLOPs than all that take less
     best: list[Trial] = []
     for trial in sorted(compiled, key=order):
         if not best or order(trial)[1] < order(best[-1])[1]:
@@ -133,6 +135,7 @@ def _spread(ladder: Sequence[Step], points: int) -> list[Step]:
     chosen = {first: None}
     for number in range(min(points - 1, len(rest))):
         share = number / max(1, points - 2)
+        # Geometric between the least memory and the most
         budget = rest[0].total ** (1 - share) * rest[-1].total ** share
         fitting = [step for step in rest if step.total <= budget]
         chosen[fitting[0] if fitting else rest[-1]] = None

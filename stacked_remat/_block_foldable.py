@@ -514,6 +514,12 @@ def _applied(
         # None in the block's place: paths into arguments count it
         arguments = (None, *args), kwargs
         warn_of_ambiguous(init, arguments, layers.Layers, call.caller)
+        if whole is not None and call.until is not None:
+            raise ValueError(
+                f"{what}: with until=, an eqx.nn.State would have nothing of the layers"
+                " that do not run. Let all layers run, or put what they keep in the"
+                " carry."
+            )
         with only_own_state(whole, what):
             carry, outputs = layers._run(call, init, args, kwargs)
         if whole is not None:

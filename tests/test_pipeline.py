@@ -21,7 +21,7 @@ from stacked_remat import (
     shared,
 )
 from stacked_remat._pipeline.two_cotangents import take_apart
-from tests.blocks import assert_close, quick_jit
+from tests.blocks import Tanh, assert_close, quick_jit
 from tests.random_arrays import normal
 
 NAMES = ["1f1b", "zero_bubble"]
@@ -355,6 +355,26 @@ def test_random_sizes(seed):
         )
     )(model)
     assert_within(found, (value, value, gradients))
+
+
+def test_gradients_in_bfloat16_of_what_all_stages_have():
+    """Whose sum over stages aborts XLA for CPUs where a mesh has two axes."""
+    blocks = Stacked(Tanh(normal(0, 4, 4, 4)), hax.Axis("layers", 4))
+    model = (blocks, jnp.ones((4, 2), jnp.bfloat16))
+
+    def loss(model, x):
+        blocks, head = model
+        return jnp.mean((blocks.fold(x) @ head) ** 2)
+
+    x = normal(1, 4, 4)
+    run = pipeline(loss, "stage", microbatches=2)
+    with jax.set_mesh(mesh_of(2, 2)):
+        _, (_, found) = quick_jit(run.value_and_grad)(model, x)
+    _, expected = quick_jit(jax.grad(loss))(model, x)
+    assert found.dtype == jnp.bfloat16
+    np.testing.assert_allclose(
+        found.astype(jnp.float32), expected.astype(jnp.float32), rtol=2e-2
+    )
 
 
 class Numbers(eqx.Module):

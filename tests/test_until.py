@@ -4,6 +4,7 @@ take time.
 
 import functools
 
+import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
@@ -310,6 +311,11 @@ def test_what_cannot_stop_is_refused():
             stack.fold(x, until=lambda x: x[0] > 3)
     with pytest.raises(TypeError, match="until is a function of the carry"):
         alike.fold(x, until=3)
+    norms, state = eqx.nn.make_with_state(sr.Stacked.init(2, eqx.nn.BatchNorm))(
+        2, "batch", mode="ema"
+    )
+    with pytest.raises(ValueError, match="have nothing of the layers that do not run"):
+        norms.fold(x, state, until=lambda x: x[0] > 3)
     step = sr.fused_update(
         lambda stack: stack.fold(x, until=lambda x: x[0] > 3)[0], optax.sgd(0.1)
     )

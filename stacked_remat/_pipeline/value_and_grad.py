@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec
-from jaxtyping import DTypeLike
+from jaxtyping import Array, DTypeLike
 
 from .._scan.checks import describe
 from .._schedule import whole_number
@@ -296,7 +296,7 @@ class Pipeline:
         )
         sums = program(of_stage)
         returned = [leaf[None] for leaf in (sums.value, *sums.aux)]
-        of_rest = lax.psum(sums.rest, self.axis)
+        of_rest = [_summed(gradient, self.axis) for gradient in sums.rest]
         return sums.layers, of_rest, returned, Static(parts.returned)
 
     def _stages(self) -> int:
@@ -316,6 +316,14 @@ class Pipeline:
                 " jax.make_mesh(sizes, names, (AxisType.Auto,) * len(names))."
             )
         return mesh.shape[self.axis]
+
+
+def _summed(gradient: Array, axis: str) -> Array:
+    """The sum of a gradient over stages, rounded once."""
+    # In bfloat16 XLA for CPUs (jaxlib 0.10.2) aborts where the mesh has further axes.
+    is_short = gradient.dtype.itemsize < 4
+    exact = gradient.astype(jnp.float32) if is_short else gradient
+    return lax.psum(exact, axis).astype(gradient.dtype)
 
 
 def _check_gradient_dtype(dtype: Any) -> None:

@@ -35,7 +35,8 @@ class GradDots(eqx.Module):
         total_norm: `[batch]`, of everything that is scored; None unless asked for.
         by_token: the score of each token's loss, with the axes of the losses, for the
             granularity "token": by how much a step on that target alone would lower the
-            validation loss. None for others.
+            validation loss. None for others. The total is their sum, or their mean with
+            `tokens="mean"`.
         aux: what `per_example_loss` returned beside the losses.
     """
 

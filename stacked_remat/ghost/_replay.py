@@ -19,7 +19,7 @@ from jaxtyping import Array, Float
 from .._microbatches import in_microbatches
 from .._policy import ScanCheckpointSpec
 from .._scan.api import fold
-from .._scan.checks import layers_axis
+from .._scan.checks import describe, layers_axis
 from .._scan.marks import is_named, raw_array
 from .._static import PyTree
 
@@ -90,7 +90,7 @@ def replay(
         held_out_loss: from the last state to a scalar.
         Steps: the axis of the steps, or their number.
         Examples: the axis of the examples of a batch; or several axes, those of losses
-            of tokens, for a weight of each token.
+            of tokens in their order, the examples first, for a weight of each token.
         per_step: further arguments of the step by name, arrays with an entry for each
             step, such as learning rates or weight decays, which are differentiated too.
         remat: which states are kept, as of any fold: with `"nested"` about `2 *
@@ -108,7 +108,7 @@ def replay(
         RuntimeError: a derivative is not finite; or the largest is zero or at the level
             of rounding, as through Adam with `b1=0, b2=0` or a clip that all gradients
             reach. Within `jax.jit` at run time.
-        TypeError: `held_out_loss` returns no scalar.
+        TypeError: `held_out_loss` returns no scalar, or `Examples` is no axis.
 
     Cost: about three times the FLOPs of the run with `remat=False`, four with `True`
     and five with `"nested"`; one to two times more where the model within the step has
@@ -120,6 +120,12 @@ def replay(
     small `eps_root`, such as 1e-30.
     """
     Steps = steps_axis(Steps)
+    for axis in ensure_tuple(Examples):
+        if not isinstance(axis, Axis):
+            raise TypeError(
+                "ghost.replay: Examples is the axis of the examples, or several; got"
+                f" {describe(axis)}."
+            )
     _check_examples(batches, ensure_tuple(Examples))
     ones = hax.ones((Steps, *ensure_tuple(Examples)), jnp.float32)
 

@@ -55,9 +55,9 @@ def print_examples(
 
 def _distribution(scores: np.ndarray) -> str:
     """The numbers of examples from the lowest to the highest score, as bars."""
-    counts, edges = np.histogram(scores, min(_BINS, len(scores)))
+    counts, _ = np.histogram(scores, min(_BINS, len(scores)))
     bars = text_bars(counts.tolist(), low=0)
-    return f"All {len(scores):,} scores: {edges[0]:+.3f} {bars} {edges[-1]:+.3f}"
+    return f"All {len(scores):,} scores: {min(scores):+.3f} {bars} {max(scores):+.3f}"
 
 
 def _from_here(place: str) -> str:

@@ -101,8 +101,10 @@ def set_key(tree: dict[str, Any], dotted: str, text: str | None) -> None:
     except ConfigError:
         raise
     except Exception as error:  # PyYAML raises a KeyError for `!!bool abc`
+        quoted = f"\"'{text}'\""
         raise ConfigError(
-            f"The value of `--{dotted}` on the command line is not YAML: {error}"
+            f"The value of `--{dotted}` on the command line is not YAML: {error}. Text"
+            f" that means something in YAML is quoted for it too: --{dotted} {quoted}"
         ) from error
 
 

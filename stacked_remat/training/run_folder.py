@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import json
+import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -125,6 +126,12 @@ class RunFolder:
             raise FileExistsError(
                 f"{self.root} is no folder. Give this run a folder of its own with"
                 " --trainer.run_dir."
+            )
+        there = next(one for one in self.root.absolute().parents if one.exists())
+        if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+            raise FileNotFoundError(
+                f"{self.root} can't be made: {there} is no folder that can be written"
+                " to. Give this run another folder with --trainer.run_dir."
             )
         if not overwrite:
             # As it is read back

@@ -340,5 +340,7 @@ def test_mistakes_are_named():
         step((network(), None), data(2, Examples), hax.ones(Examples))
     with pytest.raises(ValueError, match="have `batch` of size 5, and Examples"):
         attempt(batches=data(2, Steps, Examples.resize(5)))
+    with pytest.raises(TypeError, match="Examples is the axis of the examples"):
+        replay(lambda *_: None, (), {}, held_out, Steps, "batch")
     with pytest.raises(ValueError, match="`steps` of size 5"):
         attempt(batches=data(2, Axis("steps", 5), Examples))

@@ -105,6 +105,16 @@ def test_a_finished_run_is_not_touched(tmp_path):
     assert not folder.result.exists()
 
 
+def test_a_folder_that_cannot_be_made_is_refused_before_the_run(tmp_path):
+    (tmp_path / "file").touch()
+    for name in ("file/run", "file/deep/run"):
+        with pytest.raises(
+            FileNotFoundError, match="can't be made: .*file is no folder"
+        ):
+            RunFolder(tmp_path / name).check(CONFIG)
+    RunFolder(tmp_path / "deep" / "run").check(CONFIG)
+
+
 def test_overwriting_deletes_results_and_nothing_else(tmp_path):
     folder = RunFolder.open(tmp_path, CONFIG)
     folder.metrics.write_text("old")

@@ -284,6 +284,9 @@ class RecordEncoder:
         for name in self._variables(document):
             if name not in words:
                 yield f"{name}, for the chat template"
+        # One that names neither writes whole messages.
+        if words.isdisjoint(("role", "content")):
+            return
         for message in document.content:
             for name, value in message.items():
                 if value is not None and name not in words:

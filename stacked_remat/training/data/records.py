@@ -169,23 +169,41 @@ def _read_json(file: SourceFile, how: SourceConfig, start: int) -> Iterator[Reco
 
 
 def _of_line(line: bytes, how: SourceConfig) -> Document:
-    return document_of(_loaded(line), how)
+    return _of_value(_loaded(line), how)
+
+
+def _of_value(value: Any, how: SourceConfig) -> Document:
+    if (key := _key_twice(value)) is not None:
+        raise MalformedRecord(f"has the key {key!r} twice in one object")
+    return document_of(value, how)
+
+
+class _HasTwice(dict[str, Any]):
+    """An object that is written with a key twice, of which the last is taken."""
+
+    def __init__(self, pairs: list[tuple[str, Any]]):
+        super().__init__(pairs)
+        ((self.key, _),) = Counter(key for key, _ in pairs).most_common(1)
+
+
+def _key_twice(value: Any) -> str | None:
+    """A key that an object in a value has twice."""
+    if isinstance(value, _HasTwice):
+        return value.key
+    if not isinstance(value, dict | list):
+        return None
+    inner = value.values() if isinstance(value, dict) else value
+    return next(filter(None, map(_key_twice, inner)), None)
 
 
 def _loaded(stored: bytes) -> Any:
-    """A value of JSON; a `MalformedRecord` where an object has a key twice, of which
-    `json` would take the last.
-    """
+    """A value of JSON, in which a `_HasTwice` is where an object has a key twice."""
 
-    def checked(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def marked(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
-        if len(found) < len(pairs):
-            counts = Counter(key for key, _ in pairs)
-            ((twice, _),) = counts.most_common(1)
-            raise MalformedRecord(f"has the key {twice!r} twice in one object")
-        return found
+        return found if len(found) == len(pairs) else _HasTwice(pairs)
 
-    return json.loads(stored, object_pairs_hook=checked)
+    return json.loads(stored, object_pairs_hook=marked)
 
 
 def _read_array(file: SourceFile, how: SourceConfig, start: int) -> Iterator[Record]:
@@ -194,8 +212,6 @@ def _read_array(file: SourceFile, how: SourceConfig, start: int) -> Iterator[Rec
         stored = plain.read()
     try:
         items = _loaded(stored)
-    except MalformedRecord as error:
-        raise DataError(f"{file.place} {error}. Repair it.") from error
     except (ValueError, RecursionError) as error:
         raise DataError(
             f"{file.place} begins with `[` and is no array of JSON: {error}. Repair it,"
@@ -206,7 +222,7 @@ def _read_array(file: SourceFile, how: SourceConfig, start: int) -> Iterator[Rec
         if number >= start:
             place = f"{file.place}, item {number + 1},"
             offset = file.size * (number + 1) // len(items)
-            parse = functools.partial(document_of, item, how)
+            parse = functools.partial(_of_value, item, how)
             yield Record(place, number, offset, size, parse)
 
 

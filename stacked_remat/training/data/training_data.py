@@ -151,14 +151,15 @@ def _check_targets(
     what = f"{text.num_left_out} of {total} sequences have no target"
     if text.num_left_out > _MOST_LEFT_OUT * total:
         why = (
-            "since its prompts are longer than"
-            f" data.seq_len = {config.seq_len}: its answers would be trained on without"
-            " them. Make seq_len larger, shorten the prompts, or set train_on: all."
+            "since its chats have no turn of the role `assistant`. Check their roles,"
+            " leave such chats out, or set train_on: all."
         )
-        if not text.num_cut:
+        if text.num_cut:
             why = (
-                "since its chats have no turn of the role `assistant`. Check their"
-                " roles, leave such chats out, or set train_on: all."
+                f"since prompts are longer than data.seq_len = {config.seq_len}, whose"
+                " answers would be trained on without them, or chats have no turn of"
+                " the role `assistant`. Make seq_len larger, shorten the prompts, check"
+                " the roles, or set train_on: all."
             )
         raise DataError(f"data.sources.{name}: {what}, {why}")
     progress.message(f"{name}: {what} and are left out")

@@ -190,6 +190,12 @@ def test_unreadable_files_are_refused(tmp_path):
         (tmp_path / "e.json").write_text(broken)
         with pytest.raises(DataError, match=r"e.json begins with `\[` and is no array"):
             read(tmp_path / "e.json")
+    (tmp_path / "f.json").write_text(
+        '[{"text": "a"}, {"text": "b", "x": {"y": 1, "y": 2}}]'
+    )
+    good, bad = read(tmp_path / "f.json")
+    assert good.content == "a"
+    assert "f.json, item 2, has the key 'y' twice in one object" in str(bad.problem)
     (tmp_path / "d.jsonl.zst").write_bytes(b"x")
     with pytest.raises(DataError, match=r"d.jsonl.zst is compressed with zstd"):
         read(tmp_path / "d.jsonl.zst")

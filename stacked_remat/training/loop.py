@@ -15,6 +15,7 @@ import numpy as np
 import optax
 from jaxtyping import Array
 
+from .._messages import shown
 from ..memory import target_of_device
 from .batches import TokenBatch, TokenStream
 from .checkpoint import Checkpoints
@@ -239,12 +240,22 @@ class _HeldState:
         return metrics
 
     def _taken_apart(self, state: TrainState) -> list[Array]:
-        leaves, structure = jax.tree.flatten(eqx.filter(state, eqx.is_array))
+        arrays, others = eqx.partition(state, eqx.is_array)
+        leaves, structure = jax.tree.flatten(arrays)
         if structure != self._structure:
             raise TypeError(
                 "A step returned a state of another structure than it was given:"
                 f" {structure}, not {self._structure}."
             )
+        # What is no array is part of the compiled step.
+        before = dict(jax.tree_util.tree_leaves_with_path(self._others))
+        for path, leaf in jax.tree_util.tree_leaves_with_path(others):
+            if path not in before or leaf != before[path]:
+                raise TypeError(
+                    f"A step changed state{jax.tree_util.keystr(path)}, which is"
+                    f" {shown(leaf)} now and no array. Let the optimizer's init make an"
+                    " array of it: jnp.asarray(0)."
+                )
         return leaves
 
     def _built(self, leaves: list[Array]) -> TrainState:

@@ -9,6 +9,7 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from haliax import NamedArray
 
@@ -189,6 +190,19 @@ def test_a_step_is_dispatched_before_the_metrics_of_the_last_one_are_read(
         *("do 4", "do 5", "read 4", "read 5"),  # saved
         *("do 6", "read 6", "do 7", "do 8", "read 7", "read 8"),
     ]
+
+
+def test_a_number_of_the_optimizer_that_a_step_changes_is_refused(
+    tmp_path, monkeypatch
+):
+    """It would stay what it was when the step was compiled."""
+    counting = optax.GradientTransformation(
+        lambda params: {"count": 0},
+        lambda updates, state, params: (updates, {"count": state["count"] + 1}),
+    )
+    monkeypatch.setitem(globals(), "build_optimizer", lambda *_: counting)
+    with pytest.raises(TypeError, match=r"changed state.optimizer_state\['count'\]"):
+        run(Recorder(), tmp_path, num_steps=2)
 
 
 def test_the_time_of_a_step_is_its_own_before_an_evaluation_too(tmp_path):

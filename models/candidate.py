@@ -36,7 +36,7 @@ from stacked_remat.training import (
 )
 from stacked_remat.training.memory_check import check_fits, check_host_fits
 from stacked_remat.training.remat import remat_entry
-from stacked_remat.training.stage_rows import shapes_in_stages
+from stacked_remat.training.stage_rows import shapes_with_stage_rows
 
 _Begin: TypeAlias = Callable[[str], None]
 _Show: TypeAlias = Callable[[Trial], None]
@@ -161,7 +161,7 @@ class Candidate:
                 " target."
             )
         state = state_shapes(self.config, self.partitioning)
-        state = shapes_in_stages(state, self.partitioning)
+        state = shapes_with_stage_rows(state, self.partitioning)
         return batch_shapes(self.config.data, self.partitioning), state
 
     def check_batch(self) -> None:
@@ -185,10 +185,11 @@ class Candidate:
         """Which part of the time a stage of a pipeline waits, under `1f1b`; one with as
         many layers as any.
         """
-        own, count = self._layers_of_stage, self.config.trainer.update.microbatches
+        layers = self._layers_of_stage
         # A microbatch goes through the layers of the others, before or after.
-        waiting = self.config.model.num_layers - own
-        return waiting / (count * own + waiting)
+        waiting = self.config.model.num_layers - layers
+        busy = self.config.trainer.update.microbatches * layers
+        return waiting / (busy + waiting)
 
     @property
     def _layers_of_stage(self) -> int:
@@ -211,12 +212,13 @@ class Candidate:
                 f" there are {len(others)} of more than one device"
                 f" ({', '.join(others)}). Give all but one of them the size 1."
             )
-        layers, own = self.config.model.num_layers, self._layers_of_stage
-        with_layers = -(-layers // own)
+        layers = self.config.model.num_layers
+        most = self._layers_of_stage
+        with_layers = -(-layers // most)
         if with_layers < self.stages:
             raise ConfigError(
                 f"trainer.pipeline divides model.num_layers = {layers} over"
-                f" {self.stages} devices, or groups of devices, {own} for each: that"
+                f" {self.stages} devices, or groups of devices, {most} for each: that"
                 f" leaves {self.stages - with_layers} without layers. Give its axis in"
                 f" trainer.mesh.axes the size {with_layers}."
             )

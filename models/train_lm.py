@@ -91,7 +91,7 @@ from stacked_remat.training.processes import (
     start_processes,
 )
 from stacked_remat.training.run_folder import check_same_in_all
-from stacked_remat.training.stage_rows import of_layers
+from stacked_remat.training.stage_rows import remove_stage_rows
 from stacked_remat.training.throughput import peak_memory_bytes
 
 _SHOW_EXAMPLE = "--show_example"
@@ -140,7 +140,7 @@ def train_lm(
             config.trainer.checkpoint,
             run_config=config.entries,
             saved=saved_arrays,
-            written=functools.partial(of_layers, partitioning=partitioning),
+            written=functools.partial(remove_stage_rows, partitioning=partitioning),
             local=in_turn(lambda: _local_files(config, folder)),
             report=progress.message,
         )

@@ -139,6 +139,8 @@ class BlockFoldable(HaliaxStackNames, ModuleWithStateDictSerialization, Generic[
 
     # Tells `map_unsliced` to leave the fields of a stack within a layer to its own loop
     _slices_its_own_layers: ClassVar[bool] = True
+    # Whether `until` may stop the loop over the layers
+    _can_stop: ClassVar[bool] = False
 
     if (
         TYPE_CHECKING
@@ -409,9 +411,6 @@ class BlockFoldable(HaliaxStackNames, ModuleWithStateDictSerialization, Generic[
     def _kinds(self) -> Sequence[M]:
         """Blocks of every kind among the layers."""
 
-    # Whether `until` may stop their loop
-    _can_stop: ClassVar[bool] = False
-
     @property
     def _pattern(self) -> Pattern | None:
         """Which layer is of which kind, if there are several kinds."""
@@ -446,9 +445,8 @@ def call_of(
         check_until(options["until"])
         if not layers._can_stop:
             raise TypeError(
-                f"until= stops a loop over layers that are all alike: a"
-                f" {type(layers).__name__} takes none. Use a Stacked, or choose between"
-                " the carry and the layer's result in each layer."
+                f"until= stops a loop over layers that are alike; a"
+                f" {type(layers).__name__} takes none. Use a Stacked."
             )
     # Errors name arguments as the user's function does, or as the blocks' `__call__`.
     # Of layers of several classes the first stands for all; without layers nothing is

@@ -122,15 +122,28 @@ def reversed_fold(remat, blocks, x):
     return fold(step, Layers, remat=remat, reverse=True)(x, blocks.up, blocks.down)
 
 
-def mesh_and_gather(mesh_kind):
+def mesh_and_gather(mesh_kind, devices=8):
     axis_type = AxisType.Auto if mesh_kind == "shard_map" else mesh_kind
-    mesh = jax.make_mesh((8,), ("data",), (axis_type,))
+    mesh = jax.make_mesh((devices,), ("data",), (axis_type,))
     gathers = {
         AxisType.Auto: functools.partial(constrained, mesh),
         AxisType.Explicit: resharded,
         "shard_map": all_gathered,
     }
     return mesh, gathers[mesh_kind]
+
+
+def loss_on(mesh_kind, mesh, gather, apply):
+    """The loss with layers that gather their weights, on a mesh of this kind."""
+    value = functools.partial(loss, gather, apply)
+    if mesh_kind != "shard_map":
+        return value
+
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=SPECS, out_specs=P("data"))
+    def on_device(*args):
+        return value(*args)[None]
+
+    return lambda *args: jnp.sum(on_device(*args))
 
 
 def on_mesh(mesh_kind, cases):
@@ -141,23 +154,11 @@ def on_mesh(mesh_kind, cases):
     """
     mesh, gather = mesh_and_gather(mesh_kind)
 
-    def value_of(apply):
-        value = functools.partial(loss, gather, apply)
-        if mesh_kind != "shard_map":
-            return value
-
-        @functools.partial(
-            jax.shard_map, mesh=mesh, in_specs=SPECS, out_specs=P("data")
-        )
-        def on_device(*args):
-            return value(*args)[None]
-
-        return lambda *args: jnp.sum(on_device(*args))
-
     def all_of(*args):
         found = {}
         for name, (derivative, apply) in cases.items():
-            found[name] = derivative(value_of(apply), *args)
+            value = loss_on(mesh_kind, mesh, gather, apply)
+            found[name] = derivative(value, *args)
         return found
 
     shardings = tuple(NamedSharding(mesh, spec) for spec in SPECS)
@@ -321,12 +322,12 @@ def test_layers_are_updated_where_they_are_divided(mesh_kind):
         assert leaf.sharding.is_equivalent_to(sharding, 3)
 
 
-def whole_weights_in_loops(mesh_kind, remat, apply=by_stack):
+def whole_weights_in_loops(mesh_kind, remat, apply=by_stack, devices=8):
     """How many whole weights of each shape a loop of a gradient carries, for loops that
     carry some.
     """
-    mesh, gather = mesh_and_gather(mesh_kind)
-    value = functools.partial(loss, gather, functools.partial(apply, remat))
+    mesh, gather = mesh_and_gather(mesh_kind, devices)
+    value = loss_on(mesh_kind, mesh, gather, functools.partial(apply, remat))
     shardings = tuple(NamedSharding(mesh, spec) for spec in SPECS)
     with jax.set_mesh(mesh):
         args = jax.device_put(ARGS, shardings)
@@ -341,11 +342,17 @@ def whole_weights_in_loops(mesh_kind, remat, apply=by_stack):
     return [counts for counts in found if any(counts)]
 
 
+@pytest.mark.parametrize("apply", [by_stack, by_lax_scan], ids=["stack", "lax_scan"])
 @pytest.mark.parametrize("mesh_kind", MESHES[:2], ids=str)
-def test_loops_carry_one_gathered_layer(mesh_kind):
+def test_loops_carry_one_gathered_layer(mesh_kind, apply):
     # Under "nested" forward loops are one within another too, and there are replays
     for remat, loops in ((True, 3), ("nested", 5), ("recompute", 0)):
-        assert whole_weights_in_loops(mesh_kind, remat) == [[1, 1]] * loops
+        assert whole_weights_in_loops(mesh_kind, remat, apply) == [[1, 1]] * loops
+
+
+@pytest.mark.parametrize("mesh_kind", MESHES[:2], ids=str)
+def test_loops_on_one_device_carry_none(mesh_kind):
+    assert whole_weights_in_loops(mesh_kind, "nested", devices=1) == []
 
 
 def test_loops_carry_one_gathered_layer_of_each_kind():

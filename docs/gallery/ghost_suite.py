@@ -30,7 +30,9 @@ Batch, In = Axis("batch", 8), Axis("in", 4)
 # %%
 class GhostEngineManager:
     def __init__(self, losses, validation, log, *, every=1, save_every=100):
-        self.log, self.every, self.save_every = log, every, save_every
+        self.log = log
+        self.every = every
+        self.save_every = save_every
 
         @eqx.filter_jit
         def scored(model, batch):
@@ -42,11 +44,14 @@ class GhostEngineManager:
         def plain(model, batch):
             return ghost.val_direction(model, losses, batch)
 
-        self.scored, self.plain = scored, plain
+        self.scored = scored
+        self.plain = plain
         self.clear_gradients()
 
     def attach_train_batch(self, batch, *, step, examples):
-        self.batch, self.step, self.examples = batch, step, examples
+        self.batch = batch
+        self.step = step
+        self.examples = examples
 
     def prepare_forward_input(self):
         return self.batch
@@ -94,7 +99,8 @@ def batch_of(seed, *, wrong=()):
     return {"x": x, "y": y * hax.named(signs, Batch)}
 
 
-model, optimizer = hax.zeros(In), optax.sgd(0.05)
+model = hax.zeros(In)
+optimizer = optax.sgd(0.05)
 state = optimizer.init(model)
 with TemporaryDirectory() as folder:
     log = ghost.ScoreLog(Path(folder))

@@ -83,7 +83,7 @@ const calculator = (() => {
     if (carries < 2 && length > 1) throw new Error("max_carries is at least 2");
     // A layer is replayed at most `most` times.
     let most = 1;
-    while (choose(carries - 1 + most, most) < length) most += 1;
+    while (most * length <= REPLAYS_AT_MOST && choose(carries - 1 + most, most) < length) most += 1;
     if (most * length > REPLAYS_AT_MOST) throw new Error(`a larger k for ${length} layers: max_carries=${carries} is too few to show`);
     const cut = (part) => {
       const size = part.stop - part.start;
@@ -438,12 +438,16 @@ function showCalculator() {
       for (const group of form.querySelectorAll("[data-block]")) {
         group.hidden = group.dataset.block !== form.elements.block.value;
       }
-      const found = Object.entries(policies).map(([name, policy]) => ({
-        name,
-        result: calculator.estimate({ ...input, policy }),
-      }));
-      const { name, result } = found[index];
-      showPolicies(at("calculator-policies"), found, budget, name);
+      const found = Object.entries(policies).map(([name, policy]) => {
+        try {
+          return { name, result: calculator.estimate({ ...input, policy }) };
+        } catch (error) {
+          return { name, error };
+        }
+      });
+      const { name, result, error } = found[index];
+      if (error) throw error;
+      showPolicies(at("calculator-policies"), found.filter((one) => one.result), budget, name);
       showParts(at("calculator-parts"), result);
       draw(at("calculator-picture"), result.schedule, policies[name].offload);
       at("calculator-error").textContent = "";

@@ -36,8 +36,8 @@ class KindOrder(NamedTuple):
     replay_stop: Column
     visit_start: Column
     visit_stop: Column
-    # What runs first in each run, or in later ones; one entry more for the last run,
-    # which may be any.
+    # What runs first in each run, or in later ones; one entry more, which is read ahead
+    # for nothing after the last run.
     first: Column
     # What runs next after the replay.
     after_replay: Column
@@ -119,7 +119,7 @@ def at_ahead(
         own, row = xla_hints.copy_fetched(fetched[kind.number], row)
         ahead: Arrays = []
         if own:
-            place = following(kind, _place(spec, kind, row))
+            place = following(kind, _mirrored(spec, kind, row))
             ahead = _fetch(spec, kind, xs_in(state), place)
         fetched = [*fetched]
         fetched[kind.number] = ahead
@@ -131,11 +131,12 @@ def at_ahead(
 def _fetch(spec: SweepSpec, kind: Kind, xs: OfKinds, place: Index) -> Arrays:
     if not spec.rows(kind):
         return []
-    return spec.fetch_row(kind, xs, _place(spec, kind, place))
+    return spec.fetch_row(kind, xs, _mirrored(spec, kind, place))
 
 
-def _place(spec: SweepSpec, kind: Kind, row: Index) -> Any:
-    """The place of a layer among those of its kind, by its row; or its row, by its
-    place.
+def _mirrored(spec: SweepSpec, kind: Kind, index: Index) -> Any:
+    """The place of a layer among those of its kind, from its row, or its row from its
+    place: one from the other end, where the sweep goes from the last layer to the
+    first.
     """
-    return spec.rows(kind) - 1 - row if spec.reverse else row
+    return spec.rows(kind) - 1 - index if spec.reverse else index

@@ -87,10 +87,11 @@ def _gathers(equation: JaxprEqn) -> bool:
     devices.
     """
     name = equation.primitive.name
-    # A constraint on an axis of size 1, or to the sharding that is there, is none.
+    # One over an axis of size 1, or to the sharding that is there, moves nothing.
     if name == "reshard":
         before, after = types_of((*equation.invars, *equation.outvars))
-        return bool(_dividing(before.sharding.spec) - _dividing(after.sharding.spec))
+        axes = _dividing(before.sharding.spec) - _dividing(after.sharding.spec)
+        return any(before.sharding.mesh.shape[axis] > 1 for axis in axes)
     if name == "sharding_constraint":
         # How its operand is divided is known to XLA alone.
         sharding = equation.params["sharding"]
@@ -103,7 +104,7 @@ def _gathers(equation: JaxprEqn) -> bool:
             if type_ == AxisType.Auto and mesh.shape[axis] > 1:
                 axes.add(axis)
         return bool(axes - _dividing(sharding.spec))
-    return name in _ALL_GATHERS
+    return name in _ALL_GATHERS and equation.params["axis_size"] > 1
 
 
 def _dividing(spec: jax.sharding.PartitionSpec) -> set[str]:

@@ -244,7 +244,7 @@ class _Layers:
         """
         if not self.spec.pattern:
             return self.fetch(state, number)
-        # Known after what the number is known after.
+        # Zero, and known only once the number is: nothing is gathered before.
         after = number - entry_at(self.trips.runs_first, 0)
         places = [order.first[0] + after for order in self.kind_orders]
         return fetch_kinds(self.spec, self.xs_in(state), places)
@@ -264,7 +264,8 @@ class _Layers:
         then.
 
         Of layers of one kind, `fetched` was read ahead for this one, and `ahead` for
-        the next. Of several, `fetched` has what each kind has.
+        the next. Of several both are left out: `at_ahead` takes what the loop has for
+        each kind, and reads for the next of the kind that runs.
         """
         parts = self.program.replayed if phase == "replay" else self.program.visited
         if not self.spec.pattern:

@@ -24,7 +24,7 @@ from .mesh import Partitioning
 from .progress import ConsoleProgress
 from .run_folder import RunFolder
 from .scoring import Scoring, StepScorer
-from .stage_rows import in_stages, of_layers, without_rows
+from .stage_rows import add_stage_rows, remove_stage_rows, slice_to_layers
 from .step import Metrics, TrainState, TrainStep
 from .throughput import Clock, peak_memory_bytes, training_flops
 from .trackers import Tracker
@@ -140,7 +140,7 @@ def train(
             it, or too many were skipped.
         ConfigError: the config goes by the loss on held-out text, and there is none.
     """
-    held = _HeldState(step, in_stages(state, step.partitioning))
+    held = _HeldState(step, add_stage_rows(state, step.partitioning))
     del state  # its arrays are donated to the first step
     scorer = None if scoring is None else StepScorer(scoring, step, outputs.progress)
     shard = (step.partitioning or Partitioning.one_device()).shard_batch
@@ -200,7 +200,7 @@ def train(
             is_for_all = is_last or is_due or report.is_best(done)
             if is_for_all or is_local_due:
                 report.save(done, data, held.state, scorer, is_last, not is_for_all)
-    return report.result(of_layers(held.state, step.partitioning), stopped_by)
+    return report.result(remove_stage_rows(held.state, step.partitioning), stopped_by)
 
 
 @final
@@ -322,7 +322,7 @@ class _Report:
         loss = lambda model, batch: step.loss_function(model, batch, *state.loss_keys)  # noqa: E731
         weights = state.model, state.trained
         if step.is_pipelined:
-            weights = eqx.filter_eval_shape(without_rows, weights)
+            weights = eqx.filter_eval_shape(slice_to_layers, weights)
         model, trained = weights
         flops = peak and training_flops(loss, model, batch, trained)
         if peak and flops:

@@ -6,10 +6,10 @@ arrays of layers have *rows* for as many layers on each stage, zeros after the l
 layer, and are divided by stages (`_pipeline/model_parts.py`). The named axes of such an
 array still say how many layers there are, which is how it is recognised.
 
-Models, optimizers and checkpoints know nothing of it: a training loop calls `in_stages`
-before the first step and `of_layers` for what it saves, and a step takes the rows away
-before the optimizer, and adds them after it. Within a program XLA divides arrays
-unevenly, so that sends nothing.
+Models, optimizers and checkpoints know nothing of it: a training loop calls
+`add_stage_rows` before the first step and `remove_stage_rows` for what it saves, and a
+step takes the rows away before the optimizer, and adds them after it. Within a program
+XLA divides arrays unevenly, so that sends nothing.
 """
 
 import dataclasses
@@ -48,7 +48,7 @@ def stack_over_stages(model: Any, partitioning: Partitioning) -> Stacked | None:
     return found[0] if found else None
 
 
-def in_stages(state: T, partitioning: Partitioning | None) -> T:
+def add_stage_rows(state: T, partitioning: Partitioning | None) -> T:
     """A state with rows for stages, where the mesh is one of a pipeline whose layers
     don't divide over it. Deletes the arrays that it replaces.
     """
@@ -64,8 +64,8 @@ def in_stages(state: T, partitioning: Partitioning | None) -> T:
     return _map_named(moved, state)
 
 
-def shapes_in_stages(shapes: T, partitioning: Partitioning) -> T:
-    """The shapes of `in_stages`, with their shardings, of those of a state."""
+def shapes_with_stage_rows(shapes: T, partitioning: Partitioning) -> T:
+    """The shapes of `add_stage_rows`, with their shardings, of those of a state."""
 
     def moved(leaf: Any) -> Any:
         rows = _rows_in_stages(leaf, partitioning)
@@ -76,8 +76,8 @@ def shapes_in_stages(shapes: T, partitioning: Partitioning) -> T:
     return _map_named(moved, shapes)
 
 
-def of_layers(state: T, partitioning: Partitioning | None) -> T:
-    """A state as it was before `in_stages`; copies the arrays that have rows for
+def remove_stage_rows(state: T, partitioning: Partitioning | None) -> T:
+    """A state as it was before `add_stage_rows`; copies the arrays that have rows for
     stages.
     """
 
@@ -89,18 +89,18 @@ def of_layers(state: T, partitioning: Partitioning | None) -> T:
     return _map_named(moved, state)
 
 
-def without_rows(tree: T) -> T:
+def slice_to_layers(tree: T) -> T:
     """A tree of traced arrays without rows for stages."""
 
-    def of_layers(leaf: Any) -> Any:
+    def sliced(leaf: Any) -> Any:
         if not _has_rows(leaf):
             return leaf
         return _replaced(leaf, leaf.array[: leaf.axes[0].size])
 
-    return _map_named(of_layers, tree)
+    return _map_named(sliced, tree)
 
 
-def updated_in_rows(
+def update_without_rows(
     update: Callable[[Any, T, Any], tuple[Any, T]],
     gradients: Any,
     metrics: T,
@@ -110,12 +110,12 @@ def updated_in_rows(
     the state with them.
     """
     # Frozen weights stay as they are: they would be copied.
-    of_layers = dataclasses.replace(
+    without_rows = dataclasses.replace(
         state,
-        trained=without_rows(state.trained),
-        optimizer_state=without_rows(state.optimizer_state),
+        trained=slice_to_layers(state.trained),
+        optimizer_state=slice_to_layers(state.optimizer_state),
     )
-    after, metrics = update(without_rows(gradients), metrics, of_layers)
+    after, metrics = update(slice_to_layers(gradients), metrics, without_rows)
 
     def as_before(array: Any, before: Any) -> Any:
         if array.shape == before.shape:

@@ -20,7 +20,7 @@ from .._pipeline.value_and_grad import Pipeline, pipeline
 from .._scan.marks import shared
 from .batches import BATCH_AXIS, TokenBatch
 from .mesh import Partitioning
-from .stage_rows import stack_over_stages, updated_in_rows, without_rows
+from .stage_rows import slice_to_layers, stack_over_stages, update_without_rows
 from .trainer_config import PipelineConfig, TrainerConfig
 
 T = TypeVar("T")
@@ -254,7 +254,7 @@ class TrainStep(eqx.Module):
             return self._fused(batch, state, self.optimizer)
         if self.is_pipelined:
             found = self._in_stages(batch, state)
-            after, metrics = updated_in_rows(self._updated, *found, state)
+            after, metrics = update_without_rows(self._updated, *found, state)
             return self.shard(after), metrics
         after, metrics, _ = self.by(self.gradients_of(state, batch), batch, state)
         return after, metrics
@@ -362,7 +362,7 @@ class TrainStep(eqx.Module):
                 jax.eval_shape(sums_of, 0),
             )
             total, _ = jax.lax.scan(add, zeros, jnp.arange(count))
-        model = without_rows(model)
+        model = slice_to_layers(model)
         slope, _ = jax.grad(lambda sums: loss.term(model, sums), has_aux=True)(total)
         return total, slope
 

@@ -5,6 +5,7 @@ are not finite.
 import dataclasses
 import itertools
 import time
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -196,10 +197,11 @@ def test_a_number_of_the_optimizer_that_a_step_changes_is_refused(
     tmp_path, monkeypatch
 ):
     """It would stay what it was when the step was compiled."""
-    counting = optax.GradientTransformation(
-        lambda params: {"count": 0},
-        lambda updates, state, params: (updates, {"count": state["count"] + 1}),
-    )
+
+    def counted(updates, state: Any, params=None):
+        return updates, {"count": state["count"] + 1}
+
+    counting = optax.GradientTransformation(lambda params: {"count": 0}, counted)
     monkeypatch.setitem(globals(), "build_optimizer", lambda *_: counting)
     with pytest.raises(TypeError, match=r"changed state.optimizer_state\['count'\]"):
         run(Recorder(), tmp_path, num_steps=2)

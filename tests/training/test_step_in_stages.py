@@ -21,7 +21,7 @@ from stacked_remat.training import (
     TrainStep,
     gathered,
 )
-from stacked_remat.training.stage_rows import in_stages, of_layers
+from stacked_remat.training.stage_rows import add_stage_rows, remove_stage_rows
 from tests.random_arrays import normal
 
 Vocab, Embed, Hidden = hax.make_axes(vocab=12, embed=8, hidden=6)
@@ -102,7 +102,7 @@ def after_two_steps(partitioning, schedule, layers):
         state = partitioning.init_sharded(
             lambda: TrainState.init(model(layers), SGD, key=jax.random.key(1))
         )
-        state = in_stages(state, partitioning)
+        state = add_stage_rows(state, partitioning)
         data = partitioning.shard_batch(batch())
         evaluated = eqx.filter_jit(step.evaluated(LOSS))(state.model, data)[1]["loss"]
         compiled = eqx.filter_jit(step)
@@ -125,7 +125,7 @@ def assert_close(found, expected):
 def test_a_step_equals_that_of_one_device(schedule, layers):
     partitioning = stages({"stage": 2, "data": 2})
     state, *others = after_two_steps(partitioning, schedule, layers)
-    found = of_layers(state, partitioning), *others
+    found = remove_stage_rows(state, partitioning), *others
     # One device for the layers: no pipeline
     expected = after_two_steps(stages({"stage": 1}, "stage"), schedule, layers)
     assert jax.tree.structure(found) == jax.tree.structure(expected)

@@ -139,8 +139,7 @@ class BlockFoldable(HaliaxStackNames, ModuleWithStateDictSerialization, Generic[
 
     # Tells `map_unsliced` to leave the fields of a stack within a layer to its own loop
     _slices_its_own_layers: ClassVar[bool] = True
-    # Whether `until` may stop the loop over the layers
-    _can_stop: ClassVar[bool] = False
+    _can_stop: ClassVar[bool] = False  # whether `until` may stop their loop
 
     if (
         TYPE_CHECKING

@@ -81,6 +81,7 @@ class _Run:
             *options,
             f"--trainer.num_steps={steps + _WARM_UP}",
             "--trainer.eval_batches=1",
+            "--trainer.mesh.axes={data: 1}",
             f"--data.cache_dir={folder / 'cache'}",
         )
         self._bare = self._bare_loop(parse_config(LmRunConfig, self._options))

@@ -118,6 +118,8 @@ with TemporaryDirectory() as folder:
             manager.save_metrics()
     manager.cleanup()
     ranking = ghost.rank_examples(Path(folder))
+held_out = hax.mean(losses(model, batch_of(0))).item()
+print(f"{len(ranking.ids)} examples ranked, held-out loss {held_out:.3f}")
 
 # %% [markdown]
 # ## The log

@@ -31,6 +31,7 @@ from jax.sharding import (
 from .._block_seq import BlockSeq
 from .._compat import no_axis_mapping
 from .._messages import axes_text, did_you_mean
+from .._pipeline.model_parts import rows_of_stage
 from .._placement import is_on_host, on_one_device
 from .._stacked import Stacked
 from .batches import BATCH_AXIS, POSITION_AXIS, TokenBatch
@@ -365,7 +366,8 @@ class Partitioning:
             return axes
         Layers, *others = axes
         stages = self.mesh.shape[self.stages_of[Layers.name]]
-        return Layers.resize(-(-Layers.size // stages) * stages), *others
+        rows = stages * rows_of_stage(Layers.size, stages)
+        return Layers.resize(rows), *others
 
     def _batch_sharding(self, axes: Sequence[Axis]) -> NamedSharding:
         return NamedSharding(self.mesh, self._spec(axes, "compute_mapping"))

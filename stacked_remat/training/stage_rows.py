@@ -18,10 +18,10 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
 from haliax.util import is_named_array
 from jax.sharding import Sharding
 
+from .._pipeline.model_parts import with_rows
 from .._stacked import Stacked, StackedKinds
 from .mesh import Partitioning
 
@@ -156,8 +156,7 @@ def _resized_to(rows: int, sharding: Sharding) -> Callable[[Any], Any]:
 
 def _resized(array: Any, rows: int) -> Any:
     """An array with this number of rows: the first, or zeros after the last."""
-    added = max(0, rows - array.shape[0])
-    return jnp.pad(array[:rows], [(0, added), *[(0, 0)] * (array.ndim - 1)])
+    return with_rows(array[:rows], rows)
 
 
 def _shape_with_rows(leaf: Any, rows: int) -> Any:

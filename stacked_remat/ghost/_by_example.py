@@ -1,6 +1,6 @@
 """Losses of examples that are computed alone, compared with those in the batch."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -47,28 +47,38 @@ def check_examples(
     `check`.
     """
     task = Task.of(model, per_example_loss, batch, Objective("mean", tokens, has_aux))
-    is_apart, worst, alone, whole, count = eqx.filter_jit(_compared)(task)
-    if is_apart:
+    found = eqx.filter_jit(_compared)(task)
+    if found.are_apart:
         return
     raise ValueError(
-        f"Example {int(worst)} has the loss {float(alone):.6g} alone, and"
-        f" {float(whole):.6g} in the batch of {count}: it depends on other examples."
-        f" {_SHARED}"
+        f"Example {int(found.worst)} has the loss {float(found.alone):.6g} alone, and"
+        f" {float(found.whole):.6g} in the batch of {found.count}: it depends on other"
+        f" examples. {_SHARED}"
     )
 
 
-def _compared(task: Task) -> tuple[Any, Any, Any, Any, int]:
-    """Whether examples have the same losses alone, and of the one that differs most its
-    number and both losses.
-    """
+class _Comparison(NamedTuple):
+    """Losses of examples alone and in the batch."""
+
+    # Whether they are the same for all.
+    are_apart: Any
+    # The example that differs most, and its losses alone and in the whole batch.
+    worst: Any
+    alone: Any
+    whole: Any
+    # How many examples there are.
+    count: int
+
+
+def _compared(task: Task) -> _Comparison:
     # Numbers alone, which every process of a run can read
     alone, whole, most = losses_alone(task)
     differences = jnp.abs(alone - whole)
     # A loss that is NaN alone or in the batch compares as False, and is left to the
     # run.
-    is_apart = ~jnp.any(differences > most)
+    are_apart = ~jnp.any(differences > most)
     worst = jnp.argmax(jnp.nan_to_num(differences, nan=-1.0, posinf=jnp.inf))
-    return is_apart, worst, alone[worst], whole[worst], len(whole)
+    return _Comparison(are_apart, worst, alone[worst], whole[worst], len(whole))
 
 
 def losses_alone(task: Task) -> tuple[Any, Any, Any]:

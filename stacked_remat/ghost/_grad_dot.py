@@ -221,11 +221,10 @@ def grad_dot(
         example_ids: for "total" and "token", the document of each loss, an integer
             array of the shape of the losses: the number of a document on `Examples`,
             for sequences that are packed into rows, or for rows of any order. The total
-            is then of
-            these documents, `[Examples]`. The loss of a document is the sum of those
-            with its number, or with `tokens="mean"` their mean; the loss that is
-            differentiated does not change. Losses with a number outside of `Examples`
-            are left out.
+            is then of these documents, `[Examples]`. The loss of a document is the sum
+            of those with its number, or with `tokens="mean"` their mean; the loss that
+            is differentiated does not change. Losses with a number outside of
+            `Examples` are left out.
         Examples: the axis of the documents that `example_ids` counts.
         has_aux: `per_example_loss` returns a pair of the losses and anything else,
             which `GradDots.aux` gets with the axis of the examples, in front where it

@@ -29,7 +29,14 @@ from . import _haliax_names
 from ._messages import did_you_mean, shown
 from ._place_names import is_place
 from ._remat import EVERYTHING, JaxPolicy, Kept, Remat, as_written
-from ._schedule import Schedule, bounded, equal, shrinking, whole_number
+from ._schedule import (
+    Schedule,
+    bounded,
+    equal,
+    off_device,
+    shrinking,
+    whole_number,
+)
 
 if TYPE_CHECKING:
     Names: TypeAlias = Iterable[str]
@@ -60,9 +67,6 @@ class _Cut(NamedTuple):
     checked: Callable[[Any], Any]
     # The schedule of a number of layers, by the field's value and that number.
     schedule: Callable[[Any, int], Schedule]
-    # That with the boundaries of segments on the host or on disk, where they take no
-    # slots on the device; None if it has no such segments.
-    with_boundaries_off_device: Callable[[Any, int], Schedule] | None = None
 
 
 def _checked_nested(nested: Any) -> bool | int:
@@ -86,10 +90,14 @@ def _nested(nested: bool | int, length: int) -> Schedule:
     return shrinking(length) if nested is True else equal(length, nested)
 
 
-def _nested_on_host(nested: bool | int, length: int) -> Schedule:
+def _off_device(nested: bool | int, most: int | None, length: int) -> Schedule:
+    """The cut with the first carries of segments on the host or on disk, by `nested`
+    and `max_carries`; without `nested` these are the carries of all layers.
+    """
+    segments = int(nested) or length
     if nested is True:
-        nested = math.isqrt(length - 1) + 1  # √N, rounded up
-    return equal(length, nested)
+        segments = math.isqrt(length - 1) + 1  # √N, rounded up
+    return off_device(equal(length, segments), most)
 
 
 def _bounded(most: int, length: int) -> Schedule:
@@ -99,11 +107,11 @@ def _bounded(most: int, length: int) -> Schedule:
 # All fields that cut the layers. From this table follow what a policy executes, what it
 # refuses, and `has_cut`. Written by hand are the errors that name all cuts, in
 # `_scan/layers.py`, `_scan/sweep_back.py` and `_sweep/trace.py`, which
-# `test_errors_name_all_fields_that_cut` compares with it; that only `nested` has
-# boundaries on the host, in `_contradictions`; and how a planner varies each cut, in
-# `memory/_plan.py`.
+# `test_errors_name_all_fields_that_cut` compares with it; what they mean for carries
+# off the device, in `_off_device` and `_contradictions`; and how a planner varies each
+# cut, in `memory/_plan.py`.
 CUTS: dict[str, _Cut] = {
-    "nested": _Cut(_checked_nested, _nested, _nested_on_host),
+    "nested": _Cut(_checked_nested, _nested),
     "max_carries": _Cut(_checked_carries, _bounded),
 }
 
@@ -160,7 +168,9 @@ class ScanCheckpointPolicy(_haliax_names.HaliaxFields):
             a layer.
         max_carries: keep at most so many carries alive instead, with the least
             recomputation that allows it (Griewank and Walther 2000, "Algorithm 799:
-            revolve").
+            revolve"). Where the carries of `nested` segments are on the host or on
+            disk, it is given beside `nested`: so many are on the device while a segment
+            is reversed.
         first_layers: how many layers, from the one that runs first, keep their
             internals; the rest follow the other settings, which then cut, offload or
             keep carries. It uses the memory that the rest leaves free: with
@@ -230,16 +240,21 @@ class ScanCheckpointPolicy(_haliax_names.HaliaxFields):
         """Two settings that can't be made both: why, and what to write instead."""
         yield from _haliax_names.contradictions(self)
         # A pair contradicts where both fields differ from their defaults.
-        for one, other in itertools.combinations(CUTS, 2):
-            yield one, other, "each says how the layers are cut. Keep one."
+        if not self._moves_carries:
+            for one, other in itertools.combinations(CUTS, 2):
+                reason = "each says how the layers are cut. Keep one."
+                yield one, other, reason
+        elif not self.nested:
+            reason = (
+                "without nested=k all carries are off the device. Give the number of"
+                " segments whose first carries are there."
+            )
+            yield "max_carries", "save_carries", reason
         if self.save_carries is False:
             reason = 'to start from the stack\'s input alone use "recompute".'
             for name in (*CUTS, "first_layers"):
                 yield name, "save_carries", reason
-        for name, cut in CUTS.items():
-            if self._moves_carries and cut.with_boundaries_off_device is None:
-                reason = "only one cut has boundaries off the device. Use nested=k."
-                yield name, "save_carries", reason
+        for name in CUTS:
             reason = (
                 "a segment's internals live while it is reversed. Save them, or offload"
                 " the carries."
@@ -425,12 +440,10 @@ class ScanCheckpointPolicy(_haliax_names.HaliaxFields):
             TypeError: `length` is no integer.
         """
         length = whole_number("length", length, "the number of layers")
+        if self._moves_carries:
+            return _off_device(self.nested, self.max_carries, length)
         for name in filter(self._is_set, CUTS):  # at most one
-            cut = CUTS[name]
-            make = cut.schedule
-            if self._moves_carries:
-                make = cut.with_boundaries_off_device or make
-            return make(getattr(self, name), length)
+            return CUTS[name].schedule(getattr(self, name), length)
         return equal(length, length)
 
 

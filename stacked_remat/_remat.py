@@ -32,7 +32,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ._schedule import Schedule, equal
+from ._schedule import Schedule, equal, off_device
 
 # Where the carries between layers are kept; None if they are not.
 Carries: TypeAlias = Literal["device", "host", "disk"] | None
@@ -162,7 +162,7 @@ class Remat:
     @property
     def boundaries_off_device(self) -> bool:
         """Whether the first carries of segments are kept on the host or on disk."""
-        return self.carries in ("host", "disk") and self.schedule is not None
+        return self.schedule is not None and self.schedule.off_device
 
     def swept(self) -> "Remat":
         """The same for a sweep: layers that are not cut are segments of one layer, or
@@ -171,7 +171,10 @@ class Remat:
         if self.schedule is not None or not self.length:
             return self
         if self.kept == NOTHING:
-            return replace(self, schedule=equal(self.length, self.length))
+            schedule = equal(self.length, self.length)
+            if self.carries in ("host", "disk"):
+                schedule = off_device(schedule)
+            return replace(self, schedule=schedule)
         return replace(
             self, first_layers=self.length, first_kept=self.kept, kept=NOTHING
         )

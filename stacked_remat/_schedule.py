@@ -60,15 +60,25 @@ Segments of one layer need no replay, so they are visited in the run before, as 
 were part of its segment. Not where internals are saved: a run holds those of all that
 it visits, and of a segment of one layer that is to be one layer.
 
+Two levels. Where the inputs of segments are kept *off the device*, on the host or on
+disk, they take no slots. Each segment is then reversed by itself: its input is fetched
+to slot 0, and its layers are cut as above for the slots that there are. With a slot for
+each layer of a segment that is one run, with fewer it is binomial again. Of `k`
+segments of `n` layers and `S` slots, layers run `k (n - 1 + bounded(n, S).replays)`
+times more. Herrmann and Pallez (2020, "H-Revolve", https://doi.org/10.1145/3378672)
+find the best cut for a bounded number of places on the disk, where a place is written
+again once it is free. Here it is the writes that are bounded, one for each segment.
+
 `_policy.py` makes schedules of policies, `_sweep/` executes their programs.
 """
 
 import bisect
 import functools
+import itertools
 import math
 import operator
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple, TypeAlias
 
@@ -107,6 +117,9 @@ class Schedule:
     segments: tuple[int, ...] = ()
     # How many layers of the sweep run before these.
     offset: int = 0
+    # Whether the first input of each segment is kept on the host or on disk. It is in a
+    # slot only while its segment is reversed, which then has all slots.
+    off_device: bool = False
 
     @cached_property
     def replays(self) -> int:
@@ -118,7 +131,8 @@ class Schedule:
     @property
     def tree(self) -> tuple["Tree", ...]:
         """The cuts as parts within parts, in forward order, a layer being its number:
-        for layers that are compiled one by one, under one `jax.checkpoint` a part.
+        for layers that are compiled one by one, under one `jax.checkpoint` a part. Not
+        of two levels.
 
         While a part is reversed, the input of each part within it is held.
         """
@@ -127,6 +141,11 @@ class Schedule:
         if isinstance(tree, int) or len(self.segments) == 1:
             return (tree,)
         return tree
+
+    @property
+    def has_two_levels(self) -> bool:
+        """Whether segments whose first inputs are off the device are cut once more."""
+        return self.off_device and self.slots < max(self.segments)
 
     @property
     def layers(self) -> range:
@@ -147,7 +166,8 @@ class Schedule:
             return tuple(layers)
         parts = []
         # While a part is reversed, the starts of those before it are held.
-        for held, part in enumerate(cut):
+        for before, part in enumerate(cut):
+            held = 0 if self.off_device else before
             parts.append(self._part(part, slots - held, depth + 1))
         return tuple(parts)
 
@@ -182,16 +202,20 @@ class Schedule:
             starts = [part[0] for part in waiting]
             yield _Run((*starts, *last), slot, visits)
 
-    def program(self, *, saves: bool = False, on_host: bool = False) -> "Program":
+    def program(self, *, saves: bool = False) -> "Program":
         """What a sweep executes: O(length) numbers, however few slots.
 
         Args:
             saves: whether internals are kept of the layers that a run visits: those of
                 one segment.
-            on_host: whether the first input of each segment is kept on the host. A run
-                fetches it to slot 0, and its other inputs fill the slots above.
         """
-        stays, runs = self._from_host() if on_host else self._from_slots(saves)
+        runs_of_segments: tuple[int, ...] = ()
+        if self.off_device:
+            stays, segments = self._from_segments(saves)
+            runs_of_segments = tuple(map(len, segments))
+            runs = [*itertools.chain(*segments)]
+        else:
+            stays, runs = self._from_slots(saves)
         columns = []
         all_held: list[int] = []
         runs_first = []
@@ -218,13 +242,20 @@ class Schedule:
             (*runs_first, runs_first[-1]),
             saves,
             len(all_held) == made,
+            runs_of_segments,
             *zip(*columns, strict=True),
         )
 
-    def _from_host(self) -> tuple[tuple[int, ...], list[_Run]]:
-        """The layers whose inputs stay, and the runs, with a segment a run."""
+    def _from_segments(self, saves: bool) -> tuple[tuple[int, ...], list[list[_Run]]]:
+        """The layers whose inputs stay, and the runs of each segment, the last first,
+        with the first inputs off the device.
+        """
         segments = _divided(self.layers, self.segments)
-        runs = [_Run(segment, 0, len(segment)) for segment in reversed(segments)]
+        runs = []
+        for segment in reversed(segments):
+            size = len(segment)
+            alone = Schedule(size, min(self.slots, size), offset=segment.start)
+            runs.append([*alone._expansions(saves)])
         return tuple(segment[0] for segment in segments), runs
 
     def _from_slots(self, saves: bool) -> tuple[tuple[int, ...], list[_Run]]:
@@ -253,8 +284,8 @@ class Program(NamedTuple):
     """What a sweep executes over the layers of a schedule, as plain integers.
 
     The forward sweep runs `layers`, and the inputs of those in `stays` stay: in slots
-    0, 1, ... or, offloaded, on the host. The reverse sweep executes runs; a column has
-    one entry for each, in order:
+    0, 1, ... or off the device, on the host or on disk. The reverse sweep executes
+    runs; a column has one entry for each, in order:
 
         layer   start                bottom         bottom + visits - 1
         slot    slot                 bottom_slot    bottom_slot + visits - 1
@@ -285,6 +316,10 @@ class Program(NamedTuple):
     # Whether replays hold every input that they make: then the slot of an input is
     # found from the layer's number.
     holds_all: bool
+    # Where the first inputs of segments are off the device, how many runs reverse each
+    # segment, the last one first: before its first run that input is fetched to slot 0.
+    # Else ().
+    runs_of_segments: tuple[int, ...]
     # From here on the columns.
     start: tuple[int, ...]
     slot: tuple[int, ...]
@@ -365,6 +400,16 @@ def bounded(length: int, *, max_carries: int) -> Schedule:
     `binomial(c - 1 + r, r)` layers can be reversed.
     """
     return Schedule(length, min(max_carries, length))
+
+
+def off_device(schedule: Schedule, max_carries: int | None = None) -> Schedule:
+    """The same segments with their first inputs on the host or on disk, and at most so
+    many layer inputs on the device while one is reversed: by default all of a segment.
+    """
+    slots = max(schedule.segments)
+    if max_carries is not None:
+        slots = min(slots, max_carries)
+    return replace(schedule, slots=slots, off_device=True)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -13,9 +13,8 @@ class Execution:
     """
 
     program: Program
-    # As the arguments of `Schedule.program`.
+    # As the argument of `Schedule.program`.
     saves: bool = False
-    on_host: bool = False
     # The input in each slot that is filled.
     slots: dict[int, int] = dataclasses.field(default_factory=dict)
     # Each access to a slot in order: what, the slot, the layer.
@@ -27,9 +26,22 @@ class Execution:
 
     def __post_init__(self):
         self._forward()
+        self.fetched_before = self._fetched_before()
         for r in range(len(self.program.start)):
             self._run(r)
         assert self.visited == list(self.program.layers)[::-1]
+
+    def _fetched_before(self) -> dict[int, int]:
+        """The first run of each segment whose input is off the device, and that
+        input.
+        """
+        runs = self.program.runs_of_segments
+        assert sum(runs) == (len(self.program.start) if runs else 0)
+        segments = reversed(self.program.stays)
+        return {
+            sum(runs[:number]): layer
+            for number, layer in zip(range(len(runs)), segments, strict=False)
+        }
 
     def _write(self, slot: int, layer: int) -> None:
         assert slot < self.program.slots
@@ -42,7 +54,7 @@ class Execution:
 
     def _forward(self) -> None:
         program = self.program
-        if self.on_host:
+        if program.runs_of_segments:
             self._draw("forward", program.layers, ())
             return
         # Where all inputs are written, those that stay are in the same slots.
@@ -62,9 +74,9 @@ class Execution:
         assert (program.replayed[r], program.visited[r]) == (replayed, visited)
         ends = [bottom] if self.saves else [visited[-1]]
         assert program.runs_first[r] == [*replayed, *ends][0]
-        if self.on_host:
+        if r in self.fetched_before:
             assert slot == 0
-            self._write(0, program.stays[-1 - r])
+            self._write(0, self.fetched_before[r])
         if replayed:
             self._read(slot, start)
         written = 0

@@ -73,9 +73,12 @@ def gradient_of(loss, remat):
         ({}, N),
         ({"nested": True}, 3),
         ({"nested": 2}, 2),
+        ({"nested": 2, "max_carries": 2}, 2),
+        ({"nested": 1, "max_carries": 3}, 1),
         ({"first_layers": 2}, N - 2),
         ({"nested": 2, "first_layers": 1}, 2),
         ({"nested": 2, "save_block_internals": ["hidden"]}, 2),
+        ({"nested": 2, "max_carries": 2, "save_block_internals": ["hidden"]}, 2),
         ({"nested": 3, "save_block_internals": True}, 3),
     ],
 )
@@ -381,6 +384,9 @@ def test_layers_one_by_one_and_loops_that_stop_are_refused(folder):
     blocks = BlockSeq.init(Layers, Block)(WEIGHTS)
     with pytest.raises(ValueError, match="compiled one by one.*Stacked"):
         blocks.fold(X, remat=on_disk(folder))
+    two_levels = ScanCheckpointPolicy(nested=2, save_carries="offload", max_carries=2)
+    with pytest.raises(ValueError, match="compiled one by one.*Leave out max_carries"):
+        blocks.fold(X, remat=two_levels)
     with pytest.raises(ValueError, match="With until="):
         fold(layer, Layers, remat=on_disk(folder), until=lambda x: x[0] > 9)(X, WEIGHTS)
 
@@ -420,7 +426,7 @@ def test_settings_that_have_no_effect_or_contradict(folder):
     for settings in ({"save_block_internals": ["a"]}, {"save_block_internals": True}):
         with pytest.raises(ValueError, match="contradict each other: on disk are"):
             on_disk(folder, **settings)
-    with pytest.raises(ValueError, match="Use nested=k"):
+    with pytest.raises(ValueError, match="Give the number of segments"):
         on_disk(folder, max_carries=3)
     policy = on_disk(Path(folder))
     assert policy == on_disk(folder) != on_disk("elsewhere")

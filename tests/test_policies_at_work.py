@@ -34,6 +34,9 @@ POLICIES = {
     "nested, everything, boundaries offloaded": ScanCheckpointPolicy(
         nested=True, save_block_internals=True, save_carries="offload"
     ),
+    "nested=3, boundaries offloaded, 2 carries": ScanCheckpointPolicy(
+        nested=3, save_carries="offload", max_carries=2
+    ),
     "2 keep internals": ScanCheckpointPolicy(first_layers=2),
     "5 keep internals, nested=2, boundaries offloaded": ScanCheckpointPolicy(
         nested=2, save_carries="offload", first_layers=5

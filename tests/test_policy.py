@@ -173,9 +173,7 @@ def executed(policy, length):
     remat = policy.for_layers(length)
     if remat.schedule is None:
         return remat
-    program = remat.schedule.program(
-        saves=remat.kept != NOTHING, on_host=remat.boundaries_off_device
-    )
+    program = remat.schedule.program(saves=remat.kept != NOTHING)
     return dataclasses.replace(remat, schedule=None), program
 
 

@@ -330,6 +330,12 @@ def scan_unrolled(
     if _without_jit():
         # The values are known in a layer then, which jax.checkpoint would trace.
         remat = Remat(axis.size, EVERYTHING)
+    if remat.schedule is not None and remat.schedule.has_two_levels:
+        raise ValueError(
+            f"{call.policy!r} is not supported for layers that are compiled one by one"
+            " (BlockSeq), where all carries of a segment are on the device while it is"
+            " reversed. Leave out max_carries, or let the layers be a Stacked."
+        )
     count = remat.first_layers
     places = Places(remat.kept.names)
     parts = range(count, axis.size)

@@ -17,18 +17,11 @@ iteration of the outer loop here:
        to the slots above (`_advance`; `_save` where the layers' residuals are kept)
     3. visit as many layers as have their inputs at the top of the slots (`_visit`)
 
-Six layers in three slots (`"nested"`, segments of 3, 2 and 1 layers):
-
-              runs forward   slots then hold   visits
-    forward   0 1 2 3 4 5    0 3 5
-    run 0                    0 3 5             5
-    run 1     3              0 3 4             4 3
-    run 2     0 1            0 1 2             2 1 0
-
-All numbers that differ from run to run are columns of integers in the program, looked
-up by the number of the run, so that what is compiled has one loop over runs whatever
-the number of layers: compile time does not grow with depth. Slots, saved residuals and
-the visitor's state are carries of these loops (`_Loop`), which XLA updates in place.
+`_schedule.py` draws the runs of six layers in three slots. All numbers that differ from
+run to run are columns of integers in the program, looked up by the number of the run,
+so that what is compiled has one loop over runs whatever the number of layers: compile
+time does not grow with depth. Slots, saved residuals and the visitor's state are
+carries of these loops (`_Loop`), which XLA updates in place.
 
 Where a layer may end the sweep (`SweepSpec.stops`), how many layers ran is data. Trip
 counts are then clipped to the layers that did (`trips_of` in `trips.py`).
@@ -39,6 +32,7 @@ axis. `primitive.py` calls `backward` for gradients, and `_scan/sweep_back.py`
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
@@ -425,12 +419,8 @@ def _loop_over_runs(layers: _Layers, loop: _Loop) -> _Loop:
     """Execute the runs with all inputs in slots on the device."""
     runs = len(layers.program.start)
     skipped = layers.trips.skipped
-
-    def run(r: Index, loop: _Loop) -> _Loop:
-        return _run(layers, r if skipped is None else skipped + r, loop)
-
     left = runs if skipped is None else runs - skipped
-    return layers.spec.repeat(left, run, loop, layers.at_most((runs,)))
+    return _execute(layers, skipped, left, loop, layers.at_most((runs,)))
 
 
 def _loop_over_boundaries(layers: _Layers, boundaries: Carry, loop: _Loop) -> _Loop:
@@ -441,21 +431,38 @@ def _loop_over_boundaries(layers: _Layers, boundaries: Carry, loop: _Loop) -> _L
     """
     spec = layers.spec
     is_on_disk = spec.remat.carries == "disk"
+    runs = layers.program.runs_of_segments
+    first_runs = [0, *itertools.accumulate(runs)]
 
     def fetch_and_run(loop: _Loop, at: tuple[Index, Any]) -> tuple[_Loop, None]:
-        r, boundary = at
+        place, boundary = at
         if is_on_disk:
             (ticket,) = boundaries
             boundary = disk.read(ticket, boundary, spec.of_held(spec.carry_types))
         slots = spec.write_slot(loop.slots, 0, to_device(boundary))
-        return _run(layers, r, loop._replace(slots=slots)), None
+        loop = loop._replace(slots=slots)
+        if max(runs) == 1:
+            return _run(layers, place, loop), None
+        first = entry_at(first_runs, place)
+        return _execute(layers, first, entry_at(runs, place), loop, runs), None
 
-    # Boundaries are stacked in the order of the forward sweep, runs numbered in that of
-    # the reverse sweep.
-    numbers = jnp.arange(len(layers.program.start))[::-1]
+    # Boundaries are stacked in the order of the forward sweep, runs of segments in that
+    # of the reverse sweep.
+    numbers = jnp.arange(len(runs))[::-1]
     stacked = numbers[::-1] if is_on_disk else boundaries
     loop, _ = lax.scan(fetch_and_run, loop, (numbers, stacked), reverse=True)
     return loop
+
+
+def _execute(
+    layers: _Layers, first: Index | None, count: Index, loop: _Loop, at_most: Any
+) -> _Loop:
+    """Execute so many runs, from the first one on (None for run 0)."""
+
+    def run(k: Index, loop: _Loop) -> _Loop:
+        return _run(layers, k if first is None else first + k, loop)
+
+    return layers.spec.repeat(count, run, loop, at_most)
 
 
 def _run(layers: _Layers, r: Index, loop: _Loop) -> _Loop:

@@ -488,9 +488,7 @@ class SweepSpec:
         assert remat.schedule is not None
         pullbacks = self.pullbacks(perturbed, remat.kept, xs, shared)
         saves, is_read = self.saves_and_reads(pullbacks)
-        program = remat.schedule.program(
-            saves=saves, on_host=remat.boundaries_off_device
-        )
+        program = remat.schedule.program(saves=saves)
         return Scheduled(program, pullbacks, saves, is_read)
 
     def saves_and_reads(self, pullbacks: Sequence[LayerPullback]) -> tuple[bool, Mask]:

@@ -77,9 +77,7 @@ class StackFigures:
                 carries, carries_on_host = 0, carries
         else:
             saves = kept != NOTHING
-            carries, sources, held, runs, stays = _numbers_of(
-                remat.schedule, saves, remat.boundaries_off_device
-            )
+            carries, sources, held, runs, stays = _numbers_of(remat.schedule, saves)
             if saves and not reads_carry:
                 carries = sources
             if remat.boundaries_off_device:
@@ -109,13 +107,11 @@ class StackFigures:
 
 
 @functools.cache
-def _numbers_of(
-    schedule: Schedule, saves: bool, on_host: bool
-) -> tuple[int, int, int, int, int]:
+def _numbers_of(schedule: Schedule, saves: bool) -> tuple[int, int, int, int, int]:
     """The number of slots, and of those that replays start from; of layers that hold
     values, and of those that run again; and of carries that the forward sweep keeps.
     """
-    program = schedule.program(saves=saves, on_host=on_host)
+    program = schedule.program(saves=saves)
     # To save the values of a segment, its layers run once more.
     runs = sum(program.advances) + saves * schedule.length
     held = max(program.visits)

@@ -354,6 +354,11 @@ def restricted(spec: Spec) -> Spec:
         changes["transforms"] = tuple(
             name for name in spec.transforms if name != "shard_map"
         )
+    policy = spec.policy if isinstance(spec.policy, dict) else {}
+    if spec.entry == "block_seq" and {"nested", "max_carries"} <= {*policy}:
+        # Two levels are refused for layers that are compiled one by one.
+        changes["policy"] = {**policy}
+        del changes["policy"]["max_carries"]
     if "custom_jvp" in spec.parts:
         # lax.scan drops rules that are not derivatives of their functions from its
         # second derivatives (the hoisting of its partial evaluation, JAX 0.10.2 and

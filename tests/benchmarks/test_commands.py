@@ -74,6 +74,12 @@ COMMANDS = [
         ("step_milliseconds", "run_milliseconds"),
     ),
     (
+        "tokenizing --mebibytes 1 --rounds 1",
+        "tokenizing",
+        2,
+        ("rate", "ratio"),
+    ),
+    (
         "disk_carries --steps 12 --width 8 --checked_steps 6",
         "disk_carries_cpu",
         2,

@@ -4,10 +4,10 @@
 
 The text is the Python standard library's, over and over with another number in each
 record, as records of JSON lines in temporary files of 64 MiB; the tokenizer a byte-pair
-encoding of 8,192 tokens that is trained on a twentieth of it. Each round builds the cache anew with
-each number of processes, in turn, and `rate` is the median over rounds. `ratio` is the
-median, over rounds, of a round's rate divided by that of one process. Writes
-`results/tokenizing.json`.
+encoding of 8,192 tokens that is trained on a twentieth of it. Each round builds the
+cache anew with each number of processes, in turn, and `rate` is the median over rounds.
+`ratio` is the median, over rounds, of a round's rate divided by that of one process.
+Writes `results/tokenizing.json`.
 """
 
 import itertools

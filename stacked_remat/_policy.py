@@ -474,9 +474,11 @@ def resolve_policy(spec: ScanCheckpointSpec) -> ScanCheckpointPolicy:
         )
     if spec not in ALIASES:
         names = [alias for alias in ALIASES if isinstance(alias, str)]
-        closest = did_you_mean(str(spec), names)
+        hint = did_you_mean(str(spec), names)
+        if spec == DISK:
+            hint = ' Write ScanCheckpointPolicy(save_carries="disk").'
         raise ValueError(
-            f"Unknown remat policy {spec!r}.{closest} Use one of"
+            f"Unknown remat policy {spec!r}.{hint} Use one of"
             f" {', '.join(map(repr, ALIASES))}, a ScanCheckpointPolicy, or one of"
             " jax.checkpoint_policies."
         )

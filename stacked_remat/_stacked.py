@@ -11,7 +11,7 @@ share with a `BlockSeq`, whose layers are not stacked, is in `_block_foldable.py
 
 import abc
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self
 
 import equinox as eqx
 import haliax.nn
@@ -354,6 +354,20 @@ class Stacked(StackedKinds[M]):
 
         stacked = jtu.tree_map(take, self.stacked, is_leaf=is_named)
         return changed(self, stacked=stacked, Layers=self.Layers.resize(len(rows)))
+
+    if not TYPE_CHECKING:  # or any attribute would pass a type checker
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Says where a field of the blocks is."""
+            what = type(self).__name__
+            # Not `self.stacked`, which a stack that is being built has not yet
+            blocks = self.__dict__.get("stacked")
+            if name.startswith("_") or not hasattr(blocks, name):
+                raise AttributeError(f"{what!r} object has no attribute {name!r}")
+            raise AttributeError(
+                f"A {what} has no attribute {name!r}; its blocks have. That of all"
+                f" layers is .stacked.{name}, that of the first [0].{name}."
+            )
 
     @property
     def _stacks(self) -> dict[str, Any]:

@@ -88,15 +88,16 @@ def _write_records(folder: Path, texts: list[str], size: int) -> int:
     folder.mkdir()
     written = 0
     records = _records(texts)
-    for number in itertools.count():
+    number = 0
+    while written < size:
+        until = min(written + _FILE_BYTES, size)
         with (folder / f"{number:04}.jsonl").open("w") as file:
-            until = min(written + _FILE_BYTES, size)
             while written < until:
                 text = next(records)
                 file.write(json.dumps({"text": text}) + "\n")
                 written += len(text.encode())
-        if written >= size:
-            return written
+        number += 1
+    return written
 
 
 def _records(texts: list[str]) -> Iterator[str]:

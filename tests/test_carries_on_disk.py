@@ -368,6 +368,23 @@ def test_flops_are_those_of_true_and_no_stack_is_kept(folder):
     assert (N, *X.shape) not in shapes
 
 
+def test_max_carries_bounds_those_of_a_segment(folder):
+    weights, x = jnp.ones(16), jnp.ones((64, 64))
+
+    def carries(**settings):
+        run = fold(
+            lambda x, weight: jnp.sin(x * weight), 16, remat=on_disk(folder, **settings)
+        )
+        compiled = jax.jit(jax.grad(lambda x: jnp.sum(run(x, weights)))).lower(x)
+        memory = compiled.compile().memory_analysis()
+        return memory.temp_size_in_bytes / x.nbytes
+
+    whole = carries(nested=2)
+    for most in (2, 3, 5):
+        fewer = whole - carries(nested=2, max_carries=most)
+        assert fewer == pytest.approx(8 - most, abs=0.2)
+
+
 @pytest.mark.parametrize(
     "derivative",
     [

@@ -393,31 +393,42 @@ class Partitioning:
         mapping: Mapping[str, tuple[str, ...]] = getattr(self, table)
         sizes = {axis.name: axis.size for axis in axes}
         physical: dict[str, tuple[str, ...]] = {}
-        undivided: tuple[str, ...] = ()
+        stages: tuple[str, ...] = ()
         for name in filter(sizes.__contains__, mapping):
             # JAX refuses an axis of the mesh twice in one array, as `embed` and `mlp`
             # may both name it; the first in the mapping gets it.
             used = set(itertools.chain(*physical.values()))
-            over = physical[name] = tuple(
-                one for one in mapping[name] if one not in used
-            )
-            if sizes[name] % self._parts(over):
-                if over == (self.stages_of.get(name),):
-                    physical[name] = ()
-                    undivided = over
-                    continue
+            over = tuple(one for one in mapping[name] if one not in used)
+            if sizes[name] % self._parts(over) == 0:
+                physical[name] = over
+            elif over == (self.stages_of.get(name),):
+                stages = over
+            else:
                 raise ConfigError(
                     f"trainer.mesh.{table} divides `{name}` over {self._parts(over)}"
                     f" devices, but an array ({axes_text(axes)}) has {sizes[name]} of"
                     " it. Map another axis, or change trainer.mesh.axes."
                 )
-        if undivided:
-            for name in [*physical, *sizes]:
-                over = (*physical.get(name, ()), *undivided)
-                if sizes[name] % self._parts(over) == 0:
-                    physical[name] = over
-                    break
+        if stages:
+            self._divide_another_axis(physical, sizes, stages)
         return PartitionSpec(*(physical.get(axis.name) or None for axis in axes))
+
+    def _divide_another_axis(
+        self,
+        physical: dict[str, tuple[str, ...]],
+        sizes: Mapping[str, int],
+        stages: tuple[str, ...],
+    ) -> None:
+        """Divide the first axis that divides over the axis of stages too, one that is
+        divided already before others: between steps an array need not be whole in each
+        stage.
+        """
+        undivided = [name for name in sizes if name not in physical]
+        for name in (*physical, *undivided):
+            over = (*physical.get(name, ()), *stages)
+            if sizes[name] % self._parts(over) == 0:
+                physical[name] = over
+                return
 
     def _on_host(self, spec: PartitionSpec) -> NamedSharding:
         """A sharding in host memory; JAX sees the memory in no sharding without a

@@ -177,30 +177,44 @@ def train(
             report.dispatched(_Step(done, metrics, targets, num_tokens, ended))
             # Asked once a step in all processes, which have to agree on the answer.
             asked = should_stop()
-            is_evaluated = done == config.num_steps or (
-                config.eval_every and done % config.eval_every == 0
-            )
-            is_due = outputs.checkpoints.is_due(done)
-            is_local_due = outputs.checkpoints.is_local_due(done)
+            due = _Due.after(done, config, outputs.checkpoints)
             # What is written has to be of steps that are done: else the loop stays a
             # step ahead.
-            is_read = is_evaluated or is_due or is_local_due
-            if is_read or asked is not None or scores is not None:
+            if any(due) or asked is not None or scores is not None:
                 report.catch_up()
             if scores is not None:
                 scores.log(done, data)
             if done == profiler.last_step:
                 report.catch_up()
                 tracing.close()
-            if is_evaluated:
+            if due.evaluation:
                 report.evaluate(done, held.state.model)
                 asked = asked or should_stop()  # an evaluation may take long
             stopped_by = None if report.is_over(done) else asked
             is_last = report.is_over(done) or stopped_by is not None
-            is_for_all = is_last or is_due or report.is_best(done)
-            if is_for_all or is_local_due:
+            is_for_all = is_last or due.checkpoint or report.is_best(done)
+            if is_for_all or due.local_checkpoint:
                 report.save(done, data, held.state, scorer, is_last, not is_for_all)
     return report.result(remove_stage_rows(held.state, step.partitioning), stopped_by)
+
+
+class _Due(NamedTuple):
+    """What follows a step, by its number and the clock."""
+
+    evaluation: bool
+    checkpoint: bool
+    # In files near each process
+    local_checkpoint: bool
+
+    @staticmethod
+    def after(done: int, config: TrainerConfig, checkpoints: Checkpoints) -> "_Due":
+        every = config.eval_every
+        is_last = done == config.num_steps
+        return _Due(
+            is_last or (every is not None and done % every == 0),
+            checkpoints.is_due(done),
+            checkpoints.is_local_due(done),
+        )
 
 
 @final

@@ -153,6 +153,13 @@ class Candidate:
         """
         self.check_batch()
         self._check_stages()
+        target = find_target(self.target).name
+        if self.config.reads_files and target != "local":
+            raise ConfigError(
+                "A program that reads weights from files is compiled for the device"
+                f" at hand alone, not for {target!r}. Give target: local, or"
+                " trainer.streaming: true."
+            )
         if self.config.trainer.streaming and not self._sizes_host:
             raise ConfigError(
                 f"Layers on the host can't be sized for {self.partitioning.mesh.size}"

@@ -143,7 +143,34 @@ class LmRunConfig:
                 " equal parts; make batch_size a multiple of microbatches."
             )
 
+    @property
+    def reads_files(self) -> bool:
+        """Whether frozen weights stay in their files while the run trains adapters."""
+        return self.trainer.streaming == "files"
+
+    def _check_files(self) -> None:
+        if not self.reads_files:
+            return
+        if self.lora is None or self.initialize_from_hf is None:
+            raise ValueError(
+                "trainer.streaming: files reads the frozen weights under adapters from"
+                " the files of a model. Give lora, and initialize_from_hf."
+            )
+        if self.trainer.update.fused or self.ghost is not None:
+            key = "trainer.update.fused" if self.ghost is None else "ghost"
+            raise ValueError(
+                f"{key} does not go with trainer.streaming: files. Leave out one of"
+                " them, or write trainer.streaming: true."
+            )
+        policy = self.policy
+        if policy is not None and policy.saves_everything and not policy.has_cut:
+            raise ValueError(
+                "With trainer.streaming: files, remat: false would keep what was read"
+                " of every layer in memory. Use true, nested or offload."
+            )
+
     def _check_streaming(self) -> None:
+        self._check_files()
         if not self.trainer.streaming:
             return
         if self.lora is None and not self.trainer.update.fused:
@@ -163,8 +190,8 @@ class LmRunConfig:
         ]
         if unread:
             raise ValueError(
-                "With trainer.streaming the backward pass reads each layer from the"
-                f" host again, and remat with {' and '.join(unread)} would keep all of"
+                "With trainer.streaming the backward pass reads each layer"
+                f" again, and remat with {' and '.join(unread)} would keep all of"
                 " them on the device. Use true, offload, nested or max_carries."
             )
 

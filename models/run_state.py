@@ -205,7 +205,8 @@ class Placement:
         there in the run.
         """
         assert remat is not None, "remat: auto has to be resolved first"
-        streamed = run is not None and run.trainer.streaming
+        # What reads a run, as generation does, has all weights in memory.
+        streamed = run is not None and run.trainer.streaming is True
         return Placement(over or Partitioning.one_device(), remat, streamed)
 
     def random(
@@ -247,6 +248,29 @@ class Placement:
             return jax.device_put(node.astype(dtype), node.sharding)
 
         return jax.tree.map(cast, model, is_leaf=keeps_dtype)
+
+    def open_files(self, found: FoundModel, dtype: FloatName) -> Decoder:
+        """The model with its frozen weights in its files, read in this dtype.
+
+        Raises:
+            ConfigError: the model is no folder in Hugging Face's format, or is to be on
+                several devices.
+        """
+        if found.run is not None or found.base is not None:
+            raise ConfigError(
+                f"trainer.streaming: files reads a model in Hugging Face's format, and"
+                f" initialize_from_hf, {found.name}, is a run or a folder of adapters."
+                " Write it with models.export_hf, or leave out trainer.streaming."
+            )
+        devices = self.partitioning.mesh.size
+        if devices > 1:
+            raise ConfigError(
+                f"trainer.streaming: files is for one device, and trainer.mesh has"
+                f" {devices}. Give trainer.mesh.axes one device, or write"
+                " trainer.streaming: true."
+            )
+        folder = model_folder(found.name)
+        return read_decoder(folder, self.shapes(found, dtype), in_files=True)
 
     def read_model(self, found: FoundModel, dtype: FloatName) -> Decoder:
         """The model with its adapters; weights of a run in the run's own dtype, others
@@ -317,7 +341,10 @@ def initial_state(
             first device if not given. With `trainer.streaming`, the layers are made on
             the host, one after the other.
     """
-    placement = Placement.of(config, partitioning, config.policy)
+    return _initial_state(config, Placement.of(config, partitioning, config.policy))
+
+
+def _initial_state(config: LmRunConfig, placement: Placement) -> TrainState:
     begin = functools.partial(_begun, config, placement)
     init = placement.partitioning.init_sharded
     if config.initialize_from_hf is None:
@@ -325,7 +352,8 @@ def initial_state(
     found = dataclasses.replace(
         find_model(config.initialize_from_hf), config=config.model
     )
-    return init(begin, placement.load_model(found, config.trainer.precision.parameters))
+    read = placement.open_files if config.reads_files else placement.load_model
+    return init(begin, read(found, config.trainer.precision.parameters))
 
 
 def state_shapes(
@@ -335,11 +363,19 @@ def state_shapes(
     remat: ScanCheckpointSpec | None = None,
 ) -> TrainState:
     """The shapes of `initial_state`, with their shardings, under another policy if
-    given; costs no memory.
+    given; costs no memory, or where weights stay in files that of the others.
     """
     placement = Placement.of(
         config, partitioning, config.policy if remat is None else remat
     )
+    if config.reads_files:
+
+        def shape_of(leaf: Any) -> Any:
+            if not eqx.is_array(leaf):
+                return leaf
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+
+        return jax.tree.map(shape_of, _initial_state(config, placement))
     return placement.partitioning.shapes_of(
         functools.partial(_begun, config, placement)
     )

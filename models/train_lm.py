@@ -41,7 +41,7 @@ from models.run_state import (
     saved_arrays,
     state_shapes,
 )
-from stacked_remat import check_offload
+from stacked_remat import check_offload, streaming
 from stacked_remat.lora import dequantize_linears
 from stacked_remat.memory import readable_bytes
 from stacked_remat.ops import backends_taken
@@ -564,8 +564,12 @@ def _is_inexact(leaf: Any) -> bool:
 def _summary(
     config: LmRunConfig, text: str, state: TrainState, folder: RunFolder
 ) -> str:
-    # Codes of weights in 4 bits are half as many as the weights.
-    weights = eqx.filter_eval_shape(dequantize_linears, state.model)
+    def whole(model: Any) -> Any:
+        # Codes of weights in 4 bits are half as many as the weights, and those in files
+        # have one number a layer.
+        return streaming.in_memory(dequantize_linears(model))
+
+    weights = eqx.filter_eval_shape(whole, state.model)
     parameters, trained = (
         sum(leaf.size for leaf in jax.tree.leaves(tree) if _is_inexact(leaf))
         for tree in (weights, state.trained)

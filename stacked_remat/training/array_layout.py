@@ -1,6 +1,6 @@
 """The arrays of a training state by name, their layouts and their digests."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -10,11 +10,15 @@ from haliax import NamedArray
 from haliax.util import is_named_array
 from jaxtyping import Array
 
+from .. import streaming
 from .._messages import entry_problems
 from .._placement import is_on_host, on_one_device, to_device
 from .._scan.marks import raw_array
 
 State = TypeVar("State")
+
+_ROWS_AT_ONCE = 4_096
+"""Of an array in a file, for its digest."""
 
 
 def arrays_by_name(tree: Any) -> dict[str, Any]:
@@ -87,12 +91,46 @@ def digests(tree: Any) -> dict[str, list[int]]:
     2**-64. Without `jax_enable_x64`, NumPy's numbers of 64 bits count as those of 32
     that JAX makes of them, as which checkpoints are restored.
 
-    Cost: one pass over the arrays on their devices, without a copy.
+    Those of arrays in files (`streaming.from_files`) are those of the arrays.
+
+    Cost: one pass over the arrays on their devices, without a copy; files are read, an
+    entry or some rows at a time.
     """
-    return {
-        name: [int(number) for number in _digest(array)]
-        for name, array in arrays_by_name(tree).items()
-    }
+    found = {}
+    for name, leaf in _leaves(tree, streaming.is_in_files):
+        in_files = streaming.is_in_files(leaf)
+        digest = _digest_of_files(leaf) if in_files else _digest(raw_array(leaf))
+        found[name] = [int(number) for number in digest]
+    return found
+
+
+def _digest_of_files(array: streaming.ArrayInFiles) -> tuple[Array, Array]:
+    totals = jnp.uint32(0), jnp.uint32(0)
+    for first, part in _parts_of_files(array):
+        sums = _digest_of_part(part, first)
+        totals = totals[0] + sums[0], totals[1] + sums[1]
+    return totals
+
+
+def _parts_of_files(
+    array: streaming.ArrayInFiles,
+) -> Iterator[tuple[int, np.ndarray]]:
+    """The parts of an array along its first axis, and where each begins."""
+    numbers = np.asarray(raw_array(array.numbers))
+    if numbers.ndim == 0:
+        entry = array.read(int(numbers))
+        for first in range(0, len(entry), _ROWS_AT_ONCE):
+            yield first, np.asarray(entry[first : first + _ROWS_AT_ONCE])
+        return
+    for index, of_index in enumerate(numbers):
+        entries = [array.read(int(number)) for number in of_index.reshape(-1)]
+        shape = (1, *of_index.shape, *array.entry.shape)
+        yield index, np.stack(entries).reshape(shape)
+
+
+@jax.jit
+def _digest_of_part(part: Array, first: Array) -> tuple[Array, Array]:
+    return _sums_of_hashes(_words(part), first)
 
 
 @jax.jit
@@ -168,9 +206,16 @@ def _mixed(x: Array) -> Array:
     return x ^ (x >> 16)
 
 
-def _leaves(tree: Any) -> Iterator[tuple[str, Any]]:
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_named_array):
-        if isinstance(raw_array(leaf), jax.Array | jax.ShapeDtypeStruct | np.ndarray):
+def _leaves(
+    tree: Any, is_whole: Callable[[Any], bool] = lambda leaf: False
+) -> Iterator[tuple[str, Any]]:
+    def is_leaf(node: Any) -> bool:
+        return is_named_array(node) or is_whole(node)
+
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf):
+        # Of what a part of a state leaves out there is None
+        array = leaf.numbers if is_whole(leaf) else leaf
+        if isinstance(raw_array(array), jax.Array | jax.ShapeDtypeStruct | np.ndarray):
             yield _name(path), leaf
 
 

@@ -103,14 +103,21 @@ def limits(config_class: type) -> list[Limit]:
     found = []
     hints = typing.get_type_hints(config_class, include_extras=True)
     for name, hint in hints.items():
-        for part in union_parts(hint):
+        parts = union_parts(hint)
+        for part in parts:
             if typing.get_origin(part) is typing.Literal:
                 choices = typing.get_args(part)
-                holds = functools.partial(operator.contains, choices)
-                found.append(Limit(name, f"{CHOICES} {', '.join(choices)}", holds))
+                holds = functools.partial(_is_choice, choices)
+                words = "bool or " * (bool in parts) + CHOICES
+                found.append(Limit(name, f"{words} {', '.join(choices)}", holds))
             for mark in getattr(part, "__metadata__", ()):
                 found += _limits_of(name, mark)
     return found
+
+
+def _is_choice(choices: Sequence[str], value: Any) -> bool:
+    # Of another kind is what another part of the annotation takes, such as a bool
+    return not isinstance(value, str) or value in choices
 
 
 def _limits_of(name: str, mark: Any) -> Iterator[Limit]:

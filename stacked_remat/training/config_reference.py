@@ -115,7 +115,7 @@ def _rows(config_class: Any, prefix: str, instance: Any = None) -> Iterator[str]
     """
     hints = typing.get_type_hints(config_class)
     meanings = field_meanings(config_class)
-    ranges = [one for one in limits(config_class) if not one.words.startswith(CHOICES)]
+    ranges = [one for one in limits(config_class) if CHOICES not in one.words]
     sections = []
     for field in dataclasses.fields(config_class):
         hint = hints[field.name]

@@ -246,7 +246,9 @@ class TrainerConfig:
         update: microbatches, and what to do with steps that are not finite.
         streaming: whether the weights of the layers are in host memory, and come to the
             device while their layer runs: frozen weights, or with `update.fused` those
-            that are trained, with their optimizer state.
+            that are trained, with their optimizer state. With `files`, frozen weights
+            under adapters stay in the files of `initialize_from_hf`, from which each
+            step reads them: for runs on one CPU or GPU.
         precision: dtypes of weights, gradients and optimizer state.
         checkpoint: when checkpoints are written, and which are kept.
         profiler: traces, and the device's peak.
@@ -263,7 +265,7 @@ class TrainerConfig:
     mesh: MeshConfig = field(default_factory=MeshConfig)
     pipeline: PipelineConfig | None = None
     update: UpdateConfig = field(default_factory=UpdateConfig)
-    streaming: bool = False
+    streaming: bool | Literal["files"] = False
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     profiler: ProfilerConfig = field(default_factory=ProfilerConfig)

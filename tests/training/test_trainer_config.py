@@ -167,8 +167,8 @@ def test_values_out_of_range_are_refused(make, changes, message):
         ),
         (
             t.TrainerConfig,
-            {"streaming": "yes"},
-            "trainer.streaming must be bool, got 'y",
+            {"streaming": 1},
+            "trainer.streaming must be bool or str, got 1",
         ),
         (t.TrainerConfig, {"mesh": {}}, "trainer.mesh must be MeshConfig, got {}"),
         (

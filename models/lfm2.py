@@ -57,6 +57,7 @@ class ConvolutionalConfig(HybridDecoderConfig):
     """
 
     linear_names = CONVOLUTION_NAMES
+    linear_heads = "channels"
 
     conv_size: Count = 3
     conv_bias: bool = False

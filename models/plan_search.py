@@ -313,8 +313,9 @@ def _documented(devices: int, candidate: Candidate) -> Iterator[MeshConfig]:
             {"batch": "data", "position": "context"},
             {"embed": ["data", "context"]},
         )
+        heads = candidate.config.model.head_axes
         # MLPs' inner widths too, or heads alone
-        for names in (("kv_heads", "mlp"), ("kv_heads",)):
+        for names in ((*heads, "mlp"), heads):
             of_heads = dict.fromkeys(names, "tensor")
             yield MeshConfig(
                 {**rest, "tensor": size},

@@ -23,7 +23,11 @@ _POLICIES: dict[str, dict[str, Any]] = {
     "nested + offload": {"nested": True, "offload": True},
     "nested, offload": {"nested": True, "offload": True},
 }
-_DECODERS = {"qwen3_context": (48, 2048), "gpt_oss_20b_65k_lora_context": (24, 2880)}
+_DECODERS = {
+    "qwen3_context": (48, 2048),
+    "gpt_oss_20b_65k_lora_context": (24, 2880),
+    "qwen3_next_blockwise": (48, 2048),
+}
 """Layers and width of the models whose training steps are reported."""
 
 
@@ -114,26 +118,28 @@ def _updates() -> Iterator[dict[str, Any]]:
 
 def _steps() -> Iterator[dict[str, Any]]:
     """Training steps of decoders; what a layer holds is taken from the row of `True`
-    with as many tokens.
+    with as many tokens, in as many tiles.
     """
     for model, (layers, width) in _DECODERS.items():
-        known: dict[tuple[str, int], dict[str, Any]] = {}
-        for source, given, row in _rows(f"{model}_*.json"):
+        rows = [*_rows(f"{model}_*.json")]
+        known: dict[tuple[str, int, int], dict[str, Any]] = {}
+        for source, _, row in rows:
             if row["policy"] == "True":
-                known[source, row["tokens"]] = {
+                known[source, row["tokens"], row.get("tiles", 1)] = {
                     "temporaries": row["temporaries"] - row.get("host_temporaries", 0),
                     "constant": row["arguments"] + row["outputs"],
                 }
-            elif (source, row["tokens"]) in known:
-                given |= {
-                    "layers": layers,
-                    "width": width,
-                    "reported": known[source, row["tokens"]],
-                }
-                yield _case(
-                    source,
-                    f"{row['tokens']} tokens, {row['policy']}",
-                    row,
-                    row["policy"],
-                    given,
-                )
+        for source, given, row in rows:
+            tiles = row.get("tiles", 1)
+            program = source, row["tokens"], tiles
+            if row["policy"] == "True" or program not in known:
+                continue
+            given |= {"layers": layers, "width": width, "reported": known[program]}
+            in_tiles = f" in {tiles} tiles" if tiles > 1 else ""
+            yield _case(
+                source,
+                f"{row['tokens']} tokens{in_tiles}, {row['policy']}",
+                row,
+                row["policy"],
+                given,
+            )

@@ -162,6 +162,11 @@ class DecoderConfig(ChoiceRegistry):
         """The names inside the mixer of a layer of this kind."""
         return self.attention_names
 
+    @property
+    def head_axes(self) -> tuple[str, ...]:
+        """The axes of heads, by which several devices may divide mixers."""
+        return (self.KVHeads.name,)
+
     def _check_heads(self) -> None:
         if self.num_heads % self.num_kv_heads:
             heads = self.num_heads

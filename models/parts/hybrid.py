@@ -18,11 +18,13 @@ class HybridDecoderConfig(DecoderConfig):
 
     Attributes:
         linear_names: the names for remat policies in a linear mixer.
+        linear_heads: the axis of its heads, or of channels that none of it mixes.
         layer_types: of each layer `linear_attention`, or `full_attention`; a shorter
             list repeats.
     """
 
     linear_names: ClassVar[tuple[str, ...]]
+    linear_heads: ClassVar[str] = "key_heads"
 
     layer_types: tuple[Literal["linear_attention", "full_attention"], ...] = (
         LINEAR,
@@ -67,3 +69,12 @@ class HybridDecoderConfig(DecoderConfig):
     def mixer_names(self, kind: LayerKind) -> tuple[str, ...]:
         """The names inside the mixer of a layer of this kind."""
         return self.linear_names if kind.linear else super().mixer_names(kind)
+
+    @property
+    def head_axes(self) -> tuple[str, ...]:
+        """The axes of heads in the layers that there are."""
+        axes = dict.fromkeys(
+            self.linear_heads if kind == LINEAR else self.KVHeads.name
+            for kind in self.types_of_layers
+        )
+        return tuple(axes)

@@ -16,6 +16,8 @@ from stacked_remat.lora import lora_filter
 from stacked_remat.training import MeshConfig, Partitioning
 
 from ..blocks import assert_close
+from ..models.test_hybrid import OLMO
+from ..models.test_mixers import CONFIGS
 from .cases import (
     MIXED,
     SPARSE,
@@ -31,6 +33,8 @@ from .cases import (
 )
 
 pytestmark = pytest.mark.deep
+
+HYBRIDS = CONFIGS | {"delta net": OLMO}
 
 
 def test_totals_and_norms_are_exact():
@@ -78,6 +82,18 @@ def test_totals_and_norms_are_exact():
             np.testing.assert_allclose(
                 own, wanted * scale, rtol=1e-5, atol=1e-6 * scale
             )
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_scores_and_norms_of_hybrids_are_exact(name):
+    model, batch = decoder(HYBRIDS[name], "nested"), tokens()
+    direction = random_like(model, 1)
+    _, found = run(model, token_means, batch, direction, norms=True)
+    dots, squares = looped_scores(model, token_means, batch, direction)
+    assert_equal(found.scores, dots)
+    assert_equal(
+        found.norms, {path: np.sqrt(square) for path, square in squares.items()}
+    )
 
 
 def test_adapters_are_scored_over_frozen_weights_here_and_on_the_host():

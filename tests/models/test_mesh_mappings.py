@@ -18,7 +18,14 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from models.lm import next_token_loss
 from models.parts.decoder import Decoder
-from models.parts.sections import FULL, SLIDING, AttentionConfig, ExpertsConfig
+from models.parts.sections import (
+    FULL,
+    LINEAR,
+    SLIDING,
+    AttentionConfig,
+    ExpertsConfig,
+    LinearAttentionConfig,
+)
 from models.qwen3 import Qwen3Config
 from models.qwen3_moe import Qwen3MoeConfig
 from models.run_state import with_adapters
@@ -33,6 +40,8 @@ from stacked_remat.training import (
 )
 
 from .random_weights import random_weights
+from .test_hybrid import OLMO
+from .test_mixers import CONFIGS as MIXERS
 
 ROWS, VOCAB = 8, 24
 LAYERS, POSITIONS, HEAD_DIM = 5, 32, 12
@@ -125,6 +134,15 @@ TENSOR_CASES = [
     (DENSE, "tensor", True),
     deep(SPARSE, "expert, tensor", "offload"),
 ]
+
+HYBRID_CASES = {
+    "delta net": dataclasses.replace(OLMO, num_layers=2, layer_types=(LINEAR, FULL)),
+    "decays of channels": dataclasses.replace(
+        MIXERS["decays of channels"], linear=LinearAttentionConfig(4, 4, 5, 5)
+    ),
+    "mamba": MIXERS["mamba"],
+    "convolution": MIXERS["convolution"],
+}
 
 EXPERT_CASES = [
     ("data, expert, fsdp", "nested", None),
@@ -344,6 +362,33 @@ def test_divided_heads_and_inner_widths_sum_activations_in_the_loop_over_layers(
     ]
     assert any("while/body" in name and "transpose" in name for name in sums)
     assert any("while/body" in name and "transpose" not in name for name in sums)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=[pytest.mark.deep] * (case != "delta net"))
+        for case in HYBRID_CASES
+    ],
+)
+def test_positions_and_heads_of_linear_layers_are_divided(case):
+    config = HYBRID_CASES[case]
+    heads = dict.fromkeys(config.head_axes, "model")
+    assert len(heads) == 2
+    mesh = MeshConfig(
+        {"data": 2, "context": 2, "model": 2},
+        {"batch": "data"} | CONTEXT | heads,
+        {"embed": ["data", "context"]} | heads,
+    )
+    _, found = compiled_on(mesh, config, "nested", POSITIONS)
+    assert_same(found, on_one_device(config, POSITIONS))
+    ours = found[0].trained.layers.stacks
+    (linear,) = (stack for kind, stack in ours.items() if "linear" in kind)
+    ways = [
+        leaf.addressable_shards[0].data.size / leaf.size
+        for leaf in jax.tree.leaves(linear.stacked)
+    ]
+    assert min(ways) == 1 / 8
 
 
 def test_experts_divided_where_tokens_are_not_are_refused():

@@ -7,10 +7,12 @@ from types import SimpleNamespace
 import pytest
 
 from models.candidate import Candidate
-from models.parts.sections import ExpertsConfig
+from models.lfm2 import Lfm2Config
+from models.parts.sections import FULL, LINEAR, ExpertsConfig
 from models.plan_lm import PlanLmConfig, main
 from models.plan_search import Budget, divided, find_meshes, meshes
 from models.qwen3_moe import Qwen3MoeConfig
+from models.qwen3_next import Qwen3NextConfig
 from models.run_state import state_shapes
 from stacked_remat.memory import (
     BudgetError,
@@ -124,6 +126,25 @@ def test_meshes_are_those_that_the_model_and_the_batch_allow():
     assert "mlp" not in named[-1][1] and named[-1][1]["kv_heads"] == "tensor"
     own = with_trainer(mesh=MeshConfig({"rows": -1}, {"batch": "rows"}, {}))
     assert meshes_of(own)[0].axes == {"rows": 4}
+
+
+@pytest.mark.parametrize(
+    ("hybrid", "of_linear"),
+    [(Qwen3NextConfig, "key_heads"), (Lfm2Config, "channels")],
+)
+def test_heads_of_linear_layers_are_divided_with_those_of_attention(hybrid, of_linear):
+    sizes = {"hidden_dim": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
+
+    def heads_divided(layer_types):
+        model = hybrid(**sizes, layer_types=layer_types)
+        config = dataclasses.replace(CONFIG, model=model)
+        mappings = [mesh.param_mapping for mesh in meshes_of(config)]
+        of_tensor = [mapping for mapping in mappings if "tensor" in mapping.values()]
+        assert of_tensor
+        return {*of_tensor[-1]} - {"embed", "mlp"}
+
+    assert heads_divided((LINEAR, FULL)) == {"kv_heads", of_linear}
+    assert heads_divided((LINEAR,)) == {of_linear}
 
 
 def test_layers_are_divided_where_the_batch_has_microbatches(monkeypatch):

@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import json
 
+import haliax as hax
 import pytest
 
 from benchmarks.command import benchmark, one_of
@@ -110,7 +111,7 @@ COMMANDS = [
         ("total",),
     ),
     (
-        "planted_examples --examples 400 --steps 60 --every 5",
+        "planted_examples --examples 200 --steps 56 --every 4",
         "planted_examples",
         12,
         ("auc_of_scores", "auc_of_loss", "held_out_loss", "held_out_loss_without"),
@@ -200,6 +201,10 @@ def test_a_benchmark_writes_its_rows(
     monkeypatch.setattr("benchmarks.ghost.CONFIG", adapted)
     monkeypatch.setattr("benchmarks.ghost.SMALL", [("experts", "adapters", 8, 1024)])
     monkeypatch.setattr("benchmarks.attention_layer.matmul_peak", lambda: 1.0)
+    monkeypatch.setattr("benchmarks.planted_examples.BATCH", 32)
+    monkeypatch.setattr(
+        "benchmarks.planted_examples.Position", hax.Axis("position", 40)
+    )
     monkeypatch.chdir(tmp_path)
     module, *arguments = command.split(" ")
     path = importlib.import_module(f"benchmarks.{module}").main(

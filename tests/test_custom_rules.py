@@ -193,13 +193,10 @@ def expected():
     return quick_jit(lambda: derivatives_of(by_scan))()
 
 
-_QUICK = ("nested", "names")
-
-
 @pytest.mark.parametrize(
     "remat",
     [
-        pytest.param(remat, id=name, marks=[pytest.mark.deep] * (name not in _QUICK))
+        pytest.param(remat, id=name, marks=[pytest.mark.deep] * (name != "nested"))
         for name, remat in POLICIES.items()
     ],
 )

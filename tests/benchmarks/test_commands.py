@@ -7,10 +7,12 @@ import importlib.util
 import json
 
 import haliax as hax
+import numpy as np
 import pytest
 
 from benchmarks.command import benchmark, one_of
 from benchmarks.long_loops import VARIANTS
+from benchmarks.planted_examples import auc
 from benchmarks.qwen3_context import CONFIG
 from benchmarks.residual_mlp import Sizes
 
@@ -271,3 +273,10 @@ def test_wrong_options_and_nothing_to_measure_are_errors(tmp_path, capsys):
     assert "unrecognized arguments: --unknown 1" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="nothing is left to measure of .*no such"):
         benchmark("none")(none)(["--only", "no such", "--out", str(tmp_path)])
+
+
+def test_an_area_under_a_curve_counts_pairs_and_half_of_equal_ones():
+    harm = np.array([3.0, 1.0, 1.0, 2.0, 0.0])
+    wrong = np.array([True, True, False, False, False])
+    # Of six pairs 3 is above three; 1 above one, and equal to one.
+    assert auc(harm, wrong) == round(4.5 / 6, 4)

@@ -44,12 +44,12 @@ demo:  ## train a small Qwen3 MoE on real text, let it write, and show what rema
 	    "        --data.sources.mine.paths '[my-texts/]' --trainer.run_dir runs/my-texts"
 
 # What is compiled is kept for the other worker, the next run and other checkouts, as long as it is used: under keys with the versions, the
-# programs that took XLA more than a tenth of a second, and what compiling for a GPU or a TPU found.
+# programs that took XLA more than 20 ms, and what compiling for a GPU or a TPU found.
 KEPT ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/stacked_remat_tests
 test deep docs parity parity-deep: export JAX_COMPILATION_CACHE_DIR := $(KEPT)/compiled
 memory compiles: export KEPT_REPORTS := $(KEPT)/reports
 docs: export KEPT_GALLERY := $(KEPT)/gallery
-test deep docs parity parity-deep: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS := 0.1
+test deep docs parity parity-deep: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS := 0.02
 test deep docs parity parity-deep: export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES := 0
 # Nothing is compiled to bytecode that isn't imported (scripts/make_venv.sh), and what is imported by one process is there for the others.
 export PYTHONDONTWRITEBYTECODE :=

@@ -28,7 +28,6 @@ import haliax.nn as hnn
 import jax
 import numpy as np
 import optax
-import scipy.stats
 from haliax import Axis, NamedArray
 from jaxtyping import PRNGKeyArray
 
@@ -301,12 +300,18 @@ def ranked_by_loss(
 
 def auc(harm: np.ndarray, wrong: np.ndarray) -> float:
     """The share of pairs of a wrong and a right label in which the wrong one does more
-    harm.
+    harm; pairs of equal harm count half.
     """
-    pairs = wrong.sum() * (~wrong).sum()
-    return round(
-        float(scipy.stats.mannwhitneyu(harm[wrong], harm[~wrong]).statistic / pairs), 4
-    )
+    return round(_share_of_pairs(harm[wrong], np.sort(harm[~wrong])), 4)
+
+
+def _share_of_pairs(own: np.ndarray, others: np.ndarray) -> float:
+    """The share of pairs in which the first is larger; the second are in rising
+    order.
+    """
+    below = np.searchsorted(others, own, side="left")
+    not_above = np.searchsorted(others, own, side="right")
+    return float((below + not_above).mean() / (2 * len(others)))
 
 
 def auc_and_interval(
@@ -320,8 +325,7 @@ def auc_and_interval(
     for _ in range(draws):
         of_own = own[generator.integers(len(own), size=len(own))]
         of_others = others[generator.integers(len(others), size=len(others))]
-        pairs = len(own) * len(others)
-        found.append(scipy.stats.mannwhitneyu(of_own, of_others).statistic / pairs)
+        found.append(_share_of_pairs(of_own, np.sort(of_others)))
     return auc(harm, wrong), interval(found)
 
 

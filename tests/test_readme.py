@@ -32,6 +32,8 @@ SLOW_PAGES = (
     "ops",
     "ghost",
     "long-loops",
+    "with-equinox",
+    "training-loop",
 )
 
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -67,7 +69,7 @@ def _name(page: Path) -> str:
             id=_name(page),
             marks=pytest.mark.deep if page.stem in SLOW_PAGES else (),
         )
-        for page in PAGES
+        for page in PAGES[1:]  # the next test runs the README's
         if _program(page).strip()
     ],
 )
@@ -98,6 +100,7 @@ def test_the_first_table_is_what_the_first_program_prints(capsys):
             assert printed_sizes == pytest.approx(sizes, rel=0.02)
 
 
+@pytest.mark.deep
 def test_type_checkers_know_the_values_on_first_pages(tmp_path):
     """Pyright knows the types of variables, parameters and lambdas, but for what
     Equinox leaves open.

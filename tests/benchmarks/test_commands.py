@@ -6,10 +6,13 @@ import importlib
 import importlib.util
 import json
 
+import haliax as hax
+import numpy as np
 import pytest
 
 from benchmarks.command import benchmark, one_of
 from benchmarks.long_loops import VARIANTS
+from benchmarks.planted_examples import auc
 from benchmarks.qwen3_context import CONFIG
 from benchmarks.residual_mlp import Sizes
 
@@ -116,7 +119,7 @@ COMMANDS = [
         ("total",),
     ),
     (
-        "planted_examples --examples 400 --steps 60 --every 5",
+        "planted_examples --examples 200 --steps 56 --every 4",
         "planted_examples",
         12,
         ("auc_of_scores", "auc_of_loss", "held_out_loss", "held_out_loss_without"),
@@ -206,6 +209,10 @@ def test_a_benchmark_writes_its_rows(
     monkeypatch.setattr("benchmarks.ghost.CONFIG", adapted)
     monkeypatch.setattr("benchmarks.ghost.SMALL", [("experts", "adapters", 8, 1024)])
     monkeypatch.setattr("benchmarks.attention_layer.matmul_peak", lambda: 1.0)
+    monkeypatch.setattr("benchmarks.planted_examples.BATCH", 32)
+    monkeypatch.setattr(
+        "benchmarks.planted_examples.Position", hax.Axis("position", 40)
+    )
     monkeypatch.chdir(tmp_path)
     module, *arguments = command.split(" ")
     path = importlib.import_module(f"benchmarks.{module}").main(
@@ -272,3 +279,10 @@ def test_wrong_options_and_nothing_to_measure_are_errors(tmp_path, capsys):
     assert "unrecognized arguments: --unknown 1" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="nothing is left to measure of .*no such"):
         benchmark("none")(none)(["--only", "no such", "--out", str(tmp_path)])
+
+
+def test_an_area_under_a_curve_counts_pairs_and_half_of_equal_ones():
+    harm = np.array([3.0, 1.0, 1.0, 2.0, 0.0])
+    wrong = np.array([True, True, False, False, False])
+    # Of six pairs 3 is above three; 1 above one, and equal to one.
+    assert auc(harm, wrong) == round(4.5 / 6, 4)

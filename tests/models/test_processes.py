@@ -47,6 +47,8 @@ COLUMNS = ["step", "example", "layer", "leaf", "score", "loss", "text", "place"]
 COLUMNS += ["token_scores", "token_ends"]
 DENSE = {"type": "qwen3", "hidden_dim": 8, "num_layers": 1, "mlp_dim": 8}
 DENSE |= {"num_heads": 2, "num_kv_heads": 1}
+# Where a run is only ended and resumed
+SMALL = ("--model", json.dumps(DENSE))
 CONSTANT = ("--optimizer.schedule.type", "constant")  # whatever the number of steps
 
 
@@ -152,7 +154,7 @@ def workplace(tmp_path_factory):
 
 @pytest.mark.deep
 def test_a_killed_process_ends_the_others_and_any_number_resumes(workplace):
-    started = start(workplace, 2, "--trainer.num_steps", "4000")
+    started = start(workplace, 2, *SMALL, "--trainer.num_steps", "4000")
     wait_for(workplace / "run/metrics.jsonl", '"step": 13,', started)
     started[1].kill()
     killed = time.monotonic()
@@ -168,6 +170,7 @@ def test_a_killed_process_ends_the_others_and_any_number_resumes(workplace):
     # Four processes go back to the one before the last, and one of them is told to
     # stop, after steps that the two had not done.
     accept = ("--trainer.checkpoint.accept_changes", "true", "--trainer.num_steps")
+    accept = (*SMALL, *accept)
     started = start(workplace, 4, *accept, "4001")
     wait_for(workplace / "run/metrics.jsonl", f'"step": {last + 20},', started)
     started[2].terminate()
@@ -190,6 +193,7 @@ def test_a_killed_process_ends_the_others_and_any_number_resumes(workplace):
 @pytest.mark.deep
 def test_processes_resume_from_what_each_wrote_near_it(workplace, tmp_path):
     near = (
+        *SMALL,
         *("--trainer.checkpoint.local_dir", str(tmp_path / "near")),
         *("--trainer.checkpoint.every_steps", "1000"),
         *CONSTANT,
@@ -215,7 +219,7 @@ def test_processes_resume_from_what_each_wrote_near_it(workplace, tmp_path):
     # One process with as many devices equals it.
     fresh = ("--trainer.checkpoint.overwrite", "true", "--trainer.num_steps")
     status, shown = ended(
-        start(workplace, 1, *CONSTANT, *fresh, str(done + 3), run="near whole")
+        start(workplace, 1, *SMALL, *CONSTANT, *fresh, str(done + 3), run="near whole")
     )
     assert status == [0], shown
     assert_same_run(workplace / "near", workplace / "near whole")
@@ -352,7 +356,7 @@ def test_processes_score_their_sequences_in_one_log(workplace):
 
 @pytest.mark.deep
 def test_processes_replay_what_they_scored_by_token(workplace):
-    few = ("--model", json.dumps(DENSE), "--remat", "false", "--trainer.num_steps", "4")
+    few = (*SMALL, "--remat", "false", "--trainer.num_steps", "4")
     few += ("--trainer.checkpoint.every_steps", "2")
     by_token = ("--ghost", "{every: 4, by_token: true}")
     status, shown = ended(start(workplace, 2, *few, *by_token, run="replayed"))

@@ -216,6 +216,8 @@ def test_a_streamed_run_equals_a_resident_one_and_each_resumes_as_the_other(
     )
     losses = [line["loss"] for line in expected if "loss" in line]
     assert losses[-1] < losses[0]
+    if kind == "adapters":
+        return
     # From weights in files too; they go to the host as they are read.
     begin = ("--initialize_from_hf", str(out))
     for run, options in runs.items():

@@ -2,12 +2,13 @@
 several kinds.
 """
 
-import functools
+from functools import partial
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 pytest.importorskip("flax")
@@ -43,7 +44,8 @@ class Normed(nnx.Module):
         return self.norm(x)
 
 
-X, SCALE = jnp.linspace(-1, 1, 8).reshape(2, 4), jnp.float32(0.3)
+X = jnp.asarray(np.linspace(-1, 1, 8, dtype=np.float32).reshape(2, 4))
+SCALE = jnp.float32(0.3)
 
 
 def loop(layers, x):
@@ -67,38 +69,41 @@ def test_a_stack_is_the_list():
 
 
 @pytest.mark.parametrize(
-    ("other", "message"),
+    ("make_other", "message"),
     [
         (
-            Layer(1, factor=3.0),
+            partial(Layer, 1, factor=3.0),
             r"Layers 0 and 2 differ in options.factor: 2.0 and 3.0\. ",
         ),
         (
-            Layer(1, factor=None),
+            partial(Layer, 1, factor=None),
             r"Layers 0 and 2 differ in options.factor: 2.0 and None\. ",
         ),
-        (Layer(1, factor=2), r"Layers 0 and 2 differ in options.factor: 2.0 and 2\. "),
         (
-            Layer(1, activation=jnp.sin),
+            partial(Layer, 1, factor=2),
+            r"Layers 0 and 2 differ in options.factor: 2.0 and 2\. ",
+        ),
+        (
+            partial(Layer, 1, activation=jnp.sin),
             "Layers 0 and 2 differ in activation: .*tanh.*sin",
         ),
-        (Layer(1, width=8), "differ in parts.0"),
+        (partial(Layer, 1, width=8), "differ in parts.0"),
         (
-            Other(1),
+            partial(Other, 1),
             "differ in their class: Layer and Other. .* Use stacked_remat.nnx.pattern",
         ),
     ],
 )
-def test_a_stack_refuses_unlike_layers(other, message):
+def test_a_stack_refuses_unlike_layers(make_other, message):
     with pytest.raises(ValueError, match=message):
-        stack([Layer(0), Layer(1), other])
+        stack([Layer(0), Layer(1), make_other()])
 
 
 def test_attributes_that_python_does_not_compare_by_value():
     """NaN, and partials with equal parts."""
 
     def layer(seed, slope):
-        activation = functools.partial(jax.nn.leaky_relu, negative_slope=slope)
+        activation = partial(jax.nn.leaky_relu, negative_slope=slope)
         made = Layer(seed, activation=activation)
         made.options["unset"] = float("nan")
         return made

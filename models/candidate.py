@@ -18,6 +18,7 @@ from stacked_remat.memory import (
     CANDIDATES,
     Frontier,
     MemoryReport,
+    PlaceError,
     Plan,
     Target,
     Trial,
@@ -358,7 +359,7 @@ class Candidate:
 
     def check_applies(self) -> None:
         """Raises ConfigError for a model that can't be applied here, such as with a
-        GPU's kernel on a CPU.
+        GPU's kernel on a CPU, or whose layers have not the places that `remat` names.
         """
         batch, state = self.shapes
         try:
@@ -370,12 +371,13 @@ class Candidate:
                 eqx.filter_eval_shape(
                     *((self.train_step, batch, state) if has_rules else loss)
                 )
-        except (
-            UnsupportedCallError
-        ) as error:  # other errors are the model's, whose traceback is wanted
+        # Other errors are the model's, whose traceback is wanted
+        except UnsupportedCallError as error:
             raise ConfigError(
                 f"The model of this config can't be applied here: {error}"
             ) from error
+        except PlaceError as error:
+            raise ConfigError(f"remat.save_block_internals: {error}") from error
 
     @property
     def _sizes_host(self) -> bool:

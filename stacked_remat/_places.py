@@ -32,6 +32,10 @@ from ._place_names import is_place
 from ._static import PyTree, with_leaves
 
 
+class PlaceError(ValueError):
+    """A policy keeps values by places of operations that the layer does not have."""
+
+
 class Places:
     """The places among some names, and which of them the layers had that were
     traced.
@@ -72,14 +76,14 @@ class Places:
         return named(result, place)
 
     def check(self) -> None:
-        """Refuse places that none of the traced layers had."""
+        """Raise PlaceError for places that none of the traced layers had."""
         if not self._counts:
             return
         for place in sorted(self.wanted - self._had):
             operation, _ = place.split()
             counts = sorted(self._counts.get(operation, {0}))
             has = " or ".join(map(str, counts))
-            raise ValueError(
+            raise PlaceError(
                 f"The policy keeps {place!r}, but the layer has {has} {operation!r}"
                 " that something reads: it has changed since the policy was written."
                 " Plan it again (memory.plan), or name values by checkpoint_name."

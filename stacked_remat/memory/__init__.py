@@ -11,6 +11,7 @@ print(report)
 ```
 """
 
+from .._places import PlaceError as PlaceError
 from ._call import DoesNotFit as DoesNotFit, report as report
 from ._compiled_text import Buffer as Buffer
 from ._flops import Flops as Flops, count_flops as count_flops

@@ -215,6 +215,14 @@ def test_errors_of_a_model_are_not_errors_of_its_config(monkeypatch, config):
     assert type(raised.value) is ValueError and error_message(raised.value) is None
 
 
+def test_places_that_no_layer_has_are_an_error_of_the_config():
+    policy = ScanCheckpointPolicy(save_block_internals=["dot_general 98/99"])
+    with pytest.raises(
+        ConfigError, match="remat.save_block_internals: .*'dot_general 98/99'"
+    ):
+        CONFIG.candidate.having({}, policy).check_applies()
+
+
 def test_layers_on_the_host_of_gpus_that_are_not_attached_are_refused(monkeypatch):
     unsized = dataclasses.replace(TARGETS["local"], name="two_gpus")
     monkeypatch.setattr(type(unsized), "sizes_host_arguments", False)

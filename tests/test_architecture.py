@@ -41,7 +41,7 @@ LAYERS = {
         CORE,
     ),
     "offload_check": ("_offload_check", "policy scan"),
-    "fused": ("_fused", "compat base placement policy scan stacks"),
+    "fused": ("_fused", "compat base placement policy sweep scan stacks"),
     "pipeline": (
         "_pipeline",
         "compat base schedule placement sweep scan stacks fused",

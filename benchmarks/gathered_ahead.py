@@ -152,7 +152,8 @@ def compiled(
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%([^\s(]+) ?\(.*\{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%(\S+) = (.*?) ([a-z][\w\-]*)\((.*)$")
 _CALLED = re.compile(
-    r"(?:calls|body|to_apply)=%([\w.\-]+)|called_computations=\{%([\w.\-]+)\}"
+    r"(?:calls|body|to_apply|true_computation|false_computation)=(%[\w.\-]+)"
+    r"|(?:called_computations|branch_computations)=\{([^}]*)\}"
 )
 _FIRST_OPERAND = re.compile(r"[^%]*%([\w.\-]+)")
 _PRODUCT_CALL = re.compile(r'custom_call_target="(?:__cublas|__triton_gemm)')
@@ -181,10 +182,17 @@ class _Program:
                 body = self.computations.setdefault(start[1], [])
             elif match := _INSTRUCTION.match(line):
                 name, types, kind, rest = match.groups()
-                called = [one or other for one, other in _CALLED.findall(rest)]
+                called = []
+                for one, several in _CALLED.findall(rest):
+                    called += re.findall(r"%([\w.\-]+)", one or several)
                 body.append(_Instruction(name, types, kind, rest, called))
                 if kind == "while":
                     self.loops.update(called)
+        # And what their bodies call, the branches of conditionals among it
+        for name in [*self.loops]:
+            for inner in self.reached([name]):
+                if inner.kind in ("conditional", "call"):
+                    self.loops.update(inner.called)
 
     def reached(self, names: list[str]) -> Iterator[_Instruction]:
         """The instructions of computations, and of those that they call."""

@@ -25,7 +25,19 @@ from .test_gathered_ahead import MESHES, mesh_and_gather
 
 LAYERS, WIDTH, INNER, ROWS = 4, 8, 16, 8
 Layers = hax.Axis("layers", LAYERS)
-pytestmark = pytest.mark.usefixtures("standard_promotion")  # optax depends on it
+pytestmark = pytest.mark.usefixtures("standard_promotion", "compiled_anew")
+
+
+@pytest.fixture
+def compiled_anew():
+    """Programs that a file of compiled ones has are run by XLA for CPUs with other
+    numbers each time (jaxlib 0.10.2, several loops with collectives).
+    """
+    option = "jax_persistent_cache_min_compile_time_secs"
+    before = getattr(jax.config, option)
+    jax.config.update(option, float("inf"))
+    yield
+    jax.config.update(option, before)
 
 
 class Block(eqx.Module):
@@ -172,12 +184,15 @@ def is_divided(model):
 @pytest.mark.parametrize("mesh_kind", MESHES, ids=str)
 def test_updates_are_those_of_two_steps(mesh_kind, max_norm):
     mesh, gather = mesh_and_gather(mesh_kind)
-    models = {name: model_of(gather, *how) for name, (how, *_) in CASES.items()}
+    cases = CASES
+    if max_norm is not None:
+        cases = {name: CASES[name] for name in ("nested", "two kinds")}
+    models = {name: model_of(gather, *how) for name, (how, *_) in cases.items()}
 
     def run(way, models, xs):
         found = {}
         numbers = {}
-        for name, (_, has_start, follow) in CASES.items():
+        for name, (_, has_start, follow) in cases.items():
             model = models[name]
             trainable = True if max_norm is None else is_divided(model)
             value = functools.partial(loss, has_start)
@@ -188,7 +203,7 @@ def test_updates_are_those_of_two_steps(mesh_kind, max_norm):
 
     wanted = on_mesh(mesh_kind, mesh, functools.partial(run, in_two), models)
     found = on_mesh(mesh_kind, mesh, functools.partial(run, fused), models)
-    for name in CASES:
+    for name in cases:
         of_case = [
             jax.tree.leaves((part[0][name], part[1][name])) for part in (found, wanted)
         ]

@@ -44,7 +44,7 @@ LAYERS = {
     "fused": ("_fused", "compat base placement policy sweep scan stacks"),
     "pipeline": (
         "_pipeline",
-        "compat base schedule placement sweep scan stacks fused",
+        "compat base schedule placement policy sweep scan stacks fused",
     ),
     # Not `scan`, whose public names they take from `public`, nor each other
     "lora": ("lora", "base sweep stacks"),

@@ -83,7 +83,11 @@ def no_stack(_):
             "change": lambda m: {"a": m.blocks, "b": m.blocks}
         },
         "is in host memory": {"change": streaming.to_host},
-        "not supported with a visitor": {"remat": "recompute"},
+        'model.blocks have the policy ScanCheckpointPolicy(save_carries=False) ("recomp'
+        'ute"), which keeps no carry': {"remat": "recompute"},
+        'Use "nested", "offload", True or': {
+            "loss": lambda model, x: jnp.sum(model.blocks.fold(x, remat="recompute"))
+        },
         "x is a single random key": {"x": jax.random.key(0)},
         "key is a single random key": {
             "x": jax.random.PRNGKey(0),

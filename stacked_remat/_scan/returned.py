@@ -156,8 +156,8 @@ def _check_same_on_devices(where: str, new: Any, old: Any) -> None:
     axes = axes_beyond(new, jax.typeof(old))
     if axes:
         raise ValueError(
-            f"The {where} that the visitor returned differs over {sorted(axes)}, axes of"
-            " a jax.shard_map over which the layers are the same. Sum what it depends"
+            f"The {where} that the visitor returned differs over {sorted(axes)}, over"
+            " which the layers are the same in this jax.shard_map. Sum what it depends"
             " on over them (jax.lax.psum), or divide the layers over them."
         )
 

@@ -73,9 +73,17 @@ PROGRAM = """
 
 %branching (state: (s32[], bf16[8,8])) -> (s32[], bf16[8,8]) {
   %start.2 = (bf16[1,8]{1,0}, bf16[8,8]{1,0}) all-gather-start(%part), dimensions={0}
-  %five = bf16[8,8]{1,0} conditional(%kind, %x, %x), branch_computations={%branch.1, %branch.2}
+  %five = bf16[8,8] conditional(%n, %x), branch_computations={%branch.1, %branch.2}
   %done.2 = bf16[8,8]{1,0} all-gather-done(%start.2)
-  ROOT %six = bf16[8,8]{1,0} conditional(%is, %x, %x), true_computation=%branch.1, false_computation=%branch.2
+  ROOT %six = bf16[8,8] conditional(%is), true_computation=%x.1, false_computation=%x.2
+}
+
+%x.1 (p: bf16[1,8]) -> bf16[8,8] {
+  ROOT %all-gather.5 = bf16[8,8]{1,0} all-gather(%p), dimensions={0}
+}
+
+%x.2 (p: bf16[1,8]) -> bf16[8,8] {
+  ROOT %all-reduce.2 = bf16[8,8]{1,0} all-reduce(%p), to_apply=%add
 }
 
 ENTRY %main (x: bf16[8,8]) -> bf16[8,8] {
@@ -97,6 +105,8 @@ def test_products_are_counted_between_the_start_and_the_end_of_a_collective():
         ("all-gather", "bf16[8,8]", True, 1),
         ("all-gather", "bf16[8,8]", True, None),
         ("all-gather", "bf16[8,8]", True, 1),
+        ("all-gather", "bf16[8,8]", True, None),
+        ("all-reduce", "bf16[8,8]", True, None),
         # Beside two loops
         ("all-gather", "bf16[8,8]", False, 2),
     ]

@@ -126,10 +126,10 @@ def reversed_fold(remat, blocks, x):
 def by_scan(remat, blocks, x):
     def step(x, *own):
         x = Block(own[0], own[1], blocks.gather)(x)
-        return x, jnp.mean(x)
+        return x, jnp.mean(x, -1)
 
     x, means = scan(step, Layers, remat=remat)(x, blocks.up, blocks.down)
-    return x + jnp.sum(means)
+    return x + jnp.sum(means, 0)[:, None]
 
 
 def mesh_and_gather(mesh_kind, devices=8):

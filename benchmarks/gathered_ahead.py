@@ -284,9 +284,14 @@ def main(
     sizes: Sizes = SIZES,
     kinds: int = 1,
 ) -> Rows:
+    layer_bytes = 2 * sizes.width * sizes.inner * jnp.dtype(sizes.dtype).itemsize
+    held: dict[tuple[str, str], int] = {}
     for policy, way in itertools.product(policies, gathered):
         found, text = compiled(target, policy, sizes, ahead=way == "ahead", kinds=kinds)
         in_loops = [one for one in collectives(text) if one.in_loop]
+        temporaries = found.memory_analysis().temp_size_in_bytes
+        held[policy, way] = temporaries
+        by_layer = held.get((policy, "by the layer"), temporaries)
         yield {
             "policy": policy,
             "weights gathered": way,
@@ -294,7 +299,8 @@ def main(
             "collectives in loops": len(in_loops),
             "waited for": sum(not one.products for one in in_loops),
             "all-reduce": sum(one.kind == "all-reduce" for one in in_loops),
-            "temporaries": found.memory_analysis().temp_size_in_bytes,
+            "temporaries": temporaries,
+            "gathered layers more": round((temporaries - by_layer) / layer_bytes, 2),
         }
 
 

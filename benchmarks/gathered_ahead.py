@@ -152,7 +152,8 @@ def compiled(
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%([^\s(]+) ?\(.*\{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%(\S+) = (.*?) ([a-z][\w\-]*)\((.*)$")
 _CALLED = re.compile(
-    r"(?:calls|body|to_apply)=%([\w.\-]+)|called_computations=\{%([\w.\-]+)\}"
+    r"(?:calls|body|to_apply|true_computation|false_computation)=(%[\w.\-]+)"
+    r"|(?:called_computations|branch_computations)=\{([^}]*)\}"
 )
 _FIRST_OPERAND = re.compile(r"[^%]*%([\w.\-]+)")
 _PRODUCT_CALL = re.compile(r'custom_call_target="(?:__cublas|__triton_gemm)')
@@ -181,10 +182,17 @@ class _Program:
                 body = self.computations.setdefault(start[1], [])
             elif match := _INSTRUCTION.match(line):
                 name, types, kind, rest = match.groups()
-                called = [one or other for one, other in _CALLED.findall(rest)]
+                called = []
+                for one, several in _CALLED.findall(rest):
+                    called += re.findall(r"%([\w.\-]+)", one or several)
                 body.append(_Instruction(name, types, kind, rest, called))
                 if kind == "while":
                     self.loops.update(called)
+        # And what their bodies call, the branches of conditionals among it
+        for name in [*self.loops]:
+            for inner in self.reached([name]):
+                if inner.kind in ("conditional", "call"):
+                    self.loops.update(inner.called)
 
     def reached(self, names: list[str]) -> Iterator[_Instruction]:
         """The instructions of computations, and of those that they call."""
@@ -276,9 +284,14 @@ def main(
     sizes: Sizes = SIZES,
     kinds: int = 1,
 ) -> Rows:
+    layer_bytes = 2 * sizes.width * sizes.inner * jnp.dtype(sizes.dtype).itemsize
+    held: dict[tuple[str, str], int] = {}
     for policy, way in itertools.product(policies, gathered):
         found, text = compiled(target, policy, sizes, ahead=way == "ahead", kinds=kinds)
         in_loops = [one for one in collectives(text) if one.in_loop]
+        temporaries = found.memory_analysis().temp_size_in_bytes
+        held[policy, way] = temporaries
+        by_layer = held.get((policy, "by the layer"), temporaries)
         yield {
             "policy": policy,
             "weights gathered": way,
@@ -286,7 +299,8 @@ def main(
             "collectives in loops": len(in_loops),
             "waited for": sum(not one.products for one in in_loops),
             "all-reduce": sum(one.kind == "all-reduce" for one in in_loops),
-            "temporaries": found.memory_analysis().temp_size_in_bytes,
+            "temporaries": temporaries,
+            "gathered layers more": round((temporaries - by_layer) / layer_bytes, 2),
         }
 
 

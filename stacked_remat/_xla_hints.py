@@ -84,7 +84,7 @@ def results_before_writes(results: T) -> T:
     """
     # H200, SGD as a visitor, carries from the host: 6.38 / 6.44 GiB; `fused_update`
     # with AdamW: 7.13 / 7.19. v5p: see `gradient_for_visitor`, one of which suffices.
-    return lax.optimization_barrier(results)
+    return _barrier_on(("cuda", "tpu"), results)
 
 
 def gradients_before_update(gradients: list[Array]) -> list[Array]:
@@ -93,7 +93,7 @@ def gradients_before_update(gradients: list[Array]) -> list[Array]:
     GPUs: otherwise the layer's internals are held until it is done.
     """
     # H200, AdamW: 7.13 / 7.44 GiB. v5p, AdamW: no difference.
-    return lax.optimization_barrier(gradients)
+    return _barrier_on(("cuda", "tpu"), gradients)
 
 
 def score_after(cotangents: list[Array], arrays: list[Array]) -> tuple[Any, Any]:

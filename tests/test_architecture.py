@@ -41,10 +41,10 @@ LAYERS = {
         CORE,
     ),
     "offload_check": ("_offload_check", "policy scan"),
-    "fused": ("_fused", "compat base placement policy scan stacks"),
+    "fused": ("_fused", "compat base placement policy sweep scan stacks"),
     "pipeline": (
         "_pipeline",
-        "compat base schedule placement sweep scan stacks fused",
+        "compat base schedule placement policy sweep scan stacks fused",
     ),
     # Not `scan`, whose public names they take from `public`, nor each other
     "lora": ("lora", "base sweep stacks"),

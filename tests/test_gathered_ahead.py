@@ -19,6 +19,7 @@ from stacked_remat import (
     fold,
     fused_update,
     lax_scan,
+    scan,
 )
 
 from .blocks import (
@@ -26,7 +27,7 @@ from .blocks import (
     policies,
     quick_jit as jit,
 )
-from .jaxprs import equations
+from .jaxprs import equations, equations_of
 from .random_arrays import normal
 
 LAYERS, WIDTH, INNER, ROWS = 6, 8, 16, 8
@@ -120,6 +121,15 @@ def reversed_fold(remat, blocks, x):
         return Block(own[0], own[1], blocks.gather)(x)
 
     return fold(step, Layers, remat=remat, reverse=True)(x, blocks.up, blocks.down)
+
+
+def by_scan(remat, blocks, x):
+    def step(x, *own):
+        x = Block(own[0], own[1], blocks.gather)(x)
+        return x, jnp.mean(x, -1)
+
+    x, means = scan(step, Layers, remat=remat)(x, blocks.up, blocks.down)
+    return x + jnp.sum(means, 0)[:, None]
 
 
 def mesh_and_gather(mesh_kind, devices=8):
@@ -220,7 +230,10 @@ def test_other_derivatives_are_those_of_one_device(mesh_kind, derivative):
     assert_close(found, wanted)
 
 
-@pytest.mark.parametrize("apply", [by_lax_scan, by_pattern, reversed_fold, unrolled])
+LOOPS = [by_lax_scan, by_scan, by_pattern, reversed_fold, unrolled]
+
+
+@pytest.mark.parametrize("apply", LOOPS)
 @pytest.mark.parametrize("mesh_kind", MESHES, ids=str)
 def test_every_loop_gathers_its_layers(mesh_kind, apply):
     wanted = on_one_device(gradient, functools.partial(apply, False))
@@ -327,13 +340,19 @@ def whole_weights_in_loops(mesh_kind, remat, apply=by_stack, devices=8):
     carry some.
     """
     mesh, gather = mesh_and_gather(mesh_kind, devices)
-    value = loss_on(mesh_kind, mesh, gather, functools.partial(apply, remat))
+    value = functools.partial(loss, gather, functools.partial(apply, remat))
+    every = []
+
+    # Primitives are expanded on the mesh, and in the shard_map, that they are called on
+    def look(*args):
+        every.extend(equations_of(functools.partial(gradient, value), *args))
+        return args
+
+    if mesh_kind == "shard_map":
+        look = jax.shard_map(look, mesh=mesh, in_specs=SPECS, out_specs=SPECS)
     shardings = tuple(NamedSharding(mesh, spec) for spec in SPECS)
     with jax.set_mesh(mesh):
-        args = jax.device_put(ARGS, shardings)
-        traced = jax.make_jaxpr(functools.partial(gradient, value))(*args)
-        # Primitives are expanded on the mesh that they are called on.
-        every = list(equations(traced.jaxpr))
+        jax.eval_shape(look, *jax.device_put(ARGS, shardings))
     found = []
     for equation in every:
         if equation.primitive.name in ("scan", "while"):
@@ -342,24 +361,40 @@ def whole_weights_in_loops(mesh_kind, remat, apply=by_stack, devices=8):
     return [counts for counts in found if any(counts)]
 
 
-@pytest.mark.parametrize("apply", [by_stack, by_lax_scan], ids=["stack", "lax_scan"])
-@pytest.mark.parametrize("mesh_kind", MESHES[:2], ids=str)
+@pytest.mark.parametrize("apply", [by_stack, by_lax_scan, by_scan, reversed_fold])
+@pytest.mark.parametrize("mesh_kind", MESHES, ids=str)
 def test_loops_carry_one_gathered_layer(mesh_kind, apply):
     # Under "nested" forward loops are one within another too, and there are replays
     for remat, loops in ((True, 3), ("nested", 5), ("recompute", 0)):
         assert whole_weights_in_loops(mesh_kind, remat, apply) == [[1, 1]] * loops
 
 
-@pytest.mark.parametrize("mesh_kind", MESHES[:2], ids=str)
-def test_loops_on_one_device_carry_none(mesh_kind):
-    assert whole_weights_in_loops(mesh_kind, "nested", devices=1) == []
-
-
-def test_loops_carry_one_gathered_layer_of_each_kind():
-    counts = whole_weights_in_loops(AxisType.Auto, "nested", by_pattern)
+@pytest.mark.parametrize("mesh_kind", MESHES, ids=str)
+def test_loops_carry_one_gathered_layer_of_each_kind(mesh_kind):
+    counts = whole_weights_in_loops(mesh_kind, "nested", by_pattern)
     # What runs a layer of one kind may carry that of the kind alone
     assert max(counts) == [2, 2]
     assert all(both in ([2, 2], [1, 1]) for both in counts)
+
+
+@pytest.mark.parametrize("mesh_kind", MESHES, ids=str)
+def test_on_one_device_no_byte_is_held_for_it(mesh_kind):
+    mesh, gather = mesh_and_gather(mesh_kind, devices=1)
+    shardings = tuple(NamedSharding(mesh, spec) for spec in SPECS)
+
+    def temporaries(gather, remat):
+        apply = functools.partial(by_stack, remat)
+        value = loss_on(mesh_kind, mesh, gather, apply)
+        with jax.set_mesh(mesh):
+            args = jax.device_put(ARGS, shardings)
+            lowered = jit(functools.partial(gradient, value)).lower(*args)
+        return lowered.compile().memory_analysis().temp_size_in_bytes
+
+    # In a `jax.jit` of its own a gather is not seen
+    unseen = jax.jit(gather, static_argnums=1)
+    for remat in (True, "nested"):
+        assert whole_weights_in_loops(mesh_kind, remat, devices=1) == []
+        assert temporaries(gather, remat) == temporaries(unseen, remat)
 
 
 @pytest.mark.parametrize("spec", [P(None, "data"), P("data"), P(P.UNCONSTRAINED)])

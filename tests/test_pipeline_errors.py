@@ -1,4 +1,4 @@
-"""`pipeline`: what it refuses."""
+"""`pipeline`: what it refuses, and collectives that it takes."""
 
 from typing import Any
 
@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec as P
 
 from stacked_remat import BlockSeq, Stacked, StackedPattern, pipeline, streaming
+from tests.blocks import assert_close_to_scale as assert_close, quick_jit
 from tests.random_arrays import normal
 from tests.test_pipeline import ROWS, Layers, mesh_of, plain_model
 
@@ -83,7 +84,11 @@ def no_stack(_):
             "change": lambda m: {"a": m.blocks, "b": m.blocks}
         },
         "is in host memory": {"change": streaming.to_host},
-        "not supported with a visitor": {"remat": "recompute"},
+        'model.blocks have the policy ScanCheckpointPolicy(save_carries=False) ("recomp'
+        'ute"), which keeps no carry': {"remat": "recompute"},
+        'Use "nested", "offload", True or': {
+            "loss": lambda model, x: jnp.sum(model.blocks.fold(x, remat="recompute"))
+        },
         "x is a single random key": {"x": jax.random.key(0)},
         "key is a single random key": {
             "x": jax.random.PRNGKey(0),
@@ -198,6 +203,52 @@ def test_collectives_that_would_wait_forever_are_refused(run, message):
             return
         with pytest.raises(ValueError, match=message):
             jax.eval_shape(run, model, x)
+
+
+def of_all_rows(x):
+    """Gathers, sums, scatters and exchanges over `data`."""
+    rows = jax.lax.all_gather(x, "data", tiled=True)
+    parts = jax.lax.psum_scatter(jnp.sin(rows), "data", tiled=True)
+    columns = jax.lax.all_to_all(x, "data", 1, 0, tiled=True)
+    before = jnp.cumsum(columns, 0)
+    before = jax.lax.all_to_all(before, "data", 0, 1, tiled=True)
+    return parts + before + jax.lax.psum(jnp.sum(x, 0, keepdims=True), "data")
+
+
+def of_all_rows_on_one_device(x):
+    return 2 * jnp.sin(x) + jnp.cumsum(x, 0) + jnp.sum(x, 0, keepdims=True)
+
+
+def test_collectives_of_the_devices_of_a_stage_give_the_numbers_of_one_device():
+    class OnOneDevice(Collective):
+        def __call__(self, x):
+            return x + jnp.tanh(of_all_rows_on_one_device(x) @ self.weight)
+
+    def loss(model, x):
+        return jnp.mean(model["blocks"].fold(x) ** 2)
+
+    def model_of(kind):
+        return {"blocks": Stacked(kind(0.1 * normal(0, 8, 6, 6), of_all_rows), Layers)}
+
+    x = normal(1, ROWS, 6)
+
+    def on_one_device(model):
+        # Microbatches are rows 0, 4, ..., rows 1, 5, ...
+        return jnp.mean(jnp.stack([loss(model, x[n::4]) for n in range(4)]))
+
+    @quick_jit
+    def on_mesh(model):
+        found = []
+        for schedule in ("1f1b", "zero_bubble"):
+            run = pipeline(loss, "stage", microbatches=4, schedule=schedule)
+            found.append(run.value_and_grad(model, x))
+        return found
+
+    wanted = quick_jit(jax.value_and_grad(on_one_device))(model_of(OnOneDevice))
+    with jax.set_mesh(mesh_of()):
+        found = on_mesh(model_of(Collective))
+    for of_schedule in found:
+        assert_close(of_schedule, wanted)
 
 
 @pytest.mark.parametrize("derivative", [jax.grad, jax.jacfwd])

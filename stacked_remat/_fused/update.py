@@ -41,6 +41,7 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import jax.tree_util as jtu
 from jaxtyping import Array, DTypeLike, Float
 
 from .. import _xla_hints as xla_hints
@@ -51,6 +52,7 @@ from .._scan.marks import PerKind
 from .._scan.visitor import LayerResult, LayerVisit, SweepResult
 from .._stacked import StackedKinds, layer_types
 from .._static import PyTree, with_leaves
+from .._sweep.store import axes_beyond
 from .folds import FoldPass, FollowedStack, followed, leaves_or_none
 from .trained import Trained, TrainedLayers, masked, state_of_layers
 
@@ -75,7 +77,8 @@ class FusedResult(NamedTuple):
         model: the updated model.
         state: the optimizer's next state.
         value: what the loss function returned for the model before the step.
-        grad_norm: the global norm of the gradient, before clipping.
+        grad_norm: the global norm of the gradient, before clipping; within
+            `jax.shard_map` of what a device has of it.
     """
 
     model: PyTree
@@ -122,7 +125,10 @@ def fused_update(
         trainable: which arrays are trained: a filter spec, as in `eqx.filter`. A stack
             without trained arrays is folded as it is.
         has_aux: whether `loss` returns a pair, of the scalar and anything else.
-        max_grad_norm: gradients with a larger global norm are scaled down to it.
+        max_grad_norm: gradients with a larger global norm are scaled down to it. Within
+            `jax.shard_map` that is, as `optax.tree.norm` there, the norm of what a
+            device has. For the norm of all, run the step without `shard_map`, on a mesh
+            of Auto or Explicit axes.
         gradient_dtype: what gradients are cast to before they are clipped and given to
             the optimizer.
 
@@ -429,6 +435,7 @@ def _step(
         squares = squares + fold.result.state
     norm = jnp.sqrt(squares)
     if fused.max_grad_norm is not None:
+        _check_norm(trained, norm)
         for name, fold in folds.items():
             fold.result = updates[name].second_sweep(fold, norm)
     gradients = fused._scaled(gradients, norm)
@@ -446,6 +453,21 @@ def _step(
         value=returned if fused.has_aux else returned[0],
         grad_norm=norm,
     )
+
+
+def _check_norm(trained: Trained, norm: Array) -> None:
+    """Refuse to scale gradients that are the same on all devices of a `jax.shard_map`
+    by a norm that is not.
+    """
+    for path, leaf in jtu.tree_leaves_with_path(trained.trained):
+        axes = axes_beyond(norm, jax.typeof(leaf))
+        if axes:
+            raise ValueError(
+                "max_grad_norm within jax.shard_map limits the norm of what each device"
+                f" has, which differs over {sorted(axes)}, and model{jtu.keystr(path)}"
+                " is the same there. To clip by the norm of all, run the step without"
+                " shard_map, on a mesh of Auto or Explicit axes."
+            )
 
 
 def _inputs(trained: Trained) -> tuple[PyTree, list[PyTree]]:

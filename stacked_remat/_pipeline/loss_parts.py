@@ -27,7 +27,9 @@ from .._activity import active_outputs, name_of
 from .._compat import named_axes
 from .._fused.folds import FollowedFold, FollowedStack, Purpose, inlined, only_use
 from .._hijax import primitive_of
+from .._policy import resolve_policy
 from .._scan.checks import describe
+from .._stacked import Stacked
 from .._static import PyTree, is_array, is_named, with_leaves
 from .two_cotangents import needed_for
 
@@ -127,6 +129,7 @@ def cut_loss(
             f"A pipeline runs the layers of {name} from the first to the last; the loss"
             " folds it with reverse=True."
         )
+    _check_policy(stack, fold.options.value.get("remat"), name)
     operands = equation.invars[count:]
     before = needed_for(equations, operands)
     _check_effects(before, name)
@@ -137,6 +140,17 @@ def cut_loss(
         fold=fold,
         returned=returned,
     )
+
+
+def _check_policy(stack: Stacked, remat: Any, name: str) -> None:
+    """Refuse the policy that keeps nothing; `remat` is what the fold was given."""
+    policy = stack.remat if remat is None else resolve_policy(remat)
+    if policy.for_layers(stack.Layers.size).carries is None:
+        raise ValueError(
+            f'The layers of {name} have the policy {policy!r} ("recompute"), which'
+            " keeps no carry, and a stage of a pipeline reverses its layers from those"
+            ' that it keeps. Use "nested", "offload", True or another that keeps some.'
+        )
 
 
 def _program(

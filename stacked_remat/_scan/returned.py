@@ -17,7 +17,7 @@ from .._activity import is_differentiable
 from .._static import PyTree
 from .._sweep.kinds import Kind
 from .._sweep.slots import Arrays, Mask
-from .._sweep.store import Index, write
+from .._sweep.store import Index, axes_beyond, varying_as, write
 from .checks import check_carry, describe
 from .layer_axis import Leaf, TreeLayout
 from .marks import is_array, is_named, raw_array
@@ -129,6 +129,10 @@ def _new_entries(
         old = raw_array(old)
         is_shared = leaf.role == "shared"
         if leaf.role == "split":
+            if what == "layer":
+                _check_same_on_devices(
+                    f"layer{jtu.keystr(leaf.path[root:])}", changed, old
+                )
             parts.append(None if changed is old else changed)
         elif changed is not old and (is_shared or is_array(changed) or changed != old):
             of_all = (
@@ -143,6 +147,19 @@ def _new_entries(
                 " visitor's state."
             )
     return parts
+
+
+def _check_same_on_devices(where: str, new: Any, old: Any) -> None:
+    """Refuse an array of a layer that varies over axes of a `jax.shard_map` over which
+    those of the stack, which the sweep still reads, do not.
+    """
+    axes = axes_beyond(new, jax.typeof(old))
+    if axes:
+        raise ValueError(
+            f"The {where} that the visitor returned differs over {sorted(axes)}, over"
+            " which the layers are the same in this jax.shard_map. Sum what it depends"
+            " on over them (jax.lax.psum), or divide the layers over them."
+        )
 
 
 def _argument_cotangents(
@@ -201,7 +218,8 @@ def cotangent_leaves(
         # A sweep takes no cotangents of leaves that depend on nothing differentiated
         if is_perturbed:
             zeros = leaf is None
-            leaves.append(jnp.zeros(type_.shape, type_.dtype) if zeros else leaf)
+            leaf = jnp.zeros(type_.shape, type_.dtype) if zeros else leaf
+            leaves.append(varying_as(leaf, jax.typeof(type_)))
     return leaves
 
 

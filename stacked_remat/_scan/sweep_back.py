@@ -21,6 +21,7 @@ visitor that updates the weights so costs 0.09 stacks of temporaries; with a rep
 reads the stack of the forward sweep it would cost 1.09.
 """
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -46,6 +47,7 @@ from .._sweep.store import (
     at_least_one,
     on_mesh,
     read,
+    varying_as,
     zeros_like,
     zeros_of,
 )
@@ -296,10 +298,7 @@ def _run_visits(
     # What a loop carries are arrays of JAX, also where the user gave NumPy's or numbers
     arrays = jax.tree.map(jnp.asarray, arrays)
     on_trees = _TreeVisitor(types, visitor, static, layer_states)
-    returned = []
-    for kind in types.spec.kinds:
-        returned.append(_first_returned(sweep, on_trees, kind, arrays))
-    carried = _SweepState(returned, arrays)
+    carried = _first_carried(sweep, on_trees, arrays)
 
     def xs_in(carried: _SweepState) -> OfKinds:
         new = [of_kind.layers for of_kind in carried.returned]
@@ -327,7 +326,7 @@ def _run_visits(
         states.append(before.layout.stacked(stacks, before.shared))
     return SweepResult(
         # Leaves of the carry that are not differentiated have None as their cotangent
-        types.carry_cotangent(carry_ct),
+        types.init_cotangent(carry_ct),
         layers,
         args,
         kwargs,
@@ -373,11 +372,43 @@ def _split_states(types: SweepTypes, layer_state: PyTree) -> tuple[list[Split], 
     return states, join
 
 
+def _first_carried(
+    sweep: SweepBack, visitor: _TreeVisitor, state: PyTree
+) -> _SweepState:
+    """What a sweep carries first.
+
+    Within `jax.shard_map` it is made to vary over the axes over which what the visitor
+    returns varies, which may change what that returns.
+    """
+    kinds = sweep._types.spec.kinds
+    stacks = [states.stacks for states in visitor.layer_states]
+    while True:
+        before = stacks, state
+        returned = []
+        stacks = []
+        for kind, of_kind in zip(kinds, before[0], strict=True):
+            first, state = _first_returned(sweep, visitor, kind, of_kind, state)
+            returned.append(first)
+            stacks.append(eqx.combine(first.layer_state, of_kind))
+        after = stacks, state
+        if all(map(operator.is_, jax.tree.leaves(before), jax.tree.leaves(after))):
+            placed = []
+            for of_kind in returned:
+                stacks = jax.tree.map(on_mesh, of_kind[:2])
+                placed.append(Returned(*stacks, *of_kind[2:]))
+            return _SweepState(placed, state)
+
+
 def _first_returned(
-    sweep: SweepBack, visitor: _TreeVisitor, kind: Kind, state: PyTree
-) -> Returned:
+    sweep: SweepBack,
+    visitor: _TreeVisitor,
+    kind: Kind,
+    stacks: Arrays,
+    state: PyTree,
+) -> tuple[Returned, PyTree]:
     """What a sweep carries first for a kind: a stack, or zeros, for all that the
-    visitor returns of its layers.
+    visitor returns of its layers; and the visitor's state. `stacks` are those of the
+    layers' state.
 
     What it returns is found by a visit of one layer, which is traced and not run.
     """
@@ -385,10 +416,11 @@ def _first_returned(
     number = kind.number
     pullback = LayerPullback(kind, sweep._types.perturbed)
     input_types = spec.input_types(sweep._xs, sweep._shared)[number]
-    stacks = visitor.layer_states[number].stacks
     first = jnp.int32(0)  # any layer will do
 
-    def of_one(inputs: PyTree, cotangents: PyTree, *states: PyTree) -> Returned:
+    def of_one(
+        inputs: PyTree, cotangents: PyTree, *states: PyTree
+    ) -> tuple[Returned, PyTree]:
         shared, carry, x = map(list, inputs)
         visit = LeafVisit(
             pullback,
@@ -401,10 +433,12 @@ def _first_returned(
             ahead=(),
             writes_to_host=False,
         )
-        _, returned, _ = visitor.call_user(visit, *states)
-        return returned
+        _, returned, state = visitor.call_user(visit, *states)
+        return returned, state
 
-    new = jax.eval_shape(of_one, input_types, pullback.cotangent_types, stacks, state)
+    new, new_state = jax.eval_shape(
+        of_one, input_types, pullback.cotangent_types, stacks, state
+    )
     # For every entry that the visitor returned: the stack that it is written to.
     # Cotangents of arguments have the shapes of the stacks `xs`, and are zeros below.
     xs = sweep._xs[number]
@@ -415,11 +449,13 @@ def _first_returned(
         Returned(xs, stacks, xs, shared),
         is_leaf=is_none,
     )
-    return Returned(
-        *jax.tree.map(on_mesh, (layers, layer_state)),
+    before = Returned(
+        layers,
+        layer_state,
         split_ct=jax.tree.map(zeros_like, split_ct),
         shared_ct=jax.tree.map(jnp.zeros_like, shared_ct),
     )
+    return jax.tree.map(varying_as, (before, state), (new, new_state))
 
 
 def forward_for_visitor(
@@ -440,6 +476,7 @@ def forward_for_visitor(
             ' "nested", max_carries=k).'
         )
     traced, static = trace_kinds(call, splits, init, remat)
+    arrays = eqx.filter(init, eqx.is_array_like)
     # `held_leaves` stays None, so `for_reverse` is not called: a user's visitor may
     # read any leaf of the carry, also those that no layer changes.
     spec = sweep_spec(call, traced, remat.swept(), axis, init)
@@ -461,6 +498,7 @@ def forward_for_visitor(
         join=join,
         carry_tree=traced.carry_tree,
         carry_static=static,
+        init_types=tuple(map(jax.typeof, jax.tree.leaves(arrays))),
         outputs=jax.eval_shape(lambda: (carry, eqx.filter(outputs, is_array))),
     )
     y = eqx.combine(carry, static)

@@ -24,13 +24,14 @@ from .._sweep.gradient import (
     LayerPullback,
     LeafVisit,
     Perturbed,
+    pick,
     scatter_leaves,
 )
 from .._sweep.kinds import Kind
 from .._sweep.programs import description
 from .._sweep.slots import Arrays
 from .._sweep.spec import SweepSpec
-from .._sweep.store import Index
+from .._sweep.store import Index, cotangent_as
 from .layer_axis import Join, TreeLayout
 
 
@@ -173,6 +174,8 @@ class SweepTypes:
     carry_tree: Any
     # What is no array in a carry
     carry_static: Any
+    # The types of the first carry's arrays, as the caller gave them
+    init_types: tuple[Any, ...]
     # The types of what the forward sweep returned: the last carry, and the stacked
     # outputs
     outputs: PyTree
@@ -202,6 +205,7 @@ class SweepTypes:
             self.axis,
             self.join,
             self.carry_tree,
+            self.init_types,
         )
         return description((static, pullbacks, trees))
 
@@ -216,6 +220,11 @@ class SweepTypes:
         """The cotangent of a carry, from its leaves that have one."""
         scattered = scatter_leaves(leaves, self.perturbed.carry)
         return jtu.tree_unflatten(self.carry_tree, scattered)
+
+    def init_cotangent(self, leaves: Arrays) -> PyTree:
+        """The cotangent of the first carry, from those of the leaves that have one."""
+        types = pick(self.init_types, self.perturbed.carry)
+        return self.carry_cotangent([*map(cotangent_as, leaves, types)])
 
     def cotangents(self, kind: Kind, leaves: LayerInputs) -> LayerCotangents:
         """The cotangents of a layer's inputs, from those of its perturbed leaves."""

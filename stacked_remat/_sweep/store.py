@@ -168,6 +168,17 @@ def varying_over(array: Any, axes: frozenset[str]) -> Any:
     return lax.pcast(array, missing, to="varying") if missing else array
 
 
+def cotangent_as(cotangent: Array, type_: ShapedArray) -> Array:
+    """The cotangent of an array of a type, from that of `varying_as` of it."""
+    axes = axes_beyond(cotangent, type_)
+    return lax.psum(cotangent, tuple(sorted(axes))) if axes else cotangent
+
+
+def axes_beyond(array: Array, type_: ShapedArray) -> frozenset[str]:
+    """The axes over which an array varies and the values of a type do not."""
+    return _varies_over(jax.typeof(array)) - _varies_over(type_)
+
+
 def on_all_devices(is_: Array) -> Array:
     """Whether it is True on all devices of a `jax.shard_map` over which it varies."""
     axes = tuple(sorted(_varies_over(jax.typeof(is_))))

@@ -61,9 +61,35 @@ PROGRAM = """
   ROOT %all-reduce.1 = bf16[8,8]{1,0} all-reduce(%one), to_apply=%add
 }
 
+%branch.1 (p: bf16[1,8]) -> bf16[8,8] {
+  %start.1 = (bf16[1,8]{1,0}, bf16[8,8]{1,0}) all-gather-start(%p), dimensions={0}
+  %four = bf16[8,8]{1,0} fusion(%x), kind=kCustom, calls=%fused
+  ROOT %done.1 = bf16[8,8]{1,0} all-gather-done(%start.1)
+}
+
+%branch.2 (p: bf16[1,8]) -> bf16[8,8] {
+  ROOT %all-gather.4 = bf16[8,8]{1,0} all-gather(%p), dimensions={0}
+}
+
+%branching (state: (s32[], bf16[8,8])) -> (s32[], bf16[8,8]) {
+  %start.2 = (bf16[1,8]{1,0}, bf16[8,8]{1,0}) all-gather-start(%part), dimensions={0}
+  %five = bf16[8,8] conditional(%n, %x), branch_computations={%branch.1, %branch.2}
+  %done.2 = bf16[8,8]{1,0} all-gather-done(%start.2)
+  ROOT %six = bf16[8,8] conditional(%is), true_computation=%x.1, false_computation=%x.2
+}
+
+%x.1 (p: bf16[1,8]) -> bf16[8,8] {
+  ROOT %all-gather.5 = bf16[8,8]{1,0} all-gather(%p), dimensions={0}
+}
+
+%x.2 (p: bf16[1,8]) -> bf16[8,8] {
+  ROOT %all-reduce.2 = bf16[8,8]{1,0} all-reduce(%p), to_apply=%add
+}
+
 ENTRY %main (x: bf16[8,8]) -> bf16[8,8] {
   %first = (bf16[1,8]{1,0}, bf16[8,8]{1,0}) all-gather-start(%part), dimensions={0}
   %while = (s32[], bf16[8,8]) while(%state), condition=%condition, body=%body
+  %other = (s32[], bf16[8,8]) while(%state), condition=%condition, body=%branching
   ROOT %last = bf16[8,8]{1,0} all-gather-done(%first)
 }
 """
@@ -75,5 +101,12 @@ def test_products_are_counted_between_the_start_and_the_end_of_a_collective():
         # It begins with what its second instruction is given.
         ("all-gather", "bf16[8,8]", True, 0),
         ("all-reduce", "bf16[8,8]", True, None),
-        ("all-gather", "bf16[8,8]", False, 1),
+        # In branches of a loop, and beside a conditional with products
+        ("all-gather", "bf16[8,8]", True, 1),
+        ("all-gather", "bf16[8,8]", True, None),
+        ("all-gather", "bf16[8,8]", True, 1),
+        ("all-gather", "bf16[8,8]", True, None),
+        ("all-reduce", "bf16[8,8]", True, None),
+        # Beside two loops
+        ("all-gather", "bf16[8,8]", False, 2),
     ]

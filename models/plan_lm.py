@@ -316,9 +316,8 @@ def _compare(config: PlanLmConfig, console: Console) -> None:
                 report = step.report()
             except (DoesNotFit, jax.errors.JaxRuntimeError, ValueError) as error:
                 failure = error  # such as a policy that a fused update does not take
-            trials.append(
-                Trial(step.policy, report, failure, step.config.trainer.streaming, name)
-            )
+            on_host = step.config.trainer.streaming is True
+            trials.append(Trial(step.policy, report, failure, on_host, name))
             progress.advance(task)
     # Where every row fails, the reason is the config's, not a policy's.
     if not any(trial.report for trial in trials) and trials[0].failure:

@@ -1,4 +1,4 @@
-"""Tokenizing in one process, and in as many as there are cores.
+"""Tokenizing in one process, and in two.
 
     python -m benchmarks.tokenizing --mebibytes 1024
 
@@ -6,7 +6,7 @@ The text is the Python standard library's, over and over with another number in 
 record, as records of JSON lines in temporary files of 64 MiB; the tokenizer a byte-pair
 encoding of 8,192 tokens that is trained on a twentieth of it. Each round builds the
 cache anew with each number of processes, in turn, and `rate` is the median over rounds.
-`ratio` is the median, over rounds, of a round's rate divided by that of one process.
+`ratio` is the median, over rounds, of a rate divided by that of the first number.
 Writes `results/tokenizing.json`.
 """
 
@@ -55,13 +55,13 @@ def main(
         for _, count in itertools.product(range(rounds), processes):
             seconds = _seconds(root, tokenizer, count)
             rates[count].append(written / 2**20 / seconds)
-        for count, found in rates.items():
-            alone = rates[processes[0]]
-            ratios = [own / one for own, one in zip(found, alone, strict=True)]
+        first = rates[processes[0]]
+        for count, of_count in rates.items():
+            ratios = [a / b for a, b in zip(of_count, first, strict=True)]
             yield {
                 "processes": count,
                 "mebibytes": written >> 20,
-                "rate": round(statistics.median(found), 2),
+                "rate": round(statistics.median(of_count), 2),
                 "ratio": round(statistics.median(ratios), 2),
                 "least_ratio": round(min(ratios), 2),
             }

@@ -92,7 +92,8 @@ class Candidate:
         """Where the weights are, and the settings, to be written after a policy: `,
         streamed, 2 tiles`.
         """
-        streamed = ", streamed" if self.config.trainer.streaming else ""
+        places = {False: "", True: ", streamed", "files": ", weights in files"}
+        streamed = places[self.config.trainer.streaming]
         tiles, *backend = self.settings.values()
         named = f"{streamed}, {tiles} tiles" if tiles > 1 else streamed
         return f"{named}, experts in blocks" if backend == ["block"] else named
@@ -377,7 +378,7 @@ class Candidate:
                 f"The model of this config can't be applied here: {error}"
             ) from error
         except PlaceError as error:
-            raise ConfigError(f"remat.save_block_internals: {error}") from error
+            raise ConfigError(f"remat: {error}") from error
 
     @property
     def _sizes_host(self) -> bool:

@@ -64,6 +64,11 @@ _FIXES = {
     ),
     errno.EMFILE: "Raise the limit on open files (ulimit -n).",
 }
+# The last line of the traceback of what a program called, if a user can fix it
+_OF_CALLBACK = re.compile(
+    r"CpuCallback error.*^[\w.]*(?:WeightsError|OSError): (?P<message>.*)",
+    re.DOTALL | re.MULTILINE,
+)
 _DEBUG = "--debug"
 # Control characters, which a terminal acts on, and marks of direction, which reorder
 # the text around them.
@@ -239,6 +244,9 @@ def error_message(error: Exception) -> str | None:
             "A path begins with ~ and a user without a home folder here. Write the"
             " whole path."
         )
+    if found := _OF_CALLBACK.search(text):
+        # Of a program that reads files, or writes them, while it runs
+        return found["message"].strip()
     if not isinstance(error, USER_ERRORS):
         return None
     if isinstance(error, OSError) and error.errno is not None and error.strerror:

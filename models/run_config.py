@@ -157,16 +157,16 @@ class LmRunConfig:
                 " the files of a model. Give lora, and initialize_from_hf."
             )
         if self.trainer.update.fused or self.ghost is not None:
-            key = "trainer.update.fused" if self.ghost is None else "ghost"
             raise ValueError(
-                f"{key} does not go with trainer.streaming: files. Leave out one of"
-                " them, or write trainer.streaming: true."
+                "trainer.streaming: files goes with neither trainer.update.fused nor"
+                " ghost. Leave them out, or write trainer.streaming: true."
             )
         policy = self.policy
-        if policy is not None and policy.saves_everything and not policy.has_cut:
+        if policy is None or (policy.saves_everything and not policy.has_cut):
             raise ValueError(
-                "With trainer.streaming: files, remat: false would keep what was read"
-                " of every layer in memory. Use true, nested or offload."
+                "With trainer.streaming: files, remat is true, nested or offload: auto"
+                " may find a policy like false, which would keep what was read of every"
+                " layer in memory."
             )
 
     def _check_streaming(self) -> None:
@@ -190,9 +190,9 @@ class LmRunConfig:
         ]
         if unread:
             raise ValueError(
-                "With trainer.streaming the backward pass reads each layer"
-                f" again, and remat with {' and '.join(unread)} would keep all of"
-                " them on the device. Use true, offload, nested or max_carries."
+                "With trainer.streaming the backward pass reads each layer again, and"
+                f" remat with {' and '.join(unread)} would keep all of them on the"
+                " device. Use true, offload, nested or max_carries."
             )
 
     def _check_quantized(self) -> None:

@@ -174,8 +174,18 @@ def with_adapters(
 
 
 def _check_head_target(model: Decoder, lora: LoraConfig) -> None:
-    """Refuses a pattern for a head that is the embedding, which is no linear map."""
+    """Refuses a pattern for a head that is the embedding, which is no linear map, or
+    whose weight stays in files.
+    """
     if model.head is not None:
+        in_files = streaming.is_in_files(model.head.weight)
+        matching = [own for own in lora.targets if fnmatch.fnmatchcase("head", own)]
+        if in_files and matching:
+            raise ConfigError(
+                f"lora.targets: {matching[0]!r} is of the head too, which takes no"
+                " adapter with trainer.streaming: files. Name others, such as *_proj,"
+                " or write trainer.streaming: true."
+            )
         return
     paths = [*lora_linears(model)]
     for pattern in lora.targets:

@@ -456,7 +456,10 @@ def _fitting(step: Candidate, progress: ConsoleProgress) -> Candidate:
         begin=lambda name: progress.message(f"compiling {name}"),
     )
     progress.message(found.summary)
-    fitting = step.having(STREAMED if found.streamed else {}, found.policy)
+    try:
+        fitting = step.having(STREAMED if found.streamed else {}, found.policy)
+    except ValueError as error:  # of a policy that trainer.streaming does not go with
+        raise ConfigError(f"remat: auto found {found.policy!r}. {error}") from error
     if found.streamed:
         fitting.check()  # the memory of this host
     return fitting

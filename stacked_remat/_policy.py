@@ -169,8 +169,8 @@ class ScanCheckpointPolicy(_haliax_names.HaliaxFields):
         max_carries: keep at most so many carries alive instead, with the least
             recomputation that allows it (Griewank and Walther 2000, "Algorithm 799:
             revolve"). Where the carries of `nested` segments are on the host or on
-            disk, it is given beside `nested`: so many are on the device while a segment
-            is reversed.
+            disk, it is given beside `nested`: so many of a segment are on the device
+            while it is reversed. Of segments with fewer layers it changes nothing.
         first_layers: how many layers, from the one that runs first, keep their
             internals; the rest follow the other settings, which then cut, offload or
             keep carries. It uses the memory that the rest leaves free: with

@@ -11,7 +11,7 @@ share with a `BlockSeq`, whose layers are not stacked, is in `_block_foldable.py
 
 import abc
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import equinox as eqx
 import haliax.nn
@@ -357,12 +357,16 @@ class Stacked(StackedKinds[M]):
 
     if not TYPE_CHECKING:  # or any attribute would pass a type checker
 
-        def __getattr__(self, name: str) -> NoReturn:
+        def __getattr__(self, name: str) -> Any:
             """Says where a field of the blocks is."""
+            if hasattr(type(self), name):
+                # A property whose own error is of an attribute, and is raised again
+                return object.__getattribute__(self, name)
             what = type(self).__name__
-            # Not `self.stacked`, which a stack that is being built has not yet
+            # A stack that is being built has no blocks yet.
             blocks = self.__dict__.get("stacked")
-            if name.startswith("_") or not hasattr(blocks, name):
+            # Of fields alone, which are found without running code of the blocks
+            if name not in getattr(blocks, "__dataclass_fields__", ()):
                 raise AttributeError(f"{what!r} object has no attribute {name!r}")
             raise AttributeError(
                 f"A {what} has no attribute {name!r}; its blocks have. That of all"

@@ -2,6 +2,7 @@
 applying, and taking apart.
 """
 
+import copy
 import pickle
 from typing import assert_type
 
@@ -433,3 +434,26 @@ def test_slices_of_any_stack(Stack):
     np.testing.assert_array_equal(
         [block.late.array.ravel()[0] for block in part], [1, 2]
     )
+
+
+class Width(Stacked):
+    @property
+    def width(self):
+        return self.stacked.wieght.shape[-1]
+
+
+class Checked(eqx.Module):
+    scale: jax.Array
+
+    @property
+    def checked(self):
+        raise ValueError("of one layer alone")
+
+
+def test_attributes_that_a_stack_has_not_run_no_code_of_its_blocks():
+    """That of a field is on docs/errors.md."""
+    layers = [Checked(jnp.ones(2))] * 3
+    assert not hasattr(Stacked.of(layers), "checked")
+    with pytest.raises(AttributeError, match="no attribute 'wieght'"):
+        Width.of(layers).width  # noqa: B018
+    assert copy.deepcopy(Stacked.of(layers)).Layers.size == 3

@@ -18,7 +18,7 @@ class HybridDecoderConfig(DecoderConfig):
 
     Attributes:
         linear_names: the names for remat policies in a linear mixer.
-        linear_heads: the axis of its heads, or of channels that none of it mixes.
+        linear_heads: the axis over which its heads, or its channels, are independent.
         layer_types: of each layer `linear_attention`, or `full_attention`; a shorter
             list repeats.
     """

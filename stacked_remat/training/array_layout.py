@@ -18,7 +18,7 @@ from .._scan.marks import raw_array
 State = TypeVar("State")
 
 _ROWS_AT_ONCE = 4_096
-"""Of an array in a file, for its digest."""
+"""Rows of an array in a file that are read at once for its digest: some MiB."""
 
 
 def arrays_by_name(tree: Any) -> dict[str, Any]:
@@ -207,14 +207,16 @@ def _mixed(x: Array) -> Array:
 
 
 def _leaves(
-    tree: Any, is_whole: Callable[[Any], bool] = lambda leaf: False
+    tree: Any, is_in_files: Callable[[Any], bool] = lambda node: False
 ) -> Iterator[tuple[str, Any]]:
+    """The arrays of a tree, named or not, with their names; and what `is_in_files`."""
+
     def is_leaf(node: Any) -> bool:
-        return is_named_array(node) or is_whole(node)
+        return is_named_array(node) or is_in_files(node)
 
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf):
-        # Of what a part of a state leaves out there is None
-        array = leaf.numbers if is_whole(leaf) else leaf
+        # A part of a state has None in the places of the arrays of other parts.
+        array = leaf.numbers if is_in_files(leaf) else leaf
         if isinstance(raw_array(array), jax.Array | jax.ShapeDtypeStruct | np.ndarray):
             yield _name(path), leaf
 

@@ -108,8 +108,10 @@ def limits(config_class: type) -> list[Limit]:
             if typing.get_origin(part) is typing.Literal:
                 choices = typing.get_args(part)
                 holds = functools.partial(_is_choice, choices)
-                words = "bool or " * (bool in parts) + CHOICES
-                found.append(Limit(name, f"{words} {', '.join(choices)}", holds))
+                words = f"{CHOICES} {', '.join(choices)}"
+                if bool in parts:
+                    words = f"bool or {words}"
+                found.append(Limit(name, words, holds))
             for mark in getattr(part, "__metadata__", ()):
                 found += _limits_of(name, mark)
     return found

@@ -421,7 +421,7 @@ class Partitioning:
     ) -> None:
         """Divide the first axis that divides over the axis of stages too, one that is
         divided already before others: between steps an array need not be whole in each
-        stage.
+        stage. An array without such an axis stays as it is.
         """
         undivided = [name for name in sizes if name not in physical]
         for name in (*physical, *undivided):

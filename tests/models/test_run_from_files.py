@@ -3,12 +3,15 @@ weights in memory.
 """
 
 import json
+import os
+import threading
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
 from models.export_hf import main as export
+from models.hf_io.stacked_weights import EntriesInFiles
 from models.loading import load_model
 from models.run_config import LmRunConfig, find_model
 from stacked_remat.lora import LoraConfig
@@ -70,11 +73,15 @@ def test_a_run_equals_one_with_its_weights_in_memory_and_each_resumes_as_the_oth
         ({"lora": LoraConfig(2)}, "Give lora, and initialize_from_hf"),
         (
             BASE | {"update": {"fused": True}},
-            "trainer.update.fused does not go with trainer.streaming: files",
+            "goes with neither trainer.update.fused nor ghost",
+        ),
+        (
+            BASE | {"remat": "auto", "budget": "1GiB"},
+            "auto may find a policy like false",
         ),
         (
             BASE | {"remat": False},
-            "would keep what was read of every layer",
+            "which would keep what was read of every layer",
         ),
     ],
 )
@@ -85,17 +92,31 @@ def test_what_does_not_go_with_files_is_refused(fields, message):
         LmRunConfig(trainer=trainer, **fields)
 
 
-def test_a_run_is_no_folder_of_files_and_other_devices_read_none(tmp_path, capsys):
+def test_mistakes_of_a_run_from_files_are_one_line(tmp_path, capsys, monkeypatch):
     workplace = make_workplace(tmp_path)
+    pretrained, base = workplace / "pretrained", workplace / "base"
     assert train(workplace, *PLAIN, "--trainer.num_steps", "1", run="pretrained") == 0
-    options = (
-        *PLAIN,
-        *LORA,
-        *FILES,
-        "--initialize_from_hf",
-        str(workplace / "pretrained"),
-    )
-    capsys.readouterr()
-    assert train(workplace, *options) == 1
-    assert "Write it with models.export_hf" in capsys.readouterr().out
+    status, _ = printed(export, "--run_dir", pretrained, "--out", base)
+    assert status == 0
+
+    def error_of(folder, *more):
+        capsys.readouterr()
+        options = (*PLAIN, *LORA, *FILES, "--initialize_from_hf", str(folder), *more)
+        assert train(workplace, *options) == 1
+        return capsys.readouterr().out.splitlines()[-1]
+
+    assert "Write it with models.export_hf" in error_of(pretrained)
     assert not (workplace / "run").exists()
+    to_head = ("--lora.targets", "['*']", "--lora.rank", "2")
+    assert "lora.targets: '*' is of the head too" in error_of(base, *to_head)
+    read = EntriesInFiles.__call__
+
+    def changed(entries, number):
+        if threading.current_thread() is not threading.main_thread():
+            (file,) = base.glob("*.safetensors")
+            os.utime(file, ns=(0, 0))
+        return read(entries, number)
+
+    monkeypatch.setattr(EntriesInFiles, "__call__", changed)
+    message = error_of(base)
+    assert message.startswith("error: ") and "has changed since its weights" in message

@@ -17,6 +17,7 @@ import pytest
 
 from scripts.reported_memory import cases
 from stacked_remat import ScanCheckpointPolicy
+from stacked_remat._schedule import equal
 from stacked_remat.memory import TARGETS
 
 SCRIPT = Path(__file__).resolve().parents[1] / "docs" / "javascripts" / "calculator.js"
@@ -111,6 +112,9 @@ def test_the_schedules_are_those_of_the_library():
     for policy in POLICIES:
         for length in LENGTHS:
             expected = ScanCheckpointPolicy(**policy).schedule(length)
+            if expected.off_device:
+                # Drawn as the same segments with all inputs in slots
+                expected = equal(length, len(expected.segments))
             got = next(found)
             assert (got["length"], got["slots"]) == (length, expected.slots), (
                 policy,

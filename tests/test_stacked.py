@@ -455,5 +455,5 @@ def test_attributes_that_a_stack_has_not_run_no_code_of_its_blocks():
     layers = [Checked(jnp.ones(2))] * 3
     assert not hasattr(Stacked.of(layers), "checked")
     with pytest.raises(AttributeError, match="no attribute 'wieght'"):
-        Width.of(layers).width  # noqa: B018
+        getattr(Width.of(layers), "width")  # noqa: B009
     assert copy.deepcopy(Stacked.of(layers)).Layers.size == 3

@@ -268,14 +268,14 @@ class Placement:
         """
         if found.run is not None or found.base is not None:
             raise ConfigError(
-                f"trainer.streaming: files reads a model in Hugging Face's format, and"
+                "trainer.streaming: files reads a model in Hugging Face's format, and"
                 f" initialize_from_hf, {found.name}, is a run or a folder of adapters."
                 " Write it with models.export_hf, or leave out trainer.streaming."
             )
         devices = self.partitioning.mesh.size
         if devices > 1:
             raise ConfigError(
-                f"trainer.streaming: files is for one device, and trainer.mesh has"
+                "trainer.streaming: files is for one device, and trainer.mesh has"
                 f" {devices}. Give trainer.mesh.axes one device, or write"
                 " trainer.streaming: true."
             )
@@ -351,19 +351,18 @@ def initial_state(
             first device if not given. With `trainer.streaming`, the layers are made on
             the host, one after the other.
     """
-    return _initial_state(config, Placement.of(config, partitioning, config.policy))
-
-
-def _initial_state(config: LmRunConfig, placement: Placement) -> TrainState:
+    placement = Placement.of(config, partitioning, config.policy)
     begin = functools.partial(_begun, config, placement)
     init = placement.partitioning.init_sharded
-    if config.initialize_from_hf is None:
-        return init(begin)
-    found = dataclasses.replace(
-        find_model(config.initialize_from_hf), config=config.model
-    )
+    name = config.initialize_from_hf
+    return init(begin) if name is None else init(begin, _base(config, name, placement))
+
+
+def _base(config: LmRunConfig, name: str, placement: Placement) -> Decoder:
+    """The model that a run begins with, `initialize_from_hf`."""
+    found = dataclasses.replace(find_model(name), config=config.model)
     read = placement.open_files if config.reads_files else placement.load_model
-    return init(begin, read(found, config.trainer.precision.parameters))
+    return read(found, config.trainer.precision.parameters)
 
 
 def state_shapes(
@@ -378,17 +377,12 @@ def state_shapes(
     placement = Placement.of(
         config, partitioning, config.policy if remat is None else remat
     )
-    if config.reads_files:
-
-        def shape_of(leaf: Any) -> Any:
-            if not eqx.is_array(leaf):
-                return leaf
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
-
-        return jax.tree.map(shape_of, _initial_state(config, placement))
-    return placement.partitioning.shapes_of(
-        functools.partial(_begun, config, placement)
-    )
+    begin = functools.partial(_begun, config, placement)
+    name = config.initialize_from_hf
+    if config.reads_files and name is not None:
+        # The files tell which weights stay there.
+        begin = functools.partial(begin, _base(config, name, placement))
+    return placement.partitioning.shapes_of(begin)
 
 
 def restored_state(

@@ -37,15 +37,23 @@ pytestmark = pytest.mark.deep
 HYBRIDS = CONFIGS | {"delta net": OLMO}
 
 
-def test_totals_and_norms_are_exact():
-    model, batch = decoder(MIXED, "nested"), tokens()
-    direction = random_like(model, 1)
+def exact_scores(model, batch, direction):
+    """The gradients and scores of a batch, and the dot products and squared norms of
+    looped gradients, which the scores and norms equal.
+    """
     gradients, found = run(model, token_means, batch, direction, norms=True)
     dots, squares = looped_scores(model, token_means, batch, direction)
     assert_equal(found.scores, dots)
     assert_equal(
         found.norms, {path: np.sqrt(square) for path, square in squares.items()}
     )
+    return gradients, found, dots, squares
+
+
+def test_totals_and_norms_are_exact():
+    model, batch = decoder(MIXED, "nested"), tokens()
+    direction = random_like(model, 1)
+    gradients, found, dots, squares = exact_scores(model, batch, direction)
     norm = np.sqrt(
         sum(
             square if square.ndim == 1 else square.sum(0) for square in squares.values()
@@ -86,14 +94,8 @@ def test_totals_and_norms_are_exact():
 
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_scores_and_norms_of_hybrids_are_exact(name):
-    model, batch = decoder(HYBRIDS[name], "nested"), tokens()
-    direction = random_like(model, 1)
-    _, found = run(model, token_means, batch, direction, norms=True)
-    dots, squares = looped_scores(model, token_means, batch, direction)
-    assert_equal(found.scores, dots)
-    assert_equal(
-        found.norms, {path: np.sqrt(square) for path, square in squares.items()}
-    )
+    model = decoder(HYBRIDS[name], "nested")
+    exact_scores(model, tokens(), random_like(model, 1))
 
 
 def test_adapters_are_scored_over_frozen_weights_here_and_on_the_host():

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import haliax.nn as hnn
 import jax
@@ -42,9 +42,12 @@ from models.hf_io.wiring import check_wiring
 from models.parts.config import DecoderConfig
 from models.parts.convolution import ShortConvolution
 from models.parts.decoder import Decoder
+from models.parts.mlp import FeedForward
 from models.parts.norms import Norm
 from stacked_remat import StackedPattern, streaming
 from stacked_remat.lora import LoraLinear, lora_linears
+
+T = TypeVar("T")
 
 
 def read_decoder(root: Path, like: Decoder, *, in_files: bool = False) -> Decoder:
@@ -91,14 +94,26 @@ def read_decoder(root: Path, like: Decoder, *, in_files: bool = False) -> Decode
         return NamedArray(array, shape.axes)
 
     decoder = jax.tree_util.tree_map_with_path(read, like, is_leaf=is_named_array)
-    # Tiles cut the axes of linear maps, and need a layer's weights in memory.
-    is_whole = like.config.tiles == 1
-    return _with_products_in_files(decoder) if in_files and is_whole else decoder
+    if not in_files:
+        return decoder
+    if like.config.tiles == 1:
+        return _with_products_in_files(decoder)
+    # Tiles of attention cut the axes of linear maps, and need weights in memory; those
+    # of what maps each token by itself are of positions.
+    return jax.tree.map(
+        lambda node: _with_products_in_files(node) if _is_by_token(node) else node,
+        decoder,
+        is_leaf=_is_by_token,
+    )
 
 
-def _with_products_in_files(decoder: Decoder) -> Decoder:
-    """The decoder with linear maps of layers that read their weight for each product;
-    not those of experts, whose weights are read together.
+def _is_by_token(node: Any) -> bool:
+    return isinstance(node, FeedForward)
+
+
+def _with_products_in_files(model: T) -> T:
+    """The model with linear maps of layers that read their weight for each product; not
+    those of experts, whose weights are read together.
     """
 
     def reading(node: Any) -> Any:
@@ -110,7 +125,7 @@ def _with_products_in_files(decoder: Decoder) -> Decoder:
         return streaming.LinearInFiles.of(node) if is_of_layers else node
 
     return jax.tree.map(
-        reading, decoder, is_leaf=lambda node: isinstance(node, hnn.Linear)
+        reading, model, is_leaf=lambda node: isinstance(node, hnn.Linear)
     )
 
 

@@ -250,6 +250,9 @@ def test_weights_that_stay_in_files(decoder, folder, tiles):
     layers: list[Any] = [streaming.in_memory(in_files).layers, decoder.layers]
     read, expected = (own.stacks["dense"].stacked.mlp for own in layers)
     assert_equal(read.up_proj.weight, expected.up_proj.weight)
+    # Never whole in memory, with tiles of positions too
+    dense = in_files.layers.stacks["dense"].stacked.mlp
+    assert isinstance(dense.down_proj, streaming.LinearInFiles)
 
 
 def test_a_file_that_changes_while_it_is_read_is_refused(decoder, folder):

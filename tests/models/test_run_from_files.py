@@ -46,7 +46,8 @@ def test_a_run_equals_one_with_its_weights_in_memory_and_each_resumes_as_the_oth
     assert train(workplace, *options, "2", *FILES, run="files") == 0
     # Resumed with the weights in memory, and from files again
     assert train(workplace, *options, "3", *accept, run="files") == 0
-    assert train(workplace, *options, "4", *accept, *FILES, run="files") == 0
+    tiles = ("--model.tiles", "2")
+    assert train(workplace, *options, "4", *accept, *FILES, *tiles, run="files") == 0
     found, expected = (losses(workplace / name) for name in ("files", "memory"))
     assert found.keys() == expected.keys()
     values = [np.array([*of_run.values()]) for of_run in (found, expected)]

@@ -79,9 +79,9 @@ class Cohere2Config(DecoderConfig):
         )
 
 
-FIELDS = hf.without(hf.DENSE_SIZES, "rms_norm_eps") | {
+SIZES = hf.with_defaults(hf.DENSE_SIZES, tie_word_embeddings=True)
+FIELDS = hf.without(SIZES, "rms_norm_eps") | {
     "layer_norm_eps": hf.Field("rms_norm_eps", 1e-5),
-    "tie_word_embeddings": hf.Field("tie_word_embeddings", True),
     "logit_scale": hf.Field("logit_scale", 0.0625),
     "rope_theta": hf.Rotary(longest=8_192),
     "sliding_window": hf.Windows(4_096, period=4, period_name="sliding_window_pattern"),

@@ -6,40 +6,16 @@ import math
 from dataclasses import dataclass
 
 import jax
-from haliax import NamedArray
 from jaxtyping import PRNGKeyArray
 
 from models.hf_io import config_fields as hf
 from models.hf_io.formats import FURTHER_LAYERS, HfFormat, register_format
-from models.parts.cache import LayerCache
 from models.parts.config import LatentDecoderConfig, LayerKind, MtpDecoderConfig
-from models.parts.decoder import DecoderLayer, LayerOutput, residual
 from models.parts.experts import init_feed_forward
 from models.parts.latent_attention import LatentAttention
-from models.parts.mlp import FeedForward
-from models.parts.norms import Norm
 from models.parts.sections import ExpertsConfig, MtpConfig
-from models.parts.tokens import Tokens
+from models.qwen3 import Qwen3Layer
 from stacked_remat.ops import YarnRotary
-
-
-class DeepseekV3Layer(DecoderLayer):
-    """A layer of DeepSeek V3, with an MLP or with experts."""
-
-    input_norm: Norm
-    attention: LatentAttention
-    post_attention_norm: Norm
-    mlp: FeedForward
-
-    def forward(
-        self, x: NamedArray, tokens: Tokens, cache: LayerCache | None = None
-    ) -> LayerOutput:
-        """Adds attention, then the MLP or experts, each of normalised input."""
-        # DeepseekV3DecoderLayer of transformers
-        attended, cache = self.attention(self.input_norm(x), tokens, cache)
-        x = residual(x + attended)
-        mixed, statistics = self.mlp(x, tokens, norm=self.post_attention_norm)
-        return x + mixed, cache, statistics
 
 
 @dataclass(frozen=True)
@@ -48,14 +24,10 @@ class DeepseekV3Config(LatentDecoderConfig, MtpDecoderConfig):
 
     gate_scale: float = 2.5
 
-    def init_layer(self, kind: LayerKind, *, key: PRNGKeyArray) -> DeepseekV3Layer:
-        """Makes a layer from `key`."""
+    def init_layer(self, kind: LayerKind, *, key: PRNGKeyArray) -> Qwen3Layer:
+        """Makes a layer that is wired as one of Qwen3, with latent attention."""
         attention_key, mlp_key = jax.random.split(key)
-        # The first layers have an MLP, the others experts, some of them for all tokens.
-        mlp = init_feed_forward(
-            self, kind, routing=self.routing, shared_dim=self.shared_dim, key=mlp_key
-        )
-        return DeepseekV3Layer(
+        return Qwen3Layer(
             input_norm=self.init_norm(),
             attention=LatentAttention.init(
                 self,
@@ -67,7 +39,9 @@ class DeepseekV3Config(LatentDecoderConfig, MtpDecoderConfig):
                 key=attention_key,
             ),
             post_attention_norm=self.init_norm(),
-            mlp=mlp,
+            # The first layers have an MLP, the others experts, some of them for all
+            # tokens.
+            mlp=init_feed_forward(self, kind, key=mlp_key),
         )
 
     def _scale(self) -> float | None:

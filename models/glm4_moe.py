@@ -42,11 +42,6 @@ class Glm4MoeConfig(PartialRotaryConfig, GroupedDecoderConfig, MtpDecoderConfig)
         if self.qk_norm:
             q_norm = rms_norm(self.HeadDim, self.rms_norm_eps)
             k_norm = rms_norm(self.HeadDim, self.rms_norm_eps)
-        # As DeepSeek V3's: sigmoids, a bias of the choice alone, and one expert for all
-        # tokens
-        mlp = init_feed_forward(
-            self, kind, routing=self.routing, shared_dim=self.shared_dim, key=mlp_key
-        )
         # Glm4MoeDecoderLayer of transformers
         return Qwen3Layer(
             input_norm=self.init_norm(),
@@ -63,13 +58,14 @@ class Glm4MoeConfig(PartialRotaryConfig, GroupedDecoderConfig, MtpDecoderConfig)
                 key=attention_key,
             ),
             post_attention_norm=self.init_norm(),
-            mlp=mlp,
+            # As DeepSeek V3's: sigmoids, a bias of the choice alone, and one expert for
+            # all tokens
+            mlp=init_feed_forward(self, kind, key=mlp_key),
         )
 
 
-FIELDS = hf.DENSE_SIZES | {
-    "num_key_value_heads": hf.KeyValueHeads(8),
-    "rms_norm_eps": hf.Field("rms_norm_eps", 1e-5),
+SIZES = hf.with_defaults(hf.DENSE_SIZES, num_key_value_heads=8, rms_norm_eps=1e-5)
+FIELDS = SIZES | {
     "use_qk_norm": hf.Field("qk_norm", False),
     "n_routed_experts": hf.Field("experts.num_experts", 128, ("num_local_experts",)),
     "num_experts_per_tok": hf.Field("experts.experts_per_token", 8),

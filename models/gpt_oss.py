@@ -15,12 +15,9 @@ from models.hf_io import config_fields as hf
 from models.hf_io.formats import ALTERNATING, HfFormat, register_format
 from models.hf_io.stacked_weights import ExpertsTensor
 from models.parts.attention import Attention
-from models.parts.cache import LayerCache
 from models.parts.config import LayerKind, SparseDecoderConfig
-from models.parts.decoder import DecoderLayer, LayerOutput, residual
 from models.parts.experts import SparseExperts
-from models.parts.norms import Norm
-from models.parts.tokens import Tokens
+from models.qwen3 import Qwen3Layer
 
 _SLOPE = 1.702  # with it, x * sigmoid(slope * x) approximates GELU
 _LIMIT = 7.0
@@ -36,27 +33,6 @@ def clamped(gate: NamedArray, up: NamedArray) -> NamedArray:
     return bounded * hnn.sigmoid(_SLOPE * bounded) * factor
 
 
-class GptOssLayer(DecoderLayer):
-    """A layer of gpt-oss."""
-
-    input_norm: Norm
-    attention: Attention
-    post_attention_norm: Norm
-    mlp: SparseExperts
-
-    def forward(
-        self, x: NamedArray, tokens: Tokens, cache: LayerCache | None = None
-    ) -> LayerOutput:
-        """Adds attention, then the experts, each of normalised input."""
-        # GptOssDecoderLayer of transformers
-        attended, cache = self.attention(self.input_norm(x), tokens, cache)
-        x = residual(x + attended)
-        # GptOssTopKRouter takes the softmax of the chosen logits. That of all logits,
-        # divided by its sum over the chosen ones, is the same.
-        mixed, statistics = self.mlp(x, tokens, norm=self.post_attention_norm)
-        return x + mixed, cache, statistics
-
-
 @dataclass(frozen=True)
 class GptOssConfig(SparseDecoderConfig):
     """A gpt-oss decoder: attention with sinks, and experts with biases and a clamped
@@ -68,10 +44,10 @@ class GptOssConfig(SparseDecoderConfig):
 
     all_sparse = True
 
-    def init_layer(self, kind: LayerKind, *, key: PRNGKeyArray) -> GptOssLayer:
-        """Makes a layer from `key`."""
+    def init_layer(self, kind: LayerKind, *, key: PRNGKeyArray) -> Qwen3Layer:
+        """Makes a layer that is wired as one of Qwen3."""
         attention_key, mlp_key = jax.random.split(key)
-        return GptOssLayer(
+        return Qwen3Layer(
             input_norm=self.init_norm(),
             attention=Attention.init(
                 self,
@@ -83,6 +59,8 @@ class GptOssConfig(SparseDecoderConfig):
                 key=attention_key,
             ),
             post_attention_norm=self.init_norm(),
+            # GptOssTopKRouter takes the softmax of the chosen logits. That of all
+            # logits, divided by its sum over the chosen ones, is the same.
             mlp=SparseExperts.init(self, gating=clamped, mlp_bias=True, key=mlp_key),
         )
 
@@ -95,12 +73,15 @@ _YARN = {
     "truncate": False,
 }
 
-FIELDS = hf.SIZES | {
+SIZES = hf.with_defaults(
+    hf.SIZES,
+    head_dim=64,
+    num_key_value_heads=8,
+    attention_bias=True,
+    rms_norm_eps=1e-5,
+)
+FIELDS = SIZES | {
     "intermediate_size": hf.Field("experts.intermediate_dim"),
-    "head_dim": hf.Field("attention.head_dim", 64, written="head_dim"),
-    "num_key_value_heads": hf.KeyValueHeads(8),
-    "attention_bias": hf.Field("attention.bias", True),
-    "rms_norm_eps": hf.Field("rms_norm_eps", 1e-5),
     "num_local_experts": hf.Field("experts.num_experts", 128, ("num_experts",)),
     "num_experts_per_tok": hf.Field("experts.experts_per_token", 4),
     "rope_theta": hf.Rotary(150_000.0, _YARN, longest=131_072),

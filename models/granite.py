@@ -13,28 +13,32 @@ from models.parts.attention import Attention
 from models.parts.cache import LayerCache
 from models.parts.config import DecoderConfig, LayerKind
 from models.parts.decoder import DecoderLayer, LayerOutput, residual
-from models.parts.mlp import GatedMlp
+from models.parts.mamba2 import Mamba2
+from models.parts.mlp import FeedForward, GatedMlp
 from models.parts.norms import Norm
 from models.parts.tokens import Tokens
 from stacked_remat.training.config_checks import Positive
 
 
 class GraniteLayer(DecoderLayer):
-    """A layer of Granite."""
+    """A layer of Granite, with attention, or in Granite 4 with Mamba-2."""
 
     input_norm: Norm
-    attention: Attention
+    attention: Attention | None
+    mamba: Mamba2 | None
     post_attention_norm: Norm
-    mlp: GatedMlp
+    mlp: FeedForward
     factor: float = eqx.field(static=True)
 
     def forward(
         self, x: NamedArray, tokens: Tokens, cache: LayerCache | None = None
     ) -> LayerOutput:
-        """Adds attention, then the MLP, each of normalised input and times a factor."""
+        """Adds the mixer, then the MLP or experts, each of normalised input and times
+        a factor.
+        """
         # GraniteDecoderLayer of transformers. The factor is a Python number, so the
         # product has the dtype of activations.
-        attended, cache = self.attention(self.input_norm(x), tokens, cache)
+        attended, cache = self.mixer(self.input_norm(x), tokens, cache)
         x = residual(x + attended * self.factor)
         mixed, statistics = self.mlp(x, tokens, norm=self.post_attention_norm)
         return x + mixed * self.factor, cache, statistics
@@ -85,6 +89,7 @@ class GraniteConfig(MultipliedConfig):
                 scale=self.attention_multiplier,
                 key=attention_key,
             ),
+            mamba=None,
             post_attention_norm=self.init_norm(),
             mlp=GatedMlp.init(self, self.Mlp, key=mlp_key),
             factor=self.residual_multiplier,

@@ -8,52 +8,21 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-import equinox as eqx
 import jax
-from haliax import Axis, NamedArray
+from haliax import Axis
 from jaxtyping import PRNGKeyArray
 
-from models.granite import MULTIPLIERS, PROBE, MultipliedConfig
+from models.granite import MULTIPLIERS, PROBE, GraniteLayer, MultipliedConfig
 from models.hf_io import config_fields as hf
 from models.hf_io.formats import HfFormat, register_format
 from models.hf_io.stacked_weights import ExpertsTensor
 from models.parts.attention import Attention
-from models.parts.cache import LayerCache
 from models.parts.config import LayerKind, SparseDecoderConfig
-from models.parts.decoder import DecoderLayer, LayerOutput, residual
 from models.parts.experts import init_feed_forward
 from models.parts.hybrid import HybridDecoderConfig
 from models.parts.mamba2 import MAMBA_NAMES, Mamba2, MambaConfig
-from models.parts.mlp import FeedForward
-from models.parts.norms import Norm
 from models.parts.sections import FULL, LINEAR, ExpertsConfig
-from models.parts.tokens import Tokens
 from stacked_remat.training.config_checks import Count
-
-
-class GraniteMoeHybridLayer(DecoderLayer):
-    """A layer of Granite 4, with attention or Mamba-2, and an MLP alone or beside
-    experts.
-    """
-
-    input_norm: Norm
-    attention: Attention | None
-    mamba: Mamba2 | None
-    post_attention_norm: Norm
-    mlp: FeedForward
-    factor: float = eqx.field(static=True)
-
-    def forward(
-        self, x: NamedArray, tokens: Tokens, cache: LayerCache | None = None
-    ) -> LayerOutput:
-        """Adds the mixer, then the MLP and experts, each of normalised input and times
-        a factor.
-        """
-        # GraniteMoeHybridDecoderLayer of transformers
-        attended, cache = self.mixer(self.input_norm(x), tokens, cache)
-        x = residual(x + attended * self.factor)
-        mixed, statistics = self.mlp(x, tokens, norm=self.post_attention_norm)
-        return x + mixed * self.factor, cache, statistics
 
 
 @dataclass(frozen=True)
@@ -86,10 +55,9 @@ class GraniteMoeHybridConfig(
         """Inner width of the MLP of a layer without experts."""
         return Axis("mlp", self.shared_dim)
 
-    def init_layer(
-        self, kind: LayerKind, *, key: PRNGKeyArray
-    ) -> GraniteMoeHybridLayer:
-        """Makes a layer from `key`."""
+    def init_layer(self, kind: LayerKind, *, key: PRNGKeyArray) -> GraniteLayer:
+        """Makes a layer of Granite."""
+        # GraniteMoeHybridDecoderLayer of transformers
         mixer_key, mlp_key = jax.random.split(key)
         attention = mamba = None
         if kind.linear:
@@ -101,44 +69,44 @@ class GraniteMoeHybridConfig(
                 scale=self.attention_multiplier,
                 key=mixer_key,
             )
-        # GraniteMoeHybridDecoderLayer adds the shared MLP to the experts, or has it
-        # alone.
-        mlp = init_feed_forward(self, kind, shared_dim=self.shared_dim, key=mlp_key)
-        return GraniteMoeHybridLayer(
+        return GraniteLayer(
             input_norm=self.init_norm(),
             attention=attention,
             mamba=mamba,
             post_attention_norm=self.init_norm(),
-            mlp=mlp,
+            # The shared MLP, beside experts or alone
+            mlp=init_feed_forward(self, kind, key=mlp_key),
             factor=self.residual_multiplier,
         )
 
 
-FIELDS = (
-    hf.SIZES
-    | MULTIPLIERS
-    | {
-        "intermediate_size": hf.Field("experts.intermediate_dim", 11_008),
-        "num_local_experts": hf.Field("experts.num_experts", 8),
-        "num_experts_per_tok": hf.Field("experts.experts_per_token", 2),
-        "shared_intermediate_size": hf.Field("shared_dim", 1_024),
-        "mamba_n_heads": hf.Field("mamba.num_heads", 128),
-        "mamba_n_groups": hf.Field("mamba.num_groups", 1),
-        "mamba_d_head": hf.Field("mamba.head_dim", "auto", kind=object),
-        "mamba_d_state": hf.Field("mamba.state_dim", 256),
-        "mamba_d_conv": hf.Field("mamba.conv_size", 4),
-        "mamba_conv_bias": hf.Field("mamba.conv_bias", True),
-        "mamba_proj_bias": hf.Field("mamba.bias", False),
-        "rope_theta": hf.Rotary(longest=2_048),
-        "router_aux_loss_coef": hf.LoadBalance(),
-        "normalization_function": hf.Only("rmsnorm"),
-        "time_step_limit": hf.Only([0.0, math.inf], [0.0, {"__float__": "Infinity"}]),
-        **hf.ignored("mamba_chunk_size", "init_method"),  # change no result
-    }
-)
-LAYERS = hf.HybridLayers(linear="mamba", full="attention")
-# Transformers reads both names of a type, and other libraries those of `LAYERS`.
-_TYPES = {LINEAR: LAYERS.linear, FULL: LAYERS.full}
+FIELDS = {
+    **hf.SIZES,
+    **MULTIPLIERS,
+    "intermediate_size": hf.Field("experts.intermediate_dim", 11_008),
+    "num_local_experts": hf.Field("experts.num_experts", 8),
+    "num_experts_per_tok": hf.Field("experts.experts_per_token", 2),
+    "shared_intermediate_size": hf.Field("shared_dim", 1_024),
+    "mamba_n_heads": hf.Field("mamba.num_heads", 128),
+    "mamba_n_groups": hf.Field("mamba.num_groups", 1),
+    "mamba_d_head": hf.Field("mamba.head_dim", "auto", kind=object),
+    "mamba_d_state": hf.Field("mamba.state_dim", 256),
+    "mamba_d_conv": hf.Field("mamba.conv_size", 4),
+    "mamba_conv_bias": hf.Field("mamba.conv_bias", True),
+    "mamba_proj_bias": hf.Field("mamba.bias", False),
+    "rope_theta": hf.Rotary(longest=2_048),
+    "router_aux_loss_coef": hf.LoadBalance(),
+    "normalization_function": hf.Only("rmsnorm"),
+    "time_step_limit": hf.Only([0.0, math.inf], [0.0, {"__float__": "Infinity"}]),
+    # Transformers reads both names of a type, and other libraries the first.
+    "layer_types": hf.HybridLayers(
+        linear=("mamba", LINEAR),
+        full=("attention", FULL),
+        period=0,
+        older_name="layers_block_type",
+    ),
+    **hf.ignored("mamba_chunk_size", "init_method"),  # change no result
+}
 
 
 def from_hf(given: hf.ConfigFields) -> hf.Found:
@@ -154,19 +122,15 @@ def from_hf(given: hf.ConfigFields) -> hf.Found:
             f"mamba_n_heads = {heads} heads of mamba_d_head = {found['mamba.head_dim']}"
             f" must be mamba_expand * hidden_size = {width} wide."
         )
-    num_layers = found["num_layers"]
-    usual = given("layers_block_type", [LINEAR] * num_layers)
-    kinds: list[str] = given("layer_types", usual)
-    found |= LAYERS.read_kinds([_TYPES.get(kind, kind) for kind in kinds], found)
     if found["experts.num_experts"] == 0:
         del found["experts.num_experts"], found["experts.experts_per_token"]
-        found["experts.dense_layers"] = [*range(num_layers)]
+        found["experts.dense_layers"] = [*range(found["num_layers"])]
     return found
 
 
 def to_hf(config: GraniteMoeHybridConfig) -> dict[str, Any]:
     """Writes a `config.json`."""
-    written = hf.write_decoder(config, FIELDS) | LAYERS.write(config, "layer_types")
+    written = hf.write_decoder(config, FIELDS)
     mamba = config.mamba
     written["mamba_expand"] = mamba.num_heads * mamba.head_dim // config.hidden_dim
     written["position_embedding_type"] = "rope" if config.rotates else "nope"

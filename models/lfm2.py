@@ -6,44 +6,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from haliax import NamedArray
 from jaxtyping import PRNGKeyArray
 
 from models.hf_io import config_fields as hf
 from models.hf_io.formats import HfFormat, register_format
 from models.parts.attention import Attention
-from models.parts.cache import LayerCache
 from models.parts.config import LayerKind
-from models.parts.decoder import DecoderLayer, LayerOutput, residual
 from models.parts.experts import init_feed_forward
 from models.parts.gated_convolution import CONVOLUTION_NAMES, GatedConvolution
-from models.parts.hybrid import HybridDecoderConfig
-from models.parts.mlp import FeedForward
-from models.parts.norms import Norm, rms_norm
-from models.parts.sections import FULL
-from models.parts.tokens import Tokens
-from stacked_remat._messages import shown
+from models.parts.hybrid import HybridDecoderConfig, HybridLayer
+from models.parts.norms import rms_norm
 from stacked_remat.training.config_checks import Count
-
-
-class Lfm2Layer(DecoderLayer):
-    """A layer of LFM2, with attention or a convolution, and an MLP or experts."""
-
-    input_norm: Norm
-    attention: Attention | None
-    conv: GatedConvolution | None
-    post_attention_norm: Norm
-    mlp: FeedForward
-
-    def forward(
-        self, x: NamedArray, tokens: Tokens, cache: LayerCache | None = None
-    ) -> LayerOutput:
-        """Adds the mixer, then the MLP or experts, each of normalised input."""
-        # Lfm2DecoderLayer of transformers
-        mixed, cache = self.mixer(self.input_norm(x), tokens, cache)
-        x = residual(x + mixed)
-        output, statistics = self.mlp(x, tokens, norm=self.post_attention_norm)
-        return x + output, cache, statistics
 
 
 @dataclass(frozen=True)
@@ -62,36 +35,26 @@ class ConvolutionalConfig(HybridDecoderConfig):
     conv_size: Count = 3
     conv_bias: bool = False
 
-    @property
-    def expert_options(self) -> dict[str, Any]:
-        """Options of `SparseExperts.init`."""
-        return {}
-
-    def init_layer(self, kind: LayerKind, *, key: PRNGKeyArray) -> Lfm2Layer:
+    def init_layer(self, kind: LayerKind, *, key: PRNGKeyArray) -> HybridLayer:
         """Makes a layer from `key`."""
+        # Lfm2DecoderLayer of transformers
         mixer_key, mlp_key = jax.random.split(key)
-        attention = conv = None
+        mlp = init_feed_forward(self, kind, key=mlp_key)
         if kind.linear:
             # No rotary embedding: a window's taps are positions.
             conv = GatedConvolution.init(
                 self, self.conv_size, bias=self.conv_bias, key=mixer_key
             )
-        else:
-            attention = Attention.init(
-                self,
-                rotary=self.rotary,
-                # Over each head, before rotation
-                q_norm=rms_norm(self.HeadDim, self.rms_norm_eps),
-                k_norm=rms_norm(self.HeadDim, self.rms_norm_eps),
-                key=mixer_key,
-            )
-        return Lfm2Layer(
-            input_norm=self.init_norm(),
-            attention=attention,
-            conv=conv,
-            post_attention_norm=self.init_norm(),
-            mlp=init_feed_forward(self, kind, **self.expert_options, key=mlp_key),
+            return HybridLayer.init(self, mlp, conv=conv)
+        attention = Attention.init(
+            self,
+            rotary=self.rotary,
+            # Over each head, before rotation
+            q_norm=rms_norm(self.HeadDim, self.rms_norm_eps),
+            k_norm=rms_norm(self.HeadDim, self.rms_norm_eps),
+            key=mixer_key,
         )
+        return HybridLayer.init(self, mlp, attention=attention)
 
 
 @dataclass(frozen=True)
@@ -99,16 +62,20 @@ class Lfm2Config(ConvolutionalConfig):
     """An LFM2 decoder."""
 
 
-SIZES = hf.without(hf.DENSE_SIZES, "attention_bias", "rms_norm_eps") | {
-    "num_key_value_heads": hf.KeyValueHeads(8),
+SIZES = hf.with_defaults(hf.DENSE_SIZES, num_key_value_heads=8)
+SIZES = hf.without(SIZES, "attention_bias", "rms_norm_eps") | {
     "norm_eps": hf.Field("rms_norm_eps", 1e-5),
     "conv_L_cache": hf.Field("conv_size", 3),
     "conv_bias": hf.Field("conv_bias", False),
     "tie_word_embeddings": hf.Field("tie_word_embeddings", True, ("tie_embedding",)),
     "rope_theta": hf.Rotary(theta=1_000_000.0, longest=128_000),
 }
+LAYERS = hf.HybridLayers(linear=("conv",), period=1)
 FIELDS = SIZES | {
     "intermediate_size": hf.Field("mlp_dim", 12_288, written="Mlp.size"),
+    # An older name for the same, which counts where `layer_types` is absent
+    "full_attn_idxs": hf.LayerNumbers(),
+    "layer_types": LAYERS,
     "block_use_swiglu": hf.Only(True),
     "use_pos_enc": hf.Only(True),
     # Of the first weights, and sizes under second names
@@ -117,23 +84,13 @@ FIELDS = SIZES | {
     **hf.ignored("block_dim", "block_norm_eps", "conv_dim", "conv_dim_out"),
     **hf.ignored("num_heads"),
 }
-LAYERS = hf.HybridLayers(linear="conv", period=1, period_name="")
 
 
 def from_hf(given: hf.ConfigFields) -> hf.Found:
     """Reads a `config.json`; defaults are those of transformers."""
     found = hf.read_decoder(given, FIELDS)
-    found["mlp_dim"] = _mlp_dim(given, given("block_ff_dim", found["mlp_dim"]))
-    layers = range(found["num_layers"])
-    # An older name for the same, which counts where `layer_types` is absent
-    full = given("full_attn_idxs", [*layers])
-    if strange := [layer for layer in full if layer not in layers]:
-        raise ValueError(
-            f"full_attn_idxs names layer {shown(strange[0])}; there are 0 to"
-            f" {layers[-1]}."
-        )
-    usual = [FULL if layer in full else "conv" for layer in layers]
-    return found | LAYERS.read_kinds(given("layer_types", usual), found)
+    width = given("block_ff_dim", found["mlp_dim"])
+    return found | {"mlp_dim": _mlp_dim(given, width)}
 
 
 def _mlp_dim(given: hf.ConfigFields, width: int) -> int:
@@ -149,8 +106,7 @@ def _mlp_dim(given: hf.ConfigFields, width: int) -> int:
 
 def to_hf(config: Lfm2Config) -> dict[str, Any]:
     """Writes a `config.json`."""
-    written = hf.write_decoder(config, FIELDS) | LAYERS.write(config, "layer_types")
-    return written | {"block_auto_adjust_ff_dim": False}
+    return hf.write_decoder(config, FIELDS) | {"block_auto_adjust_ff_dim": False}
 
 
 TENSORS = {

@@ -1,10 +1,9 @@
 """LFM2 with experts (Liquid AI 2025), such as LFM2-8B-A1B."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from models.hf_io import config_fields as hf
-from models.hf_io.formats import HfFormat, register_format
+from models.hf_io.formats import NUMBERED_EXPERTS, HfFormat, register_format
 from models.lfm2 import (
     LAYERS,
     SIZES,
@@ -29,12 +28,11 @@ class Lfm2MoeConfig(SparseDecoderConfig, ConvolutionalConfig):
     gate_scale: Positive = 1.0
 
     @property
-    def expert_options(self) -> dict[str, Any]:
+    def routing(self) -> Routing:
         """How experts are chosen."""
         # Lfm2MoeTopKRouter of transformers
         bias = "frozen" if self.expert_bias else "none"
-        routing = Routing("sigmoid", bias=bias, gate_scale=self.gate_scale)
-        return {"routing": routing}
+        return Routing("sigmoid", bias=bias, gate_scale=self.gate_scale)
 
 
 FIELDS = SIZES | {
@@ -49,13 +47,14 @@ FIELDS = SIZES | {
     "layer_types": LAYERS,
 }
 
-TENSORS = DENSE_TENSORS | {
-    "mlp.router": "gate",
-    "mlp.bias.value": "expert_bias",
-    "mlp.experts.gate_proj": "w1",
-    "mlp.experts.up_proj": "w3",
-    "mlp.experts.down_proj": "w2",
-}
+TENSORS = (
+    DENSE_TENSORS
+    | NUMBERED_EXPERTS
+    | {
+        "mlp.router": "gate",
+        "mlp.bias.value": "expert_bias",
+    }
+)
 
 register_format(
     HfFormat(

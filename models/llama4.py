@@ -36,6 +36,8 @@ class Llama4Config(SparseDecoderConfig):
     """
 
     layers_know_positions = True
+    # Llama4TextMoe gives its experts tokens times sigmoids.
+    routing = Routing(scoring="sigmoid", weighs_input=True)
 
     experts: ExpertsConfig = field(
         default_factory=lambda: ExpertsConfig(experts_per_token=1, norm_topk_prob=False)
@@ -53,6 +55,11 @@ class Llama4Config(SparseDecoderConfig):
                 " false."
             )
 
+    @property
+    def shared_dim(self) -> int:
+        """Inner width of the shared expert."""
+        return self.experts.intermediate_dim
+
     def init_layer(self, kind: LayerKind, *, key: PRNGKeyArray) -> Qwen3Layer:
         """Makes a layer that is wired as one of Qwen3."""
         attention_key, mlp_key = jax.random.split(key)
@@ -65,24 +72,17 @@ class Llama4Config(SparseDecoderConfig):
                 # Of rotated heads in transformers, whose mean square is the same
                 norm = unweighted_rms_norm(self.HeadDim, self.rms_norm_eps)
                 options |= {"q_norm": norm, "k_norm": norm}
-        # Llama4TextMoe gives its experts tokens times sigmoids.
-        routing = Routing(scoring="sigmoid", weighs_input=True)
-        shared_dim = self.experts.intermediate_dim
         return Qwen3Layer(
             input_norm=self.init_norm(),
             attention=Attention.init(self, **options, key=attention_key),
             post_attention_norm=self.init_norm(),
-            mlp=init_feed_forward(
-                self, kind, routing=routing, shared_dim=shared_dim, key=mlp_key
-            ),
+            mlp=init_feed_forward(self, kind, key=mlp_key),
         )
 
 
-CHUNKED = "chunked_attention"
-FIELDS = hf.SIZES | {
-    "head_dim": hf.Field("attention.head_dim", 128, written="head_dim"),
-    "num_key_value_heads": hf.KeyValueHeads(8),
-    "rms_norm_eps": hf.Field("rms_norm_eps", 1e-5),
+FIELDS = hf.with_defaults(
+    hf.SIZES, head_dim=128, num_key_value_heads=8, rms_norm_eps=1e-5
+) | {
     "intermediate_size": hf.Field("experts.intermediate_dim"),
     "intermediate_size_mlp": hf.Field("mlp_dim", 16_384, written="Mlp.size"),
     "num_local_experts": hf.Field("experts.num_experts", 16),
@@ -102,12 +102,15 @@ def from_hf(given: hf.ConfigFields) -> hf.Found:
         found["temperature.scale"] = 0.0
     layers = range(found["num_layers"])
     # Every so many layers, the last of them has experts: of 2 the layers 1, 3, ...
-    every = given("interleave_moe_layer_step", 1)
-    sparse = given("moe_layers", [*layers[every - 1 :: every]])
+    every = given.at_least(1, "interleave_moe_layer_step", 1)
+    sparse = hf.read_numbers(given, "moe_layers", layers)
+    if sparse is None:
+        sparse = layers[every - 1 :: every]
     found["experts.dense_layers"] = [one for one in layers if one not in sparse]
     rotates = hf.read_rotated(given, layers)
     # Attention in chunks and a rotary embedding go together.
-    given.only("layer_types", [CHUNKED if is_on else FULL for is_on in rotates])
+    types = ["chunked_attention" if is_on else FULL for is_on in rotates]
+    given.only("layer_types", types)
     chunk = given("attention_chunk_size", 8_192)
     found["attention.window"] = chunk if any(rotates) else None
     kinds = [SLIDING if is_on else FULL for is_on in rotates]

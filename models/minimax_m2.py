@@ -3,38 +3,16 @@
 from dataclasses import dataclass
 
 import jax
-from haliax import NamedArray
 from jaxtyping import PRNGKeyArray
 
 from models.hf_io import config_fields as hf
-from models.hf_io.formats import HfFormat, register_format
+from models.hf_io.formats import NUMBERED_EXPERTS, HfFormat, register_format
 from models.parts.attention import Attention
-from models.parts.cache import LayerCache
 from models.parts.config import LayerKind, PartialRotaryConfig, SparseDecoderConfig
-from models.parts.decoder import DecoderLayer, LayerOutput, residual
 from models.parts.experts import SparseExperts
-from models.parts.norms import Norm, rms_norm
+from models.parts.norms import rms_norm
 from models.parts.sections import Routing
-from models.parts.tokens import Tokens
-
-
-class MiniMaxM2Layer(DecoderLayer):
-    """A layer of MiniMax-M2."""
-
-    input_norm: Norm
-    attention: Attention
-    post_attention_norm: Norm
-    mlp: SparseExperts
-
-    def forward(
-        self, x: NamedArray, tokens: Tokens, cache: LayerCache | None = None
-    ) -> LayerOutput:
-        """Adds attention, then the experts, each of normalised input."""
-        # MiniMaxM2DecoderLayer of transformers
-        attended, cache = self.attention(self.input_norm(x), tokens, cache)
-        x = residual(x + attended)
-        mixed, statistics = self.mlp(x, tokens, norm=self.post_attention_norm)
-        return x + mixed, cache, statistics
+from models.qwen3 import Qwen3Layer
 
 
 @dataclass(frozen=True)
@@ -42,13 +20,13 @@ class MiniMaxM2Config(PartialRotaryConfig, SparseDecoderConfig):
     """A MiniMax-M2 decoder, whose routers have biases that are not trained."""
 
     all_sparse = True
+    # The bias decides who is chosen; gates are of the scores without it.
+    routing = Routing(scoring="sigmoid", bias="frozen")
 
-    def init_layer(self, kind: LayerKind, *, key: PRNGKeyArray) -> MiniMaxM2Layer:
-        """Makes a layer from `key`."""
+    def init_layer(self, kind: LayerKind, *, key: PRNGKeyArray) -> Qwen3Layer:
+        """Makes a layer that is wired as one of Qwen3."""
         attention_key, mlp_key = jax.random.split(key)
-        # The bias decides who is chosen; gates are of the scores without it.
-        routing = Routing(scoring="sigmoid", bias="frozen")
-        return MiniMaxM2Layer(
+        return Qwen3Layer(
             input_norm=self.init_norm(),
             attention=Attention.init(
                 self,
@@ -61,13 +39,11 @@ class MiniMaxM2Config(PartialRotaryConfig, SparseDecoderConfig):
                 key=attention_key,
             ),
             post_attention_norm=self.init_norm(),
-            mlp=SparseExperts.init(self, routing=routing, key=mlp_key),
+            mlp=SparseExperts.init(self, key=mlp_key),
         )
 
 
-FIELDS = hf.SIZES | {
-    "head_dim": hf.Field("attention.head_dim", 128, written="head_dim"),
-    "num_key_value_heads": hf.KeyValueHeads(8),
+FIELDS = hf.with_defaults(hf.SIZES, head_dim=128, num_key_value_heads=8) | {
     "attention_bias": hf.Only(False),
     "intermediate_size": hf.Field("experts.intermediate_dim", 1_536),
     "num_local_experts": hf.Field("experts.num_experts", 256, ("num_experts",)),
@@ -85,12 +61,9 @@ FIELDS = hf.SIZES | {
     **hf.ignored("use_mtp", "num_mtp_modules", "mtp_transformer_layers"),
 }
 
-TENSORS = {
+TENSORS = NUMBERED_EXPERTS | {
     "mlp": "block_sparse_moe",
     "mlp.bias.value": "e_score_correction_bias",
-    "mlp.experts.gate_proj": "w1",
-    "mlp.experts.up_proj": "w3",
-    "mlp.experts.down_proj": "w2",
 }
 
 register_format(

@@ -20,8 +20,7 @@ class MistralConfig(DecoderConfig):
         return LlamaLayer.init(self, kind, rotary=self.rotary, key=key)
 
 
-FIELDS = hf.DENSE_SIZES | {
-    "num_key_value_heads": hf.KeyValueHeads(8),
+FIELDS = hf.with_defaults(hf.DENSE_SIZES, num_key_value_heads=8) | {
     # MistralAttention has no biases.
     "attention_bias": hf.Only(False),
     "rope_theta": hf.Rotary(longest=131_072),

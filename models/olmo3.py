@@ -69,8 +69,7 @@ class Olmo3Config(DecoderConfig):
         )
 
 
-FIELDS = hf.DENSE_SIZES | {
-    "rms_norm_eps": hf.Field("rms_norm_eps", 1e-5),
+FIELDS = hf.with_defaults(hf.DENSE_SIZES, rms_norm_eps=1e-5) | {
     "rope_theta": hf.RotaryByKind(theta=500_000.0, longest=2_048),
     "sliding_window": hf.Windows(4_096, period=4),
 }

@@ -2,84 +2,58 @@
 OLMo 3.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import jax
-from haliax import NamedArray
 from jaxtyping import PRNGKeyArray
 
 from models.hf_io import config_fields as hf
-from models.hf_io.formats import HfFormat, register_format
+from models.hf_io.formats import (
+    JOINED_CONVOLUTIONS,
+    SEPARATE_CONVOLUTIONS,
+    HfFormat,
+    register_format,
+)
 from models.olmo3 import Olmo3Layer
 from models.parts.attention import Attention
-from models.parts.cache import LayerCache
 from models.parts.config import LayerKind
-from models.parts.decoder import DecoderLayer, LayerOutput, residual
-from models.parts.delta_net import DELTA_NAMES, GatedDeltaNet
-from models.parts.hybrid import HybridDecoderConfig
+from models.parts.delta_net import GatedDeltaNet
+from models.parts.hybrid import DeltaDecoderConfig, HybridLayer
 from models.parts.mlp import GatedMlp
-from models.parts.norms import Norm, rms_norm
-from models.parts.sections import FULL, LINEAR, LinearAttentionConfig
-from models.parts.tokens import Tokens
-
-
-class OlmoLinearLayer(DecoderLayer):
-    """A layer of OLMo Hybrid with linear attention; the others are those of OLMo 3."""
-
-    input_norm: Norm
-    linear_attention: GatedDeltaNet
-    post_attention_norm: Norm
-    mlp: GatedMlp
-
-    def forward(
-        self, x: NamedArray, tokens: Tokens, cache: LayerCache | None = None
-    ) -> LayerOutput:
-        """Adds linear attention, then the MLP, each of normalised input."""
-        # OlmoHybridLinearAttentionDecoderLayer of transformers
-        attended, cache = self.linear_attention(self.input_norm(x), tokens, cache)
-        x = residual(x + attended)
-        mixed, statistics = self.mlp(x, tokens, norm=self.post_attention_norm)
-        return x + mixed, cache, statistics
+from models.parts.norms import rms_norm
+from models.parts.sections import FULL, LINEAR
 
 
 @dataclass(frozen=True)
-class OlmoHybridConfig(HybridDecoderConfig):
+class OlmoHybridConfig(DeltaDecoderConfig):
     """An OLMo Hybrid decoder.
 
     Attributes:
-        linear: sizes of layers with linear attention.
         negative_eigenvalues: whether beta is up to 2, not 1.
         rotates: whether queries and keys of attention are rotated.
     """
 
-    linear_names = DELTA_NAMES
-
-    linear: LinearAttentionConfig = field(default_factory=LinearAttentionConfig)
     negative_eigenvalues: bool = True
     rotates: bool = False
 
     def init_layer(
         self, kind: LayerKind, *, key: PRNGKeyArray
-    ) -> OlmoLinearLayer | Olmo3Layer:
+    ) -> HybridLayer | Olmo3Layer:
         """Makes a layer from `key`."""
         mixer_key, mlp_key = jax.random.split(key)
         mlp = GatedMlp.init(self, self.Mlp, key=mlp_key)
         if kind.linear:
-            return OlmoLinearLayer(
-                input_norm=self.init_norm(),
-                linear_attention=GatedDeltaNet.init(
-                    self,
-                    self.linear,
-                    norm_eps=1e-5,  # whatever that of other norms
-                    # Eigenvalues 1 - beta of a state's step are then from -1 to 1,
-                    # which tracks states that alternate (arXiv:2411.12537).
-                    beta_scale=2.0 if self.negative_eigenvalues else 1.0,
-                    key=mixer_key,
-                ),
-                post_attention_norm=self.init_norm(),
-                mlp=mlp,
+            linear_attention = GatedDeltaNet.init(
+                self,
+                self.linear,
+                norm_eps=1e-5,  # whatever that of other norms
+                # Eigenvalues 1 - beta of a state's step are then from -1 to 1, which
+                # tracks states that alternate (arXiv:2411.12537).
+                beta_scale=2.0 if self.negative_eigenvalues else 1.0,
+                key=mixer_key,
             )
+            return HybridLayer.init(self, mlp, linear_attention=linear_attention)
         # Norms are before linear attention, and after attention.
         return Olmo3Layer(
             attention=Attention.init(
@@ -134,15 +108,11 @@ def to_hf(config: OlmoHybridConfig) -> dict[str, Any]:
     return written
 
 
-TENSORS = {
+TENSORS = SEPARATE_CONVOLUTIONS | {
     # Of layers with linear attention
     "input_norm": "attention_layer_norm",
     "post_attention_norm": "feedforward_layer_norm",
     "linear_attention.gate_proj": "g_proj",
-    "linear_attention.q_conv": "q_conv1d",
-    "linear_attention.k_conv": "k_conv1d",
-    "linear_attention.v_conv": "v_conv1d",
-    "linear_attention.norm": "o_norm",
     # Of layers with attention
     "attention_output_norm": "post_attention_layernorm",
     "mlp_output_norm": "post_feedforward_layernorm",
@@ -159,11 +129,9 @@ register_format(
         loaded={
             "attention_layer_norm": "input_layernorm",
             "feedforward_layer_norm": "post_attention_layernorm",
-            "q_conv1d": "conv1d",
-            "k_conv1d": "conv1d",
-            "v_conv1d": "conv1d",
+            **JOINED_CONVOLUTIONS,
         },
-        joined={"conv1d": ("q_conv1d", "k_conv1d", "v_conv1d")},
+        joined={"conv1d": (*JOINED_CONVOLUTIONS,)},
         not_read=("mtp.",),
         probe={"layer_types": (LINEAR, FULL), "rotates": True},
         checksum=-0.05680,

@@ -36,12 +36,11 @@ class Phi3Config(DecoderConfig):
         return LlamaLayer.init(self, kind, rotary=self.rotary, key=key)
 
 
-FIELDS = hf.DENSE_SIZES | {
+FIELDS = hf.with_defaults(hf.DENSE_SIZES, rms_norm_eps=1e-5) | {
     "attention_bias": hf.Only(False),
     # Dropouts, which layers here do not have
     "embd_pdrop": hf.Only(0),
     "resid_pdrop": hf.Only(0),
-    "rms_norm_eps": hf.Field("rms_norm_eps", 1e-5),
     "rope_theta": hf.Rotary(longest=4_096),
     "sliding_window": hf.Windows(None),
     "pad_token_id": hf.NoPadding(),

@@ -53,8 +53,7 @@ class LaterWindows(hf.Entry):
         }
 
 
-FIELDS = hf.DENSE_SIZES | {
-    "num_key_value_heads": hf.KeyValueHeads(32),
+FIELDS = hf.with_defaults(hf.DENSE_SIZES, num_key_value_heads=32) | {
     # Qwen2Attention has these biases whatever a file says.
     "attention_bias": hf.Ignored({"attention.bias": True}),
     "rope_theta": hf.Rotary(),

@@ -8,7 +8,7 @@ from jaxtyping import PRNGKeyArray
 
 from models.hf_io import config_fields as hf
 from models.hf_io.formats import ALTERNATING, HfFormat, register_format
-from models.parts.attention import Attention
+from models.parts.attention import Attention, CausalAttention
 from models.parts.cache import LayerCache
 from models.parts.config import DecoderConfig, LayerKind
 from models.parts.decoder import DecoderLayer, LayerOutput, residual
@@ -20,10 +20,10 @@ from models.qwen2 import LaterWindows
 
 
 class Qwen3Layer(DecoderLayer):
-    """A layer of Qwen3, with an MLP or with experts."""
+    """A layer of Qwen3, and of decoders that differ from it in their parts alone."""
 
     input_norm: Norm
-    attention: Attention
+    attention: CausalAttention
     post_attention_norm: Norm
     mlp: FeedForward
 
@@ -69,9 +69,7 @@ class Qwen3Config(DecoderConfig):
         return Qwen3Layer.init(self, kind, key=key)
 
 
-FIELDS = hf.DENSE_SIZES | {
-    "head_dim": hf.Field("attention.head_dim", 128, written="head_dim"),
-    "num_key_value_heads": hf.KeyValueHeads(32),
+FIELDS = hf.with_defaults(hf.DENSE_SIZES, head_dim=128, num_key_value_heads=32) | {
     "use_qk_norm": hf.Only(True),
     "rope_theta": hf.Rotary(),
     "sliding_window": LaterWindows(),

@@ -9,8 +9,8 @@ from models.hf_io.formats import HfFormat, register_format
 from models.parts.sections import MtpConfig
 from models.qwen3_next import (
     FURTHER_TENSORS,
+    MIXERS,
     SHARED_TENSORS,
-    SIZES,
     GatedHybridConfig,
     Qwen3NextConfig,
 )
@@ -28,7 +28,7 @@ class Qwen3_5MoeConfig(Qwen3NextConfig):
     all_sparse = True
 
 
-OWN = SIZES | {
+OWN = MIXERS | {
     "mtp_num_hidden_layers": hf.Field("mtp.depths", 0, written="mtp.trained_depths"),
     "mtp_use_dedicated_embeddings": hf.Only(False),
     "attn_output_gate": hf.Only(True),
@@ -40,19 +40,15 @@ OWN = SIZES | {
     # The first is of states, which are float32 here.
     **hf.ignored("mamba_ssm_dtype", "mlp_only_layers"),
 }
-FIELDS = hf.DENSE_SIZES | OWN | {"num_key_value_heads": hf.KeyValueHeads(4)}
-MOE_FIELDS = (
-    hf.SIZES
-    | OWN
-    | {
-        "num_key_value_heads": hf.KeyValueHeads(2),
-        "num_experts": hf.Field("experts.num_experts", 256),
-        "num_experts_per_tok": hf.Field("experts.experts_per_token", 8),
-        "moe_intermediate_size": hf.Field("experts.intermediate_dim", 512),
-        "shared_expert_intermediate_size": hf.Field("shared_dim", 512),
-        "router_aux_loss_coef": hf.LoadBalance(),
-    }
-)
+FIELDS = hf.with_defaults(hf.DENSE_SIZES, head_dim=256, num_key_value_heads=4) | OWN
+MOE_FIELDS = hf.with_defaults(hf.SIZES, head_dim=256, num_key_value_heads=2) | OWN
+MOE_FIELDS |= {
+    "num_experts": hf.Field("experts.num_experts", 256),
+    "num_experts_per_tok": hf.Field("experts.experts_per_token", 8),
+    "moe_intermediate_size": hf.Field("experts.intermediate_dim", 512),
+    "shared_expert_intermediate_size": hf.Field("shared_dim", 512),
+    "router_aux_loss_coef": hf.LoadBalance(),
+}
 
 TENSORS = SHARED_TENSORS | {
     "linear_attention.q_proj": "in_proj_qkv",

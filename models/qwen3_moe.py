@@ -10,7 +10,6 @@ from models.hf_io.formats import ALTERNATING, HfFormat, register_format
 from models.parts.config import LayerKind, SparseDecoderConfig
 from models.parts.sections import ExpertsConfig
 from models.qwen3 import Qwen3Layer
-from stacked_remat._messages import shown
 
 
 @dataclass(frozen=True)
@@ -29,12 +28,8 @@ class DenseLayers(hf.Entry):
         """Their numbers."""
         # Qwen3MoeDecoderLayer: every `step`-th layer has experts, unless it is named.
         step = given.at_least(1, "decoder_sparse_step", 1)
-        dense = given(name, [])
         layers = range(found["num_layers"])
-        if strange := [layer for layer in dense if layer not in layers]:
-            raise ValueError(
-                f"{name} names layer {shown(strange[0])}; there are 0 to {layers[-1]}."
-            )
+        dense = hf.read_numbers(given, name, layers) or []
         is_dense = [layer for layer in layers if layer in dense or (layer + 1) % step]
         return {"experts.dense_layers": is_dense}
 
@@ -43,8 +38,7 @@ class DenseLayers(hf.Entry):
         return {"decoder_sparse_step": 1, name: [*config.experts.dense_layers]}
 
 
-FIELDS = hf.DENSE_SIZES | {
-    "num_key_value_heads": hf.KeyValueHeads(4),
+FIELDS = hf.with_defaults(hf.DENSE_SIZES, num_key_value_heads=4) | {
     "num_experts": hf.Field("experts.num_experts", aliases=("num_local_experts",)),
     "num_experts_per_tok": hf.Field("experts.experts_per_token"),
     "moe_intermediate_size": hf.Field("experts.intermediate_dim"),

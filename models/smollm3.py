@@ -80,9 +80,9 @@ class UnrotatedLayers(hf.Entry):
         }
 
 
-FIELDS = hf.DENSE_SIZES | {
-    "tie_word_embeddings": hf.Field("tie_word_embeddings", True),
-    "num_key_value_heads": hf.KeyValueHeads(4),
+FIELDS = hf.with_defaults(
+    hf.DENSE_SIZES, tie_word_embeddings=True, num_key_value_heads=4
+) | {
     "rope_theta": hf.Rotary(theta=2_000_000.0),
     "no_rope_layers": UnrotatedLayers(),
     # Transformers has no use for it: which layers have windows goes by rotation.

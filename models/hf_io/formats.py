@@ -14,6 +14,7 @@ from models.hf_io.config_fields import (
     Field,
     Fields,
     Found,
+    in_sections,
     layer_types,
     read_decoder,
     write_decoder,
@@ -70,6 +71,25 @@ DECODER_TENSORS: TensorTable = {
 """The names that most architectures have, of parts that they have."""
 
 
+NUMBERED_EXPERTS = {
+    "mlp.experts.gate_proj": "w1",
+    "mlp.experts.up_proj": "w3",
+    "mlp.experts.down_proj": "w2",
+}
+"""Names of the maps of an expert in some files: w2 is back to the residual stream."""
+
+
+SEPARATE_CONVOLUTIONS = {
+    "linear_attention.q_conv": "q_conv1d",
+    "linear_attention.k_conv": "k_conv1d",
+    "linear_attention.v_conv": "v_conv1d",
+    "linear_attention.norm": "o_norm",
+}
+"""Names in linear attention where each convolution has a tensor."""
+JOINED_CONVOLUTIONS = dict.fromkeys(("q_conv1d", "k_conv1d", "v_conv1d"), "conv1d")
+"""For `HfFormat.loaded`: transformers has them in one tensor in memory."""
+
+
 ALTERNATING = AttentionConfig(window=3, layer_types=(FULL, SLIDING))
 """For `HfFormat.probe`: layers with a window and without one."""
 
@@ -119,7 +139,6 @@ class HfFormat:
             decoder's embedding and head that each has.
         not_read: how the names of other tensors begin that files may have and this
             decoder does not.
-        names: of fields that `fields` lacks, by the path of the attribute, for errors.
         from_hf: reads a `config.json` where the table does not say all; None for
             `read_decoder`.
         to_hf: writes one; None for `write_decoder`.
@@ -143,7 +162,6 @@ class HfFormat:
     further_layers: bool = False
     further: Mapping[str, str] = field(default_factory=dict)
     not_read: tuple[str, ...] = ()
-    names: Mapping[str, str] = field(default_factory=dict)
     from_hf: Callable[[ConfigFields], Found] | None = None
     to_hf: Callable[[Any], dict[str, Any]] | None = None
     probe: Mapping[str, Any] = field(default_factory=dict)
@@ -318,17 +336,13 @@ def config_from_hf(
     # Files have the width of an MLP also where no layer has one.
     if not found.get("experts.dense_layers", True):
         found["mlp_dim"] = None
-    # From `attention.window` to a section `attention` with `window`
-    tree: dict[str, Any] = {}
-    for path, value in found.items():
-        section, _, own = path.rpartition(".")
-        (tree.setdefault(section, {}) if section else tree)[own] = value
+    tree = in_sections(found)
     try:
         config = decode_config(known.config_class, tree, "in config.json")
     except ConfigError as error:
         fields = known.fields.items()
         names = {one.path: name for name, one in fields if isinstance(one, Field)}
-        names |= {**_NAMES, **known.names}
+        names |= _NAMES
         # Users know the fields of the file, not the attributes that they are read into.
         text = re.sub(
             r"(?:model\.)?([a-z]\w*(?:\.[a-z]\w*)*)",

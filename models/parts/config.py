@@ -315,10 +315,18 @@ class SparseDecoderConfig(DecoderConfig):
     Attributes:
         all_sparse: whether an architecture has them in every layer, with gates that sum
             to one.
+        routing: how routers choose experts.
+        shared_dim: inner width of an MLP that all tokens are routed to besides; 0 for
+            none.
+        shared_gate: whether a number of each token scales the output of that MLP.
         experts: the router and its experts.
     """
 
+    # For an architecture to set, as in `DecoderConfig`
     all_sparse: ClassVar[bool] = False
+    routing: ClassVar[Any] = Routing()
+    shared_dim: ClassVar[Any] = 0
+    shared_gate: ClassVar[bool] = False
 
     experts: ExpertsConfig = field(default_factory=ExpertsConfig)
 

@@ -95,8 +95,8 @@ class Layer(eqx.Module):
 
 
 class DecoderLayer(Layer):
-    """A layer with one mixer among its fields; each architecture has its own, with its
-    residual wiring.
+    """A layer with one mixer among its fields; a subclass has the residual wiring of an
+    architecture, or of several.
 
     Of a hybrid decoder's layer the fields for other mixers are None.
     """

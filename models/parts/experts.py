@@ -92,11 +92,8 @@ class SparseExperts(FeedForward):
     def init(
         config: SparseDecoderConfig,
         *,
-        routing: Routing = SOFTMAX,
         gating: Gating = silu_gated,
         mlp_bias: bool = False,
-        shared_dim: int = 0,
-        shared_gate: bool = False,
         key: PRNGKeyArray,
     ) -> "SparseExperts":
         """Makes the router and all experts from `key`.
@@ -104,19 +101,16 @@ class SparseExperts(FeedForward):
         Args:
             gating: as of `GatedMlp`.
             mlp_bias: whether router and experts have biases.
-            shared_dim: inner width of an MLP that all tokens are routed to besides; 0
-                for none.
-            shared_gate: whether a number of each token scales the output of that MLP.
         """
         router_key, experts_key = jax.random.split(key)
         options: Any = {"gating": gating, "bias": mlp_bias}
         shared = gate = None
-        if shared_dim:
-            Shared = Axis("shared_dim", shared_dim)
+        if config.shared_dim:
+            Shared = Axis("shared_dim", config.shared_dim)
             shared = GatedMlp.init(
                 config, Shared, **options, key=jax.random.fold_in(key, 2)
             )
-        if shared_gate:
+        if config.shared_gate:
             gate = linear(config, config.Embed, (), key=jax.random.fold_in(key, 3))
         # The policy of the stack of layers decides whether an expert's intermediates
         # are kept.
@@ -125,7 +119,7 @@ class SparseExperts(FeedForward):
         )
         keys = jax.random.split(experts_key, config.Experts.size)
         bias = None
-        if routing.bias != "none":
+        if config.routing.bias != "none":
             bias = RouterBias(hax.zeros(config.Experts))
         return SparseExperts(
             router=linear(
@@ -136,7 +130,7 @@ class SparseExperts(FeedForward):
             shared=shared,
             shared_gate=gate,
             settings=config.experts,
-            routing=routing,
+            routing=config.routing,
             Embed=config.Embed,
             Experts=config.Experts,
             ExpertDim=config.ExpertDim,
@@ -408,13 +402,11 @@ def _products(
 
 
 def init_feed_forward(
-    config: DecoderConfig, kind: LayerKind, *, key: PRNGKeyArray, **options: Any
+    config: DecoderConfig, kind: LayerKind, *, key: PRNGKeyArray
 ) -> FeedForward:
-    """Makes the MLP of a layer, or experts with options of `SparseExperts.init` where
-    its kind has some.
-    """
+    """Makes the MLP of a layer, or experts where its kind has some."""
     if kind.sparse and isinstance(config, SparseDecoderConfig):
-        return SparseExperts.init(config, **options, key=key)
+        return SparseExperts.init(config, key=key)
     return GatedMlp.init(config, config.Mlp, key=key)
 
 

@@ -2,11 +2,21 @@
 state.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
+from haliax import NamedArray
+
+from models.parts.attention import CausalAttention
+from models.parts.cache import LayerCache
 from models.parts.config import DecoderConfig, LayerKind
-from models.parts.sections import FULL, LINEAR
+from models.parts.decoder import DecoderLayer, LayerOutput, residual
+from models.parts.delta_net import DELTA_NAMES, GatedDeltaNet
+from models.parts.gated_convolution import GatedConvolution
+from models.parts.mlp import FeedForward
+from models.parts.norms import Norm
+from models.parts.sections import FULL, LINEAR, LinearAttentionConfig
+from models.parts.tokens import Tokens
 
 
 @dataclass(frozen=True)
@@ -78,3 +88,58 @@ class HybridDecoderConfig(DecoderConfig):
             for kind in self.types_of_layers
         )
         return tuple(axes)
+
+
+@dataclass(frozen=True)
+class DeltaDecoderConfig(HybridDecoderConfig):
+    """A hybrid decoder whose linear mixers are gated delta nets.
+
+    Attributes:
+        linear: sizes of layers with linear attention.
+    """
+
+    linear_names = DELTA_NAMES
+
+    linear: LinearAttentionConfig = field(default_factory=LinearAttentionConfig)
+
+
+class HybridLayer(DecoderLayer):
+    """A layer of a hybrid decoder, with norms before its mixer and its MLP or experts.
+
+    One of its mixers is there, and the others are None.
+    """
+
+    input_norm: Norm
+    attention: CausalAttention | None
+    linear_attention: GatedDeltaNet | None
+    conv: GatedConvolution | None
+    post_attention_norm: Norm
+    mlp: FeedForward
+
+    @staticmethod
+    def init(
+        config: DecoderConfig,
+        mlp: FeedForward,
+        *,
+        attention: CausalAttention | None = None,
+        linear_attention: GatedDeltaNet | None = None,
+        conv: GatedConvolution | None = None,
+    ) -> "HybridLayer":
+        """Makes a layer of these parts, with norms of the decoder's kind."""
+        return HybridLayer(
+            input_norm=config.init_norm(),
+            attention=attention,
+            linear_attention=linear_attention,
+            conv=conv,
+            post_attention_norm=config.init_norm(),
+            mlp=mlp,
+        )
+
+    def forward(
+        self, x: NamedArray, tokens: Tokens, cache: LayerCache | None = None
+    ) -> LayerOutput:
+        """Adds the mixer, then the MLP or experts, each of normalised input."""
+        mixed, cache = self.mixer(self.input_norm(x), tokens, cache)
+        x = residual(x + mixed)
+        output, statistics = self.mlp(x, tokens, norm=self.post_attention_norm)
+        return x + output, cache, statistics

@@ -13,6 +13,7 @@ from models.qwen3_moe import Qwen3MoeConfig
 
 WINDOW = AttentionConfig(window=3, layer_types=(SLIDING, FULL))
 SPARSE = Qwen3MoeConfig(num_layers=2, experts=ExpertsConfig(dense_layers=(0,)))
+NOT_FIRST = Qwen3MoeConfig(num_layers=2, experts=ExpertsConfig(dense_layers=(1,)))
 ENTRIES = {
     "a field": (hf.Field("num_layers"), SPARSE),
     "null": (hf.Field("mlp_dim", 5, nullable=True), SPARSE),
@@ -35,10 +36,16 @@ ENTRIES = {
         Gemma3Config(attention=AttentionConfig(window=3)),
     ),
     "hybrid layers": (
-        hf.HybridLayers(linear="conv"),
+        hf.HybridLayers(linear=("conv", LINEAR)),
         Lfm2Config(num_layers=2, layer_types=(FULL, LINEAR)),
     ),
+    "numbers of layers": (
+        hf.LayerNumbers(first=1, others_name="others"),
+        Lfm2Config(num_layers=2, layer_types=(LINEAR, FULL)),
+    ),
+    "two attributes": (hf.Field("num_layers", also="num_kv_heads"), SPARSE),
     "a dense prefix": (hf.DensePrefix(2), SPARSE),
+    "dense layers": (hf.DensePrefix(2, types_name="types"), NOT_FIRST),
     "load balance": (hf.LoadBalance(), SPARSE),
 }
 KNOWN = {"num_layers": 2, "num_heads": 4, "attention.head_dim": 32}
@@ -71,6 +78,26 @@ def test_an_attribute_may_be_always_the_same():
     entry = hf.Ignored({"attention.bias": True})
     assert entry.read(given, "attention_bias", {}) == {"attention.bias": True}
     assert entry.write(SPARSE, "attention_bias") == {} and not given._left
+
+
+def test_fields_of_a_section_are_read_and_written_by_dotted_names():
+    fields = {"sizes.heads": hf.Field("num_heads", 5, aliases=("heads",))}
+    fields = hf.with_defaults(fields | {"left": hf.KeyValueHeads()}, left=7)
+    for document in (
+        {"sizes": {"heads": 4}},
+        {"heads": 4},
+        {"sizes": None, "heads": 4},
+    ):
+        given = hf.ConfigFields(document)
+        found = hf.read_decoder(given, fields)
+        assert found == {"num_heads": 4, "num_kv_heads": 7} and not given._left
+    assert hf.write_decoder(SPARSE, fields) == {"sizes": {"heads": 4}, "left": 2}
+    given = hf.ConfigFields({"sizes": {"heads": 4, "other": 1}})
+    hf.read_decoder(given, fields)
+    with pytest.warns(UserWarning, match="config.json has sizes.other: unknown"):
+        given.check_left("own", "config.json")
+    with pytest.raises(ValueError, match="sizes must be dict, got 3"):
+        hf.read_decoder(hf.ConfigFields({"sizes": 3}), fields)
 
 
 def test_a_table_is_read_in_its_order():

@@ -41,7 +41,7 @@ CONFIGS = {
         **SIZES,
         num_kv_heads=4,
         latent=LatentConfig(None, 4, plain_dim=4, rotary_dim=2, value_dim=3),
-        linear=LinearAttentionConfig(3, 3, 5, 5, conv_size=3),
+        linear=LinearAttentionConfig(3, 6, 5, 4, conv_size=3),
         experts=EXPERTS,
     ),
     "mamba": GraniteMoeHybridConfig(
@@ -143,7 +143,6 @@ def test_what_decays_is_in_float32_and_gets_no_weight_decay():
     ("name", "fields", "message"),
     [
         ("convolution", {"conv_size": 0}, "model.conv_size"),
-        ("decays of channels", {"linear": LinearAttentionConfig()}, "as many num_key_"),
         ("decays of channels", {"rotary": RotaryConfig(9.0)}, "rotates nothing"),
         ("mamba", {"mlp_dim": 7}, "model.shared_dim is the width of MLPs"),
     ],

@@ -14,6 +14,7 @@ import models.architectures as architectures
 from models.hf_io.formats import config_from_hf, config_to_hf, differing_fields
 from models.hf_io.safetensors_folder import WeightsError
 from models.parts.decoder import Decoder
+from models.parts.sections import LINEAR, AttentionConfig, LinearAttentionConfig
 
 from .published_hybrids import HYBRIDS, sizes
 
@@ -515,6 +516,27 @@ def test_layers_are_what_the_papers_say():
             "mla_use_nope is False; only True",
         ),
         (
+            "Kimi Linear 48B",
+            {"linear_attn_config": {"full_attn_layers": [4], "kda_layers": [1, 2]}},
+            r"full_attn_layers \[4\] and .*.kda_layers .* each layer of 1 to 27",
+        ),
+        (
+            "Kimi Linear 48B",
+            {"linear_attn_config": {"full_attn_layers": [28]}},
+            "linear_attn_config.full_attn_layers names layer 28; there are 1 to 27",
+        ),
+        (
+            "Kimi Linear 48B",
+            {"linear_attn_config": {"num_heads": 0}, "layer_types": [LINEAR] * 27},
+            "linear_attn_config.num_heads",
+        ),
+        ("Kimi Linear 48B", {"linear_attn_config": None}, "layer_types is missing"),
+        (
+            "Kimi Linear 48B",
+            {"mlp_layer_types": ["dense"]},
+            "mlp_layer_types has 1 entries for 27 layers",
+        ),
+        (
             "Granite 4 H Tiny",
             {"mamba_d_head": 32},
             "mamba_n_heads = 48 heads of mamba_d_head = 32 must be mamba_expand",
@@ -538,20 +560,31 @@ def test_what_changes_the_model_and_is_not_implemented_is_refused(
         config_from_hf(PUBLISHED[name][0] | fields)
 
 
-def test_a_decoder_that_an_architecture_lacks_is_not_written():
-    config, vocab_size = config_from_hf(PUBLISHED["Llama 3.1 8B"][0])
-    attention, (phi, _) = (
-        type(config.attention)(window=8),
-        config_from_hf(PUBLISHED["Phi-4"][0]),
-    )
-    assert differing_fields("model", config, phi) == [
+@pytest.mark.parametrize(
+    "name, fields, message",
+    [
+        (
+            "Llama 3.1 8B",
+            {"attention": AttentionConfig(window=8)},
+            "llama can't have this decoder; .* model.attention.window",
+        ),
+        (
+            "Kimi Linear 48B",
+            {"linear": LinearAttentionConfig(32, 64, 128, 128)},
+            "kimi_linear can't have this decoder; .* model.linear.num_value_heads",
+        ),
+    ],
+)
+def test_a_decoder_that_an_architecture_lacks_is_not_written(name, fields, message):
+    config, vocab_size = config_from_hf(PUBLISHED[name][0])
+    other = dataclasses.replace(config, **fields)
+    with pytest.raises(WeightsError, match=message):
+        config_to_hf(other, vocab_size, dtype="float32")
+
+
+def test_decoders_of_two_architectures_differ_in_their_type():
+    llama, _ = config_from_hf(PUBLISHED["Llama 3.1 8B"][0])
+    phi, _ = config_from_hf(PUBLISHED["Phi-4"][0])
+    assert differing_fields("model", llama, phi) == [
         "model.type: llama in the config, phi3 in the folder"
     ]
-    with pytest.raises(
-        WeightsError, match="llama can't have this decoder; .* model.attention.window"
-    ):
-        config_to_hf(
-            dataclasses.replace(config, attention=attention),
-            vocab_size,
-            dtype="float32",
-        )

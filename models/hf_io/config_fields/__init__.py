@@ -17,7 +17,9 @@ from models.hf_io.config_fields.entries import (
     NoPadding as NoPadding,
     Only as Only,
     ignored as ignored,
+    in_sections as in_sections,
     read_decoder as read_decoder,
+    with_defaults as with_defaults,
     without as without,
     write_decoder as write_decoder,
 )
@@ -28,10 +30,12 @@ from models.hf_io.config_fields.given import (
 from models.hf_io.config_fields.layers import (
     DensePrefix as DensePrefix,
     HybridLayers as HybridLayers,
+    LayerNumbers as LayerNumbers,
     Windows as Windows,
     check_length as check_length,
     check_names as check_names,
     layer_types as layer_types,
+    read_numbers as read_numbers,
     read_rotated as read_rotated,
     read_windows as read_windows,
 )

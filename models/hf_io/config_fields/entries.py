@@ -1,6 +1,7 @@
 """Entries of a table of fields, which read them and write them."""
 
 import abc
+import dataclasses
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -23,7 +24,9 @@ class Entry(abc.ABC):
 
 
 Fields: TypeAlias = dict[str, Entry]
-"""The entries of a `config.json` by the names of fields."""
+"""The entries of a `config.json` by the names of fields: `rope_theta`, or of a field in
+a section `linear_attn_config.head_dim`.
+"""
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,8 @@ class Field(Entry):
         written: the path of what is written, where it is another.
         nullable: whether null is a value, and not the default.
         kind: the type, where it is not that of the default; `object` for several.
+        also: the path of another attribute, which in files is always the same; empty
+            for none.
     """
 
     path: str
@@ -46,6 +51,7 @@ class Field(Entry):
     written: str = ""
     nullable: bool = False
     kind: type | None = None
+    also: str = ""
 
     def read(self, given: ConfigFields, name: str, found: Found) -> Found:
         """The field under any of its names."""
@@ -60,7 +66,8 @@ class Field(Entry):
         values = [value for value in values if value is not None]
         if not values and self.default is ...:
             raise ValueError(f"{name} is missing.")
-        return {self.path: values[0] if values else self.default}
+        value = values[0] if values else self.default
+        return dict.fromkeys(filter(None, (self.path, self.also)), value)
 
     def write(self, config: Any, name: str) -> dict[str, Any]:
         """The attribute."""
@@ -163,6 +170,15 @@ def without(fields: Fields, *names: str) -> Fields:
     return {name: entry for name, entry in fields.items() if name not in names}
 
 
+def with_defaults(fields: Fields, **defaults: Any) -> Fields:
+    """The fields, of which these have other defaults."""
+    changed = {}
+    for name, default in defaults.items():
+        entry: Any = fields[name]  # of a class with a default
+        changed[name] = dataclasses.replace(entry, default=default)
+    return fields | changed
+
+
 def ignored(*names: str) -> Fields:
     """Fields of any value, which change nothing here."""
     return {name: Ignored() for name in names}
@@ -182,4 +198,14 @@ def write_decoder(config: DecoderConfig, fields: Fields) -> dict[str, Any]:
     written = {}
     for name, entry in fields.items():
         written |= entry.write(config, name)
-    return written
+    return in_sections(written)
+
+
+def in_sections(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values, those of `section.field` in a dict that is the value of `section`."""
+    tree: dict[str, Any] = {}
+    for path, value in values.items():
+        section, _, name = path.rpartition(".")
+        place = tree.setdefault(section, {}) if section else tree
+        place[name] = value
+    return tree

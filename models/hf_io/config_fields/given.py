@@ -72,7 +72,14 @@ class ConfigFields:
     ) -> Any:
         """The field, which has the type `kind` or that of its default; the default, or
         `null`.
+
+        A field in a section has the name `section.field`. Once one is read, all of them
+        are known by such names.
         """
+        section = name.rpartition(".")[0]
+        if section in self._left:
+            for own, value in self(section, {}).items():
+                self._left[f"{section}.{own}"] = value
         # Removed, so that what no architecture reads is left over.
         is_absent = name not in self._left
         value = self._left.pop(name, None)

@@ -115,52 +115,142 @@ class HybridLayers(Entry):
     """The mixer of each layer of a hybrid decoder: `layer_types`.
 
     Attributes:
-        linear, full: what the file calls the two.
-        period: every so many layers, the last of them has attention by default.
+        linear, full: what files call the two; the first name is written.
+        period: where no field says it, every so many layers, the last of them has
+            attention; 0 if none has, None if a field must say it.
         period_name: a field with the period; empty for none.
+        older_name: a name of `layer_types` in older files; empty for none.
     """
 
-    linear: str = LINEAR
-    full: str = FULL
-    period: int = 4
-    period_name: str = "full_attention_interval"
+    linear: Sequence[str] = (LINEAR,)
+    full: Sequence[str] = (FULL,)
+    period: int | None = 4
+    period_name: str = ""
+    older_name: str = ""
 
     def read(self, given: ConfigFields, name: str, found: Found) -> Found:
         """The mixers."""
-        period = self.period
-        numbers = range(1, found["num_layers"] + 1)
-        if self.period_name:
-            period = given.at_least(1, self.period_name, period)
-        usual = [self.linear if number % period else self.full for number in numbers]
-        return self.read_kinds(given(name, usual), found)
-
-    def read_kinds(self, kinds: Sequence[str], found: Found) -> Found:
-        """The mixers that have these names."""
-        check_length("layer_types", kinds, found["num_layers"])
-        known = {self.linear: LINEAR, self.full: FULL}
-        check_names("layer_types", kinds, known)
+        usual = self._usual(given, found)
+        if self.older_name:
+            usual = given(self.older_name, usual, kind=list)
+        kinds = given(name, usual, kind=list)
+        if kinds is None:
+            raise ValueError(f"{name} is missing.")
+        check_length(name, kinds, found["num_layers"])
+        known = dict.fromkeys(self.linear, LINEAR) | dict.fromkeys(self.full, FULL)
+        check_names(name, kinds, known)
         return {"layer_types": [known[kind] for kind in kinds]}
 
     def write(self, config: HybridDecoderConfig, name: str) -> dict[str, Any]:
         """The names."""
-        names = {LINEAR: self.linear, FULL: self.full}
-        return {name: [names[kind] for kind in config.types_of_layers]}
+        return {name: self._names(config.types_of_layers)}
+
+    def _usual(self, given: ConfigFields, found: Found) -> list[str] | None:
+        """The names where the field is absent; None if there is no default."""
+        period = self.period
+        if period is not None and self.period_name:
+            period = given.at_least(1, self.period_name, period)
+        if "layer_types" in found:  # of an entry before this one
+            return self._names(found["layer_types"])
+        if period is None:
+            return None
+        numbers = range(1, found["num_layers"] + 1)
+        full = numbers[period - 1 :: period] if period else ()
+        types = [FULL if number in full else LINEAR for number in numbers]
+        return self._names(types)
+
+    def _names(self, types: Sequence[str]) -> list[str]:
+        return [self.full[0] if kind == FULL else self.linear[0] for kind in types]
+
+
+@dataclass(frozen=True)
+class LayerNumbers(Entry):
+    """The numbers of the layers with attention, in files that need not have the field
+    of `HybridLayers`, which comes after this entry.
+
+    Attributes:
+        first: the number of the first layer.
+        others_name: a field with the numbers of the others; empty for none.
+    """
+
+    first: int = 0
+    others_name: str = ""
+
+    def read(self, given: ConfigFields, name: str, found: Found) -> Found:
+        """The mixers; nothing where the field is absent."""
+        layers = range(self.first, self.first + found["num_layers"])
+        full = read_numbers(given, name, layers)
+        if full is None:
+            return {}
+        if self.others_name:
+            others = read_numbers(given, self.others_name, layers) or []
+            if sorted([*full, *others]) != [*layers]:
+                raise ValueError(
+                    f"{name} {shown(full)} and {self.others_name} {shown(others)} must"
+                    f" have each layer of {layers.start} to {layers.stop - 1} once."
+                )
+        kinds = [FULL if number in full else LINEAR for number in layers]
+        return {"layer_types": kinds}
+
+    def write(self, config: HybridDecoderConfig, name: str) -> dict[str, Any]:
+        """The numbers."""
+        types = [*enumerate(config.types_of_layers, self.first)]
+        written = {name: [number for number, kind in types if kind == FULL]}
+        if self.others_name:
+            others = [number for number, kind in types if kind == LINEAR]
+            written[self.others_name] = others
+        return written
+
+
+def read_numbers(given: ConfigFields, name: str, layers: range) -> list[int] | None:
+    """The field `name`, which has numbers of some of the layers; None where it is
+    absent.
+
+    Raises ValueError for a number that no layer has.
+    """
+    numbers = given(name, kind=list)
+    for number in numbers or []:
+        if number not in layers:
+            raise ValueError(
+                f"{name} names layer {shown(number)}; there are {layers.start} to"
+                f" {layers.stop - 1}."
+            )
+    return numbers
 
 
 @dataclass(frozen=True)
 class DensePrefix(Entry):
-    """How many of the first layers have an MLP; `default` where it is not said."""
+    """How many of the first layers have an MLP, and the others experts.
+
+    Attributes:
+        default: where it is not said.
+        types_name: a field that says of each layer `dense` or `sparse`, where the
+            number can't; empty for none.
+    """
 
     default: int
+    types_name: str = ""
 
     def read(self, given: ConfigFields, name: str, found: Found) -> Found:
         """The layers."""
+        num_layers = found["num_layers"]
         first = given.at_least(0, name, self.default)
-        return {"experts.dense_layers": [*range(min(first, found["num_layers"]))]}
+        dense = [*range(min(first, num_layers))]
+        if self.types_name and (types := given(self.types_name, [])):
+            check_length(self.types_name, types, num_layers)
+            check_names(self.types_name, types, ("dense", "sparse"))
+            dense = [layer for layer in range(num_layers) if types[layer] == "dense"]
+        return {"experts.dense_layers": dense}
 
     def write(self, config: SparseDecoderConfig, name: str) -> dict[str, Any]:
-        """Their number."""
-        return {name: len(config.experts.dense_layers)}
+        """Their number, and the kinds of layers that it can't say."""
+        dense = config.experts.dense_layers
+        written: dict[str, Any] = {name: len(dense)}
+        if self.types_name and [*dense] != [*range(len(dense))]:
+            kinds = config.layer_kinds
+            types = ["sparse" if kind.sparse else "dense" for kind in kinds]
+            written[self.types_name] = types
+        return written
 
 
 def read_rotated(given: ConfigFields, layers: Sequence[int]) -> list[int]:

@@ -60,15 +60,7 @@ from .gradient import (
     zero_gradients,
 )
 from .kinds import Kind
-from .slots import (
-    Arrays,
-    Carry,
-    Checkpoints,
-    Column,
-    Mask,
-    OfKinds,
-    entry_at,
-)
+from .slots import Arrays, Carry, Checkpoints, Column, Mask, OfKinds, entry_at
 from .spec import SweepSpec
 from .store import Index, read, with_tangents
 from .trips import Trips, trips_of
@@ -314,8 +306,7 @@ class _Layers:
             held, saved = part
             inputs = self.inputs(kind, row, held, fetched, loop.state)
             gathered = self.spec.gathers_in(kind, self.xs_in(loop.state), ahead)
-            pullback = self.pullbacks[kind.number]
-            carry, residuals = pullback.save_again(inputs, gathered)
+            carry, residuals = self.pullbacks[kind.number].save_again(inputs, gathered)
             entry = self.spec.entry(kind, number, bottom)
             return self.spec.of_held(carry), kind.write(saved, entry, residuals)
 

@@ -7,15 +7,18 @@ attached, and not run:
     python -m benchmarks.gathered_ahead --target h200
     python -m benchmarks.gathered_ahead --target v5p
     python -m benchmarks.gathered_ahead --kinds 2 --policies True nested
+    python -m benchmarks.gathered_ahead --experts all_to_all grouped_experts
 
 The compiled program is a schedule: where no product runs between the start and the end
 of a collective, the devices wait for it. The rows count the collectives of weights and
 their gradients in loops, and those that are waited for; with weights that are gathered
 a layer ahead, and by each layer itself. With several `--kinds` the layers are a
-`StackedPattern`, one of each kind in turn.
+`StackedPattern`, one of each kind in turn. With `--experts` a layer ends with experts,
+one on each device, to which tokens go by a plain `all_to_all` or by `grouped_experts`.
 
 Writes `results/gathered_ahead_<target>_8.json`, with several kinds
-`results/gathered_ahead_kinds_<target>_8.json`.
+`results/gathered_ahead_kinds_<target>_8.json`, and with experts
+`results/gathered_ahead_experts_<target>_8.json`.
 """
 
 import dataclasses
@@ -37,11 +40,15 @@ from stacked_remat import Stacked, StackedPattern, fused_update
 from stacked_remat._compat import compiled_with_text
 from stacked_remat._placement import compiled_for
 from stacked_remat.memory import find_target
+from stacked_remat.ops import grouped_experts
 
 from .command import Rows, benchmark
 from .residual_mlp import Sizes
 
-# 8,192 tokens for each of 8 devices.
+DEVICES = 8
+# The inner width of an expert is this part of the MLP's.
+EXPERT_PART = 4
+# 8,192 tokens for each device.
 SIZES = Sizes(layers=16, tokens=65_536, width=2_048, inner=8_192)
 POLICIES = ("True", "nested", "offload", "fused")
 # With which gathers run beside products; docs/devices.md names them. XLA for GPUs runs
@@ -91,11 +98,66 @@ class Block(eqx.Module):
         return gather(weight) if self.ahead else jax.jit(gather)(weight)
 
 
+class ExpertBlock(Block):
+    """The same, then as many experts as devices, each on its own device.
+
+    Their weights are not gathered: tokens go to the devices of their experts and back.
+    """
+
+    expert_up: jax.Array
+    expert_down: jax.Array
+    exchange: str = eqx.field(static=True)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """The next carry."""
+        x = super().__call__(x)
+        spec = PartitionSpec("data")
+        experts = jax.shard_map(
+            EXCHANGES[self.exchange],
+            mesh=self.whole.mesh,
+            in_specs=spec,
+            out_specs=spec,
+            check_vma=False,
+        )
+        return x + experts(x, self.expert_up, self.expert_down)
+
+
+def by_all_to_all(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+    """A device sends an equal part of its tokens to each expert."""
+
+    def swap(rows: jax.Array) -> jax.Array:
+        return jax.lax.all_to_all(rows, "data", 0, 0, tiled=True)
+
+    return swap(jax.nn.silu(swap(x) @ up[0]) @ down[0])
+
+
+def by_grouped_experts(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+    """Each token goes to two experts. Its first numbers are their scores."""
+
+    def expert(weights: Any, rows: jax.Array, gates: jax.Array) -> jax.Array:
+        up, down = weights
+        return (jax.nn.silu(rows @ up) * gates[:, None]) @ down
+
+    gates, choices = jax.lax.top_k(jax.nn.softmax(x[:, :DEVICES]), 2)
+    Experts = hax.Axis("experts", DEVICES)
+    return grouped_experts(
+        expert, (up, down), Experts, x, choices, gates, over=("data",)
+    )
+
+
+EXCHANGES = {"all_to_all": by_all_to_all, "grouped_experts": by_grouped_experts}
+
+
 def program(
-    target: str, policy: str, sizes: Sizes, ahead: bool, kinds: int = 1
+    target: str,
+    policy: str,
+    sizes: Sizes,
+    ahead: bool,
+    kinds: int = 1,
+    experts: str = "",
 ) -> tuple[Any, tuple[Any, ...]]:
     """A function in `jax.jit`, and the shapes of its arguments."""
-    devices = np.array(find_target(target).devices(8), dtype=object)
+    devices = np.array(find_target(target).devices(DEVICES), dtype=object)
     mesh = Mesh(devices, ("data",), axis_types=(AxisType.Auto,))
 
     def shape(dims: tuple[int, ...], *spec: str | None) -> Any:
@@ -110,6 +172,16 @@ def program(
         up = shape((layers, sizes.width, sizes.inner), None, None, "data")
         down = shape((layers, sizes.inner, sizes.width), None, "data", None)
         block = Block(up, down, NamedSharding(mesh, PartitionSpec()), ahead)
+        if experts:
+            inner = sizes.inner // EXPERT_PART
+            expert_up = shape((layers, DEVICES, sizes.width, inner), None, "data")
+            expert_down = shape((layers, DEVICES, inner, sizes.width), None, "data")
+            block = ExpertBlock(
+                **vars(block),
+                expert_up=expert_up,
+                expert_down=expert_down,
+                exchange=experts,
+            )
         stacks[name] = Stacked(block, hax.Axis("layers", layers), remat)
     blocks = stacks["a"]
     if kinds > 1:
@@ -139,9 +211,10 @@ def compiled(
     *,
     ahead: bool = True,
     kinds: int = 1,
+    experts: str = "",
 ) -> tuple[Any, str]:
     """What `program` compiles to, and its text."""
-    fn, args = program(target, policy, sizes, ahead, kinds)
+    fn, args = program(target, policy, sizes, ahead, kinds, experts)
     device = find_target(target).devices()[0]
     with compiled_for(device):
         lowered = fn.trace(*args).lower()
@@ -272,8 +345,22 @@ def collectives(text: str) -> Iterator[Collective]:
             yield from read.collectives_of(name)
 
 
-def _result(target: str, kinds: int, **_: Any) -> str:
-    return f"gathered_ahead_{'kinds_' if kinds > 1 else ''}{target}_8"
+def of_weights(text: str) -> list[Collective]:
+    """Those of weights and their gradients in loops. Not the exchange of tokens between
+    experts, which what comes next in a layer needs.
+    """
+    found = []
+    for one in collectives(text):
+        if one.in_loop and one.kind != "all-to-all":
+            found.append(one)
+    return found
+
+
+def _result(target: str, kinds: int, experts: tuple[str, ...], **_: Any) -> str:
+    layers = "kinds_" if kinds > 1 else ""
+    if experts != ("",):
+        layers += "experts_"
+    return f"gathered_ahead_{layers}{target}_8"
 
 
 @benchmark(_result)
@@ -283,16 +370,25 @@ def main(
     gathered: tuple[str, ...] = ("by the layer", "ahead"),
     sizes: Sizes = SIZES,
     kinds: int = 1,
+    experts: tuple[str, ...] = ("",),
 ) -> Rows:
     layer_bytes = 2 * sizes.width * sizes.inner * jnp.dtype(sizes.dtype).itemsize
-    held: dict[tuple[str, str], int] = {}
-    for policy, way in itertools.product(policies, gathered):
-        found, text = compiled(target, policy, sizes, ahead=way == "ahead", kinds=kinds)
-        in_loops = [one for one in collectives(text) if one.in_loop]
+    held: dict[tuple[str, str, str], int] = {}
+    for exchange, policy, way in itertools.product(experts, policies, gathered):
+        found, text = compiled(
+            target,
+            policy,
+            sizes,
+            ahead=way == "ahead",
+            kinds=kinds,
+            experts=exchange,
+        )
+        in_loops = of_weights(text)
         temporaries = found.memory_analysis().temp_size_in_bytes
-        held[policy, way] = temporaries
-        by_layer = held.get((policy, "by the layer"), temporaries)
+        held[exchange, policy, way] = temporaries
+        by_layer = held.get((exchange, policy, "by the layer"), temporaries)
         yield {
+            **({"experts": exchange} if exchange else {}),
             "policy": policy,
             "weights gathered": way,
             **dataclasses.asdict(sizes),

@@ -284,6 +284,18 @@ def expansion(equation: core.JaxprEqn) -> Any:
         return trace(*primitive.in_avals)
 
 
+PRODUCTS = (
+    "dot_general",
+    "scaled_dot",
+    "ragged_dot_general",
+    "conv_general_dilated",
+    "pallas_call",
+    "custom_call",
+    "ffi_call",
+)
+"""Products and kernels, by their primitives' names."""
+
+
 def programs_in(equation: core.JaxprEqn) -> list[core.Jaxpr]:
     """The jaxprs that an equation evaluates, with what a primitive of hijax expands
     to.

@@ -299,6 +299,18 @@ def weight_after_gathers(weight: Any, gathered: list[Array]) -> Any:
     return _barrier_on(("cuda",), (weight, gathered))[0]
 
 
+def exchange_after_gathers(values: T, gathered: list[Array]) -> T:
+    """What the exchange of rows that ends a layer begins with, there once weights of
+    the next layer are gathered.
+
+    GPUs: one collective runs at a time, and gathers would come after the exchange, with
+    nothing left to run beside them.
+    """
+    # H200, `benchmarks.gathered_ahead --experts`, "nested": of 6 gathers 0 / 3 are
+    # waited for with a plain exchange, and 0 / 5 with `grouped_experts`.
+    return _barrier_on(("cuda",), (values, gathered))[0]
+
+
 def whole_cotangent(
     transpose: Callable[[Array], Sequence[Array]], cotangent: Array
 ) -> Array:

@@ -132,6 +132,36 @@ def by_scan(remat, blocks, x):
     return x + jnp.sum(means, 0)[:, None]
 
 
+SCALES = normal(3, WIDTH)
+
+
+def exchanged(x):
+    """A device's rows, each number scaled on the device of its column."""
+    columns = lax.all_to_all(x, "data", 1, 0, tiled=True)
+    scaled = columns * SCALES[lax.axis_index("data")]
+    return lax.all_to_all(scaled, "data", 0, 1, tiled=True)
+
+
+class Exchanging(Block):
+    """A block that ends with an exchange between devices."""
+
+    def __call__(self, x):
+        mesh = jax.sharding.get_abstract_mesh()
+        x = super().__call__(x)
+        if mesh.empty:
+            return x + jnp.tanh(x * SCALES[None])
+        exchange = exchanged
+        if not mesh.manual_axes:
+            rows = P("data")
+            exchange = jax.shard_map(exchanged, in_specs=rows, out_specs=rows)
+        return x + jnp.tanh(exchange(x))
+
+
+def by_exchanging(remat, blocks, x):
+    blocks = Exchanging(blocks.up, blocks.down, blocks.gather)
+    return Stacked(blocks, Layers, remat).fold(x)
+
+
 def mesh_and_gather(mesh_kind, devices=8):
     axis_type = AxisType.Auto if mesh_kind == "shard_map" else mesh_kind
     mesh = jax.make_mesh((devices,), ("data",), (axis_type,))
@@ -228,6 +258,19 @@ def test_other_derivatives_are_those_of_one_device(mesh_kind, derivative):
     wanted = on_one_device(derivative, functools.partial(by_stack, False))
     found = on_mesh(mesh_kind, {"nested": (derivative, apply)})["nested"]
     assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("mesh_kind", MESHES, ids=str)
+def test_layers_that_end_with_an_exchange(mesh_kind):
+    cases = {"hessian": (product_with_hessian, functools.partial(by_exchanging, True))}
+    for name in ("False", "nested", "nested, internals", "names"):
+        cases[name] = gradient, functools.partial(by_exchanging, POLICIES[name])
+    wanted = {}
+    for derivative in (gradient, product_with_hessian):
+        apply = functools.partial(by_exchanging, False)
+        wanted[derivative] = on_one_device(derivative, apply)
+    for name, found in on_mesh(mesh_kind, cases).items():
+        assert_close(found, wanted[cases[name][0]], name=name)
 
 
 LOOPS = [by_lax_scan, by_scan, by_pattern, reversed_fold, unrolled]
@@ -361,7 +404,9 @@ def whole_weights_in_loops(mesh_kind, remat, apply=by_stack, devices=8):
     return [counts for counts in found if any(counts)]
 
 
-@pytest.mark.parametrize("apply", [by_stack, by_lax_scan, by_scan, reversed_fold])
+@pytest.mark.parametrize(
+    "apply", [by_stack, by_lax_scan, by_scan, reversed_fold, by_exchanging]
+)
 @pytest.mark.parametrize("mesh_kind", MESHES, ids=str)
 def test_loops_carry_one_gathered_layer(mesh_kind, apply):
     # Under "nested" forward loops are one within another too, and there are replays

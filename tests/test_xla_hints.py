@@ -113,6 +113,24 @@ def gathered(weights, x):
     return jax.grad(value)(weights)
 
 
+def exchanging(weights, x):
+    """Layers that gather their own weights, and end with an exchange of rows."""
+    mesh = jax.make_mesh((2,), ("data",), (AxisType.Auto,), devices=jax.devices()[:2])
+    whole = NamedSharding(mesh, PartitionSpec())
+    by_rows = PartitionSpec("data")
+
+    def exchange(x):
+        columns = jax.lax.all_to_all(x, "data", 1, 0, tiled=True)
+        return jax.lax.all_to_all(columns, "data", 0, 1, tiled=True)
+
+    exchanged = jax.shard_map(exchange, mesh=mesh, in_specs=by_rows, out_specs=by_rows)
+
+    def layer(x, weight):
+        return exchanged(step(x, jax.lax.with_sharding_constraint(weight, whole)))
+
+    return jnp.sum(fold(layer, LAYERS, remat="nested")(x, weights))
+
+
 def same(*parts, **_):
     return parts
 
@@ -178,6 +196,8 @@ HINTS = [
         gathered,
         {"cuda"},
     ),
+    ("exchange_after_gathers", first, exchanging, {"cuda"}),
+    ("exchange_after_gathers", first, jax.grad(exchanging), {"cuda"}),
     (
         "whole_cotangent",
         same_on_all_platforms,

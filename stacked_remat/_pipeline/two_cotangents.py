@@ -25,24 +25,14 @@ import jax
 from jax.core import eval_jaxpr
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
-from .._activity import CALLS, bytes_of, program_of, programs_in
+from .._activity import CALLS, PRODUCTS, bytes_of, program_of, programs_in
 from .._compat import without_constants
 from .._sweep.gradient import pick
 from .._sweep.slots import inverted
 from .._xla_hints import BARRIERS
 
-# Equations that take long, by their primitives' names: products, loops, kernels
-_LONG = (
-    "dot_general",
-    "scaled_dot",
-    "ragged_dot_general",
-    "conv_general_dilated",
-    "scan",
-    "while",
-    "pallas_call",
-    "custom_call",
-    "ffi_call",
-)
+# Equations that take long: products, kernels, loops
+_LONG = (*PRODUCTS, "scan", "while")
 
 
 @dataclass(frozen=True, eq=False)

@@ -120,17 +120,23 @@ def _forward_step(
     """
 
     def run_layer(
-        number: Index, kind: Kind, row: Index, state: ForwardState, fetched: Arrays
+        number: Index,
+        kind: Kind,
+        row: Index,
+        state: ForwardState,
+        fetched: Arrays,
+        ahead: Arrays,
     ) -> ForwardState:
         residuals = state.residuals
         x = spec.inputs(kind, xs, row, fetched)
         inputs = shared[kind.number], state.carry, x
+        gathered = spec.gathers_in(kind, xs, ahead)
         if pullbacks:
-            (carry, y), saved = pullbacks[kind.number].save(inputs)
+            (carry, y), saved = pullbacks[kind.number].save(inputs, gathered)
             entry = spec.entry(kind, number, layers.start)
             residuals = kind.write(residuals, entry, saved)
         else:
-            carry, y = kind.values(*inputs)
+            carry, y = kind.values(*inputs, gathered)
         ys = kind.write(state.ys, row, y)
         return state._replace(carry=carry, ys=ys, residuals=residuals)
 
@@ -141,7 +147,7 @@ def _forward_step(
         def run(
             kind: Kind, row: Index, state: ForwardState, own: Arrays, ahead: Arrays
         ) -> ForwardState:
-            return run_layer(number, kind, row, state, own)
+            return run_layer(number, kind, row, state, own, ahead)
 
         fetched, state = state.fetched, state._replace(fetched=[])
         state, fetched = at_ahead(
@@ -160,7 +166,7 @@ def _forward_step(
             ahead = spec.fetch(xs, jnp.minimum(number + 1, last))
 
         def run(kind: Kind, row: Index, state: ForwardState) -> ForwardState:
-            return run_layer(number, kind, row, state, fetched)
+            return run_layer(number, kind, row, state, fetched, ahead)
 
         ran = None if state.ran is None else state.ran + 1
         state = state._replace(fetched=ahead, ran=ran)

@@ -17,7 +17,7 @@ in front of a gather is in it, so that what is sent has the smaller type.
 
 import functools
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import jax
@@ -27,7 +27,8 @@ from jax.sharding import AxisType
 from jaxtyping import Array
 
 from .. import _xla_hints as xla_hints
-from .slots import types_of
+from .._activity import PRODUCTS, programs_in
+from .slots import Arrays, types_of
 
 T = TypeVar("T")
 # Of one leaf, to what the rest of a layer takes in its place.
@@ -36,6 +37,7 @@ Gather: TypeAlias = Jaxpr
 # What may be in front of a gather, or between two: it costs little.
 _PREPARES = frozenset(["convert_element_type", "reshape", "squeeze", "transpose"])
 _ALL_GATHERS = frozenset(["all_gather", "all_gather_invariant"])
+_EXCHANGES = frozenset(["all_to_all", "ragged_all_to_all"])
 
 
 def gathers_of(jaxpr: Jaxpr, leaves: Sequence[Var]) -> list[Gather | None]:
@@ -150,3 +152,67 @@ def scattered(cotangent: Array, gather: Gather | None) -> Array:
         else:
             (cotangent,) = transpose(cotangent)
     return cotangent
+
+
+def last_exchange(jaxpr: Jaxpr) -> int | None:
+    """The equation of a layer in which devices exchange rows, where the layer ends with
+    that: the place of the last one, if it needs a product, and no other comes after it.
+
+    An equation may have both in it, as a loop over rounds of an exchange has.
+    """
+    for place in reversed(range(len(jaxpr.eqns))):
+        equation = jaxpr.eqns[place]
+        if _has([equation], _EXCHANGES):
+            needed = _needed(jaxpr.eqns[:place], equation.invars)
+            return place if _has(needed, PRODUCTS) else None
+        if _has([equation], PRODUCTS):
+            return None
+    return None
+
+
+def _needed(equations: Sequence[JaxprEqn], atoms: Iterable[Any]) -> list[JaxprEqn]:
+    """Those of the equations that these values depend on, from the last."""
+    wanted = {atom for atom in atoms if isinstance(atom, Var)}
+    needed = []
+    for equation in reversed(equations):
+        if not wanted.isdisjoint(equation.outvars):
+            needed.append(equation)
+            wanted.update(atom for atom in equation.invars if isinstance(atom, Var))
+    return needed
+
+
+def _has(equations: Iterable[JaxprEqn], names: Container[str]) -> bool:
+    """Whether some of these, or of those in them, have a primitive of these names."""
+    for equation in equations:
+        if equation.primitive.name in names:
+            return True
+        if any(_has(program.eqns, names) for program in programs_in(equation)):
+            return True
+    return False
+
+
+def run_beside_gathers(jaxpr: Jaxpr, inputs: Arrays, ahead: Sequence[Any]) -> list[Any]:
+    """`eval_jaxpr`, where an exchange at the end of a layer begins once what is
+    gathered for the next layer, the arrays in `ahead`, is there.
+    """
+    gathered = [leaf for leaf in ahead if leaf is not None]
+    place = last_exchange(jaxpr) if gathered else None
+    if place is None:
+        return eval_jaxpr(jaxpr, (), *inputs)
+
+    # Two programs: what comes before the exchange returns what the rest reads of it.
+    read_later = {var for var in jaxpr.outvars if isinstance(var, Var)}
+    for equation in jaxpr.eqns[place:]:
+        read_later.update(var for var in equation.invars if isinstance(var, Var))
+    computed: list[Var] = []
+    for equation in jaxpr.eqns[:place]:
+        computed += [var for var in equation.outvars if var in read_later]
+    before = jaxpr.replace(eqns=jaxpr.eqns[:place], outvars=computed)
+    after = jaxpr.replace(eqns=jaxpr.eqns[place:], invars=[*jaxpr.invars, *computed])
+
+    values = dict(zip(computed, eval_jaxpr(before, (), *inputs), strict=True))
+    exchange = jaxpr.eqns[place]
+    sent = [var for var in computed if var in exchange.invars]
+    rows = xla_hints.exchange_after_gathers([values[var] for var in sent], gathered)
+    values.update(zip(sent, rows, strict=True))
+    return eval_jaxpr(after, (), *inputs, *values.values())

@@ -42,6 +42,7 @@ from .._activity import active_outputs, forwarded_inputs
 from .._compat import trace_context, without_constants
 from .._remat import Kept
 from .._static import PyTree
+from .gathers import run_beside_gathers
 from .kinds import Kind
 from .slots import Arrays, Carry, Mask, inverted, types_of
 from .store import Index, write, zeros_like, zeros_of
@@ -184,34 +185,38 @@ class LayerPullback:
             leaves = _after_gathers(jaxpr, leaves, ahead)
         return jax.tree.unflatten(structure, leaves)
 
-    def save(self, inputs: LayerInputs) -> tuple[tuple[Carry, Arrays], Arrays]:
+    def save(
+        self, inputs: LayerInputs, ahead: Sequence[Any]
+    ) -> tuple[tuple[Carry, Arrays], Arrays]:
         """Run the layer; returns its carry and output, and the residuals that are
-        saved.
+        saved. `ahead` is what is gathered meanwhile for the next layer.
         """
         residuals = self.residuals
         if residuals is None:
-            return self.kind.values(*inputs), []
-        outputs = eval_jaxpr(
-            residuals.forward, (), *residuals.constants, *sum(inputs, [])
-        )
+            return self.kind.values(*inputs, ahead), []
+        arrays = [*residuals.constants, *sum(inputs, [])]
+        outputs = run_beside_gathers(residuals.forward, arrays, ahead)
         carries = self.kind.carries
         results = len(outputs) - len(residuals.is_saved)
         saved = pick(outputs[results:], residuals.is_saved)
         return (outputs[:carries], outputs[carries:results]), saved
 
-    def save_again(self, inputs: LayerInputs) -> tuple[Carry, Arrays]:
+    def save_again(
+        self, inputs: LayerInputs, ahead: Sequence[Any]
+    ) -> tuple[Carry, Arrays]:
         """`save` in a replay: returns the carry and the residuals. What only outputs
         need is left out, as in `Kind.replayed`.
         """
         residuals = self.residuals
         if residuals is None:
-            return self.kind.replayed(*inputs), []
+            return self.kind.replayed(*inputs, ahead), []
         carries = self.kind.carries
         saved = len(residuals.is_saved)
         outputs = len(residuals.forward.outvars) - carries - saved
         is_needed = [True] * carries + [False] * outputs + [*residuals.is_saved]
         jaxpr, _ = dce_jaxpr(residuals.forward, is_needed, instantiate=True)
-        results = eval_jaxpr(jaxpr, (), *residuals.constants, *sum(inputs, []))
+        arrays = [*residuals.constants, *sum(inputs, [])]
+        results = run_beside_gathers(jaxpr, arrays, ahead)
         return results[:carries], results[carries:]
 
     def __call__(
@@ -237,6 +242,9 @@ class LayerPullback:
         residuals = self.residuals
         if residuals is None and (self.kind.in_forward_mode or ahead):
             pullback = self._pullback_alone(inputs, ahead)
+            if ahead and self.kind.ends_with_exchange:
+                gathered = [leaf for leaf in ahead if leaf is not None]
+                cotangents = xla_hints.exchange_after_gathers(cotangents, gathered)
         elif residuals is None:
             _, pullback = self._linearize(inputs)
         else:

@@ -29,7 +29,15 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from .. import _xla_hints as xla_hints
 from .._compat import without_constants
 from .._placement import is_on_host
-from .gathers import Gather, gathered, gathers_of, scattered, without_gathers
+from .gathers import (
+    Gather,
+    gathered,
+    gathers_of,
+    last_exchange,
+    run_beside_gathers,
+    scattered,
+    without_gathers,
+)
 from .programs import found_in
 from .slots import Arrays, Carry, Mask, OfKinds, inverted, types_of
 from .store import Index, write
@@ -163,19 +171,30 @@ class Kind:
         outputs = evaluate(self.jaxpr, (), *shared, *carry, *x)
         return outputs[: self.carries], outputs[self.carries :]
 
-    def values(self, shared: Arrays, carry: Carry, x: Arrays) -> tuple[Carry, Arrays]:
-        """The layer's results, where they are not differentiated."""
+    def values(
+        self, shared: Arrays, carry: Carry, x: Arrays, ahead: Sequence[Any]
+    ) -> tuple[Carry, Arrays]:
+        """The layer's results, where they are not differentiated. `ahead` is what is
+        gathered meanwhile for the next layer.
+        """
         jaxpr = self.values_jaxpr or self.jaxpr
-        outputs = eval_jaxpr(jaxpr, (), *shared, *carry, *x)
+        outputs = run_beside_gathers(jaxpr, [*shared, *carry, *x], ahead)
         return outputs[: self.carries], outputs[self.carries :]
 
-    def replayed(self, shared: Arrays, carry: Carry, x: Arrays) -> Carry:
+    def replayed(
+        self, shared: Arrays, carry: Carry, x: Arrays, ahead: Sequence[Any]
+    ) -> Carry:
         """The carry that the layer returns; what only its outputs need is left out.
 
         In a derivative of a replay, JAX could not lower the tangents of outputs where a
         `jax.custom_vjp` computes these, though nothing reads them.
         """
-        return eval_jaxpr(self._carry_jaxpr, (), *shared, *carry, *x)
+        return run_beside_gathers(self._carry_jaxpr, [*shared, *carry, *x], ahead)
+
+    @functools.cached_property
+    def ends_with_exchange(self) -> bool:
+        """Whether the layer ends with an exchange of rows; `last_exchange`."""
+        return last_exchange(self.jaxpr) is not None
 
     @functools.cached_property
     def _carry_jaxpr(self) -> Jaxpr:

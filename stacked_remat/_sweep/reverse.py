@@ -60,15 +60,7 @@ from .gradient import (
     zero_gradients,
 )
 from .kinds import Kind
-from .slots import (
-    Arrays,
-    Carry,
-    Checkpoints,
-    Column,
-    Mask,
-    OfKinds,
-    entry_at,
-)
+from .slots import Arrays, Carry, Checkpoints, Column, Mask, OfKinds, entry_at
 from .spec import SweepSpec
 from .store import Index, read, with_tangents
 from .trips import Trips, trips_of
@@ -291,7 +283,8 @@ class _Layers:
             kind: Kind, row: Index, held: Carry, fetched: Arrays, ahead: Arrays
         ) -> Carry:
             inputs = self.inputs(kind, row, held, fetched, loop.state)
-            return self.spec.of_held(kind.replayed(*inputs))
+            gathered = self.spec.gathers_in(kind, self.xs_in(loop.state), ahead)
+            return self.spec.of_held(kind.replayed(*inputs, gathered))
 
         return self.at("replay", number, r, run, loop.carry, fetched, ahead, loop)
 
@@ -312,7 +305,8 @@ class _Layers:
         ) -> tuple[Carry, Any]:
             held, saved = part
             inputs = self.inputs(kind, row, held, fetched, loop.state)
-            carry, residuals = self.pullbacks[kind.number].save_again(inputs)
+            gathered = self.spec.gathers_in(kind, self.xs_in(loop.state), ahead)
+            carry, residuals = self.pullbacks[kind.number].save_again(inputs, gathered)
             entry = self.spec.entry(kind, number, bottom)
             return self.spec.of_held(carry), kind.write(saved, entry, residuals)
 

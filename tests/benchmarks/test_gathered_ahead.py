@@ -2,7 +2,14 @@
 
 import pytest
 
-from benchmarks.gathered_ahead import POLICIES, SIZES, collectives, compiled
+from benchmarks.gathered_ahead import (
+    EXCHANGES,
+    POLICIES,
+    SIZES,
+    collectives,
+    compiled,
+    of_weights,
+)
 from tests.recorded_on import ON_H200, ON_V5P, recorded
 
 # Of a layer, in bfloat16
@@ -13,7 +20,7 @@ LAYER = 2 * SIZES.width * SIZES.inner * 2
 @pytest.mark.parametrize("target", [ON_H200, ON_V5P])
 def test_collectives_of_weights_and_gradients_run_beside_products(target, policy):
     found, text = compiled(target, policy)
-    in_loops = [one for one in collectives(text) if one.in_loop]
+    in_loops = of_weights(text)
     kinds = {one.kind for one in in_loops}
     assert "all-gather" in kinds and "all-reduce" not in kinds
     assert all(one.products for one in in_loops), in_loops
@@ -30,12 +37,26 @@ def test_collectives_of_weights_and_gradients_run_beside_products(target, policy
 @pytest.mark.parametrize("target", [ON_H200])
 def test_nor_do_layers_of_two_kinds_wait(target):
     found, text = compiled(target, "nested", kinds=2)
-    in_loops = [one for one in collectives(text) if one.in_loop]
+    in_loops = of_weights(text)
     assert in_loops and all(one.products for one in in_loops), in_loops
     # A gathered layer of each kind
     rows = recorded(f"gathered_ahead_kinds_{target}_8", "policy", "weights gathered")
     of_layer = rows["nested", "by the layer"]["temporaries"]
     most = of_layer + 2 * LAYER * 9 / 8
+    assert found.memory_analysis().temp_size_in_bytes <= most
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("policy", ["offload", "fused"])
+@pytest.mark.parametrize("target", [ON_H200])
+def test_nor_do_layers_that_end_with_an_exchange_of_experts(target, policy, exchange):
+    found, text = compiled(target, policy, experts=exchange)
+    in_loops = of_weights(text)
+    assert in_loops and all(one.products for one in in_loops), in_loops
+    columns = "experts", "policy", "weights gathered"
+    rows = recorded(f"gathered_ahead_experts_{target}_8", *columns)
+    of_layer = rows[exchange, policy, "by the layer"]["temporaries"]
+    most = of_layer + LAYER * 9 / 8
     assert found.memory_analysis().temp_size_in_bytes <= most
 
 

@@ -507,6 +507,9 @@ class TestRefused:
                 "The layer.gain.* is shared by all layers",
             ),
             (layer_with(power=2.0), "The layer.power is 1.0, the same for all layers"),
+            (lambda visit: None, r"signature is \(visit\): too many"),
+            (lambda visit, state: visit + 1, "unsupported operand"),
+            (result(layer={"scale": jnp.zeros(())}), "The layer goes in as .* a dict"),
         ],
     )
     def test_what_a_visitor_returns(self, sweep_back, visitor, message):

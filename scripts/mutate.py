@@ -163,7 +163,11 @@ def mutants(path: Path) -> Iterator[Mutant]:
 
 
 def _running(node: ast.AST) -> Iterator[ast.AST]:
-    """The nodes that run: neither types nor texts of errors."""
+    """The nodes that run: neither types nor texts of errors. Not `strict=` of `zip`
+    either, which says what holds anyway.
+    """
+    if isinstance(node, ast.keyword) and node.arg == "strict":
+        return
     for name, value in ast.iter_fields(node):
         if name in ("annotation", "returns", "exc", "msg", "decorator_list"):
             continue

@@ -342,7 +342,8 @@ class Slice(eqx.Module):
 
     def __call__(self, x):
         weight = LayerStack.of(self.weight)
-        return Tanh(weight.stack[:, :, :4][weight.layer_index])(x)
+        halves = weight.stack[:, :, :2], weight.stack[:, :, 2:]
+        return Tanh(jnp.concatenate(halves, -1)[weight.layer_index])(x)
 
 
 class Inner(eqx.Module):

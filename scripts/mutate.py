@@ -247,11 +247,9 @@ def main() -> int:
     killed = 0
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder)
-        for name in ("stacked_remat", "tests", "scripts", "models", "benchmarks"):
-            shutil.copytree(
-                ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__")
-            )
-        shutil.copy(ROOT / "pyproject.toml", copy)
+        # Environments, runs and the like are not part of the checkout
+        others = shutil.ignore_patterns("__pycache__", ".*", "runs", "site", "dist")
+        shutil.copytree(ROOT, copy, ignore=others, dirs_exist_ok=True)
         for number, mutant in enumerate(chosen, 1):
             is_dead = is_killed(mutant, copy)
             killed += is_dead

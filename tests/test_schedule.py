@@ -218,9 +218,22 @@ def test_parts_within_parts(length: int, carries: int):
             for n in ([part] if isinstance(part, int) else layers(part))
         ]
 
+    def held(tree: tuple[Tree, ...]) -> int:
+        """Inputs of the layers, at the most, while the parts are reversed."""
+        return max(
+            before + (1 if isinstance(part, int) else held(part))
+            for before, part in enumerate(tree)
+        )
+
     for cut in (shrinking(length), bounded(length, max_carries=carries)):
         if cut.length < 50 or carries > 2:
             assert layers(cut.tree) == list(range(length))
+            assert held(cut.tree) <= cut.slots
+    # The first inputs of segments are off the device, so that each has all slots
+    cut = off_device(equal(length, min(carries, length)))
+    segments = [part if isinstance(part, tuple) else (part,) for part in cut.tree]
+    assert [*map(len, segments)] == [*cut.segments]
+    assert layers(cut.tree) == list(range(length))
 
 
 def test_parts_that_are_nested_too_deep_for_a_checkpoint_in_each():

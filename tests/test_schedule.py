@@ -233,6 +233,9 @@ def test_parts_within_parts(length: int, carries: int):
     cut = off_device(equal(length, min(carries, length)))
     segments = [part if isinstance(part, tuple) else (part,) for part in cut.tree]
     assert [*map(len, segments)] == [*cut.segments]
+    assert not cut.has_two_levels
+    if cut.slots > 1:
+        assert off_device(cut, cut.slots - 1).has_two_levels
     assert layers(cut.tree) == list(range(length))
 
 

@@ -41,6 +41,7 @@ def check(schedule: Schedule, length: int) -> None:
     assert executed.used == set(range(schedule.slots))
     assert program.slots == schedule.slots == executed.most_alive
     assert schedule.replays == sum(program.advances)
+    assert program.holds_all == (len(program.held_layers) == schedule.replays)
     assert not executed.unread
     saved = Execution(schedule.program(saves=True), saves=True)
     assert not saved.unread

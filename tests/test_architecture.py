@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from scripts import mutate
+
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("stacked_remat", "models", "benchmarks", "scripts", "tests")
 
@@ -458,6 +460,15 @@ def test_the_core_imports_nothing_that_stands_on_it():
     for layer in CORE.split():
         allowed = LAYERS[layer][1].split()
         assert not on_it.intersection(allowed), layer
+
+
+def test_every_module_of_the_core_has_tests_for_its_mutants():
+    for source in sources():
+        if source.unit and _layer(source.unit) in (*CORE.split(), "fused", "pipeline"):
+            tests = mutate.tests_of(ROOT / source.path)
+            assert tests, f"add {source.path} to TESTS in scripts/mutate.py"
+            for test in tests:
+                assert (ROOT / test).exists(), f"scripts/mutate.py names {test}"
 
 
 FOLDER_ROW = re.compile(r"^\| `([^`]+/)` \| (.+?) \|$", re.MULTILINE)

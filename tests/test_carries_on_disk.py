@@ -14,6 +14,7 @@ import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from stacked_remat import (
@@ -345,6 +346,17 @@ jax.block_until_ready(jax.jit(jax.grad(run))(jnp.ones(1000)))
 """
 
 
+def test_a_file_that_ends_too_early_is_closed(folder):
+    ticket = files.open_file(folder, ())
+    files.write(ticket, 0, [np.ones(3)])
+    # Which closes it again
+    files.keep_until_garbage(ticket)
+    with pytest.raises(OSError, match="the file ends before the carry does"):
+        files.read(ticket, 1, [jax.typeof(np.ones(3))])
+    assert files.traffic.files == 0
+    del ticket
+
+
 def test_a_killed_process_leaves_no_file(folder):
     command = [sys.executable, "-c", _KILLED, folder]
     root = Path(__file__).parents[1]
@@ -406,6 +418,18 @@ def test_layers_one_by_one_and_loops_that_stop_are_refused(folder):
         blocks.fold(X, remat=two_levels)
     with pytest.raises(ValueError, match="With until="):
         fold(layer, Layers, remat=on_disk(folder), until=lambda x: x[0] > 9)(X, WEIGHTS)
+
+
+def test_carries_of_examples_that_differ_inside_of_layers_alone_are_refused(folder):
+    def own(x, weight):
+        return layer(x * jax.lax.axis_index("examples").astype(x.dtype), weight)
+
+    def value(x):
+        return jnp.sum(fold(own, Layers, remat=on_disk(folder))(x, WEIGHTS))
+
+    run = jax.vmap(lambda _, x: jax.grad(value)(x), (0, None), axis_name="examples")
+    with pytest.raises(NotImplementedError, match="carries differ between examples"):
+        quick_jit(run)(jnp.arange(2), X)
 
 
 def test_several_devices_are_refused(folder):

@@ -378,7 +378,7 @@ def test_layers_are_updated_where_they_are_divided(mesh_kind):
         assert leaf.sharding.is_equivalent_to(sharding, 3)
 
 
-def whole_weights_in_loops(mesh_kind, remat, apply=by_stack, devices=8):
+def whole_weights_in_loops(mesh_kind, remat, apply=by_stack, devices=2):
     """How many whole weights of each shape a loop of a gradient carries, for loops that
     carry some.
     """

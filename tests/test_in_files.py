@@ -203,6 +203,10 @@ def test_what_is_not_the_array_is_refused():
         hnn.Embedding(stacked, Inner, Embed)(hax.arange(Pos))
     with pytest.raises(ValueError, match="entries of inner=12, embed=8; got embed=8"):
         chunked_cross_entropy(X, stacked, hax.arange(Pos), Embed, Inner)
+    table = normal(0, Inner, Embed)
+    whole = streaming.from_files(table, lambda number: table.array, stacked=0)
+    with pytest.raises(ValueError, match="its first axis, .*inner.*; asked for some"):
+        whole.take(Embed, hax.arange(Pos))
     linear = hnn.Linear(normal(0, Embed, Inner), None, Embed, Inner)
     with pytest.raises(ValueError, match="of inner=12, embed=8"):
         streaming.LinearInFiles.of(linear)

@@ -287,6 +287,8 @@ def test_what_a_layer_does_with_states_of_others(Stack):
         match=f"layer of {name}.fold uses the state .*other.count.*not its own",
     ):
         blocks.fold_via(lambda block, x, state: model.other(x, state))(x, state)
+    with pytest.raises(KeyError, match="no name of a state"):
+        blocks.fold_via(lambda block, x, state: {}["no name of a state"])(x, state)
     _, foreign = counters()
     with pytest.raises(
         ValueError, match=f"layer of {name}.scan returns the state .*not its own"

@@ -249,6 +249,48 @@ def test_layers_are_mapped_over_and_taken_out():
         blocks.get_layer(3)
 
 
+class Counted(eqx.Module):
+    """Writes its part of a state dict itself."""
+
+    count: jax.Array
+
+    def to_state_dict(self, prefix):
+        return {f"{prefix}.n": self.count}
+
+    def from_state_dict(self, state_dict, prefix):
+        return Counted(jnp.asarray(state_dict[f"{prefix}.n"]))
+
+
+def test_a_state_dict_has_what_layers_hold_by_name():
+    class Layer(eqx.Module):
+        inner: Inner
+        by_name: dict[str, jax.Array]
+        counted: Counted
+        scale: float
+
+    numbers = jnp.arange(3.0)
+    inner = Inner([numbers, numbers + 1], (numbers + 2, 0.5))
+    layer = Layer(inner, {"a": numbers + 3}, Counted(numbers + 4), 2.0)
+    blocks = ArrayStacked(layer, 3)
+    expected = {"m.inner.two.1": 0.5, "m.scale": 2.0}
+    for index in range(3):
+        # The key map gives the list no name of its own
+        names = ["inner.0", "inner.1", "inner.two.0", "by_name.a", "counted.n"]
+        for offset, name in enumerate(names):
+            expected[f"m.{index}.{name}"] = float(index + offset)
+    found = blocks.to_state_dict("m")
+    assert {key: float(value) for key, value in found.items()} == expected
+    without_number = {**found}
+    del without_number["m.scale"]
+    empty = jax.tree.map(jnp.zeros_like, eqx.filter(blocks, eqx.is_array))
+    empty = eqx.combine(empty, blocks)
+    assert eqx.tree_equal(empty.from_state_dict(without_number, "m"), blocks)
+    # Without a prefix layers have their numbers alone
+    plain = blocks.to_state_dict()
+    assert [*plain][0] == "0.inner.0" and plain["scale"] == 2.0
+    assert eqx.tree_equal(empty.from_state_dict(plain), blocks)
+
+
 def test_it_becomes_a_stack():
     x = jnp.ones((2, 2))
     blocks = ArrayStacked.init(3, eqx.nn.LayerNorm)(2)
@@ -276,6 +318,11 @@ def test_it_becomes_a_stack():
             r"\['rate'\], and the call has \['mask'\]",
         ),
         (lambda: stack().fold(jnp.ones(2), unroll=0), "unroll is at least 1"),
+        (lambda: stack().vmap_via(jnp.ones, out_axes=0.5), "an integer or None; got"),
+        (
+            lambda: ArrayStacked(jnp.ones((3, 2)), 3).to_state_dict(),
+            "takes a prefix",
+        ),
         (
             lambda: stack().from_state_dict(
                 {"m.0.offset": jnp.ones(()), "m.2.offset": jnp.ones(())}, "m"

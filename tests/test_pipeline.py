@@ -378,33 +378,41 @@ def test_gradients_in_bfloat16_of_what_all_stages_have():
 
 
 class Numbers(eqx.Module):
-    """Carries Python's numbers beside an array."""
+    """Carries Python's numbers beside an array. All layers share an array and a
+    function.
+    """
 
     weight: jax.Array
+    changes: hax.NamedArray
+    activation: Any
 
     def __call__(self, carry):
         x, scale, count, is_on = carry
         # W reads `hidden`, whose product policies may save or run again
         hidden = x + jax.lax.stop_gradient(x @ self.weight)
-        update = jnp.where(is_on, hidden @ self.weight, x)
+        update = jnp.where(is_on, self.activation(hidden @ self.weight), x)
+        update = jnp.where(self.changes.array[None], update, 0.0)
         return x + scale * update, scale, count + 1, is_on
 
 
 def test_numbers_in_the_carry_and_effects_of_the_loss():
     """Numbers become arrays, as in a fold. What the loss prints, before the fold or
-    after it, is printed once for each microbatch.
+    after it, is printed once for each microbatch. Another stack has zeros.
     """
     weights = normal(0, 4, 6, 6) / 2
-    blocks = Stacked(Numbers(weights), hax.Axis("layers", 4), remat=False)
-    model = {"blocks": blocks, "table": normal(2, 10, 6)}
+    changes = hax.named(np.arange(6) % 3 < 2, "embed")
+    layer = Numbers(weights, changes, jnp.tanh)
+    blocks = Stacked(layer, hax.Axis("layers", 4), remat=False)
+    others = Stacked(Tanh(normal(1, 4, 4, 4)), hax.Axis("layers", 4))
+    model = {"blocks": blocks, "others": others, "table": normal(2, 10, 6)}
     tokens = np.arange(4)
 
-    def loss_with(report, model, tokens):
+    def loss_with(report, model, tokens, power):
         report("before", tokens[0])
         first = model["table"][tokens], 0.5, 0, True
         x, scale, count, is_on = model["blocks"].fold(first)
         report("after", count)
-        value = jnp.mean((x * scale + count) ** 2)
+        value = jnp.mean((x * scale + count) ** power)
         # Neither depends on an array
         return value, (is_on, jnp.asarray(2.0))
 
@@ -413,23 +421,31 @@ def test_numbers_in_the_carry_and_effects_of_the_loss():
     def report(when, number):
         jax.debug.callback(lambda number: printed.append((when, int(number))), number)
 
-    def all_of(model, tokens):
+    # Functions among the leaves are no arguments of `jax.jit`
+    def all_of(tokens):
         loss = functools.partial(loss_with, report)
         found = {}
         for name in NAMES:
-            run = pipeline(loss, "stage", microbatches=2, schedule=name, has_aux=True)
-            found[name] = run.value_and_grad(model, tokens)
+            run = pipeline(
+                loss,
+                "stage",
+                microbatches=2,
+                schedule=name,
+                stack=lambda model: model["blocks"],
+                has_aux=True,
+            )
+            found[name] = run.value_and_grad(model, tokens, 2)
         return found
 
     def silent(model, tokens):
-        return loss_with(lambda when, number: None, model, tokens)[0]
+        return loss_with(lambda when, number: None, model, tokens, 2)[0]
 
     with jax.set_mesh(mesh_of(2, 1)):
-        found = quick_jit(all_of)(model, tokens)
+        found = quick_jit(all_of)(tokens)
         jax.block_until_ready(found)
         jax.effects_barrier()
-    expected = quick_jit(lambda model: on_one_device(silent, model, (tokens,), 2))(
-        model
+    expected = quick_jit(lambda tokens: on_one_device(silent, model, (tokens,), 2))(
+        tokens
     )
     for name in NAMES:
         (value, (is_on, twos)), gradients = found[name]

@@ -41,6 +41,7 @@ def check(schedule: Schedule, length: int) -> None:
     assert executed.used == set(range(schedule.slots))
     assert program.slots == schedule.slots == executed.most_alive
     assert schedule.replays == sum(program.advances)
+    assert program.holds_all == (len(program.held_layers) == schedule.replays)
     assert not executed.unread
     saved = Execution(schedule.program(saves=True), saves=True)
     assert not saved.unread
@@ -218,9 +219,25 @@ def test_parts_within_parts(length: int, carries: int):
             for n in ([part] if isinstance(part, int) else layers(part))
         ]
 
+    def held(tree: tuple[Tree, ...]) -> int:
+        """Inputs of the layers, at the most, while the parts are reversed."""
+        return max(
+            before + (1 if isinstance(part, int) else held(part))
+            for before, part in enumerate(tree)
+        )
+
     for cut in (shrinking(length), bounded(length, max_carries=carries)):
         if cut.length < 50 or carries > 2:
             assert layers(cut.tree) == list(range(length))
+            assert held(cut.tree) <= cut.slots
+    # The first inputs of segments are off the device, so that each has all slots
+    cut = off_device(equal(length, min(carries, length)))
+    segments = [part if isinstance(part, tuple) else (part,) for part in cut.tree]
+    assert [*map(len, segments)] == [*cut.segments]
+    assert not cut.has_two_levels
+    if cut.slots > 1:
+        assert off_device(cut, cut.slots - 1).has_two_levels
+    assert layers(cut.tree) == list(range(length))
 
 
 def test_parts_that_are_nested_too_deep_for_a_checkpoint_in_each():

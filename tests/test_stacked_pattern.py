@@ -446,6 +446,9 @@ def test_mistakes_are_refused_by_name():
         TypeError, match=r"per_kind for own is .*unmarked.*Mark its values"
     ):
         blocks.scan(x, scale, sr.per_layer(per_kind(own)), shift)
+    _, sweep_back = blocks.scan_vjp(x, scale, per_kind(own), shift)
+    with pytest.raises(ValueError, match="one of .*'sine', 'tanh'.*; got 'cosine'"):
+        sweep_back.zeros("cosine")
     with pytest.raises(TypeError, match="marked per_kind"):
         blocks.scan(per_kind({"tanh": x, "sine": x}), scale, own, shift)
     with pytest.raises(ValueError, match=r"is None; did you forget eqx.combine"):

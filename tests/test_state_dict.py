@@ -27,13 +27,16 @@ def test_what_is_not_an_array_is_not_read_from_a_state_dict(Stack):
         count: int
         flag: bool
         rate: complex
+        pair: tuple[jax.Array, float]
 
         def __call__(self, x, key):
             assert self.flag and type(self.count) is int
             return self.dropout(x, key=key) * self.weight * self.count * self.rate.real
 
     dropout = eqx.nn.Dropout(0.5)
-    stack = Stack.init(Layers, Block)(jnp.ones(4), dropout, 3, True, 2.0 + 0.0j)
+    stack = Stack.init(Layers, Block)(
+        jnp.ones(4), dropout, 3, True, 2.0 + 0.0j, (jnp.zeros(4), 0.5)
+    )
     again = stack.from_state_dict(stack.to_state_dict("h"), "h")
     assert eqx.tree_equal(again, stack)
     numbers = [leaf for leaf in jax.tree.leaves(again) if not eqx.is_array(leaf)]

@@ -342,7 +342,8 @@ class Slice(eqx.Module):
 
     def __call__(self, x):
         weight = LayerStack.of(self.weight)
-        return Tanh(weight.stack[:, :, :4][weight.layer_index])(x)
+        halves = weight.stack[:, :, :2], weight.stack[:, :, 2:]
+        return Tanh(jnp.concatenate(halves, -1)[weight.layer_index])(x)
 
 
 class Inner(eqx.Module):
@@ -507,6 +508,9 @@ class TestRefused:
                 "The layer.gain.* is shared by all layers",
             ),
             (layer_with(power=2.0), "The layer.power is 1.0, the same for all layers"),
+            (lambda visit: None, r"signature is \(visit\): too many"),
+            (lambda visit, state: visit + 1, "unsupported operand"),
+            (result(layer={"scale": jnp.zeros(())}), "The layer goes in as .* a dict"),
         ],
     )
     def test_what_a_visitor_returns(self, sweep_back, visitor, message):

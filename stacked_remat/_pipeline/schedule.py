@@ -175,7 +175,7 @@ def make_schedule(name: ScheduleName, stages: int, microbatches: int) -> Schedul
     ticks = 2 * (microbatches + stages - 1)
     # One more, for W that are left
     operations = np.full((ticks + 1, stages), IDLE, np.int32)
-    numbers = np.zeros((ticks + 1, stages), np.int32)
+    numbers = np.zeros_like(operations)
     for stage in range(stages):
         for number in range(microbatches):
             forward = 2 * number + stage
@@ -183,7 +183,7 @@ def make_schedule(name: ScheduleName, stages: int, microbatches: int) -> Schedul
             operations[forward, stage] = FORWARD
             operations[backward, stage] = BACKWARD
             numbers[[forward, backward], stage] = number
-    done = np.zeros((ticks + 1, stages), np.int32)
+    done = np.zeros_like(operations)
     if name == "zero_bubble":
         done = _weights_done(operations, microbatches)
     return Schedule(
@@ -199,7 +199,7 @@ def _weights_done(operations: np.ndarray, microbatches: int) -> np.ndarray:
     it goes on to the next tick.
     """
     rows, stages = operations.shape
-    result = np.zeros((rows, stages), np.int32)
+    result = np.zeros_like(operations)
     now = np.zeros(stages, int)
     done = np.zeros(stages, np.int32)
     ready = np.zeros(stages, np.int32)

@@ -11,7 +11,7 @@ whose ticket nothing reads, as where a gradient is not used.
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -133,20 +133,19 @@ _read_p = python_call(
 )
 
 
-def _refused_jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
-    if not all(isinstance(tangent, ad.Zero) for tangent in tangents):
-        raise TypeError(
-            'With save_carries="disk", the derivative of a gradient has no forward mode'
-            " (jax.jvp, jax.jacfwd, jax.hessian). Use reverse mode (jax.grad of"
-            ' jax.grad), or another policy ("nested").'
-        )
-    return _without_tangents(_write_p, primals, tangents)
+def _refused_jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> NoReturn:
+    # JAX calls it only where some tangent is not zero.
+    raise TypeError(
+        'With save_carries="disk", the derivative of a gradient has no forward mode'
+        " (jax.jvp, jax.jacfwd, jax.hessian). Use reverse mode (jax.grad of jax.grad),"
+        ' or another policy ("nested").'
+    )
 
 
 def _without_tangents(
     primitive: Any, primals: Any, tangents: Any, **params: Any
 ) -> Any:
-    """What has been written has tangents: `_refused_jvp` allows none but zeros."""
+    """For results that are integers, or without a tangent by `_refused_jvp`."""
     results = primitive.bind(*primals, **params)
     zeros = [ad.Zero(jax.typeof(result).to_tangent_aval()) for result in results]
     return results, zeros

@@ -58,13 +58,13 @@ def gathers_of(jaxpr: Jaxpr, leaves: Sequence[Var]) -> list[Gather | None]:
 def _gather_of(
     jaxpr: Jaxpr, leaf: Var, readers: dict[Var, list[JaxprEqn | None]]
 ) -> Gather | None:
-    # Follows the leaf while one equation reads it, with no other input.
+    # Follows the leaf while one equation reads it, of those that have one input.
     equations = []
     until_last_gather = 0
     var = leaf
     while len(readers[var]) == 1:
         (equation,) = readers[var]
-        if equation is None or len(equation.invars) > 1:
+        if equation is None:
             break
         is_gather = _gathers(equation)
         if not is_gather and equation.primitive.name not in _PREPARES:

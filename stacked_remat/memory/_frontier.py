@@ -109,6 +109,9 @@ def frontier(
     # No ladder, where the search has no model of the program
     for policy in chosen or candidates:
         search.taken(policy)
+    if not search.compiled:
+        # Raises why: no policy can be traced.
+        search.trial(candidates[0])
     tried = compared(search.compiled.values())
     compiled = [trial for trial in tried.trials if trial.report is not None]
 

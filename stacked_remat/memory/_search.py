@@ -10,7 +10,8 @@ moved to the host (`variations`). A model of the program (`_model.py`) tells the
 of each, and its bytes beside those of one policy that is compiled. Of these stay the
 policies that take less memory than all with fewer FLOPs, the *ladder*. Where it crosses
 the budget is found by compiling the first step that should fit; what the model is wrong
-by there tells which step to compile next.
+by there tells which step to compile next. At the end two steps that the model alone
+lets fit are compiled too.
 
 Of everything that was compiled and fits, the cheapest is the answer. Memory is always
 the compiler's figure, never the model's. The ladder does not depend on the budget, so
@@ -36,6 +37,10 @@ _NEVER = (math.inf, math.inf, math.inf)
 _ALIKE = 1.0005
 # A step that takes up to so much more than the budget, by the model, may fit.
 _SLACK = 1.1
+# The model is wrong by another amount for each step: so many that take up to so much
+# more than the budget by it, and were ruled out by another step, are compiled too.
+_NEAR = 1.03
+_MOST_NEAR = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,6 +106,7 @@ class Search:
             if trial.report is not None and trial.report.arguments > self.budget:
                 return None
         self._climb(ladder)
+        self._compile_near(ladder)
         # Policies of JAX, of which the ladder has none.
         for policy in candidates if ladder else ():
             if callable(resolve_policy(policy).save_block_internals):
@@ -173,23 +179,25 @@ class Search:
         devices = measured.devices
         common = measured.total - model.reference_cost.device / devices
         has_host = self._has_host
-        steps = []
+        # Candidates have variations in common, each of which is one step.
+        offered: dict[ScanCheckpointPolicy, None] = {}
         for policy in given:
             # What a policy of JAX keeps the model does not know.
-            if callable(policy.save_block_internals):
+            if not callable(policy.save_block_internals):
+                offered |= dict.fromkeys(variations(policy, self.layers, model))
+        steps = []
+        for varied in offered:
+            cost = model.cost(varied).of_device(devices)
+            again = _runs_again(varied, self.layers)
+            # A CPU has one memory.
+            kept = cost.device if has_host else cost.device + cost.host
+            if cost.host > self.host_budget:
                 continue
-            for varied in variations(policy, self.layers, model):
-                cost = model.cost(varied).of_device(devices)
-                again = _runs_again(varied, self.layers)
-                # A CPU has one memory.
-                kept = cost.device if has_host else cost.device + cost.host
-                if cost.host > self.host_budget:
-                    continue
-                if varied in given or self._hides(varied, cost):
-                    total = common + kept
-                    is_candidate = varied in given
-                    spec = given.get(varied, varied)
-                    steps.append(Step(spec, cost, again, total, is_candidate))
+            if varied in given or self._hides(varied, cost):
+                total = common + kept
+                is_candidate = varied in given
+                spec = given.get(varied, varied)
+                steps.append(Step(spec, cost, again, total, is_candidate))
         return steps
 
     @property
@@ -253,6 +261,19 @@ class Search:
             else:
                 low = at
 
+    def _compile_near(self, ladder: "Sequence[Step]") -> None:
+        """Compile some steps above the first that is known to fit, those with the
+        fewest FLOPs, where the model alone says that they may fit.
+        """
+        left = _MOST_NEAR
+        for step in ladder:
+            trial = self.compiled.get(resolve_policy(step.policy))
+            if trial is None and left and step.total <= _NEAR * self.budget:
+                left -= 1
+                trial = self.taken(step.policy)
+            if trial is not None and self.fits(trial):
+                return
+
     def taken(self, policy: ScanCheckpointSpec) -> Trial | None:
         """The policy, compiled; None if the program does not take it."""
         return None if self._cost(policy) == _NEVER else self.trial(policy)
@@ -310,9 +331,12 @@ def _best(steps: list[Step]) -> list[Step]:
     best: list[Step] = []
     first = None
     for step in sorted(steps, key=lambda step: step.key):
-        if best and step.total >= best[-1].total:
-            continue
         is_alike = first is not None and step.is_like(first)
+        if best and step.total >= best[-1].total:
+            # The model can't tell which of two candidates takes less.
+            if is_alike and step.is_candidate:
+                best.append(step)
+            continue
         if is_alike and not best[-1].is_candidate:
             best[-1] = step
         else:
@@ -339,7 +363,8 @@ def variations(
         yield dataclasses.replace(base, first_layers=count)
     if base == _NESTED:
         yield from _cuts(layers, model)
-    if base.has_cut:
+    # Values are not kept beside carries on disk.
+    if base.has_cut or base.save_carries == "disk":
         return
     choices = [names for names in model.choices if names]
     for names in choices:

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from stacked_remat import ScanCheckpointPolicy
 from stacked_remat._policy import resolve_policy
 from stacked_remat.memory import frontier, plan
 
@@ -52,3 +53,20 @@ def test_the_number_of_points_is_checked():
     of_policy, args = program("gated_mlp")
     with pytest.raises(ValueError, match="points"):
         frontier(of_policy, *args, layers=LAYERS, points=1)
+
+
+def test_candidates_on_disk_are_not_varied_by_values():
+    of_policy, args = program("gated_mlp")
+    on_disk = ScanCheckpointPolicy(save_carries="disk", carries_folder="/tmp")
+    candidates = (True, on_disk)
+    planned = plan(
+        of_policy, *args, budget="1GiB", layers=LAYERS, candidates=candidates
+    )
+    assert planned.policy.save_block_internals
+
+
+def test_the_error_of_a_program_is_raised():
+    of_policy, args = program("gated_mlp")
+    # Taken for an argument of the program
+    with pytest.raises(TypeError, match="budget"):
+        frontier(of_policy, *args, layers=LAYERS, budget="1GiB")

@@ -114,10 +114,9 @@ def test_no_other_values_are_better(name):
         assert rest + planned <= 1.03 * (rest + fewest)
 
 
-# FLOPs beside the fewest that fit. In three of these programs, of 90 KB to 700 KB, the
-# model is unsure of a policy that fits by more than a plan tries above its own choice.
-MOST_FLOPS = dict.fromkeys(BLOCKS, 1.03)
-MOST_FLOPS |= {"gated_delta": 1.05, "region": 1.04, "shared_product": 1.10}
+# FLOPs beside the fewest that fit. In one of these programs, of 90 KB, XLA gives other
+# values of the same size less memory than those that the model takes.
+MOST_FLOPS = dict.fromkeys(BLOCKS, 1.03) | {"shared_product": 1.10}
 # With so many choices that compiling all of them takes half a minute
 LARGE = ("attention_and_mlp", "chosen_expert", "experts", "heads")
 
@@ -140,8 +139,10 @@ def planned_beside_all(name, budgets, cache):
         found.append((trial.report.total, trial.report.flops.matmul))
     least = min(found)[0]
     most = min(total for total, flops in found if flops == min(found, key=FLOPS)[1])
+    # Where policies begin to fit
+    sizes = sorted({total for total, _ in found if least <= total <= most})
     for number in range(budgets):
-        budget = least + (most - least) * number // (budgets - 1)
+        budget = sizes[(len(sizes) - 1) * number // (budgets - 1)]
         best = min(flops for total, flops in found if total <= budget)
         own = Search(traced, budget, layers=LAYERS, cache=cache, traced=search.traced)
         planned = own.least(CANDIDATES)

@@ -32,7 +32,7 @@ from models.parts.sections import AttentionConfig, ExpertsConfig
 from models.qwen3_moe import Qwen3MoeConfig
 from models.run_config import find_model
 from models.run_state import Placement
-from stacked_remat import ScanCheckpointPolicy, streaming
+from stacked_remat import ScanCheckpointPolicy, StackedPattern, streaming
 from stacked_remat.lora import LoraConfig, apply_lora, lora_filter
 from stacked_remat.training import TokenBatch
 
@@ -251,7 +251,9 @@ def test_weights_that_stay_in_files(decoder, folder, tiles):
     read, expected = (own.stacks["dense"].stacked.mlp for own in layers)
     assert_equal(read.up_proj.weight, expected.up_proj.weight)
     # Never whole in memory, with tiles of positions too
-    dense = in_files.layers.stacks["dense"].stacked.mlp
+    layers = in_files.layers
+    assert isinstance(layers, StackedPattern)
+    dense = layers.stacks["dense"].stacked.mlp
     assert isinstance(dense.down_proj, streaming.LinearInFiles)
 
 

@@ -251,9 +251,8 @@ def test_weights_that_stay_in_files(decoder, folder, tiles):
     read, expected = (own.stacks["dense"].stacked.mlp for own in layers)
     assert_equal(read.up_proj.weight, expected.up_proj.weight)
     # Never whole in memory, with tiles of positions too
-    layers = in_files.layers
-    assert isinstance(layers, StackedPattern)
-    dense = layers.stacks["dense"].stacked.mlp
+    assert isinstance(in_files.layers, StackedPattern)
+    dense = in_files.layers.stacks["dense"].stacked.mlp
     assert isinstance(dense.down_proj, streaming.LinearInFiles)
 
 

@@ -30,9 +30,14 @@ def write_picture(
 
 
 _LABEL: dict[str, Any] = {"textcoords": "offset points", "fontsize": 7}
-_LONGEST = 40
+_START = 14  # characters that are left of a long name
+_END = 26
 
 
 def _short(policy: str) -> str:
-    """A policy's name as far as there is space for it."""
-    return policy if len(policy) <= _LONGEST else policy[: _LONGEST - 1] + "…"
+    """A policy's name; of a long one the start, and the end, in which names of the same
+    kind differ.
+    """
+    if len(policy) <= _START + _END:
+        return policy
+    return f"{policy[:_START]}…{policy[-_END:]}"

@@ -426,7 +426,7 @@ class ScanCheckpointPolicy(_haliax_names.HaliaxFields):
                 " of each layer. Give one as carries_folder, or set"
                 f" {FOLDER_VARIABLE}."
             )
-        return os.path.abspath(folder)
+        return os.path.abspath(os.path.expanduser(folder))
 
     def schedule(self, length: int) -> Schedule:
         """How `length` layers are cut, which also tells the carries alive and the

@@ -93,8 +93,8 @@ def frontier(
         fn_of_policy: as of `plan`, as are all other arguments and errors but
             `BudgetError`.
         points: how many policies are compiled, at the most: the one with the fewest
-            FLOPs, and others with at most twice as many, in equal ratios of memory. The
-            candidates, where there is no model of the program.
+            FLOPs, and of those with at most twice as many the ones where the curve
+            falls the most. The candidates, where there is no model of the program.
 
     Cost: a compilation for each point, and one more.
     """
@@ -128,18 +128,25 @@ def frontier(
 
 
 def _spread(ladder: Sequence[Step], points: int) -> list[Step]:
-    """The first step of a ladder, which mostly takes far more memory than all others,
-    and of these some in about equal ratios of memory.
+    """The first step of a ladder, the last with at most `_MOST_FLOPS` times its FLOPs,
+    and of those between them the ones that say the most of the curve.
     """
     if not ladder:
         return []
     most_flops = _MOST_FLOPS * ladder[0].cost.flops
-    first, *rest = [step for step in ladder if step.cost.flops <= most_flops]
-    chosen = {first: None}
-    for number in range(min(points - 1, len(rest))):
-        share = number / max(1, points - 2)
-        # Geometric between the least memory and the most
-        budget = rest[0].total ** (1 - share) * rest[-1].total ** share
-        fitting = [step for step in rest if step.total <= budget]
-        chosen[fitting[0] if fitting else rest[-1]] = None
-    return [*chosen]
+    steps = [step for step in ladder if step.cost.flops <= most_flops]
+    chosen = {0, len(steps) - 1}
+
+    def gain(number: int) -> float:
+        """FLOPs that a step saves beside the next that is chosen, times the ratio of
+        memory for which it does.
+        """
+        above = max(other for other in chosen if other < number)
+        below = min(other for other in chosen if other > number)
+        ratio = steps[above].total / steps[number].total
+        return (steps[below].cost.flops - steps[number].cost.flops) * math.log(ratio)
+
+    while len(chosen) < min(points, len(steps)):
+        left = {*range(len(steps))} - chosen
+        chosen.add(max(left, key=gain))
+    return [steps[number] for number in sorted(chosen)]

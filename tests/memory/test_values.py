@@ -11,7 +11,8 @@ import pytest
 
 from stacked_remat import ScanCheckpointPolicy, lax_scan
 from stacked_remat._places import is_place
-from stacked_remat.memory import CANDIDATES, count_flops
+from stacked_remat._policy import resolve_policy
+from stacked_remat.memory import CANDIDATES, TARGETS, count_flops
 from stacked_remat.memory._model import traced_model
 from stacked_remat.memory._plan import Search, tracer
 from stacked_remat.memory._values import ProgramValues
@@ -156,6 +157,23 @@ FLOPS = operator.itemgetter(1)
 
 def test_plans_beside_all_policies(tmp_path):
     planned_beside_all("gated_mlp", 4, tmp_path)
+
+
+def test_values_go_to_the_host_where_that_takes_no_time(monkeypatch):
+    # As a GPU has
+    monkeypatch.setattr(Search, "_has_host", True)
+    of_policy, args = program("gated_mlp")
+
+    def some_offload(link, host_budget):
+        target = dataclasses.replace(TARGETS["local"], flops=1e12, link=link)
+        traced = tracer(of_policy, args, {}, target, ())
+        search = Search(traced, host_budget=host_budget, layers=LAYERS)
+        policies = [resolve_policy(step.policy) for step in search.ladder(CANDIDATES)]
+        return any(policy.offload_block_internals for policy in policies)
+
+    assert some_offload(1e12, 2**30)
+    assert not some_offload(1.0, 2**30)
+    assert not some_offload(1e12, 0)
 
 
 @pytest.mark.deep

@@ -105,7 +105,6 @@ FIELDS |= {
     **hf.ignored("num_nextn_predict_layers"),  # of no tensor
 }
 
-
 # Dense layers have an `mlp`, the others a `block_sparse_moe`.
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 TENSORS = {

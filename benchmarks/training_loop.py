@@ -6,7 +6,9 @@ The bare loop calls the same step on one batch that is on the device already, an
 once, at its end. What a run does beside the step is in the ratio: making batches,
 moving them to the device, reading metrics, logging, progress. XLA has one thread with
 that flag, so that with two cores the host has one of its own, as beside a GPU. Both run
-in turn in one process; a ratio is the median over rounds. Writes
+in turn in one process; a ratio is the median over rounds. With `--local_every 2` a
+third run writes local checkpoints every two steps, to a folder in memory where there
+is one, and `local_ratio` is its time beside that of the run without. Writes
 `results/training_loop.json`.
 """
 
@@ -37,6 +39,7 @@ from stacked_remat.training import (
 from .command import Rows, benchmark
 
 CONFIG = Path(__file__).parents[1] / "models" / "configs" / "qwen3_moe_tiny.yaml"
+_MEMORY = Path("/dev/shm") if Path("/dev/shm").is_dir() else None  # a folder in it
 _WARM_UP = 5  # steps that are not counted: the first compiles
 # Options of a run whose step takes this long on one core
 SIZES = {
@@ -51,21 +54,38 @@ def main(
     sizes: tuple[str, ...] = tuple(SIZES),
     steps: int = 150,
     rounds: int = 5,
+    local_every: int = 0,
     overrides: tuple[str, ...] = (),
 ) -> Rows:
     """Medians of the time per step, and of the ratio of the run to the bare loop."""
     for name in sizes:
-        with tempfile.TemporaryDirectory() as folder:
+        local_ratios = []
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            tempfile.TemporaryDirectory(dir=_MEMORY) as local,
+        ):
             run = _Run(Path(folder), steps, (*SIZES[name], *overrides))
-            pairs = [(run.trained(), run.bare()) for _ in range(rounds)]
+            pairs = []
+            for _ in range(rounds):
+                pairs.append((run.trained(), run.bare()))
+                if local_every:
+                    with_local = run.trained(
+                        f"--trainer.checkpoint.local_dir={local}",
+                        f"--trainer.checkpoint.local_every_steps={local_every}",
+                    )
+                    local_ratios.append(with_local / pairs[-1][0])
         trained, bare = zip(*pairs, strict=True)
         ratios = [ours / theirs for ours, theirs in pairs]
+        of_local = {}
+        if local_ratios:
+            of_local["local_ratio"] = round(statistics.median(local_ratios), 3)
         yield {
             "size": name,
             "step_milliseconds": round(1e3 * statistics.median(bare), 2),
             "run_milliseconds": round(1e3 * statistics.median(trained), 2),
             "ratio": round(statistics.median(ratios), 3),
             "least_ratio": round(min(ratios), 3),
+            **of_local,
         }
 
 
@@ -86,10 +106,10 @@ class _Run:
         )
         self._bare = self._bare_loop(parse_config(LmRunConfig, self._options))
 
-    def trained(self) -> float:
-        """Seconds per step of a run, after its first steps."""
+    def trained(self, *options: str) -> float:
+        """Seconds per step of a run with further options, after its first steps."""
         run_dir = self._folder / str(next(self._numbers))
-        arguments = (*self._options, f"--trainer.run_dir={run_dir}")
+        arguments = (*self._options, *options, f"--trainer.run_dir={run_dir}")
         watch: Any = _Watch()
         quiet = ConsoleProgress(Console(quiet=True))
         train_lm(parse_config(LmRunConfig, arguments), quiet, watch)

@@ -141,7 +141,7 @@ def _seconds_apart(root: Path, tokenizer: Path, runs: int) -> float:
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(runs, spawn) as pool:
         # Import what they need
-        [*pool.map(abs, range(runs))]
+        list(pool.map(abs, range(runs)))
         found = [pool.submit(_seconds, root, tokenizer, 1) for _ in range(runs)]
         return max(one.result() for one in found)
 

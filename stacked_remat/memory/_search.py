@@ -10,8 +10,8 @@ moved to the host (`variations`). A model of the program (`_model.py`) tells the
 of each, and its bytes beside those of one policy that is compiled. Of these stay the
 policies that take less memory than all with fewer FLOPs, the *ladder*. Where it crosses
 the budget is found by compiling the first step that should fit; what the model is wrong
-by there tells which step to compile next. At the end two steps that the model alone
-lets fit are compiled too.
+by there tells which step to compile next. At the end up to two steps are compiled that
+fit by the model as it is, without that correction.
 
 Of everything that was compiled and fits, the cheapest is the answer. Memory is always
 the compiler's figure, never the model's. The ladder does not depend on the budget, so
@@ -37,8 +37,9 @@ _NEVER = (math.inf, math.inf, math.inf)
 _ALIKE = 1.0005
 # A step that takes up to so much more than the budget, by the model, may fit.
 _SLACK = 1.1
-# The model is wrong by another amount for each step: so many that take up to so much
-# more than the budget by it, and were ruled out by another step, are compiled too.
+# The model's error differs between steps, and that of one may rule out another that
+# fits. So steps that take up to so much more than the budget by the model as it is are
+# compiled too, this many at most.
 _NEAR = 1.03
 _MOST_NEAR = 2
 
@@ -186,18 +187,18 @@ class Search:
             if not callable(policy.save_block_internals):
                 offered |= dict.fromkeys(variations(policy, self.layers, model))
         steps = []
-        for varied in offered:
-            cost = model.cost(varied).of_device(devices)
-            again = _runs_again(varied, self.layers)
-            # A CPU has one memory.
-            kept = cost.device if has_host else cost.device + cost.host
+        for policy in offered:
+            cost = model.cost(policy).of_device(devices)
+            is_candidate = policy in given
             if cost.host > self.host_budget:
                 continue
-            if varied in given or self._hides(varied, cost):
-                total = common + kept
-                is_candidate = varied in given
-                spec = given.get(varied, varied)
-                steps.append(Step(spec, cost, again, total, is_candidate))
+            if not is_candidate and not self._hides(policy, cost):
+                continue
+            # A CPU has one memory.
+            kept = cost.device if has_host else cost.device + cost.host
+            again = _runs_again(policy, self.layers)
+            spec = given.get(policy, policy)
+            steps.append(Step(spec, cost, again, common + kept, is_candidate))
         return steps
 
     @property
@@ -262,8 +263,8 @@ class Search:
                 low = at
 
     def _compile_near(self, ladder: "Sequence[Step]") -> None:
-        """Compile some steps above the first that is known to fit, those with the
-        fewest FLOPs, where the model alone says that they may fit.
+        """Compile some steps before the first that is known to fit, those with the
+        fewest FLOPs, that fit or nearly fit by the model.
         """
         left = _MOST_NEAR
         for step in ladder:

@@ -180,7 +180,12 @@ def longest(
             fn, args = forward_and_backward(given, steps * step)
             try:
                 return memory.plan(
-                    fn, *args, budget=budget, target=target, candidates=[POLICIES[name]]
+                    fn,
+                    *args,
+                    budget=budget,
+                    target=target,
+                    candidates=[POLICIES[name]],
+                    vary=False,
                 ).report
             except (memory.BudgetError, memory.DoesNotFit):
                 return None

@@ -4,6 +4,10 @@ import dataclasses
 import functools
 import itertools
 import operator
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -189,6 +193,21 @@ def test_values_go_to_the_host_where_that_takes_no_time(monkeypatch):
 )
 def test_plans_beside_all_policies_at_more_budgets(name, tmp_path):
     planned_beside_all(name, BUDGETS, tmp_path)
+
+
+@pytest.mark.deep
+def test_choices_are_the_same_in_every_process():
+    code = "from tests.memory.test_values import values_of;"
+    code += "print(values_of('gated_mlp').choices())"
+    found = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONHASHSEED": "1"},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert found.stdout.strip() == str(values_of("gated_mlp").choices())
 
 
 def test_values_have_the_names_that_the_block_gives():

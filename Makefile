@@ -46,18 +46,18 @@ demo:  ## train a small Qwen3 MoE on real text, let it write, and show what rema
 # What is compiled is kept for the other worker, the next run and other checkouts, as long as it is used: under keys with the versions, the
 # programs that took XLA more than 20 ms, and what compiling for a GPU or a TPU found.
 KEPT ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/stacked_remat_tests
-test deep docs parity parity-deep coverage mutation: export JAX_COMPILATION_CACHE_DIR := $(KEPT)/compiled
+test deep slow docs parity parity-deep coverage mutation: export JAX_COMPILATION_CACHE_DIR := $(KEPT)/compiled
 memory compiles: export KEPT_REPORTS := $(KEPT)/reports
 docs: export KEPT_GALLERY := $(KEPT)/gallery
-test deep docs parity parity-deep coverage mutation: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS := 0.02
-test deep docs parity parity-deep coverage mutation: export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES := 0
+test deep slow docs parity parity-deep coverage mutation: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS := 0.02
+test deep slow docs parity parity-deep coverage mutation: export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES := 0
 # Nothing is compiled to bytecode that isn't imported (scripts/make_venv.sh), and what is imported by one process is there for the others.
 export PYTHONDONTWRITEBYTECODE :=
 
 # Most of the time of the tests is compilation, so LLVM optimizes less, and XLA with it (tests/conftest.py), and programs are not cut into
 # parts for cores, which are busy. OPTIMIZE=1 compiles as users do, which takes twice as long.
 ifndef OPTIMIZE
-test deep parity parity-deep coverage mutation: export XLA_FLAGS := $(XLA_FLAGS) --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true --xla_cpu_parallel_codegen_split_count=1
+test deep slow parity parity-deep coverage mutation: export XLA_FLAGS := $(XLA_FLAGS) --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true --xla_cpu_parallel_codegen_split_count=1
 endif
 IN_WORKERS := -n $(WORKERS) --dist worksteal
 TESTS := $(RUN) -m pytest $(IN_WORKERS)
@@ -65,7 +65,7 @@ TESTS := $(RUN) -m pytest $(IN_WORKERS)
 # Tests that save or offload values by name run again with JAX_REMAT3=1, which replaces jax.checkpoint by the implementation that is to
 # become JAX's default. That there are none (exit status 5) is an error, unless PYTEST_ARGS selects tests. With worksteal, most
 # tests of a file run in one process and share what they compile.
-.PHONY: test deep test-all
+.PHONY: test deep slow test-all
 test: venv  ## run the tests (PYTEST_ARGS="tests/test_x.py -k name" for some of them)
 	@mkdir -p "$(REPORTS)" "$(KEPT)"/{compiled,reports,gallery} && rm -f "$(REPORTS)"/*.xml
 	@find "$(KEPT)"/{compiled,reports,gallery} -type f -atime +14 -delete
@@ -76,10 +76,14 @@ test: venv  ## run the tests (PYTEST_ARGS="tests/test_x.py -k name" for some of 
 	    || { code=$$?; [ $$code = $(if $(PYTEST_ARGS),5,none) ] || status=$$code; }; \
 	exit $$status
 
-deep: venv  ## run the tests that `make test` leaves out because they take long; those marked slow run only with `pytest -m slow`
+deep: venv  ## run the tests that `make test` leaves out because they take long, but for those marked slow
 	@scripts/make_venv.sh "$(VENV)" "$(PYTHON)" launchers
 	@mkdir -p "$(REPORTS)"
 	$(TESTS) --junitxml="$(REPORTS)/deep.xml" -m "deep and not slow" $(PYTEST_ARGS)
+
+slow: venv  ## run the tests marked slow, which take minutes each
+	@mkdir -p "$(REPORTS)"
+	$(TESTS) --junitxml="$(REPORTS)/slow.xml" -m "slow and not target and not torch" $(PYTEST_ARGS)
 
 test-all: test deep  ## run the tests and those marked deep
 

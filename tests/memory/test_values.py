@@ -125,8 +125,9 @@ def test_no_other_values_are_better(name):
 # FLOPs beside the fewest that fit. In one of these programs, of 90 KB, XLA gives other
 # values of the same size less memory than those that the model takes.
 MOST_FLOPS = dict.fromkeys(BLOCKS, 1.03) | {"shared_product": 1.10}
-# With so many choices that compiling all of them takes half a minute
-LARGE = ("attention_and_mlp", "chosen_expert", "experts", "heads")
+# Blocks in which the model of memory is wrong by the most, or about whose cuts; the
+# others take minutes.
+OFTEN = ("attention", "mixer", "region", "shared_product")
 
 
 def planned_beside_all(name, budgets, cache):
@@ -189,7 +190,10 @@ def test_values_go_to_the_host_where_that_takes_no_time(monkeypatch):
 @pytest.mark.deep
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[pytest.mark.slow] * (name in LARGE)) for name in BLOCKS],
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name not in OFTEN))
+        for name in BLOCKS
+    ],
 )
 def test_plans_beside_all_policies_at_more_budgets(name, tmp_path):
     planned_beside_all(name, BUDGETS, tmp_path)

@@ -457,7 +457,9 @@ def test_numbers_in_the_carry_and_effects_of_the_loss():
 
 
 def test_memory_grows_with_microbatches_in_flight():
-    """Each of min(P, M) microbatches takes its input, and others nothing."""
+    """Each of min(P, M) microbatches takes its input, and others nothing. A stage has
+    less than the weights of all layers and the sums of their gradients.
+    """
     rows, width = 64, 128
     mesh = mesh_of(data=1)
 
@@ -476,3 +478,4 @@ def test_memory_grows_with_microbatches_in_flight():
     bytes_of_input = rows * width * 4
     assert eight - two == (STAGES - 2) * bytes_of_input
     assert sixteen == eight
+    assert two < 2 * STAGES * 4 * width * (width + 1)

@@ -67,7 +67,7 @@ TESTS = {
     "_scan/returned": "test_visitor test_stacked_pattern",
     "_scan/until": "test_until",
     "_schedule": "test_schedule test_policy",
-    "_stacked": "test_stacked test_stack_of_layers test_state_dict test_visitor"
+    "_stacked": "test_stacked test_stack_of_layers test_state_dict test_equal_sweeps"
     " test_until",
     "_stacked_pattern": "test_stacked_pattern",
     "_state_dict": "test_state_dict",

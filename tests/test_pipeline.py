@@ -21,7 +21,9 @@ from stacked_remat import (
     shared,
 )
 from stacked_remat._pipeline.two_cotangents import take_apart
+from stacked_remat.memory import count_flops
 from tests.blocks import Tanh, assert_close, quick_jit
+from tests.jaxprs import equations
 from tests.random_arrays import normal
 
 NAMES = ["1f1b", "zero_bubble"]
@@ -454,6 +456,29 @@ def test_numbers_in_the_carry_and_effects_of_the_loss():
     # Rows 0 and 1 are the first of the microbatches; both schedules
     once = [("after", 4), ("after", 4), ("before", 0), ("before", 1)]
     assert sorted(printed) == sorted(once * 2)
+
+
+def test_how_often_stages_run_their_layers():
+    """Once for each microbatch, of which each tick begins another one. For a gradient
+    all but the last one run them again, since they keep the input alone.
+    """
+    model, x = plain_model(remat=False), normal(2, ROWS, 6)
+    forward = 2 * ROWS * model.blocks.stacked.weight.size
+
+    def loss(model, x):
+        return jnp.mean(model.blocks.fold(x) ** 2)
+
+    for name in NAMES:
+        run = pipeline(loss, "stage", microbatches=MICROBATCHES, schedule=name)
+        with jax.set_mesh(mesh_of(data=1)):
+            value, gradient = (
+                jax.make_jaxpr(fn)(model, x) for fn in (run.value, run.value_and_grad)
+            )
+        assert count_flops(value).matmul == forward
+        again = forward * (STAGES - 1) // STAGES
+        assert count_flops(gradient).matmul == 3 * forward + again
+        ticks = {eqn.params.get("length") for eqn in equations(value)}
+        assert max(ticks - {None}) == MICROBATCHES + STAGES - 1
 
 
 def test_memory_grows_with_microbatches_in_flight():

@@ -458,15 +458,17 @@ def test_numbers_in_the_carry_and_effects_of_the_loss():
     assert sorted(printed) == sorted(once * 2)
 
 
-def test_how_often_stages_run_their_layers():
-    """Once for each microbatch, of which each tick begins another one. For a gradient
-    all but the last one run them again, since they keep the input alone.
+def test_how_often_stages_run_what():
+    """Their layers once for each microbatch, of which each tick begins another one. For
+    a gradient all but the last one run them again, since they keep the input alone.
+    What comes before and after the layers runs on one stage.
     """
-    model, x = plain_model(remat=False), normal(2, ROWS, 6)
-    forward = 2 * ROWS * model.blocks.stacked.weight.size
+    model, x = plain_model(remat=False), normal(2, ROWS, 10)
+    weights = model.table, model.blocks.stacked.weight, model.head
+    before, layers, after = (2 * ROWS * weight.size for weight in weights)
 
     def loss(model, x):
-        return jnp.mean(model.blocks.fold(x) ** 2)
+        return jnp.mean((model.blocks.fold(x @ model.table) @ model.head) ** 2)
 
     for name in NAMES:
         run = pipeline(loss, "stage", microbatches=MICROBATCHES, schedule=name)
@@ -474,9 +476,13 @@ def test_how_often_stages_run_their_layers():
             value, gradient = (
                 jax.make_jaxpr(fn)(model, x) for fn in (run.value, run.value_and_grad)
             )
-        assert count_flops(value).matmul == forward
-        again = forward * (STAGES - 1) // STAGES
-        assert count_flops(gradient).matmul == 3 * forward + again
+        flops = count_flops(value)
+        assert flops.exact and flops.matmul == before + layers + after
+        flops = count_flops(gradient)
+        again = layers * (STAGES - 1) // STAGES
+        # x has no gradient
+        assert flops.exact
+        assert flops.matmul == 2 * before + 3 * layers + again + 3 * after
         ticks = {eqn.params.get("length") for eqn in equations(value)}
         assert max(ticks - {None}) == MICROBATCHES + STAGES - 1
 

@@ -116,7 +116,7 @@ coverage:  ## count the lines and branches that the tests of the core run, and l
 	$(VENV)-coverage/bin/python -m coverage report
 	@$(VENV)-coverage/bin/python -m coverage json -q -o - | $(VENV)-coverage/bin/python scripts/core_branches.py
 
-# MUTANTS changes of the core, drawn by SEED; MUTATION_ARGS="--only _schedule" for some files.
+# MUTANTS changes of the core, drawn by SEED; MUTATION_ARGS="--only _policy.py" for some places.
 MUTANTS ?= 100
 SEED ?= 0
 .PHONY: mutation

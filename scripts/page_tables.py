@@ -34,7 +34,7 @@ _BYTES = (
     "needed",
 )
 _BYTES += ("arguments", "outputs", "host_temporaries")
-_BYTES += ("resident", "written", "read")
+_BYTES += ("resident", "written", "read", "planned_total")
 _UNITS = {
     "matmul_flops": ("TFLOP", 1e12, 1),
     "compile_seconds": ("compile seconds", 1, 1),

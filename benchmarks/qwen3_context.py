@@ -6,6 +6,7 @@ run:
 
     python -m benchmarks.qwen3_context --target h200
     python -m benchmarks.qwen3_context longest --target h200 --budgets 80GiB 139GiB
+    python -m benchmarks.qwen3_context planned --target h200
     python -m benchmarks.qwen3_context --target h200 --presets auto blockwise
         --tokens 65536
     python -m benchmarks.qwen3_context --target v5p --devices 8 --tokens 65536
@@ -27,13 +28,14 @@ the config's `trainer.mesh`; with `--divide positions` one sequence is divided o
 with `experts` the experts, in place of `embed`. A sequence is one document, or of
 `--documents` equal ones. `--tiles` compares values of `model.tiles`, `--experts`
 backends of experts, and `--presets` backends of attention, with the model's own
-policies, `True` and `nested`. Writes `results/qwen3_<context, documents, tiles,
-experts, presets or longest>_<target>.json`, with another `--config` its name in place
-of `qwen3`.
+policies, `True` and `nested`. `planned` gives the planner as much memory as each of
+these takes. Writes `results/qwen3_<context, documents, tiles, experts, presets, longest
+or planned>_<target>.json`, with another `--config` its name in place of `qwen3`.
 """
 
 import dataclasses
 import itertools
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -98,6 +100,7 @@ def _result(
         (key for key in ("tiles", "experts", "presets") if given.get(key)), "context"
     )
     kind = "longest" if "budgets" in given else kind
+    kind = "planned" if "host_budget" in given else kind
     kind = "documents" if documents > 1 else kind
     parts = [
         model,
@@ -214,7 +217,51 @@ def longest(
             }
 
 
-main = one_of(context=context, longest=longest)
+@benchmark(_result)
+def planned(
+    target: str = "h200",
+    config: Path = CONFIG,
+    tokens: int = 65_536,
+    host_budget: str = "0GiB",
+    policies: tuple[str, ...] = (),
+    overrides: tuple[str, ...] = (),
+) -> Rows:
+    """What the planner finds where the budget is what a policy of the model's takes,
+    beside that policy.
+    """
+    given = parse_config(LmRunConfig, ["--config_path", str(config), *overrides])
+    own = given.model.remat_presets
+    names = policies or ("True", "nested", *own)
+    fn, args = forward_and_backward(given, tokens)
+    with tempfile.TemporaryDirectory() as cache:
+        for name in names:
+            policy = POLICIES.get(name) or remat_policy(name, own)
+            alone = memory.report(fn(policy), *args, target=target, cache=cache)
+            if alone.host.total > memory.parse_bytes(host_budget):
+                continue
+            found = memory.plan(
+                fn,
+                *args,
+                budget=alone.total,
+                host_budget=host_budget,
+                candidates=[*memory.CANDIDATES, *own.values()],
+                target=target,
+                cache=cache,
+            )
+            flops = found.report.flops.matmul
+            yield {
+                "policy": name,
+                "total": alone.total,
+                "matmul_flops": alone.flops.matmul,
+                "planned": memory.Trial(found.policy, found.report).name,
+                "planned_total": found.report.total,
+                "planned_matmul_flops": flops,
+                "ratio": round(flops / alone.flops.matmul, 4),
+                "compilations": len(found.tried.trials),
+            }
+
+
+main = one_of(context=context, longest=longest, planned=planned)
 
 
 def random_batch(rows: int, tokens: int, vocab: int, documents: int = 1) -> TokenBatch:

@@ -19,14 +19,17 @@ that with a larger one the answer has no more FLOPs, but for errors of the model
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 
 from .. import ScanCheckpointPolicy, ScanCheckpointSpec
 from .._policy import recomputes_nothing, resolve_policy
+from .._remat import Remat
 from ._call import DoesNotFit, TracedCall
 from ._model import Cost, Model, traced_model
 from ._report import Trial
@@ -40,6 +43,9 @@ _SLACK = 1.1
 # compiled too, this many at most.
 _NEAR = 1.03
 _MOST_NEAR = 2
+# Of more numbers of layers or carries than the first, the second many are tried.
+_MOST_NUMBERS = 128
+_SOME_NUMBERS = 24
 
 
 class Search:
@@ -185,14 +191,16 @@ class Search:
         devices = measured.devices
         common = measured.total - model.reference_cost.device / devices
         has_host = self._has_host
-        # Candidates have variations in common, each of which is one step.
-        offered: dict[ScanCheckpointPolicy, None] = {}
-        for policy in given:
-            # What a policy of JAX keeps the model does not know.
-            if not callable(policy.save_block_internals):
-                offered |= dict.fromkeys(variations(policy, model))
+        # What a policy of JAX keeps the model does not know.
+        known = [one for one in given if not callable(one.save_block_internals)]
+        # Candidates have variations in common, and some that execute the same.
+        offered: dict[Remat, ScanCheckpointPolicy] = {}
+        for policy in itertools.chain(
+            known, *(variations(one, model) for one in known)
+        ):
+            offered.setdefault(policy.for_layers(model.layers), policy)
         steps = []
-        for policy in offered:
+        for policy in offered.values():
             cost = model.cost(policy).of_device(devices)
             if cost.host > self.host_budget:
                 continue
@@ -317,7 +325,13 @@ def _best(steps: list[Step]) -> list[Step]:
     """Of steps those that take less memory than all with fewer FLOPs, in this order."""
     best: list[Step] = []
     for step in sorted(steps, key=lambda step: step.key):
-        if not best or step.total < best[-1].total:
+        # The model can't tell equal ones apart, as `True` and a sweep that holds every
+        # carry.
+        is_equal = bool(best) and (step.key, step.total) == (
+            best[-1].key,
+            best[-1].total,
+        )
+        if not best or step.total < best[-1].total or is_equal:
             best.append(step)
     return best
 
@@ -333,10 +347,10 @@ def variations(
     if not _is_varied(base):
         return
     if base.max_carries is not None:
-        for count in range(2, model.layers + 1):
+        for count in _numbers(2, model.layers):
             yield dataclasses.replace(base, max_carries=count)
         return
-    for count in range(1, model.layers):
+    for count in _numbers(1, model.layers - 1):
         yield dataclasses.replace(base, first_layers=count)
     if base.has_cut:
         yield from _cuts(base, model)
@@ -356,18 +370,23 @@ def _cuts(base: ScanCheckpointPolicy, model: Model) -> Iterator[ScanCheckpointPo
     segments of one length, some layers before them. Values may be kept of each segment
     while it is reversed.
     """
-    # Kept values have no place beside carries on disk.
-    keeps_values = model.keeps_values and base.save_carries != "disk"
-    kept = [False, *filter(None, model.choices), True] if keeps_values else [False]
+    kept: list[Any] = []
+    # Values are not kept beside carries on disk.
+    if model.keeps_values and base.save_carries != "disk":
+        kept = [*filter(None, model.choices), True]
     if base == _NESTED:
-        for count in range(2, model.layers):
-            for names in kept:
+        for count in _numbers(2, model.layers - 1):
+            for names in (False, *kept):
                 yield ScanCheckpointPolicy(
                     max_carries=count, save_block_internals=names
                 )
-    for first_layers in range(model.layers):
+    else:
+        # On the device so many carries are better than segments of one length.
+        kept.append(False)
+    is_long = model.layers > _MOST_NUMBERS
+    for first_layers in range(1 if is_long else model.layers):
         rest = model.layers - first_layers
-        counts = {math.ceil(rest / length) for length in range(1, rest + 1)}
+        counts = {math.ceil(rest / length) for length in _numbers(1, rest)}
         for count in sorted(counts):
             for names in kept:
                 yield dataclasses.replace(
@@ -376,6 +395,16 @@ def _cuts(base: ScanCheckpointPolicy, model: Model) -> Iterator[ScanCheckpointPo
                     save_block_internals=names,
                     first_layers=first_layers,
                 )
+
+
+def _numbers(least: int, most: int) -> list[int]:
+    """The numbers between two, or some of them, in equal ratios, if there are many: the
+    schedule of a long loop takes a tenth of a second each.
+    """
+    if most <= _MOST_NUMBERS:
+        return [*range(least, most + 1)]
+    ratios = (power / _SOME_NUMBERS for power in range(_SOME_NUMBERS + 1))
+    return sorted({round(least * (most / least) ** ratio) for ratio in ratios})
 
 
 def _kept_values(

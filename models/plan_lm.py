@@ -49,7 +49,7 @@ from stacked_remat.training import ConfigError, parse_config, remat_policy
 from stacked_remat.training.config_checks import Count
 from stacked_remat.training.config_sections import FlagOrText
 from stacked_remat.training.progress import lasting_console
-from stacked_remat.training.remat import remat_entry
+from stacked_remat.training.remat import remat_entry, remat_lines
 
 POLICIES: Mapping[str, bool | dict[str, Any] | str] = {
     "False": False,
@@ -270,6 +270,8 @@ def _find(config: PlanLmConfig, console: Console, budget: Budget) -> None:
         )
         return
     shown_on(console)(str(table))
+    lines = remat_lines(plan.policy, streamed=plan.streamed)
+    shown_on(console)(f"in a config:\n{lines}")
     for key, value in chosen.settings.items():
         if value != step.settings[key]:
             console.print(f"with {key}: {value}; nothing fits without.")

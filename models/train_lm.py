@@ -90,6 +90,7 @@ from stacked_remat.training.processes import (
     of_all,
     start_processes,
 )
+from stacked_remat.training.remat import remat_lines
 from stacked_remat.training.run_folder import check_same_in_all
 from stacked_remat.training.stage_rows import remove_stage_rows
 from stacked_remat.training.throughput import peak_memory_bytes
@@ -455,6 +456,7 @@ def _fitting(step: Candidate, progress: ConsoleProgress) -> Candidate:
         host_budget=config.host_budget,
         begin=lambda name: progress.message(f"compiling {name}"),
     )
+    progress.message(remat_lines(found.policy, streamed=found.streamed))
     progress.message(found.summary)
     try:
         fitting = step.having(STREAMED if found.streamed else {}, found.policy)

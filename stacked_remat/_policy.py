@@ -76,7 +76,7 @@ def _checked_nested(nested: Any) -> bool | int:
 
 
 def _checked_carries(most: Any) -> int:
-    meaning = "a number of carries, of which the stack's input is one,"
+    meaning = "a number of carries including the stack's input"
     return whole_number("max_carries", most, meaning, least=2)
 
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 from haliax import Axis
-from haliax.state_dict import StateDict, with_prefix
+from haliax.state_dict import StateDict
 from jax.tree_util import KeyPath
 
 from ._messages import entry_problems, shortened
@@ -107,7 +107,8 @@ def _check_entries(
     # Most often the prefix is wrong, and a list of all entries would hide that
     if expected and state_dict and not shapes:
         raise ValueError(
-            f"No key of the state dict starts with {with_prefix(prefix, '0')!r}; one is"
+            "The state dict has no array of these layers, such as"
+            f" {next(iter(expected))!r}; one that it has is"
             f" {next(iter(state_dict))!r}. Give the prefix that it was written with."
         )
     if problems := entry_problems(expected, shapes):

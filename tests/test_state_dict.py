@@ -88,9 +88,8 @@ def test_every_problem_of_a_state_dict_is_named(Stack):
     wrong = {f"h.{layer}.bias": jnp.ones(5) for layer in range(4)}
     with pytest.raises(ValueError, match=r"mismatched: h.0.bias is \(5,\)"):
         stack.from_state_dict(stack.to_state_dict("h") | wrong, "h")
-    with pytest.raises(
-        ValueError, match="No key of the state dict starts with 'g.0'; one is 'h.0."
-    ):
+    message = "no array of these layers, such as 'g.0.*; one that it has is 'h.0."
+    with pytest.raises(ValueError, match=message):
         stack.from_state_dict(stack.to_state_dict("h"), "g")
     number = {**stack.to_state_dict("h"), "h.0.bias": 1.0}
     with pytest.raises(

@@ -59,14 +59,20 @@ class Objective:
                 f" for each example; got {type(returned).__name__}. For more beside it"
                 " give has_aux=True."
             )
+        dtype = raw_array(returned).dtype
+        if not jnp.issubdtype(dtype, jnp.floating):
+            raise TypeError(
+                f"per_example_loss returned losses of dtype {dtype}, which have no"
+                " gradients here. Return losses of floating point."
+            )
         return returned, aux
 
     def examples(self, returned: Any) -> Axis:
         """The axis of the examples in what the loss function returns.
 
         Raises:
-            ValueError: the losses are no losses of examples, or of tokens and `tokens`
-                is not given.
+            ValueError: there is no example; the losses are no losses of examples, or of
+                tokens and `tokens` is not given.
         """
         losses, _ = self.parts(returned)
         axes: Any = (
@@ -78,6 +84,11 @@ class Objective:
             raise ValueError(
                 "per_example_loss returned a scalar. Return a loss for each example:"
                 " [batch]."
+            )
+        if not axes[0].size:
+            raise ValueError(
+                "per_example_loss returned no losses: the batch has no examples. Give"
+                " it at least one."
             )
         if len(axes) > 1 and self.tokens is None:
             found = (

@@ -16,6 +16,7 @@ from haliax import Axis, NamedArray
 from haliax.util import ensure_tuple
 from jaxtyping import Array, Float
 
+from .._messages import axes_text
 from .._microbatches import in_microbatches
 from .._policy import ScanCheckpointSpec
 from .._scan.api import fold
@@ -279,15 +280,24 @@ def weighted_step(
         to such a pair.
 
     Raises:
-        ValueError: the examples of a batch don't divide into `microbatches`; or
-            `per_step` has what is no hyperparameter of the optimizer.
+        TypeError: `losses` and `optimizer` are not what they should be; or the state is
+            no such pair.
+        ValueError: there is not a loss for each weight; the examples of a batch don't
+            divide into `microbatches`; or `per_step` has what is no hyperparameter of
+            the optimizer.
 
     Cost: microbatches compute each gradient once more in `replay`.
     """
+    if not callable(losses) or not hasattr(optimizer, "update"):
+        raise TypeError(
+            "weighted_step takes a loss function and then an optimizer of Optax; got"
+            f" {type(losses).__name__} and {type(optimizer).__name__}."
+        )
 
     def gradient(model: PyTree, batch: PyTree, weights: NamedArray) -> PyTree:
         def loss(model: PyTree) -> Array:
             each = losses(model, batch)
+            _check_losses(each, weights)
             if is_named(each):
                 return hax.mean(weights * each).scalar()
             return jnp.mean(weights.array * each)
@@ -316,6 +326,11 @@ def weighted_step(
         weights: NamedArray,
         **hyperparameters: Array,
     ) -> tuple[PyTree, PyTree]:
+        if not isinstance(state, tuple) or len(state) != 2:
+            raise TypeError(
+                "weighted_step takes the state (model, optimizer.init(model)); got"
+                f" {describe(state)}."
+            )
         model, optimizer_state = state
         gradients = mean_gradient(model, batch, weights)
         if hyperparameters:
@@ -325,6 +340,22 @@ def weighted_step(
         return eqx.apply_updates(model, updates), optimizer_state
 
     return step
+
+
+def _check_losses(losses: Any, weights: NamedArray) -> None:
+    """Refuses losses that the weights would be broadcast with: an example would then
+    have the weights of others.
+    """
+    if is_named(losses):
+        fit = set(weights.axes) <= set(losses.axes)
+    else:
+        fit = jnp.shape(losses) == weights.array.shape
+    if not fit:
+        raise ValueError(
+            f"weighted_step: the losses are {describe(losses)}, and the weights of the"
+            f" examples have the axes ({axes_text(weights.axes)}). Return a loss for"
+            " each example."
+        )
 
 
 def _with_hyperparameters(state: Any, new: dict[str, Array]) -> Any:
@@ -346,7 +377,9 @@ _NO_DERIVATIVE = (
     "replay has no influence to find: the loss after the run has no derivative by the"
     " weights of examples. An optimizer that takes the signs of gradients, such as"
     " Lion, Signum and sign SGD, has none, nor has a loss behind"
-    " jax.lax.stop_gradient. Use grad_dot, or replay a run of another optimizer."
+    " jax.lax.stop_gradient, a train_step that does not use its weights, or a"
+    " held_out_loss that does not use its state. Use grad_dot, or replay a run of"
+    " another optimizer."
 )
 _ONLY_ROUNDING = (
     "replay has no influence to find: the largest derivative of the loss by the weight"

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .log import ScoreLogError, TokenScores, read_scores
+from .log import ScoreLogError, TokenScores, log_folder, read_scores
 
 NORMALIZATIONS = {
     "step": "divided by the sum of the step's absolute scores",
@@ -44,18 +44,26 @@ class RankedExample(NamedTuple):
 
 
 def rank_examples(
-    folder: Path, normalize: str = "step", **selected: Any
+    folder: str | Path, normalize: str = "step", **selected: Any
 ) -> ExampleRanking:
     """The examples of a log by their mean score over the steps that scored them.
 
-    `normalize` is a key of `NORMALIZATIONS`, `selected` which rows, as `read_scores`
-    takes it. Rows without a finite score are left out.
+    `folder` is that of a run or of its log, `normalize` a key of `NORMALIZATIONS`,
+    `selected` which rows, as `read_scores` takes it. Rows without a finite score are
+    left out.
 
     Raises:
-        ScoreLogError: no row is selected, or norms are asked for and were not logged.
+        FileNotFoundError: there is no such folder.
+        ScoreLogError: it has no scores, no row is selected, or norms are asked for and
+            were not logged.
+        ValueError: `normalize` is none of the keys.
 
     Memory: about 30 bytes a row.
     """
+    if normalize not in NORMALIZATIONS:
+        known = ", ".join(map(repr, NORMALIZATIONS))
+        raise ValueError(f"normalize is one of {known}; got {normalize!r}.")
+    folder = log_folder(Path(folder))
     by_norm = normalize == "norm"
     table = finite_rows(
         folder, ["step", "example", "score", *(["norm"] if by_norm else [])], selected

@@ -73,14 +73,12 @@ class Plan:
 
     @property
     def summary(self) -> str:
-        """The policy, what it takes, and how it was found, in three lines."""
-        name = Trial(self.policy, self.report, streamed=self.streamed).name
+        """What the policy takes, and how it was found, in two lines."""
         report = self.report
         takes = f"{readable_bytes(report.total)} of {readable_bytes(self.budget)}"
         host = readable_bytes(report.host.total)
         flops = readable_count(report.flops.matmul)
         return (
-            f"remat: {name}\n"
             f"takes {takes} a device, and {host} on the host\n"
             f"{flops} FLOP in matrix products; {len(self.tried.trials)} policies were"
             " compiled"

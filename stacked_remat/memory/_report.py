@@ -8,6 +8,7 @@ program; `_plan.py` puts one for each policy into a `Trial`, and these into a
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 from .. import ScanCheckpointPolicy, ScanCheckpointSpec
 from .._policy import recomputes_nothing, resolve_policy, shortest_name
@@ -263,7 +264,24 @@ class Comparison:
                 notes.append(f"{trial.name}: {first_line}")
             if unknown := _unknown_names(trial):
                 notes.append(f"{trial.name}: {unknown}")
+        if _are_alike(self.trials):
+            notes.append(
+                "all policies take the same: does the program give its fold or scan"
+                " remat=remat?"
+            )
         return [*notes, *self.notes]
+
+
+def _are_alike(trials: Sequence[Trial]) -> bool:
+    """Whether policies that differ have the same memory and FLOPs, as in a program that
+    uses none of them.
+    """
+    reports = [trial.report for trial in trials if trial.report is not None]
+    figures = set()
+    for report in reports:
+        figures.add((report.temporaries, report.flops.matmul, report.flops.moved))
+    policies = {resolve_policy(trial.policy) for trial in trials}
+    return len(figures) == 1 and len(policies) == len(reports) > 1
 
 
 def _unknown_names(trial: Trial) -> str:

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, TypeAlias, get_args
 
+import yaml
+
 from .._messages import did_you_mean
 from .._policy import (
     DISK,
@@ -46,6 +48,9 @@ def remat_policy(
             return presets[value] if value in presets else resolve_policy(value)  # pyright: ignore[reportArgumentType]
         except (TypeError, ValueError) as error:
             more = f" Presets of this model: {', '.join(presets)}." if presets else ""
+            # As tables print policies
+            if "=" in str(value):
+                more += " Settings are a mapping: remat: {max_carries: 8}."
             meant = did_you_mean(str(value), presets)
             raise ValueError(f"{error}{more}{meant}") from error
     valid = ScanCheckpointPolicy.__dataclass_fields__
@@ -84,6 +89,19 @@ def remat_entry(spec: ScanCheckpointSpec) -> bool | str | dict[str, Any]:
         for name, value in spec.settings()
     }
     return entry
+
+
+def remat_lines(spec: ScanCheckpointSpec, *, streamed: bool) -> str:
+    """The lines of a config with this policy, and with weights on the host or not."""
+    entries: dict[str, Any] = {"remat": remat_entry(spec)}
+    if streamed:
+        entries["trainer"] = {"streaming": True}
+    lines = []
+    for name, value in entries.items():
+        # In one line, which has the braces of a mapping around it
+        line = yaml.safe_dump({name: value}, default_flow_style=True, width=2**16)
+        lines.append(line.strip()[1:-1])
+    return "\n".join(lines)
 
 
 def check_remat(

@@ -120,6 +120,19 @@ def test_what_does_not_fit_the_log_is_refused(tmp_path):
         rows_of(tmp_path)
 
 
+def test_a_ranking_takes_the_folder_of_a_run_and_refuses_what_has_no_scores(tmp_path):
+    written(tmp_path / "run" / "ghost", [1, 2])
+    of_log = rank_examples(tmp_path / "run" / "ghost", "none")
+    of_run = rank_examples(str(tmp_path / "run"), "none")
+    np.testing.assert_array_equal(of_run.scores, of_log.scores)
+    with pytest.raises(ValueError, match="normalize is one of 'step', .*got 'nrm'"):
+        rank_examples(tmp_path / "run", "nrm")
+    with pytest.raises(ScoreLogError, match="has no scores of examples"):
+        rank_examples(tmp_path)
+    with pytest.raises(FileNotFoundError, match="no run folder .*nowhere"):
+        rank_examples(tmp_path / "nowhere")
+
+
 def test_scores_that_are_not_finite_are_not_ranked(tmp_path):
     log = ScoreLog(tmp_path)
     scores = np.array([1.0, np.nan, -2.0], np.float32)

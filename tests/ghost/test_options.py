@@ -221,6 +221,10 @@ def test_what_can_not_be_scored_is_refused_by_its_path():
     )
     refused(lambda model, x: x, 'tokens="mean"', ValueError)
     refused(lambda model, x: x[0, 0], "returned a scalar", ValueError)
+    counted = lambda model, x: jnp.sum(model["kernel"](x) > 0, 1)  # noqa: E731
+    refused(counted, "losses of dtype int32", TypeError)
+    with pytest.raises(ValueError, match="the batch has no examples"):
+        ghost.val_direction(model, losses, x[:0])
     spectrum = {"kernel": Kernel(jnp.ones((1, 3), complex))}
     of_spectrum = lambda model, x: jnp.sum(jnp.abs(model["kernel"].weight) * x, 1)  # noqa: E731
     refused(

@@ -338,6 +338,19 @@ def test_mistakes_are_named():
     with pytest.raises(ValueError, match="4 examples has no 3 equal microbatches"):
         step = weighted_step(losses, optax.sgd(0.1), microbatches=3)
         step((network(), None), data(2, Examples), hax.ones(Examples))
+    # An example would have the weights of others, without an error of JAX
+    weights, start = hax.ones(Examples), (jnp.ones(3), None)
+    column = lambda model, batch: (batch @ model)[:, None]  # noqa: E731
+    other = lambda model, batch: hax.named(batch @ model, "row")  # noqa: E731
+    for unlike, shown in ((column, r"float32\[4,1\]"), (other, r"\(row=4\)")):
+        step = weighted_step(unlike, optax.sgd(0.1))
+        message = rf"losses are .*{shown}.*have the axes \(batch=4\)"
+        with pytest.raises(ValueError, match=message):
+            step(start, jnp.ones((4, 3)), weights)
+    with pytest.raises(TypeError, match="takes a loss function and then an optimizer"):
+        weighted_step(optax.sgd(0.1), losses)
+    with pytest.raises(TypeError, match=r"the state \(model, optimizer.init\(model"):
+        step(start[0], jnp.ones((4, 3)), weights)
     with pytest.raises(ValueError, match="have `batch` of size 5, and Examples"):
         attempt(batches=data(2, Steps, Examples.resize(5)))
     with pytest.raises(TypeError, match="Examples is the axis of the examples"):

@@ -159,6 +159,16 @@ def test_names_that_no_value_has_are_said_with_those_that_there_are():
     assert shown.count("no value is named") == 1
 
 
+def test_a_program_that_ignores_its_policy_is_said(comparison):
+    remark = "all policies take the same: does the program give its fold or scan"
+    program = Counting()
+    ignoring = compare(
+        lambda remat: program(True), *blocks_and_input(), candidates=[True, "nested"]
+    )
+    assert remark in " ".join(str(ignoring).split())
+    assert remark not in " ".join(str(comparison).split())
+
+
 def planned(fn_of_policy=None, vary=False, **options):
     """A plan of the candidates alone, unless it is to vary them."""
     fn_of_policy = fn_of_policy or Counting()

@@ -303,6 +303,7 @@ def test_experts_in_blocks_are_compared_and_tried_before_tiles(monkeypatch, repo
     monkeypatch.setattr(candidate, "expert_backend", lambda dtype, device: "tokamax")
     text = shown("--remat", "auto", "--budget", "1GiB", kind="qwen3_moe")
     assert planned == [(1, "auto"), (1, "block"), (2, "auto"), (2, "block")]
+    assert "\nin a config:\nremat: nested\n" in text
     for key in ("model.experts.backend: block", "model.tiles: 2"):
         assert f"with {key}; nothing fits without." in text
     text = shown("--only", "nested.*", kind="qwen3_moe")

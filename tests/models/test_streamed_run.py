@@ -282,7 +282,7 @@ def test_auto_streams_where_nothing_else_fits_and_the_run_can(
 ):
     def plan(step, **_):
         return SimpleNamespace(
-            policy="offload", streamed=step.can_stream, summary="remat: offload"
+            policy="offload", streamed=step.can_stream, summary="takes 1 GiB"
         )
 
     monkeypatch.setattr(Candidate, "plan", plan)

@@ -6,7 +6,7 @@ import yaml
 from stacked_remat import ScanCheckpointPolicy
 from stacked_remat._policy import resolve_policy
 from stacked_remat.training import check_remat, remat_policy
-from stacked_remat.training.remat import remat_entry
+from stacked_remat.training.remat import remat_entry, remat_lines
 
 PRESETS = {
     "frugal": ScanCheckpointPolicy(nested=3),
@@ -22,6 +22,7 @@ PRESETS = {
         (5, "remat"),
         ({"nested": "x"}, "remat"),
         ("nesed", r"Unknown remat policy 'nesed'.*Did you mean `nested`"),
+        ("nested=3", r"Settings are a mapping: remat: \{max_carries: 8\}"),
         (
             "frugl",
             r"'frugl'.*Presets of this model: frugal, kept.*Did you mean `frugal`",
@@ -43,7 +44,9 @@ def test_other_entries_are_refused(value, message):
     ids=str,
 )
 def test_the_entry_of_a_policy_is_an_alias_or_fields_and_is_read_back(policy):
-    entry = yaml.safe_load(yaml.safe_dump(remat_entry(policy)))
+    lines = yaml.safe_load(remat_lines(policy, streamed=True))
+    entry = lines["remat"]
+    assert lines == {"remat": remat_entry(policy), "trainer": {"streaming": True}}
     assert remat_policy(entry) == resolve_policy(policy)
     assert entry == policy or isinstance(policy, ScanCheckpointPolicy)
 

@@ -113,6 +113,13 @@ COMMANDS = [
         ("total", "tokens"),
     ),
     (
+        f"qwen3_context gathers --config {TINY} --target local --devices 4"
+        " --layers 3 --tokens 64 --policies True",
+        "qwen3_moe_tiny_gathers_local_4",
+        1,
+        ("temporaries", "collectives in loops"),
+    ),
+    (
         "streaming --target local --depths 2 --tokens 32 --width 16 --inner 24",
         "streaming_local",
         4,

@@ -309,7 +309,7 @@ def exchange_after_gathers(values: T, gathered: Sequence[Any]) -> T:
     GPUs: one collective runs at a time, and gathers would come after the exchange, with
     nothing left to run beside them.
     """
-    # H200, `benchmarks.gathered_ahead --experts`, "nested": of 6 gathers 0 / 3 are
+    # H200, `benchmarks.gathered_ahead --experts`, "nested": of 6 gathers 0 / 2 are
     # waited for with a plain exchange, and 0 / 5 with `grouped_experts`.
     return _barrier_on(("cuda",), (values, gathered))[0]
 

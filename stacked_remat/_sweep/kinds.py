@@ -199,7 +199,7 @@ class Kind:
 
     @functools.cached_property
     def exchanges_out_of_loops(self) -> bool:
-        """As the function of this name says of the layer."""
+        """Whether the layer exchanges rows, other than in a loop of its own."""
         return exchanges_out_of_loops(self.jaxpr)
 
     @functools.cached_property

@@ -46,18 +46,18 @@ demo:  ## train a small Qwen3 MoE on real text, let it write, and show what rema
 # What is compiled is kept for the other worker, the next run and other checkouts, as long as it is used: under keys with the versions, the
 # programs that took XLA more than 20 ms, and what compiling for a GPU or a TPU found.
 KEPT ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/stacked_remat_tests
-test deep docs parity parity-deep coverage mutation: export JAX_COMPILATION_CACHE_DIR := $(KEPT)/compiled
+test deep slow docs parity parity-deep coverage mutation: export JAX_COMPILATION_CACHE_DIR := $(KEPT)/compiled
 memory compiles: export KEPT_REPORTS := $(KEPT)/reports
 docs: export KEPT_GALLERY := $(KEPT)/gallery
-test deep docs parity parity-deep coverage mutation: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS := 0.02
-test deep docs parity parity-deep coverage mutation: export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES := 0
+test deep slow docs parity parity-deep coverage mutation: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS := 0.02
+test deep slow docs parity parity-deep coverage mutation: export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES := 0
 # Nothing is compiled to bytecode that isn't imported (scripts/make_venv.sh), and what is imported by one process is there for the others.
 export PYTHONDONTWRITEBYTECODE :=
 
 # Most of the time of the tests is compilation, so LLVM optimizes less, and XLA with it (tests/conftest.py), and programs are not cut into
 # parts for cores, which are busy. OPTIMIZE=1 compiles as users do, which takes twice as long.
 ifndef OPTIMIZE
-test deep parity parity-deep coverage mutation: export XLA_FLAGS := $(XLA_FLAGS) --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true --xla_cpu_parallel_codegen_split_count=1
+test deep slow parity parity-deep coverage mutation: export XLA_FLAGS := $(XLA_FLAGS) --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true --xla_cpu_parallel_codegen_split_count=1
 endif
 IN_WORKERS := -n $(WORKERS) --dist worksteal
 TESTS := $(RUN) -m pytest $(IN_WORKERS)
@@ -65,7 +65,7 @@ TESTS := $(RUN) -m pytest $(IN_WORKERS)
 # Tests that save or offload values by name run again with JAX_REMAT3=1, which replaces jax.checkpoint by the implementation that is to
 # become JAX's default. That there are none (exit status 5) is an error, unless PYTEST_ARGS selects tests. With worksteal, most
 # tests of a file run in one process and share what they compile.
-.PHONY: test deep test-all
+.PHONY: test deep slow test-all
 test: venv  ## run the tests (PYTEST_ARGS="tests/test_x.py -k name" for some of them)
 	@mkdir -p "$(REPORTS)" "$(KEPT)"/{compiled,reports,gallery} && rm -f "$(REPORTS)"/*.xml
 	@find "$(KEPT)"/{compiled,reports,gallery} -type f -atime +14 -delete
@@ -76,10 +76,14 @@ test: venv  ## run the tests (PYTEST_ARGS="tests/test_x.py -k name" for some of 
 	    || { code=$$?; [ $$code = $(if $(PYTEST_ARGS),5,none) ] || status=$$code; }; \
 	exit $$status
 
-deep: venv  ## run the tests that `make test` leaves out because they take long; those marked slow run only with `pytest -m slow`
+deep: venv  ## run the tests that `make test` leaves out because they take long, but for those marked slow
 	@scripts/make_venv.sh "$(VENV)" "$(PYTHON)" launchers
 	@mkdir -p "$(REPORTS)"
 	$(TESTS) --junitxml="$(REPORTS)/deep.xml" -m "deep and not slow" $(PYTEST_ARGS)
+
+slow: venv  ## run the tests marked slow, which take minutes each
+	@mkdir -p "$(REPORTS)"
+	$(TESTS) --junitxml="$(REPORTS)/slow.xml" -m "slow and not target and not torch" $(PYTEST_ARGS)
 
 test-all: test deep  ## run the tests and those marked deep
 
@@ -105,17 +109,7 @@ ATTACK_ARGS ?= --seeds 0:10000 --jobs $(WORKERS) --log runs/attack.jsonl
 attack: venv  ## compare 10,000 random programs with loops without the library, which takes hours; goes on where it ended
 	$(RUN) -m scripts.attack $(ATTACK_ARGS)
 
-# Branches that the tests of `make test` take; processes that tests start count too. Code for GPUs and TPUs, for other versions of JAX and
-# for what only tests of models and training use isn't run.
-ON_THE_CORE := stacked_remat/memory/*,stacked_remat/nnx/*,stacked_remat/ops/*,stacked_remat/lora/*,stacked_remat/levanter.py,stacked_remat/streaming.py
-define BRANCHES
-import json, sys
-totals = json.load(sys.stdin)["totals"]
-taken, count = totals["covered_branches"], totals["num_branches"]
-print(f"{taken} of {count} branches of the core are taken ({taken / count:.1%}).")
-sys.exit(taken < 0.95 * count)
-endef
-export BRANCHES
+# Branches that the tests of `make test` take; processes that tests start count too.
 .PHONY: coverage
 coverage:  ## count the lines and branches that the tests of the core run, and list the others
 	@scripts/make_venv.sh "$(VENV)-coverage" "$(PYTHON)" test,coverage
@@ -124,9 +118,9 @@ coverage:  ## count the lines and branches that the tests of the core run, and l
 	    --ignore tests/models --ignore tests/training --ignore tests/benchmarks $(PYTEST_ARGS)
 	$(VENV)-coverage/bin/python -m coverage combine
 	$(VENV)-coverage/bin/python -m coverage report
-	@$(VENV)-coverage/bin/python -m coverage json -q --omit '$(ON_THE_CORE)' -o - | $(VENV)-coverage/bin/python -c "$$BRANCHES"
+	@$(VENV)-coverage/bin/python -m coverage json -q -o - | $(VENV)-coverage/bin/python scripts/core_branches.py
 
-# MUTANTS changes of the core, drawn by SEED; MUTATION_ARGS="--only _schedule" for some files.
+# MUTANTS changes of the core, drawn by SEED; MUTATION_ARGS="--only _policy.py" for some places.
 MUTANTS ?= 100
 SEED ?= 0
 .PHONY: mutation

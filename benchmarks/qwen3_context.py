@@ -7,6 +7,7 @@ run:
     python -m benchmarks.qwen3_context --target h200
     python -m benchmarks.qwen3_context longest --target h200 --budgets 80GiB 139GiB
     python -m benchmarks.qwen3_context gathers --target h200 --devices 8
+    python -m benchmarks.qwen3_context planned --target h200
     python -m benchmarks.qwen3_context --target h200 --presets auto blockwise
         --tokens 65536
     python -m benchmarks.qwen3_context --target v5p --devices 8 --tokens 65536
@@ -28,15 +29,17 @@ the config's `trainer.mesh`; with `--divide positions` one sequence is divided o
 with `experts` the experts, in place of `embed`. A sequence is one document, or of
 `--documents` equal ones. `--tiles` compares values of `model.tiles`, `--experts`
 backends of experts, and `--presets` backends of attention, with the model's own
-policies, `True` and `nested`. `gathers` counts the collectives of weights in the loops
-over layers, as `benchmarks.gathered_ahead` does, with experts and other weights divided
-over the same devices. Writes `results/qwen3_<context, documents, tiles, experts,
-presets, longest or gathers>_<target>.json`, with another `--config` its name in place
-of `qwen3`.
+policies, `True` and `nested`. `planned` gives the planner as much memory as each of
+these takes. `gathers` counts the collectives of weights in the loops over layers, as
+`benchmarks.gathered_ahead` does, with experts and other weights divided over the same
+devices. Writes `results/qwen3_<context, documents, tiles, experts, presets, longest,
+planned or gathers>_<target>.json`, with another `--config` its name in place of
+`qwen3`.
 """
 
 import dataclasses
 import itertools
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -111,6 +114,7 @@ def _result(
     )
     kind = "longest" if "budgets" in given else kind
     kind = "gathers" if "layers" in given else kind
+    kind = "planned" if "host_budget" in given else kind
     kind = "documents" if documents > 1 else kind
     parts = [
         model,
@@ -193,7 +197,12 @@ def longest(
             fn, args = forward_and_backward(given, steps * step)
             try:
                 return memory.plan(
-                    fn, *args, budget=budget, target=target, candidates=[POLICIES[name]]
+                    fn,
+                    *args,
+                    budget=budget,
+                    target=target,
+                    candidates=[POLICIES[name]],
+                    vary=False,
                 ).report
             except (memory.BudgetError, memory.DoesNotFit):
                 return None
@@ -219,6 +228,50 @@ def longest(
                 "policy": name,
                 "tokens": fits * step,
                 **memory_row(kept),
+            }
+
+
+@benchmark(_result)
+def planned(
+    target: str = "h200",
+    config: Path = CONFIG,
+    tokens: int = 65_536,
+    host_budget: str = "0GiB",
+    policies: tuple[str, ...] = (),
+    overrides: tuple[str, ...] = (),
+) -> Rows:
+    """What the planner finds where the budget is what a policy of the model's takes,
+    beside that policy.
+    """
+    given = parse_config(LmRunConfig, ["--config_path", str(config), *overrides])
+    own = given.model.remat_presets
+    names = policies or ("True", "nested", *own)
+    fn, args = forward_and_backward(given, tokens)
+    with tempfile.TemporaryDirectory() as cache:
+        for name in names:
+            policy = POLICIES.get(name) or remat_policy(name, own)
+            alone = memory.report(fn(policy), *args, target=target, cache=cache)
+            if alone.host.total > memory.parse_bytes(host_budget):
+                continue
+            found = memory.plan(
+                fn,
+                *args,
+                budget=alone.total,
+                host_budget=host_budget,
+                candidates=[*memory.CANDIDATES, *own.values()],
+                target=target,
+                cache=cache,
+            )
+            flops = found.report.flops.matmul
+            yield {
+                "policy": name,
+                "total": alone.total,
+                "matmul_flops": alone.flops.matmul,
+                "planned": memory.Trial(found.policy, found.report).name,
+                "planned_total": found.report.total,
+                "planned_matmul_flops": flops,
+                "ratio": round(flops / alone.flops.matmul, 4),
+                "compilations": len(found.tried.trials),
             }
 
 
@@ -250,7 +303,7 @@ def gathers(
         }
 
 
-main = one_of(context=context, longest=longest, gathers=gathers)
+main = one_of(context=context, longest=longest, planned=planned, gathers=gathers)
 
 
 def compiled_on(

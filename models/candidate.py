@@ -295,8 +295,6 @@ class Candidate:
             "candidates": [*CANDIDATES, *presets],
             "target": self.target,
             "donate": "state",
-            # Of a stage, to which the policy applies
-            "layers": self._layers_of_stage,
             "cache": self.cache,
         }
 

@@ -1,6 +1,6 @@
 """Changes the core in one place at a time, and counts the changes that tests notice.
 
-    python -m scripts.mutate --mutants 100 --seed 0 [--only _schedule]
+    python -m scripts.mutate --mutants 100 --seed 0 [--only _policy.py:99]
 
 A *mutant* is the core with one operator or constant changed: `<` for `<=`, `and` for
 `or`, `+` for `-`, 2 for 1, a condition turned round. It is *killed* by a test that
@@ -67,7 +67,8 @@ TESTS = {
     "_scan/returned": "test_visitor test_stacked_pattern",
     "_scan/until": "test_until",
     "_schedule": "test_schedule test_policy",
-    "_stacked": "test_stacked test_stack_of_layers",
+    "_stacked": "test_stacked test_stack_of_layers test_state_dict test_equal_sweeps"
+    " test_until",
     "_stacked_pattern": "test_stacked_pattern",
     "_state_dict": "test_state_dict",
     "_static": "test_stacked test_scan",
@@ -114,9 +115,13 @@ class Mutant(NamedTuple):
     after: str
     source: str  # of the whole file
 
+    @property
+    def place(self) -> str:
+        """As `stacked_remat/_policy.py:99`."""
+        return f"{self.path.relative_to(ROOT)}:{self.line}"
+
     def __str__(self) -> str:
-        place = f"{self.path.relative_to(ROOT)}:{self.line}"
-        return f"{place}: {self.before} -> {self.after}"
+        return f"{self.place}: {self.before} -> {self.after}"
 
 
 def changed(node: ast.AST) -> ast.AST | None:
@@ -236,13 +241,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--mutants", type=int, default=100, help="how many to draw")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", default="", help="part of the paths to change")
+    parser.add_argument(
+        "--only", default="", help="part of the places to change, as _policy.py:99"
+    )
     parser.add_argument("--least", type=float, default=0.9, help="share to be killed")
     options = parser.parse_args()
     found = []
     for path in sorted(CORE.rglob("*.py")):
-        if options.only in str(path) and tests_of(path):
-            found += mutants(path)
+        if tests_of(path):
+            found += [each for each in mutants(path) if options.only in each.place]
     chosen = random.Random(options.seed).sample(found, min(options.mutants, len(found)))
     killed = 0
     with tempfile.TemporaryDirectory() as folder:

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 import jax.ad_checkpoint
-from jax.extend.core import JaxprEqn, Primitive, Var
+from jax.extend.core import Jaxpr, JaxprEqn, Primitive, Var, jaxprs_in_params
 from jax.extend.core.primitives import name_p
 from jax.interpreters import ad, batching, mlir, partial_eval
 
@@ -39,6 +39,16 @@ def name_given_by(equation: JaxprEqn) -> str:
     if type(primitive).__name__ == "CheckpointName":
         return primitive.params["name"]
     return ""
+
+
+def names_in(jaxpr: Jaxpr) -> set[str]:
+    """All names that a program gives to values."""
+    names = set()
+    for equation in jaxpr.eqns:
+        names.add(name_given_by(equation))
+        for inner in jaxprs_in_params(equation.params):
+            names |= names_in(getattr(inner, "jaxpr", inner))
+    return names - {""}
 
 
 def _tangent(

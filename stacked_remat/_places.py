@@ -27,7 +27,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from ._activity import CALLS, name_of, program_of
 from ._compat import without_constants
-from ._names import name_given_by, named
+from ._names import name_given_by, named, names_in
 from ._place_names import is_place
 from ._static import PyTree, with_leaves
 
@@ -63,6 +63,8 @@ class Places:
             jaxpr = without_dead_code(jaxpr)
             for operation, count in operation_counts(jaxpr).items():
                 self._counts.setdefault(operation, set()).add(count)
+            # An author may give a name of the form of a place.
+            self._had |= self.wanted & names_in(jaxpr)
             leaves = [*constants, *jax.tree.leaves(args)]
             return with_leaves(results, evaluate_named(jaxpr, leaves, self._name))
 

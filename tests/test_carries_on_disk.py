@@ -462,8 +462,6 @@ def test_other_devices_are_refused(folder, platform, message):
 def test_settings_that_have_no_effect_or_contradict(folder):
     with pytest.raises(ValueError, match="carries_folder='x' has no effect beside"):
         ScanCheckpointPolicy(carries_folder="x")
-    with pytest.raises(TypeError, match="path of a folder; got 3"):
-        on_disk(3)
     for settings in ({"save_block_internals": ["a"]}, {"save_block_internals": True}):
         with pytest.raises(ValueError, match="contradict each other: on disk are"):
             on_disk(folder, **settings)

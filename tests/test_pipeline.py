@@ -21,7 +21,9 @@ from stacked_remat import (
     shared,
 )
 from stacked_remat._pipeline.two_cotangents import take_apart
+from stacked_remat.memory import count_flops
 from tests.blocks import Tanh, assert_close, quick_jit
+from tests.jaxprs import equations
 from tests.random_arrays import normal
 
 NAMES = ["1f1b", "zero_bubble"]
@@ -456,8 +458,39 @@ def test_numbers_in_the_carry_and_effects_of_the_loss():
     assert sorted(printed) == sorted(once * 2)
 
 
+def test_how_often_stages_run_what():
+    """Their layers once for each microbatch, of which each tick begins another one. For
+    a gradient all but the last one run them again, since they keep the input alone.
+    What comes before and after the layers runs on one stage.
+    """
+    model, x = plain_model(remat=False), normal(2, ROWS, 10)
+    weights = model.table, model.blocks.stacked.weight, model.head
+    before, layers, after = (2 * ROWS * weight.size for weight in weights)
+
+    def loss(model, x):
+        return jnp.mean((model.blocks.fold(x @ model.table) @ model.head) ** 2)
+
+    for name in NAMES:
+        run = pipeline(loss, "stage", microbatches=MICROBATCHES, schedule=name)
+        with jax.set_mesh(mesh_of(data=1)):
+            value, gradient = (
+                jax.make_jaxpr(fn)(model, x) for fn in (run.value, run.value_and_grad)
+            )
+        flops = count_flops(value)
+        assert flops.exact and flops.matmul == before + layers + after
+        flops = count_flops(gradient)
+        again = layers * (STAGES - 1) // STAGES
+        # x has no gradient
+        assert flops.exact
+        assert flops.matmul == 2 * before + 3 * layers + again + 3 * after
+        ticks = {eqn.params.get("length") for eqn in equations(value)}
+        assert max(ticks - {None}) == MICROBATCHES + STAGES - 1
+
+
 def test_memory_grows_with_microbatches_in_flight():
-    """Each of min(P, M) microbatches takes its input, and others nothing."""
+    """Each of min(P, M) microbatches takes its input, and others nothing. A stage has
+    less than the weights of all layers and the sums of their gradients.
+    """
     rows, width = 64, 128
     mesh = mesh_of(data=1)
 
@@ -476,3 +509,4 @@ def test_memory_grows_with_microbatches_in_flight():
     bytes_of_input = rows * width * 4
     assert eight - two == (STAGES - 2) * bytes_of_input
     assert sixteen == eight
+    assert two < 2 * STAGES * 4 * width * (width + 1)

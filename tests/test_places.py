@@ -162,6 +162,16 @@ def test_another_number_of_operations_is_refused():
         jax.grad(checkpoint(jnp.sin, save=["conv 1/1"]))(1.0)
 
 
+@pytest.mark.remat3
+def test_an_author_may_give_a_name_of_this_form():
+    def fn(x):
+        return jnp.sin(jax.jit(lambda x: checkpoint_name(x, "half 1/2"))(jnp.sin(x)))
+
+    expected = jnp.cos(jnp.sin(1.0)) * jnp.cos(1.0)
+    gradient = jax.grad(checkpoint(fn, save=["half 1/2"]))(1.0)
+    assert jnp.allclose(gradient, expected)
+
+
 def test_operations_within_calls_count_and_custom_derivatives_have_names():
     @jax.custom_vjp
     def halved(x):

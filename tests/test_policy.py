@@ -4,6 +4,7 @@ test_policies_at_work.py.
 
 import dataclasses
 import itertools
+import math
 
 import equinox as eqx
 import haliax as hax
@@ -47,6 +48,9 @@ def test_policies_are_frozen_hashable_and_compare_by_value():
         save_block_internals=("b", "a", "b"), offload_block_internals=("c",)
     )
     assert len({policy, dataclasses.replace(policy), ScanCheckpointPolicy()}) == 2
+    placed = ScanCheckpointPolicy(save_block_internals=["a", "exp 1/1"])
+    assert placed.places == ("exp 1/1",)
+    assert resolve_policy(False).places == ()
     assert len({ScanCheckpointPolicy(nested=True), ScanCheckpointPolicy(nested=1)}) == 2
     with pytest.raises(dataclasses.FrozenInstanceError):
         policy.nested = True  # pyright: ignore[reportAttributeAccessIssue]
@@ -125,6 +129,14 @@ def test_contradictions_are_refused_with_the_reason(settings, reason):
             dict(first_layers=True),
             "first_layers is a number of layers .an int.; got True",
         ),
+        (
+            dict(save_carries="disk", carries_folder=""),
+            "carries_folder is the path of a folder; got ''",
+        ),
+        (
+            dict(save_carries="disk", carries_folder=3),
+            "carries_folder is the path of a folder; got 3",
+        ),
     ],
 )
 def test_wrong_types_are_refused(settings, reason):
@@ -153,6 +165,15 @@ def test_a_single_layer_has_nothing_to_cut(cut):
     plain = ScanCheckpointPolicy(save_block_internals=["a"])
     assert policy.for_layers(1) == plain.for_layers(1)
     assert policy.for_layers(2) != plain.for_layers(2)
+    first = ScanCheckpointPolicy(**cut, first_layers=1)
+    assert first.for_layers(1) == resolve_policy(False).for_layers(1)
+
+
+def test_segments_with_carries_on_the_host_are_the_square_root_of_the_layers():
+    policy = ScanCheckpointPolicy(nested=True, save_carries="offload")
+    for length in range(1, 30):
+        segments = policy.schedule(length).segments
+        assert len(segments) == math.ceil(math.sqrt(length))
 
 
 # For each field values beside its default.

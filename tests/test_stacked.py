@@ -451,9 +451,11 @@ class Checked(eqx.Module):
 
 
 def test_attributes_that_a_stack_has_not_run_no_code_of_its_blocks():
-    """That of a field is on docs/errors.md."""
     layers = [Checked(jnp.ones(2))] * 3
     assert not hasattr(Stacked.of(layers), "checked")
+    assert Stacked.of(layers).remat == ScanCheckpointPolicy()
+    with pytest.raises(AttributeError, match=r"its blocks have.*\.stacked\.scale, "):
+        getattr(Stacked.of(layers), "scale")  # noqa: B009
     with pytest.raises(AttributeError, match="no attribute 'wieght'"):
         getattr(Width.of(layers), "width")  # noqa: B009
     assert copy.deepcopy(Stacked.of(layers)).Layers.size == 3

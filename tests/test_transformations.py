@@ -280,7 +280,9 @@ def wrapped(step, value: Callable) -> Callable:
     ],
 )
 @pytest.mark.parametrize(
-    "cases", [range(1), pytest.param(range(1, 3), marks=pytest.mark.deep)], ids=str
+    "cases",
+    [range(1), pytest.param(range(1, 3), marks=[pytest.mark.deep, pytest.mark.slow])],
+    ids=str,
 )
 def test_every_order_of_transformations(name, cases):
     cases = [Case(list(POLICIES).index(name) + len(POLICIES) * k) for k in cases]

@@ -62,12 +62,14 @@ def show(trial):
 
 
 options = {"donate": ["blocks", "state"], "host_budget": 0}
-found = memory.plan(step, blocks, state, x, budget="45MiB", show=show, **options)
+found = memory.plan(
+    step, blocks, state, x, budget="45MiB", vary=False, show=show, **options
+)
 print(f"{found.policy!r} fits 45 MiB")
 
 # %% [markdown]
-# With `layers=` the first layers keep their internals, or their carries: as many as
-# fit. A larger budget never plans more FLOPs.
+# Without `vary=False` the plan also chooses which values inside layers are kept, and
+# how many of the first layers keep all of theirs. A larger budget has no more FLOPs.
 
 # %%
 policies = [False, True, "nested"]
@@ -80,7 +82,6 @@ for budget in ("35MiB", "100MiB", "1GiB"):
         x,
         budget=budget,
         candidates=policies,
-        layers=LAYERS,
         **options,
     )
     times = found.report.flops.matmul / least

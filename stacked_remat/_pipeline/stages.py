@@ -103,7 +103,8 @@ class Stages:
             (schedule.operations, schedule.numbers, schedule.weights_done),
         )
 
-        # For counts of FLOPs: each runs once for each microbatch
+        # For counts of FLOPs: each runs once for each microbatch. What one stage alone
+        # runs of it is counted by `known_trips(1, stages)`.
         once_each = functools.partial(
             known_trips, schedule.microbatches, schedule.ticks
         )
@@ -167,7 +168,7 @@ class Stages:
             value, aux = self._returned(number, self.trained, after)
             return self._with_loss(number, value, aux, state)
 
-        with known_trips(1):
+        with known_trips(1, self.schedule.stages):
             state = xla_hints.run_if(self._is_last, loss, number, state)
         return state._replace(passed=after)
 
@@ -180,7 +181,8 @@ class Stages:
             init, _ = self._operands(number, self.trained)
             return Passed(init, [*map(jnp.zeros_like, state.passed.outputs)])
 
-        return lax.cond(self._is_first, first, lambda: state.passed)
+        with known_branches([self.schedule.stages - 1, 1]):
+            return lax.cond(self._is_first, first, lambda: state.passed)
 
     def _folded(self, number: Any, passed: Passed) -> Passed:
         """What this stage's layers make of it; nothing is kept."""
@@ -196,7 +198,7 @@ class Stages:
         result, sweep_back = self.layers.vjp(passed, arguments)
         after = self.layers.after(passed, result)
         loss = functools.partial(self._loss, after)
-        with known_trips(1):
+        with known_trips(1, self.schedule.stages):
             state = xla_hints.run_if(self._is_last, loss, number, state)
         cotangent = self.layers.cotangent(result, state.cotangents)
         if late is None:
@@ -328,7 +330,7 @@ class Stages:
         if self._arguments_are_active:
             rest = pull_back(number, state.rest)
         else:
-            with known_trips(1):
+            with known_trips(1, self.schedule.stages):
                 rest = xla_hints.run_if(self._is_first, pull_back, number, state.rest)
         return state._replace(rest=rest)
 

@@ -14,7 +14,7 @@ from .. import ScanCheckpointSpec
 from .._messages import parse_bytes
 from .._schedule import whole_number
 from .._static import PyTree
-from ._plan import CANDIDATES, check_options, check_policies, compared, tracer
+from ._plan import CANDIDATES, check_policies, compared, tracer
 from ._report import Comparison, MemoryReport, Trial
 from ._search import Search, Step
 from ._table import readable_bytes
@@ -76,7 +76,6 @@ class Frontier:
 def frontier(
     fn_of_policy: Callable[[ScanCheckpointSpec], Callable[..., Any]],
     *args: PyTree,
-    layers: int,
     points: int = 8,
     host_budget: int | str | None = None,
     candidates: Sequence[ScanCheckpointSpec] = CANDIDATES,
@@ -100,10 +99,11 @@ def frontier(
     """
     check_policies(candidates)
     whole_number("points", points, "a number of policies", least=2)
-    check_options(layers, None, args)
     most_on_host = math.inf if host_budget is None else parse_bytes(host_budget)
     traced = tracer(fn_of_policy, args, kwargs, target, donate)
-    search = Search(traced, math.inf, most_on_host, cache, begin, show, layers=layers)
+    search = Search(
+        traced, host_budget=most_on_host, cache=cache, begin=begin, show=show
+    )
     ladder = search.ladder(candidates)
     chosen: list[ScanCheckpointSpec] = [step.policy for step in _spread(ladder, points)]
     # No ladder, where the search has no model of the program

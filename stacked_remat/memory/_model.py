@@ -13,16 +13,14 @@ and no more.
 """
 
 import functools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from .. import ScanCheckpointPolicy
 from .._place_names import is_place
-from .._remat import EVERYTHING, NOTHING, Kept, Remat
+from .._remat import NOTHING, Kept, Remat
 from .._schedule import Schedule
 from ._call import TracedCall
-from ._report import MemoryReport
 from ._values import KeptValues, LayerStack, ProgramValues
 
 
@@ -47,20 +45,15 @@ class StackFigures:
 
     # The number of layers.
     length: int
-    # Bytes of a carry, of everything that a derivative reads beside it, and of what a
-    # layer keeps that is not run again.
+    # Bytes of a carry, and of everything that a derivative reads beside it.
     carry: float
     internals: float
-    whole: float
     # FLOPs of running the layer.
     forward: float
     # Whether a derivative reads the carry beside its internals.
     carry_is_read: bool
     # What keeping values of some names takes.
     keeping: Callable[[tuple[str, ...]], KeptValues]
-    # Bytes that reversing a layer takes whose internals are not all kept, as far as
-    # policies differ in them.
-    work: float = 0
 
     def cost(self, remat: Remat) -> Cost:
         """What a policy costs that executes this."""
@@ -85,12 +78,11 @@ class StackFigures:
         if remat.carries == "disk":
             carries_on_host = 0  # they take no memory
         return Cost(
-            runs * self.forward + rest * again,
-            first * self.whole
+            flops=runs * self.forward + rest * again,
+            device=first * (self.carry + self.internals)
             + carries * self.carry
-            + held * on_device
-            + (0 if kept == EVERYTHING else self.work),
-            carries_on_host * self.carry + held * on_host,
+            + held * on_device,
+            host=carries_on_host * self.carry + held * on_host,
         )
 
     def _of_kept(self, kept: Kept) -> tuple[float, float, float, bool]:
@@ -166,6 +158,11 @@ class Model:
         return chosen.cost(policy)
 
     @property
+    def layers(self) -> int:
+        """The number of layers of the longest stack."""
+        return max(stack.length for stack in self.variants[0].stacks)
+
+    @property
     def choices(self) -> list[tuple[str, ...]]:
         """Sets of names that a policy may keep."""
         return [names for variant in self.variants for names in variant.choices]
@@ -186,7 +183,9 @@ def traced_model(
     that are told of everything if these have other values that can be kept.
     """
     program = trace(_NESTED)
-    values = None if program is None else ProgramValues.of(program.traced.jaxpr)
+    values = (
+        None if program is None else ProgramValues.of(program.traced.jaxpr, _NESTED)
+    )
     if program is None or values is None:
         return None
     stacks = _figures(values)
@@ -203,7 +202,7 @@ def traced_model(
     if told_program is None:
         variant = Variant(stacks, flops)
         return Model((variant,), _NESTED, reference_cost, keeps_values=False)
-    told = ProgramValues.of(told_program.traced.jaxpr)
+    told = ProgramValues.of(told_program.traced.jaxpr, _NESTED_ALL)
     assert told is not None
     # Names of more bytes than otherwise: a block has asked whether they are kept.
     required = frozenset(
@@ -250,52 +249,9 @@ def _figures(values: ProgramValues) -> tuple[StackFigures, ...]:
                 length,
                 stack.carry_bytes,
                 internals / length,
-                stack.carry_bytes + internals / length,
                 stack.times * forward / length,
                 any(layer.carry_is_residual for layer in layers),
                 keeping,
             )
         )
     return tuple(figures)
-
-
-def measured_model(
-    report: Callable[[ScanCheckpointPolicy], MemoryReport | None], length: int
-) -> Model | None:
-    """The model of a program whose layers are not known, from reports of three
-    policies; None if one can't be compiled.
-
-    One keeps all carries, one keeps few of them (`nested`), and one keeps a segment's
-    internals too, of as many segments as that has slots.
-    """
-    slots = _NESTED.schedule(length).slots
-    segments = replace(_NESTED_ALL, nested=slots)
-    if slots == length:  # two layers or fewer have nothing to measure
-        return None
-    found = []
-    # That first which a program may not take.
-    for policy in (segments, _NESTED, ScanCheckpointPolicy()):
-        measured = report(policy)
-        if measured is None:
-            return None
-        found.append(measured)
-    of_internals, of_slots, of_carries = found
-    # A difference that XLA's other temporaries hide may be negative; 0 then.
-    carry = max(0, of_carries.total - of_slots.total) / (length - slots)
-    held = math.ceil(length / slots) - 1
-    internals = max(0, of_internals.total - of_slots.total) / held
-    flops = of_carries.flops.matmul
-    replays = _NESTED.schedule(length).replays
-    forward = (of_slots.flops.matmul - flops) / max(1, replays)
-    program = segments.schedule(length).program(saves=True)
-    runs = sum(program.advances) + length
-    base = of_internals.flops.matmul - forward * runs
-    again = max(0, flops - base) / length
-    # What a segment keeps for a layer has the layer's carry in it, if that is read.
-    whole = internals
-    nothing = KeptValues({}, again, reads_carry=True)
-    stack = StackFigures(
-        length, carry, internals, whole, forward, False, lambda names: nothing, whole
-    )
-    variant = Variant((stack,), base)
-    return Model((variant,), _NESTED, variant.cost(_NESTED))

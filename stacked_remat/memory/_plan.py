@@ -14,7 +14,6 @@ from typing import Any
 from .. import ScanCheckpointPolicy, ScanCheckpointSpec
 from .._messages import parse_bytes
 from .._policy import resolve_policy
-from .._schedule import whole_number
 from .._static import PyTree
 from ._call import DoesNotFit, TracedCall, trace_call
 from ._report import Comparison, MemoryReport, Trial
@@ -44,17 +43,18 @@ class Plan:
     """The policy to use, and how it was found.
 
     FLOPs are those of matrix products; of equals, the policy comes first that moves
-    fewer bytes between device and host, or, with `layers`, runs fewer layers again. A
-    larger budget plans no more of them, for the same place of the weights; with
-    `layers`, but for errors of the model that chooses what to compile.
+    fewer bytes between device and host, or runs fewer layers again. A larger budget
+    plans no more of them, for the same place of the weights, but for errors of the
+    model that chooses what to compile.
 
-    With `layers`, candidates are varied. Values inside layers are kept: by the names
-    that blocks give, or by their *place*, such as `"dot_general 2/7"`, the result of
-    the second of a layer's seven matrix products. Which, is found from the program of a
-    layer, exactly. With a `host_budget` some go to the host instead, where their
-    transfers hide behind compute. So many `first_layers` come before a cut, as many
-    `max_carries` are kept, or layers are cut into segments whose values are kept while
-    they are reversed: then no layer runs more than twice.
+    Candidates are varied, in a program that folds or scans over layers (or steps of a
+    loop). Values inside layers are kept: by the names that blocks give, or by their
+    *place*, such as `"dot_general 2/7"`, the result of the second of a layer's seven
+    matrix products. Which, is found from the program of a layer, exactly. With a
+    `host_budget` some go to the host instead, where their transfers hide behind
+    compute. So many `first_layers` come before a cut, as many `max_carries` are kept,
+    or layers are cut into segments whose values are kept while they are reversed: then
+    no layer runs more than twice.
 
     Attributes:
         policy: of those that fit, the one with the fewest FLOPs: a candidate, or a
@@ -123,7 +123,7 @@ def plan(
     candidates: Sequence[ScanCheckpointSpec] = CANDIDATES,
     target: str | Target = "local",
     donate: str | Sequence[str] = (),
-    layers: int | None = None,
+    vary: bool = True,
     streamed: Sequence[PyTree] | None = None,
     cache: str | Path | None = None,
     begin: Callable[[str], None] = lambda _: None,
@@ -144,7 +144,7 @@ def plan(
             since the compiler does not count all (fragmentation, other programs).
         host_budget: of the host memory that one device uses; None for no limit.
         candidates: the policies, in any order.
-        layers: of the stack, or steps of the loop, to vary the candidates.
+        vary: whether variations of the candidates are tried too.
         streamed: the arguments with weights on the host, such as
             `(streaming.to_host(model), x)` of shapes, to be tried where nothing fits.
         begin: called with the name of each policy before it is compiled.
@@ -154,24 +154,31 @@ def plan(
         BudgetError: no candidate fits; shows all of them and the smallest.
         jax.errors.JaxRuntimeError: the compiler takes no candidate, and fails at one of
             them for another reason than memory; a note names the policy.
-        ValueError, TypeError, TargetError: as `report`; for a wrong `budget`,
-            `candidates` or `layers`.
+        ValueError, TypeError, TargetError: as `report`; for a wrong `budget` or
+            `candidates`.
 
-    Cost: a compilation for each candidate with fewer FLOPs than the first that fits,
-    and a tracing for each, unless one fits that recomputes nothing; with `streamed`
-    twice that. With `layers` three or four compilations, and as many tracings.
+    Cost: three to five compilations, and as many tracings; with `streamed` twice that.
+    Without variations a compilation for each candidate with fewer FLOPs than the first
+    that fits, and a tracing for each, unless one fits that recomputes nothing.
     """
     most = parse_bytes(budget)
     most_on_host = math.inf if host_budget is None else parse_bytes(host_budget)
     check_policies(candidates)
-    check_options(layers, streamed, args)
+    _check_streamed(streamed, args)
     trials: list[Trial] = []
     # Streamed weights cost transfers, so they come second.
     for arguments in (args,) if streamed is None else (args, streamed):
         traced = tracer(fn_of_policy, arguments, kwargs, target, donate)
         is_streamed = arguments is streamed
         search = Search(
-            traced, most, most_on_host, cache, begin, show, is_streamed, layers
+            traced,
+            budget=most,
+            host_budget=most_on_host,
+            vary=vary,
+            streamed=is_streamed,
+            cache=cache,
+            begin=begin,
+            show=show,
         )
         found = search.least(candidates)
         trials += search.compiled.values()
@@ -182,10 +189,7 @@ def plan(
     raise BudgetError(_nothing_fits(compared(trials), most, most_on_host))
 
 
-def check_options(layers: Any, streamed: Any, args: Sequence[PyTree]) -> None:
-    if layers is not None:
-        meaning = "the number of layers or steps"
-        whole_number("layers", layers, meaning, "Leave it out if not known.")
+def _check_streamed(streamed: Any, args: Sequence[PyTree]) -> None:
     if streamed is None:
         return
     is_list = isinstance(streamed, tuple | list)

@@ -1,17 +1,17 @@
 """Looks for the policy with the fewest FLOPs that fits, with few compilations.
 
-Without the number of layers, candidates are compiled in order, up to the first that
-fits: those that recompute nothing, after which no other is even traced, then the others
-by their FLOPs.
-
-With it, candidates are varied: how many layers come before a cut, how many carries are
-kept, into how many segments layers are cut, and which values inside layers are kept or
-moved to the host (`variations`). A model of the program (`_model.py`) tells the FLOPs
-of each, and its bytes beside those of one policy that is compiled. Of these stay the
+Candidates are varied: how many layers come before a cut, how many carries are kept,
+into how many segments layers are cut, and which values inside layers are kept or moved
+to the host (`variations`). A model of the program (`_model.py`) tells the FLOPs of
+each, and its bytes beside those of one policy that is compiled. Of these stay the
 policies that take less memory than all with fewer FLOPs, the *ladder*. Where it crosses
 the budget is found by compiling the first step that should fit; what the model is wrong
 by there tells which step to compile next. At the end up to two steps are compiled that
 fit by the model as it is, without that correction.
+
+Candidates that are not to be varied, and those of a program without a sweep over
+layers, are compiled in order, up to the first that fits: those that recompute nothing,
+after which no other is even traced, then the others by their FLOPs.
 
 Of everything that was compiled and fits, the cheapest is the answer. Memory is always
 the compiler's figure, never the model's. The ladder does not depend on the budget, so
@@ -19,22 +19,23 @@ that with a larger one the answer has no more FLOPs, but for errors of the model
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 
 from .. import ScanCheckpointPolicy, ScanCheckpointSpec
 from .._policy import recomputes_nothing, resolve_policy
+from .._remat import Remat
 from ._call import DoesNotFit, TracedCall
-from ._model import Cost, Model, measured_model, traced_model
-from ._report import MemoryReport, Trial
+from ._model import Cost, Model, traced_model
+from ._report import Trial
 
 # The cost (see `Search._cost`) of a policy under which the program can't be traced.
 _NEVER = (math.inf, math.inf, math.inf)
-# Policies whose FLOPs differ by less than this factor are taken for one.
-_ALIKE = 1.0005
 # A step that takes up to so much more than the budget, by the model, may fit.
 _SLACK = 1.1
 # The model's error differs between steps, and that of one may rule out another that
@@ -42,34 +43,52 @@ _SLACK = 1.1
 # compiled too, this many at most.
 _NEAR = 1.03
 _MOST_NEAR = 2
+# Of more numbers of layers or carries than the first, the second many are tried.
+_MOST_NUMBERS = 128
+_SOME_NUMBERS = 24
 
 
-@dataclasses.dataclass(frozen=True)
 class Search:
     """Traces and compiles a program under policies, each policy once."""
 
-    # The program under a policy, traced.
-    program: Callable[[ScanCheckpointSpec], TracedCall]
-    # Limits in bytes for one device, and for what it uses of its host's memory.
-    budget: float = math.inf
-    host_budget: float = math.inf
-    # Folder for what compilations find; None for none.
-    cache: str | Path | None = None
-    # Called with the name of each policy before it is compiled, and with each trial
-    # once it is.
-    begin: Callable[[str], None] = lambda _: None
-    show: Callable[[Trial], None] = lambda _: None
-    # Whether the program's weights are on the host, for the names of trials.
-    streamed: bool = False
-    # Number of layers; None if not known, and then candidates are not varied.
-    layers: int | None = None
-    # What was traced and what was compiled so far, in order.
-    traced: dict[ScanCheckpointPolicy, TracedCall] = dataclasses.field(
-        default_factory=dict
-    )
-    compiled: dict[ScanCheckpointPolicy, Trial] = dataclasses.field(
-        default_factory=dict
-    )
+    def __init__(
+        self,
+        program: Callable[[ScanCheckpointSpec], TracedCall],
+        *,
+        budget: float = math.inf,
+        host_budget: float = math.inf,
+        vary: bool = True,
+        streamed: bool = False,
+        cache: str | Path | None = None,
+        begin: Callable[[str], None] = lambda _: None,
+        show: Callable[[Trial], None] = lambda _: None,
+    ) -> None:
+        """A search that has not begun.
+
+        Args:
+            program: the program under a policy, traced.
+            budget: bytes of memory of each device.
+            host_budget: bytes that each device may use of its host's memory.
+            vary: whether candidates are varied.
+            streamed: whether the program's weights are on the host, for the names of
+                trials.
+            cache: folder for what compilations find; None for none.
+            begin: called with the name of each policy before it is compiled.
+            show: called with each trial once it is compiled.
+        """
+        self.program = program
+        self.budget = budget
+        self.host_budget = host_budget
+        self.vary = vary
+        self.streamed = streamed
+        self.cache = cache
+        self.begin = begin
+        self.show = show
+        # The number of layers; 0 as long as it is not known.
+        self.layers = 0
+        # What was traced and what was compiled so far, in order.
+        self.traced: dict[ScanCheckpointPolicy, TracedCall] = {}
+        self.compiled: dict[ScanCheckpointPolicy, Trial] = {}
 
     def fits(self, trial: Trial) -> bool:
         report = trial.report
@@ -98,8 +117,8 @@ class Search:
         return trial
 
     def least(self, candidates: Sequence[ScanCheckpointSpec]) -> Trial | None:
-        """The policy with the fewest FLOPs that fits, of the candidates and, with
-        `layers`, of their variations; None if no candidate fits.
+        """The policy with the fewest FLOPs that fits, of the candidates and of their
+        variations; None if none fits.
         """
         ladder = self.ladder(candidates)
         # Arguments take the same memory under every policy.
@@ -150,21 +169,13 @@ class Search:
         """The variations of some policies that take less memory than all with fewer
         FLOPs, from the fewest FLOPs to the most; [] where there is no model.
         """
-        resolved = [*map(resolve_policy, candidates)]
-        if self.layers is None or not any(map(_is_varied, resolved)):
+        if not self.vary or not any(map(_is_varied, map(resolve_policy, candidates))):
             return []
-        model = self._model(self.layers)
+        model = traced_model(self._taken_trace)
         if model is None:
             return []
-        steps = self._steps(candidates, model)
-        best = _best(steps)
-        with_places = [step for step in best if resolve_policy(step.policy).places]
-        # Layers of another stack, which have other operations, may refuse them.
-        if with_places and self._cost(with_places[0].policy) == _NEVER:
-            return _best(
-                [step for step in steps if not resolve_policy(step.policy).places]
-            )
-        return best
+        self.layers = model.layers
+        return _best(self._steps(candidates, model))
 
     def _steps(
         self, candidates: Sequence[ScanCheckpointSpec], model: Model
@@ -174,48 +185,38 @@ class Search:
         for policy in candidates:
             given[resolve_policy(policy)] = policy
         measured = self.trial(given.get(model.reference, model.reference)).report
-        if measured is None or self.layers is None:
+        if measured is None:
             return []
         # Of several devices each is taken to hold as much.
         devices = measured.devices
         common = measured.total - model.reference_cost.device / devices
         has_host = self._has_host
-        # Candidates have variations in common, each of which is one step.
-        offered: dict[ScanCheckpointPolicy, None] = {}
-        for policy in given:
-            # What a policy of JAX keeps the model does not know.
-            if not callable(policy.save_block_internals):
-                offered |= dict.fromkeys(variations(policy, self.layers, model))
+        # What a policy of JAX keeps the model does not know.
+        known = [one for one in given if not callable(one.save_block_internals)]
+        # Candidates have variations in common, and some that execute the same.
+        offered: dict[Remat, ScanCheckpointPolicy] = {}
+        for policy in itertools.chain(
+            known, *(variations(one, model) for one in known)
+        ):
+            offered.setdefault(policy.for_layers(model.layers), policy)
         steps = []
-        for policy in offered:
+        for policy in offered.values():
             cost = model.cost(policy).of_device(devices)
-            is_candidate = policy in given
             if cost.host > self.host_budget:
                 continue
-            if not is_candidate and not self._hides(policy, cost):
+            if policy not in given and not self._hides(policy, cost):
                 continue
             # A CPU has one memory.
             kept = cost.device if has_host else cost.device + cost.host
             again = _runs_again(policy, self.layers)
             spec = given.get(policy, policy)
-            steps.append(Step(spec, cost, again, common + kept, is_candidate))
+            steps.append(Step(spec, cost, again, common + kept))
         return steps
 
     @property
     def _has_host(self) -> bool:
         """Whether the host's memory is another than the device's."""
         return self._trace(_NESTED).target.devices()[0].platform != "cpu"
-
-    def _model(self, layers: int) -> Model | None:
-        def trace(policy: ScanCheckpointPolicy) -> TracedCall | None:
-            # A program may refuse a policy.
-            return None if self._cost(policy) == _NEVER else self._trace(policy)
-
-        def report(policy: ScanCheckpointPolicy) -> MemoryReport | None:
-            trial = self.taken(policy)
-            return None if trial is None else trial.report
-
-        return traced_model(trace) or measured_model(report, layers)
 
     def _hides(self, policy: ScanCheckpointPolicy, cost: Cost) -> bool:
         """Whether values that a policy moves to the host cross the link while others
@@ -279,6 +280,10 @@ class Search:
         """The policy, compiled; None if the program does not take it."""
         return None if self._cost(policy) == _NEVER else self.trial(policy)
 
+    def _taken_trace(self, policy: ScanCheckpointSpec) -> TracedCall | None:
+        """The program under a policy; None if it does not take it."""
+        return None if self._cost(policy) == _NEVER else self._trace(policy)
+
     def _trace(self, policy: ScanCheckpointSpec) -> TracedCall:
         key = resolve_policy(policy)
         if key not in self.traced:
@@ -287,12 +292,12 @@ class Search:
 
     def _cost(self, policy: ScanCheckpointSpec) -> tuple[float, float, float]:
         """What policies are ordered by: FLOPs of matrix products; of equals, bytes
-        moved between device and host; of equals, and if `layers` is known, how many
+        moved between device and host; of equals, and if there is a model, how many
         layers run again.
         """
         try:
             flops = self._trace(policy).flops
-            again = _runs_again(resolve_policy(policy), self.layers or 0)
+            again = _runs_again(resolve_policy(policy), self.layers)
         except Exception:
             # Another policy may do. `trial` raises this again if it is reached.
             return _NEVER
@@ -309,15 +314,6 @@ class Step:
     again: int
     # Bytes of device memory that the program takes, by the model.
     total: float
-    # Whether the user gave it, and not a variation of it.
-    is_candidate: bool
-
-    def is_like(self, other: "Step") -> bool:
-        """Whether it has hardly more FLOPs than another, and no other drawback."""
-        if self.cost.flops > _ALIKE * other.cost.flops or not other.cost.flops:
-            return False
-        same_host = bool(self.cost.host) == bool(other.cost.host)
-        return same_host and bool(self.again) == bool(other.again)
 
     @property
     def key(self) -> tuple[float, float, float]:
@@ -326,23 +322,17 @@ class Step:
 
 
 def _best(steps: list[Step]) -> list[Step]:
-    """Of steps those that take less memory than all with fewer FLOPs, in this order;
-    of those that are alike, candidates and the one that takes the least.
-    """
+    """Of steps those that take less memory than all with fewer FLOPs, in this order."""
     best: list[Step] = []
-    first = None
     for step in sorted(steps, key=lambda step: step.key):
-        is_alike = first is not None and step.is_like(first)
-        if best and step.total >= best[-1].total:
-            # The model can't tell which of two candidates takes less.
-            if is_alike and step.is_candidate:
-                best.append(step)
-            continue
-        if is_alike and not best[-1].is_candidate:
-            best[-1] = step
-        else:
+        # The model can't tell equal ones apart, as `True` and a sweep that holds every
+        # carry.
+        is_equal = bool(best) and (step.key, step.total) == (
+            best[-1].key,
+            best[-1].total,
+        )
+        if not best or step.total < best[-1].total or is_equal:
             best.append(step)
-            first = step
     return best
 
 
@@ -350,23 +340,77 @@ _NESTED = ScanCheckpointPolicy(nested=True)
 
 
 def variations(
-    base: ScanCheckpointPolicy, layers: int, model: Model
+    base: ScanCheckpointPolicy, model: Model
 ) -> Iterator[ScanCheckpointPolicy]:
     """A policy, and others that keep more where it recomputes."""
     yield base
     if not _is_varied(base):
         return
     if base.max_carries is not None:
-        for count in range(2, layers + 1):
+        for count in _numbers(2, model.layers):
             yield dataclasses.replace(base, max_carries=count)
         return
-    for count in range(1, layers):
+    for count in _numbers(1, model.layers - 1):
         yield dataclasses.replace(base, first_layers=count)
-    if base == _NESTED:
-        yield from _cuts(layers, model)
+    if base.has_cut:
+        yield from _cuts(base, model)
     # Values are not kept beside carries on disk.
-    if base.has_cut or base.save_carries == "disk":
-        return
+    elif base.save_carries != "disk":
+        yield from _kept_values(base, model)
+
+
+def _is_varied(policy: ScanCheckpointPolicy) -> bool:
+    """Whether it says no more than where carries are kept and how layers are cut."""
+    keeps = policy.save_block_internals or policy.offload_block_internals
+    return not (keeps or policy.first_layers or policy.save_carries is False)
+
+
+def _cuts(base: ScanCheckpointPolicy, model: Model) -> Iterator[ScanCheckpointPolicy]:
+    """Other cuts than into the segments of a policy: so many carries, and so many
+    segments of one length, some layers before them. Values may be kept of each segment
+    while it is reversed.
+    """
+    kept: list[Any] = []
+    # Values are not kept beside carries on disk.
+    if model.keeps_values and base.save_carries != "disk":
+        kept = [*filter(None, model.choices), True]
+    if base == _NESTED:
+        for count in _numbers(2, model.layers - 1):
+            for names in (False, *kept):
+                yield ScanCheckpointPolicy(
+                    max_carries=count, save_block_internals=names
+                )
+    else:
+        # On the device so many carries are better than segments of one length.
+        kept.append(False)
+    is_long = model.layers > _MOST_NUMBERS
+    for first_layers in range(1 if is_long else model.layers):
+        rest = model.layers - first_layers
+        counts = {math.ceil(rest / length) for length in _numbers(1, rest)}
+        for count in sorted(counts):
+            for names in kept:
+                yield dataclasses.replace(
+                    base,
+                    nested=count,
+                    save_block_internals=names,
+                    first_layers=first_layers,
+                )
+
+
+def _numbers(least: int, most: int) -> list[int]:
+    """The numbers between two, or some of them, in equal ratios, if there are many: the
+    schedule of a long loop takes a tenth of a second each.
+    """
+    if most <= _MOST_NUMBERS:
+        return [*range(least, most + 1)]
+    ratios = (power / _SOME_NUMBERS for power in range(_SOME_NUMBERS + 1))
+    return sorted({round(least * (most / least) ** ratio) for ratio in ratios})
+
+
+def _kept_values(
+    base: ScanCheckpointPolicy, model: Model
+) -> Iterator[ScanCheckpointPolicy]:
+    """The policy with values kept of every layer, on the device or the host."""
     choices = [names for names in model.choices if names]
     for names in choices:
         yield dataclasses.replace(base, save_block_internals=names)
@@ -378,29 +422,6 @@ def variations(
                     base,
                     save_block_internals=saved,
                     offload_block_internals=sorted({*names} - {*saved}),
-                )
-
-
-def _is_varied(policy: ScanCheckpointPolicy) -> bool:
-    """Whether it says no more than where carries are kept and how layers are cut."""
-    keeps = policy.save_block_internals or policy.offload_block_internals
-    return not (keeps or policy.first_layers or policy.save_carries is False)
-
-
-def _cuts(layers: int, model: Model) -> Iterator[ScanCheckpointPolicy]:
-    """Other cuts than `nested=True`: so many carries; and segments of one length whose
-    values are kept while they are reversed, some layers before them.
-    """
-    for count in range(2, layers):
-        yield ScanCheckpointPolicy(max_carries=count)
-    kept = [*filter(None, model.choices), True] if model.keeps_values else []
-    for first_layers in range(layers):
-        rest = layers - first_layers
-        counts = {math.ceil(rest / length) for length in range(1, rest + 1)}
-        for count in sorted(counts):
-            for names in kept:
-                yield ScanCheckpointPolicy(
-                    nested=count, save_block_internals=names, first_layers=first_layers
                 )
 
 

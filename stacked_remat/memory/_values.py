@@ -23,6 +23,8 @@ name for each (`_places.py`), for the leaves that the program differentiates. Th
 found in the traced program, in the sweeps over layers that it runs in reverse.
 """
 
+import functools
+import itertools
 import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -34,6 +36,7 @@ import numpy as np
 import scipy
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxprs_in_params
 
+from .. import ScanCheckpointPolicy
 from .._activity import CALLS, bytes_of, program_of
 from .._hijax import primitive_of
 from .._names import name_given_by, named
@@ -268,6 +271,12 @@ class LayerStack:
     def carry_bytes(self) -> int:
         return sum(map(bytes_of, self.spec.of_held(self.spec.carry_types)))
 
+    @functools.cached_property
+    def names(self) -> set[str]:
+        """Names of values in its layers, of any kind."""
+        operations = itertools.chain(*(layer.operations for layer in self.layers))
+        return {operation.name for operation in operations}
+
     @property
     def keepable(self) -> list[tuple[LayerValues, Operation]]:
         """The operations of each kind whose results can be kept."""
@@ -289,30 +298,31 @@ class ProgramValues:
     """The values inside all layers that a program differentiates."""
 
     stacks: tuple[LayerStack, ...]
-    # Bytes of all values that can be kept, by name. Places are those of the stack that
-    # computes the most again: others may have other operations.
+    # Bytes of all values that can be kept, by name. Places are those that all stacks
+    # have: others would refuse them.
     sizes: dict[str, int]
 
     @staticmethod
-    def of(closed: ClosedJaxpr) -> "ProgramValues | None":
+    def of(closed: ClosedJaxpr, policy: ScanCheckpointPolicy) -> "ProgramValues | None":
         """Those of a program that was traced with a policy that cuts its layers; None
-        if it has no sweep.
+        if it has no sweep under that policy.
         """
         stacks = []
         for spec, perturbed, times in reverse_sweeps(closed.jaxpr):
+            if spec.remat != policy.for_layers(spec.length):
+                continue  # it has a policy of its own
             layers = []
             for kind in spec.kinds:
                 layers.append(layer_values(kind, perturbed, spec.rows(kind)))
             stacks.append(LayerStack(spec, tuple(layers), times))
         if not stacks:
             return None
-        main = max(stacks, key=lambda stack: stack.again_flops(()))
-        places = {operation.name for _, operation in main.keepable}
         sizes: Counter[str] = Counter()
         for stack in stacks:
             for layer, operation in stack.keepable:
-                if operation.name in places or not is_place(operation.name):
-                    sizes[operation.name] += layer.count * operation.size
+                name = operation.name
+                if not is_place(name) or all(name in other.names for other in stacks):
+                    sizes[name] += layer.count * operation.size
         return ProgramValues(tuple(stacks), dict(sizes))
 
     def again_flops(self, names: Collection[str]) -> float:

@@ -120,6 +120,12 @@ COMMANDS = [
         ("temporaries", "collectives in loops"),
     ),
     (
+        f"qwen3_context planned {CONTEXT} --tokens 64 --policies nested",
+        "qwen3_moe_65k_cpu_planned_local",
+        1,
+        ("total", "planned_total", "ratio"),
+    ),
+    (
         "streaming --target local --depths 2 --tokens 32 --width 16 --inner 24",
         "streaming_local",
         4,

@@ -8,13 +8,13 @@ from stacked_remat import ScanCheckpointPolicy
 from stacked_remat._policy import resolve_policy
 from stacked_remat.memory import frontier, plan
 
-from .test_values import LAYERS, program
+from .test_values import program
 
 
 @pytest.fixture(scope="module")
 def found():
     of_policy, args = program("gated_mlp")
-    return frontier(of_policy, *args, layers=LAYERS, points=5)
+    return frontier(of_policy, *args, points=5)
 
 
 def test_more_memory_takes_fewer_flops(found):
@@ -33,7 +33,7 @@ def test_a_plan_is_on_the_curve(found):
     of_policy, args = program("gated_mlp")
     for trial in found.trials:
         budget = trial.report.total
-        planned = plan(of_policy, *args, budget=budget, layers=LAYERS)
+        planned = plan(of_policy, *args, budget=budget)
         assert planned.report.flops.matmul <= 1.03 * trial.report.flops.matmul
 
 
@@ -52,16 +52,14 @@ def test_what_is_printed(found):
 def test_the_number_of_points_is_checked():
     of_policy, args = program("gated_mlp")
     with pytest.raises(ValueError, match="points"):
-        frontier(of_policy, *args, layers=LAYERS, points=1)
+        frontier(of_policy, *args, points=1)
 
 
 def test_candidates_on_disk_are_not_varied_by_values():
     of_policy, args = program("gated_mlp")
     on_disk = ScanCheckpointPolicy(save_carries="disk", carries_folder="/tmp")
     candidates = (True, on_disk)
-    planned = plan(
-        of_policy, *args, budget="1GiB", layers=LAYERS, candidates=candidates
-    )
+    planned = plan(of_policy, *args, budget="1GiB", candidates=candidates)
     assert planned.policy.save_block_internals
 
 
@@ -69,4 +67,4 @@ def test_the_error_of_a_program_is_raised():
     of_policy, args = program("gated_mlp")
     # Taken for an argument of the program
     with pytest.raises(TypeError, match="budget"):
-        frontier(of_policy, *args, layers=LAYERS, budget="1GiB")
+        frontier(of_policy, *args, budget="1GiB")

@@ -8,17 +8,21 @@ attached, and not run:
     python -m benchmarks.gathered_ahead --target v5p
     python -m benchmarks.gathered_ahead --kinds 2 --policies True nested
     python -m benchmarks.gathered_ahead --experts all_to_all grouped_experts
+    python -m benchmarks.gathered_ahead --experts all_to_all grouped_experts \
+        --experts_first
 
 The compiled program is a schedule: where no product runs between the start and the end
 of a collective, the devices wait for it. The rows count the collectives of weights and
 their gradients in loops, and those that are waited for; with weights that are gathered
 a layer ahead, and by each layer itself. With several `--kinds` the layers are a
 `StackedPattern`, one of each kind in turn. With `--experts` a layer ends with experts,
-one on each device, to which tokens go by a plain `all_to_all` or by `grouped_experts`.
+one on each device, to which tokens go by a plain `all_to_all` or by `grouped_experts`;
+with `--experts_first` it begins with them.
 
 Writes `results/gathered_ahead_<target>_8.json`, with several kinds
 `results/gathered_ahead_kinds_<target>_8.json`, and with experts
-`results/gathered_ahead_experts_<target>_8.json`.
+`results/gathered_ahead_experts_<target>_8.json`, or
+`results/gathered_ahead_experts_first_<target>_8.json`.
 """
 
 import dataclasses
@@ -99,7 +103,7 @@ class Block(eqx.Module):
 
 
 class ExpertBlock(Block):
-    """The same, then as many experts as devices, each on its own device.
+    """The same, after or before as many experts as devices, each on its own device.
 
     Their weights are not gathered: tokens go to the devices of their experts and back.
     """
@@ -107,10 +111,15 @@ class ExpertBlock(Block):
     expert_up: jax.Array
     expert_down: jax.Array
     exchange: str = eqx.field(static=True)
+    experts_first: bool = eqx.field(static=True)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """The next carry."""
-        x = super().__call__(x)
+        if self.experts_first:
+            return super().__call__(self._with_experts(x))
+        return self._with_experts(super().__call__(x))
+
+    def _with_experts(self, x: jax.Array) -> jax.Array:
         spec = PartitionSpec("data")
         experts = jax.shard_map(
             EXCHANGES[self.exchange],
@@ -155,6 +164,7 @@ def program(
     ahead: bool,
     kinds: int = 1,
     experts: str = "",
+    experts_first: bool = False,
 ) -> tuple[Any, tuple[Any, ...]]:
     """A function in `jax.jit`, and the shapes of its arguments."""
     devices = np.array(find_target(target).devices(DEVICES), dtype=object)
@@ -181,6 +191,7 @@ def program(
                 expert_up=expert_up,
                 expert_down=expert_down,
                 exchange=experts,
+                experts_first=experts_first,
             )
         stacks[name] = Stacked(block, hax.Axis("layers", layers), remat)
     blocks = stacks["a"]
@@ -212,9 +223,10 @@ def compiled(
     ahead: bool = True,
     kinds: int = 1,
     experts: str = "",
+    experts_first: bool = False,
 ) -> tuple[Any, str]:
     """What `program` compiles to, and its text."""
-    fn, args = program(target, policy, sizes, ahead, kinds, experts)
+    fn, args = program(target, policy, sizes, ahead, kinds, experts, experts_first)
     device = find_target(target).devices()[0]
     with compiled_for(device):
         lowered = fn.trace(*args).lower()
@@ -356,10 +368,12 @@ def of_weights(text: str) -> list[Collective]:
     return found
 
 
-def _result(target: str, kinds: int, experts: tuple[str, ...], **_: Any) -> str:
+def _result(
+    target: str, kinds: int, experts: tuple[str, ...], experts_first: bool, **_: Any
+) -> str:
     layers = "kinds_" if kinds > 1 else ""
     if experts != ("",):
-        layers += "experts_"
+        layers += "experts_first_" if experts_first else "experts_"
     return f"gathered_ahead_{layers}{target}_8"
 
 
@@ -371,6 +385,7 @@ def main(
     sizes: Sizes = SIZES,
     kinds: int = 1,
     experts: tuple[str, ...] = ("",),
+    experts_first: bool = False,
 ) -> Rows:
     layer_bytes = 2 * sizes.width * sizes.inner * jnp.dtype(sizes.dtype).itemsize
     held: dict[tuple[str, str, str], int] = {}
@@ -382,6 +397,7 @@ def main(
             ahead=way == "ahead",
             kinds=kinds,
             experts=exchange,
+            experts_first=experts_first,
         )
         in_loops = of_weights(text)
         temporaries = found.memory_analysis().temp_size_in_bytes

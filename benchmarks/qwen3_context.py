@@ -6,6 +6,7 @@ run:
 
     python -m benchmarks.qwen3_context --target h200
     python -m benchmarks.qwen3_context longest --target h200 --budgets 80GiB 139GiB
+    python -m benchmarks.qwen3_context gathers --target h200 --devices 8
     python -m benchmarks.qwen3_context planned --target h200
     python -m benchmarks.qwen3_context --target h200 --presets auto blockwise
         --tokens 65536
@@ -29,8 +30,11 @@ with `experts` the experts, in place of `embed`. A sequence is one document, or 
 `--documents` equal ones. `--tiles` compares values of `model.tiles`, `--experts`
 backends of experts, and `--presets` backends of attention, with the model's own
 policies, `True` and `nested`. `planned` gives the planner as much memory as each of
-these takes. Writes `results/qwen3_<context, documents, tiles, experts, presets, longest
-or planned>_<target>.json`, with another `--config` its name in place of `qwen3`.
+these takes. `gathers` counts the collectives of weights in the loops over layers, as
+`benchmarks.gathered_ahead` does, with experts and other weights divided over the same
+devices. Writes `results/qwen3_<context, documents, tiles, experts, presets, longest,
+planned or gathers>_<target>.json`, with another `--config` its name in place of
+`qwen3`.
 """
 
 import dataclasses
@@ -51,6 +55,9 @@ from models.parts.decoder import Decoder
 from models.run_config import LmRunConfig
 from models.run_state import with_adapters
 from stacked_remat import ScanCheckpointPolicy, ScanCheckpointSpec, memory
+from stacked_remat._compat import compiled_with_text
+from stacked_remat._placement import compiled_for
+from stacked_remat.memory._call import trace_call
 from stacked_remat.training import (
     BATCH_AXIS,
     POSITION_AXIS,
@@ -63,6 +70,7 @@ from stacked_remat.training import (
 )
 
 from .command import Rows, benchmark, one_of
+from .gathered_ahead import of_weights
 from .record import memory_row
 
 CONFIG = Path(__file__).parents[1] / "models/configs/qwen3_30b_a3b_65k_lora.yaml"
@@ -81,6 +89,11 @@ MESHES: dict[str, MeshConfig] = {
         {"expert": -1}, {"batch": "expert", "experts": "expert"}, {"experts": "expert"}
     ),
 }
+WITH_EXPERTS = MeshConfig(
+    {"data": -1},
+    {"batch": "data", "experts": "data"},
+    {"experts": "data", "embed": "data"},
+)
 LEANEST = ("nested", "nested, offload", "offload")
 """The policies of the search for the longest context, by increasing traffic with the
 host.
@@ -100,6 +113,7 @@ def _result(
         (key for key in ("tiles", "experts", "presets") if given.get(key)), "context"
     )
     kind = "longest" if "budgets" in given else kind
+    kind = "gathers" if "layers" in given else kind
     kind = "planned" if "host_budget" in given else kind
     kind = "documents" if documents > 1 else kind
     parts = [
@@ -261,7 +275,55 @@ def planned(
             }
 
 
-main = one_of(context=context, longest=longest, planned=planned)
+@benchmark(_result)
+def gathers(
+    target: str = "h200",
+    config: Path = CONFIG,
+    tokens: tuple[int, ...] = (16_384,),
+    policies: tuple[str, ...] = ("True", "nested", "offload"),
+    layers: int = 8,
+    devices: int = 8,
+    overrides: tuple[str, ...] = (),
+) -> Rows:
+    """The collectives of weights in loops, and those that are waited for."""
+    options = ["--config_path", str(config), "--model.num_layers", str(layers)]
+    given = parse_config(LmRunConfig, [*options, *overrides])
+    for length, name in itertools.product(tokens, policies):
+        program, text = compiled_on(
+            WITH_EXPERTS, given, target, devices, length, POLICIES[name]
+        )
+        in_loops = of_weights(text)
+        yield {
+            "tokens": length,
+            "policy": name,
+            "layers": layers,
+            "collectives in loops": len(in_loops),
+            "waited for": sum(not one.products for one in in_loops),
+            "temporaries": program.memory_analysis().temp_size_in_bytes,
+        }
+
+
+main = one_of(context=context, longest=longest, planned=planned, gathers=gathers)
+
+
+def compiled_on(
+    mesh: MeshConfig,
+    config: LmRunConfig,
+    target: str,
+    devices: int,
+    tokens: int,
+    remat: ScanCheckpointSpec,
+) -> tuple[Any, str]:
+    """Forward and backward of a sequence on each device, compiled, and its text."""
+    partitioning = Partitioning.of(mesh, memory.find_target(target).devices(devices))
+    fn, (batch, parts) = forward_and_backward(config, tokens, rows=devices)
+    args = (partitioning.batch_shapes(batch), partitioning.weight_shapes(parts))
+    with partitioning.activations():
+        traced = trace_call((fn(remat), args, {}), target, ()).traced
+        device = partitioning.mesh.devices.flat[0]
+        with compiled_for(device):
+            lowered = traced.lower()
+    return compiled_with_text(lowered, device.platform)
 
 
 def random_batch(rows: int, tokens: int, vocab: int, documents: int = 1) -> TokenBatch:

@@ -296,17 +296,20 @@ def weight_after_gathers(weight: Any, gathered: list[Array]) -> Any:
     GPUs: one collective runs at a time, and gathers would run beside the last products
     of a visit, which are all that is left to run beside the sum of gradients.
     """
+    # It isn't for layers that exchange rows: H200, `benchmarks.gathered_ahead --experts
+    # all_to_all --experts_first`, "nested": 0.83 / 0.77 GiB, and of 7 collectives 2 / 0
+    # are waited for. `test_gathered_ahead`.
     return _barrier_on(("cuda",), (weight, gathered))[0]
 
 
-def exchange_after_gathers(values: T, gathered: list[Array]) -> T:
+def exchange_after_gathers(values: T, gathered: Sequence[Any]) -> T:
     """What the exchange of rows that ends a layer begins with, there once weights of
-    the next layer are gathered.
+    the next layer are gathered; None for weights that aren't.
 
     GPUs: one collective runs at a time, and gathers would come after the exchange, with
     nothing left to run beside them.
     """
-    # H200, `benchmarks.gathered_ahead --experts`, "nested": of 6 gathers 0 / 3 are
+    # H200, `benchmarks.gathered_ahead --experts`, "nested": of 6 gathers 0 / 2 are
     # waited for with a plain exchange, and 0 / 5 with `grouped_experts`.
     return _barrier_on(("cuda",), (values, gathered))[0]
 

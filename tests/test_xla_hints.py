@@ -196,6 +196,8 @@ HINTS = [
         gathered,
         {"cuda"},
     ),
+    # Where layers exchange rows, out of a loop, no weight waits.
+    ("weight_after_gathers", first, jax.grad(exchanging), set()),
     ("exchange_after_gathers", first, exchanging, {"cuda"}),
     ("exchange_after_gathers", first, jax.grad(exchanging), {"cuda"}),
     (

@@ -40,6 +40,7 @@ from stacked_remat.ops import (
     per_device,
     unmapped,
 )
+from stacked_remat.training import gathered
 
 T = TypeVar("T")
 
@@ -168,10 +169,12 @@ class SparseExperts(FeedForward):
 
     def _logits(self, x: NamedArray) -> NamedArray:
         dtype = self.settings.router_dtype
+        # The layer doesn't gather what has the axis of experts. A router is small.
+        router = gathered(self.router, whole=[self.Experts.name])
         if dtype == "compute":
-            return self.router(x).astype(jnp.float32)
+            return router(x).astype(jnp.float32)
         with jax.default_matmul_precision(dtype):  # TPUs multiply in bfloat16 otherwise
-            return self.router(x.astype(dtype)).astype(jnp.float32)
+            return router(x.astype(dtype)).astype(jnp.float32)
 
     def _route(
         self, x: NamedArray, documents: NamedArray | None

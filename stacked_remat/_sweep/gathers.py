@@ -38,6 +38,7 @@ Gather: TypeAlias = Jaxpr
 _PREPARES = frozenset(["convert_element_type", "reshape", "squeeze", "transpose"])
 _ALL_GATHERS = frozenset(["all_gather", "all_gather_invariant"])
 _EXCHANGES = frozenset(["all_to_all", "ragged_all_to_all"])
+_LOOPS = frozenset(["scan", "while"])
 
 
 def gathers_of(jaxpr: Jaxpr, leaves: Sequence[Var]) -> list[Gather | None]:
@@ -170,6 +171,11 @@ def last_exchange(jaxpr: Jaxpr) -> int | None:
     return None
 
 
+def exchanges_out_of_loops(jaxpr: Jaxpr) -> bool:
+    """Whether devices exchange rows in a layer, other than in a loop of its own."""
+    return _has(jaxpr.eqns, _EXCHANGES, leave=_LOOPS)
+
+
 def _needed(equations: Sequence[JaxprEqn], atoms: Iterable[Any]) -> list[JaxprEqn]:
     """Those of the equations that these values depend on, from the last."""
     wanted = {atom for atom in atoms if isinstance(atom, Var)}
@@ -181,12 +187,18 @@ def _needed(equations: Sequence[JaxprEqn], atoms: Iterable[Any]) -> list[JaxprEq
     return needed
 
 
-def _has(equations: Iterable[JaxprEqn], names: Container[str]) -> bool:
-    """Whether some of these, or of those in them, have a primitive of these names."""
+def _has(
+    equations: Iterable[JaxprEqn], names: Container[str], leave: Container[str] = ()
+) -> bool:
+    """Whether some of these, or of those in them, have a primitive of these names. What
+    is in a primitive of the names in `leave` does not count.
+    """
     for equation in equations:
         if equation.primitive.name in names:
             return True
-        if any(_has(program.eqns, names) for program in programs_in(equation)):
+        if equation.primitive.name in leave:
+            continue
+        if any(_has(program.eqns, names, leave) for program in programs_in(equation)):
             return True
     return False
 
@@ -195,8 +207,7 @@ def run_beside_gathers(jaxpr: Jaxpr, inputs: Arrays, ahead: Sequence[Any]) -> li
     """`eval_jaxpr`, where an exchange at the end of a layer begins once what is
     gathered for the next layer, the arrays in `ahead`, is there.
     """
-    gathered = [leaf for leaf in ahead if leaf is not None]
-    place = last_exchange(jaxpr) if gathered else None
+    place = last_exchange(jaxpr) if ahead else None
     if place is None:
         return eval_jaxpr(jaxpr, (), *inputs)
 
@@ -213,6 +224,6 @@ def run_beside_gathers(jaxpr: Jaxpr, inputs: Arrays, ahead: Sequence[Any]) -> li
     values = dict(zip(computed, eval_jaxpr(before, (), *inputs), strict=True))
     exchange = jaxpr.eqns[place]
     sent = [var for var in computed if var in exchange.invars]
-    rows = xla_hints.exchange_after_gathers([values[var] for var in sent], gathered)
+    rows = xla_hints.exchange_after_gathers([values[var] for var in sent], ahead)
     values.update(zip(sent, rows, strict=True))
     return eval_jaxpr(after, (), *inputs, *values.values())

@@ -171,7 +171,8 @@ class LayerPullback:
 
     def _pullback_alone(self, inputs: LayerInputs, ahead: Sequence[Any]) -> Any:
         """The pullback of `_linearize`, without what only the layer's results need; it
-        reads gathered weights once those in `ahead` are there.
+        reads gathered weights once those in `ahead` are there, unless the layer
+        exchanges rows.
 
         In a derivative of the visit JAX could not lower the tangents of results where a
         `jax.custom_vjp` computes these, though nothing reads them.
@@ -181,7 +182,9 @@ class LayerPullback:
         is_read = [False] * results + [True] * structure.num_leaves
         jaxpr, _ = dce_jaxpr(closed.jaxpr, is_read, instantiate=True)
         leaves = eval_jaxpr(jaxpr, closed.consts, *sum(inputs, []))
-        if ahead:
+        # Where devices exchange rows, XLA runs products of weights beside that. Gathers
+        # that had to come before these would be first in a visit, beside nothing.
+        if ahead and not self.kind.exchanges_out_of_loops:
             leaves = _after_gathers(jaxpr, leaves, ahead)
         return jax.tree.unflatten(structure, leaves)
 
@@ -243,8 +246,7 @@ class LayerPullback:
         if residuals is None and (self.kind.in_forward_mode or ahead):
             pullback = self._pullback_alone(inputs, ahead)
             if ahead and self.kind.ends_with_exchange:
-                gathered = [leaf for leaf in ahead if leaf is not None]
-                cotangents = xla_hints.exchange_after_gathers(cotangents, gathered)
+                cotangents = xla_hints.exchange_after_gathers(cotangents, ahead)
         elif residuals is None:
             _, pullback = self._linearize(inputs)
         else:

@@ -31,6 +31,7 @@ from .._compat import without_constants
 from .._placement import is_on_host
 from .gathers import (
     Gather,
+    exchanges_out_of_loops,
     gathered,
     gathers_of,
     last_exchange,
@@ -195,6 +196,11 @@ class Kind:
     def ends_with_exchange(self) -> bool:
         """Whether the layer ends with an exchange of rows; `last_exchange`."""
         return last_exchange(self.jaxpr) is not None
+
+    @functools.cached_property
+    def exchanges_out_of_loops(self) -> bool:
+        """Whether the layer exchanges rows, other than in a loop of its own."""
+        return exchanges_out_of_loops(self.jaxpr)
 
     @functools.cached_property
     def _carry_jaxpr(self) -> Jaxpr:

@@ -445,7 +445,7 @@ class Partitioning:
         return math.prod(self.mesh.shape[name] for name in physical)
 
 
-def gathered(layer: T, *, leave: Sequence[str] = ()) -> T:
+def gathered(layer: T, *, leave: Sequence[str] = (), whole: Sequence[str] = ()) -> T:
     """A layer with its weights divided as activations are, in a program of a
     `Partitioning`; elsewhere the layer itself.
 
@@ -461,6 +461,8 @@ def gathered(layer: T, *, leave: Sequence[str] = ()) -> T:
     Args:
         layer: a tree with named arrays; others stay as they are.
         leave: names of axes. Arrays that have one stay as they are too.
+        whole: names of axes that no array stays divided along, though activations are,
+            as that of experts in a router.
 
     Returns:
         The tree, with a sharding constraint on each array that `param_mapping` divides
@@ -475,20 +477,24 @@ def gathered(layer: T, *, leave: Sequence[str] = ()) -> T:
     if not mesh.manual_axes:
         mesh = partitioning.mesh
 
-    def whole(leaf: Any) -> Any:
+    def gather(leaf: Any) -> Any:
         if not is_named_array(leaf) or not eqx.is_array(leaf.array):
             return leaf
         if any(axis.name in leave for axis in leaf.axes):
             return leaf
         # Of weights, activations' mapping leaves what only `param_mapping` divides
         # whole: that is the gathering.
-        spec = partitioning._spec(leaf.axes, "compute_mapping")
+        of_activations = partitioning._spec(leaf.axes, "compute_mapping")
+        divided_over = []
+        for axis, mesh_axes in zip(leaf.axes, of_activations, strict=True):
+            divided_over.append(None if axis.name in whole else mesh_axes)
+        spec = PartitionSpec(*divided_over)
         if spec == partitioning._spec(leaf.axes, "param_mapping"):
             return leaf
         array = jax.lax.with_sharding_constraint(leaf.array, NamedSharding(mesh, spec))
         return NamedArray(array, leaf.axes)
 
-    return jax.tree.map(whole, layer, is_leaf=is_named_array)
+    return jax.tree.map(gather, layer, is_leaf=is_named_array)
 
 
 def mesh_sizes(config: MeshConfig, devices: int) -> dict[str, int]:

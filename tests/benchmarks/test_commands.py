@@ -113,6 +113,13 @@ COMMANDS = [
         ("total", "tokens"),
     ),
     (
+        f"qwen3_context gathers --config {TINY} --target local --devices 4"
+        " --layers 3 --tokens 64 --policies True",
+        "qwen3_moe_tiny_gathers_local_4",
+        1,
+        ("temporaries", "collectives in loops"),
+    ),
+    (
         f"qwen3_context planned {CONTEXT} --tokens 64 --policies nested",
         "qwen3_moe_65k_cpu_planned_local",
         1,

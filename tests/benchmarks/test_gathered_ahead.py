@@ -1,5 +1,7 @@
 """Devices wait for no weights that layers gather, in the programs of the benchmark."""
 
+import itertools
+
 import pytest
 
 from benchmarks.gathered_ahead import (
@@ -46,15 +48,20 @@ def test_nor_do_layers_of_two_kinds_wait(target):
     assert found.memory_analysis().temp_size_in_bytes <= most
 
 
-@pytest.mark.parametrize("exchange", EXCHANGES)
 @pytest.mark.parametrize("policy", ["offload", "fused"])
+@pytest.mark.parametrize(
+    ("exchange", "place"),
+    [*itertools.product(EXCHANGES, [""]), ("all_to_all", "first_")],
+)
 @pytest.mark.parametrize("target", [ON_H200])
-def test_nor_do_layers_that_end_with_an_exchange_of_experts(target, policy, exchange):
-    found, text = compiled(target, policy, experts=exchange)
+def test_nor_do_layers_with_an_exchange_of_experts(target, policy, exchange, place):
+    """At the end of a layer, or at its beginning."""
+    first = bool(place)
+    found, text = compiled(target, policy, experts=exchange, experts_first=first)
     in_loops = of_weights(text)
     assert in_loops and all(one.products for one in in_loops), in_loops
     columns = "experts", "policy", "weights gathered"
-    rows = recorded(f"gathered_ahead_experts_{target}_8", *columns)
+    rows = recorded(f"gathered_ahead_experts_{place}{target}_8", *columns)
     of_layer = rows[exchange, policy, "by the layer"]["temporaries"]
     most = of_layer + LAYER * 9 / 8
     assert found.memory_analysis().temp_size_in_bytes <= most

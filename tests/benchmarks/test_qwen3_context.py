@@ -2,7 +2,14 @@
 
 import pytest
 
-from benchmarks.qwen3_context import CONFIG, POLICIES, forward_and_backward
+from benchmarks.gathered_ahead import of_weights
+from benchmarks.qwen3_context import (
+    CONFIG,
+    POLICIES,
+    WITH_EXPERTS,
+    compiled_on,
+    forward_and_backward,
+)
 from models.run_config import LmRunConfig
 from stacked_remat import memory
 from stacked_remat.ops._cudnn import cudnn_is_installed
@@ -103,3 +110,15 @@ def test_memory_of_a_shallower_model_is_proportional_to_tokens(
         )
     assert found[0] <= 1.05 * whole
     assert (found[1] - found[0]) / 8_192 <= 1.05 * a_token * 1024
+
+
+@h200
+def test_devices_wait_for_no_more_gathers_beside_divided_experts():
+    options = ["--model.num_layers", "8", "--model.attention.backend", "blockwise"]
+    config = parse_config(LmRunConfig, ["--config_path", str(CONFIG), *options])
+    _, text = compiled_on(WITH_EXPERTS, config, "h200", 8, 16_384, POLICIES["nested"])
+    in_loops = of_weights(text)
+    row = recorded("qwen3_gathers_h200_8", "policy")[("nested",)]
+    assert 0 < len(in_loops) <= row["collectives in loops"]
+    waited_for = [one for one in in_loops if not one.products]
+    assert len(waited_for) <= row["waited for"]

@@ -39,6 +39,7 @@ from stacked_remat.training import (
     TrainStep,
 )
 
+from ..jaxprs import equations_of
 from .random_weights import random_weights
 from .test_hybrid import OLMO
 from .test_mixers import CONFIGS as MIXERS
@@ -344,6 +345,33 @@ def test_divided_experts_stay_where_they_are_and_tokens_go_to_them(mesh, policy,
     assert any("transpose" in name for name in swaps) and any(
         "transpose" not in name for name in swaps
     )
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        MeshConfig(),
+        MeshConfig(
+            {"data": -1},
+            {"batch": "data", "experts": "data"},
+            {"experts": "data", "embed": "data"},
+        ),
+    ],
+)
+def test_loops_over_layers_carry_the_next_router(mesh):
+    """Of the weights with an axis of experts, it alone is gathered a layer ahead."""
+    partitioning = Partitioning.of(mesh)
+    with partitioning.active():
+        state = partitioning.shard_weights(first_state(SPARSE, True))
+        args = partitioning.shard_batch(batch(POSITIONS)), state
+        found = equations_of(gradient_step(partitioning), *args)
+    routers = []
+    for equation in found:
+        if equation.primitive.name in ("scan", "while"):
+            shapes = [{*getattr(var.aval, "shape", ())} for var in equation.outvars]
+            routers.append(shapes.count({EXPERTS, SIZES["hidden_dim"]}))
+    # Forward and backward
+    assert routers.count(1) >= 2
 
 
 @pytest.mark.parametrize(("config", "mesh", "policy"), TENSOR_CASES)

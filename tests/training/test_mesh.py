@@ -276,8 +276,10 @@ def test_a_layer_gathers_what_weights_alone_are_divided_over():
             found = primitives(lambda: gathered(layer))
             whole = jax.jit(gathered)(partitioning.shard_weights(layer))
             left = primitives(lambda: gathered(layer, leave=["embed"]))
+            undivided = jax.jit(lambda layer: gathered(layer, whole=["mlp"]))(layer)
         assert found["sharding_constraint"] == 1
         assert not left["sharding_constraint"]
+        assert undivided["weight"].array.sharding.is_fully_replicated
         expected = NamedSharding(partitioning.mesh, PartitionSpec(*spec))
         assert whole["weight"].array.sharding.is_equivalent_to(expected, 2)
     with Partitioning.one_device().active():

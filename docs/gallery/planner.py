@@ -69,7 +69,7 @@ print(f"{found.policy!r} fits 45 MiB")
 
 # %% [markdown]
 # Without `vary=False` the plan also chooses which values inside layers are kept, and
-# how many of the first layers keep all of theirs. A larger budget has no more FLOPs.
+# how many of the first layers keep all of theirs.
 
 # %%
 policies = [False, True, "nested"]

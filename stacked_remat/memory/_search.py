@@ -320,18 +320,21 @@ class Step:
         """What steps are ordered by, as `Search._cost`."""
         return self.cost.flops, self.cost.host, self.again
 
+    @property
+    def figures(self) -> tuple[float, ...]:
+        """All that the model says of it."""
+        return *self.key, self.total
+
 
 def _best(steps: list[Step]) -> list[Step]:
     """Of steps those that take less memory than all with fewer FLOPs, in this order."""
     best: list[Step] = []
     for step in sorted(steps, key=lambda step: step.key):
+        last = best[-1] if best else None
         # The model can't tell equal ones apart, as `True` and a sweep that holds every
         # carry.
-        is_equal = bool(best) and (step.key, step.total) == (
-            best[-1].key,
-            best[-1].total,
-        )
-        if not best or step.total < best[-1].total or is_equal:
+        is_equal = last is not None and step.figures == last.figures
+        if last is None or step.total < last.total or is_equal:
             best.append(step)
     return best
 

@@ -146,7 +146,7 @@ def test_auto_is_resolved_before_the_first_step(workplace, capsys):
     )
     shown = capsys.readouterr().out
     chosen = (
-        r"remat: False\ntakes .* of 1.00 GiB a device, and 0 B on the host\n"
+        r"remat: false\ntakes .* of 1.00 GiB a device, and 0 B on the host\n"
         r".* FLOP in matrix products; \d+ policies were compiled\n"
     )
     (lines,) = re.finditer(chosen, shown)

@@ -12,6 +12,7 @@ from typing import Any
 
 from .. import ScanCheckpointSpec
 from .._messages import parse_bytes
+from .._policy import resolve_policy
 from .._schedule import whole_number
 from .._static import PyTree
 from ._plan import CANDIDATES, check_policies, compared, tracer
@@ -113,13 +114,18 @@ def frontier(
         # Raises why: no policy can be traced.
         search.trial(candidates[0])
     tried = compared(search.compiled.values())
-    compiled = [trial for trial in tried.trials if trial.report is not None]
+    # Not one that was compiled to measure others
+    offered = {*map(resolve_policy, candidates)}
+    offered |= {resolve_policy(step.policy) for step in ladder}
+    compiled = search.fitting(offered)
 
-    def order(trial: Trial) -> tuple[int, int]:
+    def order(trial: Trial) -> tuple[int, float]:
         assert trial.report is not None
-        return trial.report.total, trial.report.flops.matmul
+        flops, _, again = search.cost(trial.policy)
+        # Without products nothing else says what a policy costs.
+        return trial.report.total, flops or again
 
-    # By memory: each has fewer FLOPs than all that take less
+    # By memory: each costs less than all that take less
     best: list[Trial] = []
     for trial in sorted(compiled, key=order):
         if not best or order(trial)[1] < order(best[-1])[1]:
@@ -133,18 +139,18 @@ def _spread(ladder: Sequence[Step], points: int) -> list[Step]:
     """
     if not ladder:
         return []
-    most_flops = _MOST_FLOPS * ladder[0].cost.flops
-    steps = [step for step in ladder if step.cost.flops <= most_flops]
+    most = _MOST_FLOPS * ladder[0].cost.flops
+    steps = [step for step in ladder if not most or step.cost.flops <= most]
     chosen = {0, len(steps) - 1}
 
     def gain(number: int) -> float:
-        """FLOPs that a step saves beside the next that is chosen, times the ratio of
-        memory for which it does.
+        """What a step saves beside the next that is chosen, times the ratio of memory
+        for which it does.
         """
         above = max(other for other in chosen if other < number)
         below = min(other for other in chosen if other > number)
         ratio = steps[above].total / steps[number].total
-        return (steps[below].cost.flops - steps[number].cost.flops) * math.log(ratio)
+        return (steps[below].price - steps[number].price) * math.log(ratio)
 
     while len(chosen) < min(points, len(steps)):
         left = {*range(len(steps))} - chosen

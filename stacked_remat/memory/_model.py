@@ -203,7 +203,8 @@ def traced_model(
         variant = Variant(stacks, flops)
         return Model((variant,), _NESTED, reference_cost, keeps_values=False)
     told = ProgramValues.of(told_program.traced.jaxpr, _NESTED_ALL)
-    assert told is not None
+    if told is None or len(told.stacks) != len(values.stacks):
+        return None  # some have the policy `nested` of their own
     # Names of more bytes than otherwise: a block has asked whether they are kept.
     required = frozenset(
         name
@@ -239,10 +240,12 @@ def _figures(values: ProgramValues) -> tuple[StackFigures, ...]:
                 for name, size in kept.sizes.items():
                     sizes[name] = sizes.get(name, 0) + layer.count * size
             length = stack.spec.length
-            mean = {name: size / length for name, size in sizes.items()}
+            share = stack.examples / length
+            mean = {name: size * share for name, size in sizes.items()}
             return KeptValues(mean, stack.times * flops / length, reads_carry)
 
         internals = sum(layer.count * layer.residual_bytes for layer in layers)
+        internals = stack.examples * internals
         forward = sum(layer.count * layer.forward_flops for layer in layers)
         figures.append(
             StackFigures(

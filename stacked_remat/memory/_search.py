@@ -34,7 +34,7 @@ from ._call import DoesNotFit, TracedCall
 from ._model import Cost, Model, traced_model
 from ._report import Trial
 
-# The cost (see `Search._cost`) of a policy under which the program can't be traced.
+# The cost (see `Search.cost`) of a policy under which the program can't be traced.
 _NEVER = (math.inf, math.inf, math.inf)
 # A step that takes up to so much more than the budget, by the model, may fit.
 _SLACK = 1.1
@@ -135,15 +135,20 @@ class Search:
         offered = {*map(resolve_policy, candidates)}
         offered |= {resolve_policy(step.policy) for step in ladder}
         # Also where no step of the ladder fits: the model may be wrong.
-        if not self._fitting(offered):
+        if not self.fitting(offered):
             for policy in self._in_order(candidates):
-                trial = self.trial(policy)
+                trial = self.taken(policy)
+                if trial is None:
+                    continue
                 if self.fits(trial):
                     break
                 if trial.report is not None and trial.report.arguments > self.budget:
                     return None
-        fitting = self._fitting(offered)
-        return min(fitting, key=lambda trial: self._cost(trial.policy), default=None)
+        if not self.compiled:
+            # Raises why: the program takes no policy.
+            self.trial(candidates[0])
+        fitting = self.fitting(offered)
+        return min(fitting, key=lambda trial: self.cost(trial.policy), default=None)
 
     def _in_order(
         self, candidates: Sequence[ScanCheckpointSpec]
@@ -158,9 +163,9 @@ class Search:
                 yield policy
             else:
                 others.append(policy)
-        yield from sorted(others, key=self._cost)
+        yield from sorted(others, key=self.cost)
 
-    def _fitting(self, offered: Collection[ScanCheckpointPolicy]) -> list[Trial]:
+    def fitting(self, offered: Collection[ScanCheckpointPolicy]) -> list[Trial]:
         """What of these policies was compiled and fits."""
         compiled = self.compiled.items()
         return [trial for key, trial in compiled if key in offered and self.fits(trial)]
@@ -278,11 +283,11 @@ class Search:
 
     def taken(self, policy: ScanCheckpointSpec) -> Trial | None:
         """The policy, compiled; None if the program does not take it."""
-        return None if self._cost(policy) == _NEVER else self.trial(policy)
+        return None if self.cost(policy) == _NEVER else self.trial(policy)
 
     def _taken_trace(self, policy: ScanCheckpointSpec) -> TracedCall | None:
         """The program under a policy; None if it does not take it."""
-        return None if self._cost(policy) == _NEVER else self._trace(policy)
+        return None if self.cost(policy) == _NEVER else self._trace(policy)
 
     def _trace(self, policy: ScanCheckpointSpec) -> TracedCall:
         key = resolve_policy(policy)
@@ -290,7 +295,7 @@ class Search:
             self.traced[key] = self.program(policy)
         return self.traced[key]
 
-    def _cost(self, policy: ScanCheckpointSpec) -> tuple[float, float, float]:
+    def cost(self, policy: ScanCheckpointSpec) -> tuple[float, float, float]:
         """What policies are ordered by: FLOPs of matrix products; of equals, bytes
         moved between device and host; of equals, and if there is a model, how many
         layers run again.
@@ -317,8 +322,13 @@ class Step:
 
     @property
     def key(self) -> tuple[float, float, float]:
-        """What steps are ordered by, as `Search._cost`."""
+        """What steps are ordered by, as `Search.cost`."""
         return self.cost.flops, self.cost.host, self.again
+
+    @property
+    def price(self) -> float:
+        """FLOPs; without products, how many layers run again."""
+        return self.cost.flops or self.again
 
     @property
     def figures(self) -> tuple[float, ...]:

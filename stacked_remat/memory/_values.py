@@ -20,7 +20,7 @@ of them.
 
 A layer's operations are read off the trace of its pullback (`LayerPullback`) with a
 name for each (`_places.py`), for the leaves that the program differentiates. They are
-found in the traced program, in the sweeps over layers that it runs in reverse.
+found in the traced program, in the sweeps over layers that it differentiates.
 """
 
 import functools
@@ -239,22 +239,31 @@ def _flops_of(jaxpr: Jaxpr, equation: Any) -> int:
     return count_flops(ClosedJaxpr(alone, ())).matmul
 
 
-def reverse_sweeps(
+def differentiated_sweeps(
     jaxpr: Jaxpr, times: int = 1
-) -> Iterator[tuple[SweepSpec, Perturbed, int]]:
-    """The sweeps that a program runs in reverse for gradients, with what they
-    differentiate, and how often.
+) -> Iterator[tuple[SweepSpec, Perturbed, int, int]]:
+    """The sweeps that a program runs to differentiate them, with what is
+    differentiated, how often, and for how many examples at once (`jax.vmap`).
+
+    Found are their forward sweeps, which are alike whatever visits the layers in
+    reverse (`fused_update`, a pipeline).
     """
     for equation in jaxpr.eqns:
         fn: Any = getattr(primitive_of(equation), "fn", None)
-        if getattr(fn, "name", None) == "sweep_backward":
-            yield *fn.bound, times
+        examples = 1
+        while getattr(fn, "name", None) == "mapped":
+            fn, axis, _ = fn.bound
+            examples = examples * axis.size
+        if getattr(fn, "name", None) == "sweep_forward":
+            yield *fn.bound, times, examples
             continue
         trips = equation.params.get("length", 1)
         if equation.primitive.name != "scan" or not isinstance(trips, int):
             trips = 1
         for inner in jaxprs_in_params(equation.params):
-            yield from reverse_sweeps(getattr(inner, "jaxpr", inner), times * trips)
+            yield from differentiated_sweeps(
+                getattr(inner, "jaxpr", inner), times * trips
+            )
 
 
 @dataclass(frozen=True)
@@ -264,12 +273,15 @@ class LayerStack:
     spec: SweepSpec
     # Of each kind.
     layers: tuple[LayerValues, ...]
-    # How often the program runs the sweep.
+    # How often the program runs the sweep, and of how many examples at once.
     times: int
+    examples: int
 
     @property
     def carry_bytes(self) -> int:
-        return sum(map(bytes_of, self.spec.of_held(self.spec.carry_types)))
+        """Bytes of the carries of all examples."""
+        one = sum(map(bytes_of, self.spec.of_held(self.spec.carry_types)))
+        return self.examples * one
 
     @functools.cached_property
     def names(self) -> set[str]:
@@ -308,13 +320,13 @@ class ProgramValues:
         if it has no sweep under that policy.
         """
         stacks = []
-        for spec, perturbed, times in reverse_sweeps(closed.jaxpr):
+        for spec, perturbed, times, examples in differentiated_sweeps(closed.jaxpr):
             if spec.remat != policy.for_layers(spec.length):
                 continue  # it has a policy of its own
             layers = []
             for kind in spec.kinds:
                 layers.append(layer_values(kind, perturbed, spec.rows(kind)))
-            stacks.append(LayerStack(spec, tuple(layers), times))
+            stacks.append(LayerStack(spec, tuple(layers), times * examples, examples))
         if not stacks:
             return None
         sizes: Counter[str] = Counter()

@@ -68,3 +68,11 @@ def test_the_error_of_a_program_is_raised():
     # Taken for an argument of the program
     with pytest.raises(TypeError, match="budget"):
         frontier(of_policy, *args, budget="1GiB")
+
+
+def test_without_products_it_is_of_layers_that_run_again():
+    of_policy, args = program("no_products")
+    found = frontier(of_policy, *args, points=4)
+    totals = [trial.report.total for trial in found.trials]
+    assert totals == sorted(totals) and len(totals) >= 3
+    assert all(trial.report.flops.matmul == 0 for trial in found.trials)

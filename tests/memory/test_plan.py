@@ -8,9 +8,10 @@ import functools
 import equinox as eqx
 import haliax as hax
 import jax
+import optax
 import pytest
 
-from stacked_remat import ScanCheckpointPolicy, Stacked, streaming
+from stacked_remat import ScanCheckpointPolicy, Stacked, fused_update, streaming
 from stacked_remat._policy import resolve_policy
 from stacked_remat.memory import (
     CANDIDATES,
@@ -26,7 +27,7 @@ from stacked_remat.memory import (
     plan,
 )
 from stacked_remat.memory._call import TracedCall
-from stacked_remat.memory._plan import Search
+from stacked_remat.memory._plan import Search, tracer
 
 from ..blocks import NamedBlock
 
@@ -228,6 +229,38 @@ def test_the_rest_of_the_budget_is_spent_on_carries(comparison):
     assert with_internals.report.flops.matmul <= found.report.flops.matmul
     # Halving 16 layers, for first layers, carries and kept segments.
     assert len(with_internals.tried.trials) <= 1 + 2 * 4 + 3 + 5
+
+
+@pytest.mark.parametrize("vary", [False, True])
+def test_candidates_that_the_program_does_not_take_are_left_out(vary):
+    refused = {*map(resolve_policy, (False, "nested"))}
+
+    def refusing(remat):
+        if resolve_policy(remat) in refused:
+            raise ValueError("not this policy")
+        return Counting()(remat)
+
+    options = {"budget": "1GiB", "vary": vary}
+    found = planned(refusing, candidates=[False, "nested", True], **options)
+    assert found.policy == resolve_policy(True)
+    with pytest.raises(ValueError, match="not this policy"):
+        planned(refusing, candidates=[False, "nested"], **options)
+
+
+def test_fused_updates_are_planned_as_gradients_are():
+    def fused(remat):
+        def loss(blocks, x):
+            return hax.sum(blocks.fold(x, remat=remat)).scalar()
+
+        step = fused_update(loss, optax.sgd(0.1))
+        return lambda blocks, x: step(blocks, step.init(blocks), x)
+
+    ladders = []
+    for fn_of_policy in (fused, Counting()):
+        traced = tracer(fn_of_policy, blocks_and_input(), {}, "local", ())
+        ladder = Search(traced).ladder(CANDIDATES)
+        ladders.append([step.policy for step in ladder])
+    assert ladders[0] == ladders[1] != []
 
 
 def test_cuts_that_the_program_does_not_take_are_left_out():

@@ -199,6 +199,32 @@ def test_plans_beside_all_policies_at_more_budgets(name, tmp_path):
     planned_beside_all(name, BUDGETS, tmp_path)
 
 
+def test_the_model_of_a_gradient_of_many_examples_is_that_of_one():
+    of_policy, (weights, x) = program("gated_mlp")
+    examples = jax.ShapeDtypeStruct((3, *x.shape), x.dtype)
+
+    def mapped(remat):
+        return jax.vmap(of_policy(remat), (None, 0))
+
+    def ladder_of(of_policy, *args):
+        traced = tracer(of_policy, args, {}, "local", ())
+        return Search(traced).ladder(CANDIDATES)
+
+    of_one = ladder_of(of_policy, weights, x)
+    of_three = ladder_of(mapped, weights, examples)
+    assert [step.policy for step in of_three] == [step.policy for step in of_one]
+    for three, one in zip(of_three, of_one, strict=True):
+        assert three.cost == dataclasses.replace(
+            one.cost, flops=3 * one.cost.flops, device=3 * one.cost.device
+        )
+
+
+def test_layers_with_a_policy_of_their_own_have_no_model():
+    of_policy, args = program("mlp")
+    traced = tracer(lambda remat: of_policy("nested"), args, {}, "local", ())
+    assert Search(traced).ladder(CANDIDATES) == []
+
+
 @pytest.mark.deep
 def test_choices_are_the_same_in_every_process():
     code = "from tests.memory.test_values import values_of;"

@@ -63,7 +63,8 @@ class StackFigures:
         rest = remat.length - remat.first_layers
         on_device, on_host, again, reads_carry = self._of_kept(kept)
         if remat.schedule is None:
-            carries = held = rest
+            held = rest
+            carries = rest if reads_carry else 0
             # Without carries, all layers run once more before the first is reversed.
             runs = rest if remat.carries is None else 0
             if remat.carries in ("host", "disk"):
@@ -79,7 +80,7 @@ class StackFigures:
             carries_on_host = 0  # they take no memory
         return Cost(
             flops=runs * self.forward + rest * again,
-            device=first * (self.carry + self.internals)
+            device=first * (self.carry_is_read * self.carry + self.internals)
             + carries * self.carry
             + held * on_device,
             host=carries_on_host * self.carry + held * on_host,

@@ -155,7 +155,8 @@ def plan(
         ValueError, TypeError, TargetError: as `report`; for a wrong `budget` or
             `candidates`.
 
-    Cost: three to five compilations, and as many tracings; with `streamed` twice that.
+    Cost: mostly three to five compilations, where the model of a program is far off
+    up to a dozen, and as many tracings; with `streamed` twice that.
     Without variations a compilation for each candidate with fewer FLOPs than the first
     that fits, and a tracing for each, unless one fits that recomputes nothing.
     """

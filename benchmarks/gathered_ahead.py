@@ -228,9 +228,18 @@ def compiled(
     """What `program` compiles to, and its text."""
     fn, args = program(target, policy, sizes, ahead, kinds, experts, experts_first)
     device = find_target(target).devices()[0]
+    return with_text(fn.trace(*args), device, OPTIONS.get(target))
+
+
+def with_text(
+    traced: Any, device: Any, options: dict[str, Any] | None = None
+) -> tuple[Any, str]:
+    """What a traced program compiles to for a device that may be absent, and its
+    text.
+    """
     with compiled_for(device):
-        lowered = fn.trace(*args).lower()
-    return compiled_with_text(lowered, device.platform, OPTIONS.get(target))
+        lowered = traced.lower()
+    return compiled_with_text(lowered, device.platform, options)
 
 
 # `%name (parameters) -> type {`, and `%name = types kind(operands), attributes`.

@@ -6,7 +6,8 @@ run:
 
     python -m benchmarks.qwen3_context --target h200
     python -m benchmarks.qwen3_context longest --target h200 --budgets 80GiB 139GiB
-    python -m benchmarks.qwen3_context gathers --target h200 --devices 8
+    python -m benchmarks.qwen3_context gathers --target h200
+        --model.attention.backend blockwise
     python -m benchmarks.qwen3_context planned --target h200
     python -m benchmarks.qwen3_context --target h200 --presets auto blockwise
         --tokens 65536
@@ -55,8 +56,6 @@ from models.parts.decoder import Decoder
 from models.run_config import LmRunConfig
 from models.run_state import with_adapters
 from stacked_remat import ScanCheckpointPolicy, ScanCheckpointSpec, memory
-from stacked_remat._compat import compiled_with_text
-from stacked_remat._placement import compiled_for
 from stacked_remat.memory._call import trace_call
 from stacked_remat.training import (
     BATCH_AXIS,
@@ -70,7 +69,7 @@ from stacked_remat.training import (
 )
 
 from .command import Rows, benchmark, one_of
-from .gathered_ahead import of_weights
+from .gathered_ahead import of_weights, with_text
 from .record import memory_row
 
 CONFIG = Path(__file__).parents[1] / "models/configs/qwen3_30b_a3b_65k_lora.yaml"
@@ -166,10 +165,9 @@ def context(
         )
         for length, (name, policy) in itertools.product(tokens, chosen.items()):
             rows = 1 if divide == "positions" else devices
-            fn, (batch, parts) = forward_and_backward(
-                given, length, rows=rows, documents=documents
+            fn, args = on_mesh(
+                partitioning, given, length, rows=rows, documents=documents
             )
-            args = (partitioning.batch_shapes(batch), partitioning.weight_shapes(parts))
             with partitioning.activations():
                 found = memory.report(fn(policy), *args, target=target)
             row = {column: value} if column else {}
@@ -316,14 +314,10 @@ def compiled_on(
 ) -> tuple[Any, str]:
     """Forward and backward of a sequence on each device, compiled, and its text."""
     partitioning = Partitioning.of(mesh, memory.find_target(target).devices(devices))
-    fn, (batch, parts) = forward_and_backward(config, tokens, rows=devices)
-    args = (partitioning.batch_shapes(batch), partitioning.weight_shapes(parts))
+    fn, args = on_mesh(partitioning, config, tokens, rows=devices)
     with partitioning.activations():
         traced = trace_call((fn(remat), args, {}), target, ()).traced
-        device = partitioning.mesh.devices.flat[0]
-        with compiled_for(device):
-            lowered = traced.lower()
-    return compiled_with_text(lowered, device.platform)
+        return with_text(traced, partitioning.mesh.devices.flat[0])
 
 
 def random_batch(rows: int, tokens: int, vocab: int, documents: int = 1) -> TokenBatch:
@@ -338,6 +332,14 @@ def random_batch(rows: int, tokens: int, vocab: int, documents: int = 1) -> Toke
     at = hax.arange(axes[1], dtype=jnp.int32).broadcast_to(axes)
     length = -(-tokens // documents)
     return dataclasses.replace(batch, documents=at // length + 1, positions=at % length)
+
+
+def on_mesh(
+    partitioning: Partitioning, config: LmRunConfig, tokens: int, **batch_options: int
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """`forward_and_backward`, with arguments that are divided over a mesh."""
+    fn, (batch, parts) = forward_and_backward(config, tokens, **batch_options)
+    return fn, (partitioning.batch_shapes(batch), partitioning.weight_shapes(parts))
 
 
 def forward_and_backward(

@@ -19,6 +19,19 @@ def axes_text(axes: Iterable[Any]) -> str:
     return ", ".join(shown_axes) or "no axes"
 
 
+def check_loss_and_optimizer(function: str, loss: Any, optimizer: Any) -> None:
+    """Raise TypeError for what a function takes in place of a loss function and an
+    optimizer of Optax, such as these two in the other order.
+    """
+    if callable(loss) and hasattr(optimizer, "update"):
+        return
+    raise TypeError(
+        f"{function} takes a loss function and then an optimizer of Optax; got"
+        f" {type(loss).__name__} and {type(optimizer).__name__}. Write"
+        f" {function}(loss, optax.adamw(1e-3))."
+    )
+
+
 def did_you_mean(name: str, valid: Collection[str]) -> str:
     """A space and "Did you mean `x`?", or nothing where no valid name is close, nor the
     only one that begins with `name`.

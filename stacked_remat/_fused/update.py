@@ -45,6 +45,7 @@ import jax.tree_util as jtu
 from jaxtyping import Array, DTypeLike, Float
 
 from .. import _xla_hints as xla_hints
+from .._messages import check_loss_and_optimizer
 from .._placement import has_host_arrays, moves_to_host, to_host
 from .._scan.api import scan
 from .._scan.checks import describe
@@ -163,13 +164,7 @@ class FusedUpdate:
     gradient_dtype: DTypeLike | None
 
     def __post_init__(self) -> None:
-        if not callable(self.loss) or not hasattr(self.optimizer, "update"):
-            loss = type(self.loss).__name__
-            optimizer = type(self.optimizer).__name__
-            raise TypeError(
-                "fused_update takes a loss function and then an optimizer of Optax; got"
-                f" {loss} and {optimizer}. Write fused_update(loss, optax.adamw(1e-3))."
-            )
+        check_loss_and_optimizer("fused_update", self.loss, self.optimizer)
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             raise ValueError(
                 f"max_grad_norm must be positive; got {self.max_grad_norm}. For no"

@@ -16,7 +16,7 @@ from haliax import Axis, NamedArray
 from haliax.util import ensure_tuple
 from jaxtyping import Array, Float
 
-from .._messages import axes_text
+from .._messages import axes_text, check_loss_and_optimizer
 from .._microbatches import in_microbatches
 from .._policy import ScanCheckpointSpec
 from .._scan.api import fold
@@ -288,11 +288,7 @@ def weighted_step(
 
     Cost: microbatches compute each gradient once more in `replay`.
     """
-    if not callable(losses) or not hasattr(optimizer, "update"):
-        raise TypeError(
-            "weighted_step takes a loss function and then an optimizer of Optax; got"
-            f" {type(losses).__name__} and {type(optimizer).__name__}."
-        )
+    check_loss_and_optimizer("weighted_step", losses, optimizer)
 
     def gradient(model: PyTree, batch: PyTree, weights: NamedArray) -> PyTree:
         def loss(model: PyTree) -> Array:

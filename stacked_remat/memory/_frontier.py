@@ -30,9 +30,9 @@ _MOST_FLOPS = 2
 @dataclasses.dataclass(frozen=True)
 class Frontier:
     """Policies by the memory that they take, the least first; each has fewer FLOPs than
-    those before it.
+    those before it or, in a program without matrix products, runs fewer layers again.
 
-    `print` shows a table, and a chart of the FLOPs.
+    `print` shows a table, and a chart of the FLOPs if there are any.
 
     Attributes:
         trials: of policies that were compiled, those that no other one is better than.
@@ -65,13 +65,14 @@ class Frontier:
     def __str__(self) -> str:
         reports = [report for _, report in self._reports()]
         most = max((report.flops.matmul for report in reports), default=0)
-        bars = []
-        for report in reports:
-            share = report.flops.matmul / most if most else 0
-            size = readable_bytes(report.total)
-            bars.append(f"{size:>10} {'#' * round(_BAR * share)} {share:.2f}")
-        notes = ("FLOPs beside the most, by memory of a device:", *bars)
-        return str(Comparison(self.trials, "frontier", notes))
+        notes = []
+        if most:
+            notes.append("FLOPs beside the most, by memory of a device:")
+            for report in reports:
+                share = report.flops.matmul / most
+                size = readable_bytes(report.total)
+                notes.append(f"{size:>10} {'#' * round(_BAR * share)} {share:.2f}")
+        return str(Comparison(self.trials, "frontier", tuple(notes)))
 
 
 def frontier(

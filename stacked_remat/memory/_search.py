@@ -198,7 +198,8 @@ class Search:
         has_host = self._has_host
         # What a policy of JAX keeps the model does not know.
         known = [one for one in given if not callable(one.save_block_internals)]
-        # Candidates have variations in common, and some that execute the same.
+        # Candidates have variations in common, and some that execute the same, of which
+        # the candidates themselves come first.
         offered: dict[Remat, ScanCheckpointPolicy] = {}
         for policy in itertools.chain(
             known, *(variations(one, model) for one in known)
@@ -281,13 +282,17 @@ class Search:
             if trial is not None and self.fits(trial):
                 return
 
+    def _takes(self, policy: ScanCheckpointSpec) -> bool:
+        """Whether the program can be traced under a policy."""
+        return self.cost(policy) != _NEVER
+
     def taken(self, policy: ScanCheckpointSpec) -> Trial | None:
         """The policy, compiled; None if the program does not take it."""
-        return None if self.cost(policy) == _NEVER else self.trial(policy)
+        return self.trial(policy) if self._takes(policy) else None
 
     def _taken_trace(self, policy: ScanCheckpointSpec) -> TracedCall | None:
         """The program under a policy; None if it does not take it."""
-        return None if self.cost(policy) == _NEVER else self._trace(policy)
+        return self._trace(policy) if self._takes(policy) else None
 
     def _trace(self, policy: ScanCheckpointSpec) -> TracedCall:
         key = resolve_policy(policy)
@@ -411,8 +416,8 @@ def _cuts(base: ScanCheckpointPolicy, model: Model) -> Iterator[ScanCheckpointPo
 
 
 def _numbers(least: int, most: int) -> list[int]:
-    """The numbers between two, or some of them, in equal ratios, if there are many: the
-    schedule of a long loop takes a tenth of a second each.
+    """The numbers between two, or some of them, in equal ratios, if there are many:
+    each costs a schedule, which for a long loop takes long to make.
     """
     if most <= _MOST_NUMBERS:
         return [*range(least, most + 1)]

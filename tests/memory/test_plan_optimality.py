@@ -1,7 +1,6 @@
-"""The policies that a plan chooses between, against the optimum of a homogeneous
-chain.
-"""
+"""The planner's answers against the optimum of a homogeneous chain."""
 
+import dataclasses
 import functools
 from types import SimpleNamespace
 
@@ -9,9 +8,12 @@ import pytest
 
 from stacked_remat import ScanCheckpointPolicy
 from stacked_remat._policy import resolve_policy
+from stacked_remat._remat import EVERYTHING
 from stacked_remat._schedule import shrinking
-from stacked_remat.memory import CANDIDATES
-from stacked_remat.memory._search import variations
+from stacked_remat.memory import CANDIDATES, Flops, LocalTarget, _search
+from stacked_remat.memory._model import Model, StackFigures, Variant
+from stacked_remat.memory._search import Search
+from stacked_remat.memory._values import KeptValues
 
 LAYERS = 48
 
@@ -83,21 +85,90 @@ def cost(policy, internals):
     return 3 * first + 4 * rest + again, carries + (first + held) * internals
 
 
-def planned(internals):
-    """FLOPs and memory of all policies that a plan chooses between."""
-    layers = SimpleNamespace(layers=LAYERS, choices=[], keeps_values=True)
-    policies = set()
-    for candidate in map(resolve_policy, CANDIDATES):
-        if not candidate.offloads:
-            policies |= {*variations(candidate, layers)}
-    return [cost(policy, internals) for policy in policies]
+class Chain:
+    """A program whose memory and FLOPs are those of a chain."""
+
+    def __init__(self, internals):
+        self.internals = internals
+
+    def traced(self, policy):
+        flops, carries = cost(resolve_policy(policy), self.internals)
+        report = SimpleNamespace(
+            total=1000 * carries,
+            devices=1,
+            arguments=0,
+            host=SimpleNamespace(total=0),
+            flops=Flops(flops),
+        )
+        return SimpleNamespace(
+            flops=Flops(flops),
+            report=lambda cache: report,
+            target=LocalTarget(),
+        )
+
+
+class ChainFigures(StackFigures):
+    """Those of such a chain, in which a layer that is visited has its internals."""
+
+    def cost(self, remat):
+        found = super().cost(remat)
+        visited = 0 if remat.kept == EVERYTHING else self.internals
+        return dataclasses.replace(found, device=found.device + visited)
+
+
+def model_of(internals):
+    """The planner's model of such a chain."""
+    again = KeptValues({}, 1, reads_carry=True)
+    # What is kept of a layer has its carry.
+    stack = ChainFigures(
+        length=LAYERS,
+        carry=1000,
+        internals=1000 * internals,
+        forward=1,
+        carry_is_read=False,
+        keeping=lambda names: again,
+    )
+    variant = Variant((stack,), 3 * LAYERS)
+    nested = ScanCheckpointPolicy(nested=True)
+    return Model((variant,), nested, variant.cost(nested))
+
+
+ON_DEVICE = [policy for policy in CANDIDATES if not resolve_policy(policy).offloads]
+
+
+def planned(internals, budget):
+    search = Search(Chain(internals).traced, budget=1000 * budget)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_search, "traced_model", lambda _: model_of(internals))
+        found = search.least(ON_DEVICE)
+    fitting = [
+        trial.report
+        for trial in search.compiled.values()
+        if trial.report.total <= 1000 * budget
+    ]
+    assert found.report.flops.matmul == min(report.flops.matmul for report in fitting)
+    return cost(resolve_policy(found.policy), internals)[0], len(search.compiled)
+
+
+@pytest.mark.parametrize("internals", [2, 18])
+def test_below_nested_as_many_carries_are_kept_as_fit(internals):
+    carries = [
+        ScanCheckpointPolicy(max_carries=count)
+        for count in range(2, shrinking(LAYERS).slots)
+    ]
+    for budget in range(2 + internals, shrinking(LAYERS).slots + internals):
+        fitting = (
+            flops
+            for flops, size in (cost(policy, internals) for policy in carries)
+            if size <= budget
+        )
+        assert planned(internals, budget)[0] == min(fitting)
 
 
 @pytest.mark.parametrize(
     "internals", [2, *(pytest.param(k, marks=pytest.mark.deep) for k in (4, 18))]
 )
-def test_policies_take_hardly_more_flops_than_the_optimum(internals):
-    policies = planned(internals)
+def test_plans_take_hardly_more_flops_than_the_optimum(internals):
     least = shrinking(LAYERS).slots + internals
     most = LAYERS * internals
     best = optimum(LAYERS, internals, most)
@@ -109,9 +180,11 @@ def test_policies_take_hardly_more_flops_than_the_optimum(internals):
         for k in range(1, LAYERS + 1)
     ]
     kept = min(cost(policy, internals)[1] for policy in cuts)
+    found = []
     budgets = [least + (k + 1) * (most - least) // 20 for k in range(20)]
     for budget in sorted({*range(least, kept + 4), *budgets}):
-        flops = min(flops for flops, size in policies if size <= budget)
+        flops, trials = planned(internals, budget)
+        found.append(flops)
         if budget >= kept:
             assert flops <= 1.05 * best[budget]
         else:
@@ -121,3 +194,5 @@ def test_policies_take_hardly_more_flops_than_the_optimum(internals):
             )
             assert of_loops <= flops <= 1.2 * best[budget]
             assert budget not in budgets or 1.05 * best[budget] < of_loops
+        assert trials <= 40
+    assert found == sorted(found, reverse=True)  # a larger budget never plans more

@@ -125,8 +125,8 @@ def test_no_other_values_are_better(name):
 # FLOPs beside the fewest that fit. In one of these programs, of 90 KB, XLA gives other
 # values of the same size less memory than those that the model takes.
 MOST_FLOPS = dict.fromkeys(BLOCKS, 1.03) | {"shared_product": 1.10}
-# Blocks in which the model of memory is wrong by the most, or about whose cuts; the
-# others take minutes.
+# Blocks whose plans were the furthest from the best; the others, which take minutes,
+# are slow tests.
 OFTEN = ("attention", "mixer", "region", "shared_product")
 # At one budget the plan has 1.04 times (the first: 1.13 times) the FLOPs of a policy
 # that fits: the model's error at the step that was compiled first rules that out.

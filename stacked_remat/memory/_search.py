@@ -36,13 +36,12 @@ from ._report import Trial
 
 # The cost (see `Search.cost`) of a policy under which the program can't be traced.
 _NEVER = (math.inf, math.inf, math.inf)
-# A step that takes up to so much more than the budget, by the model, may fit.
-_SLACK = 1.1
 # The model's error differs between steps, and that of one may rule out another that
 # fits. So steps that take up to so much more than the budget by the model as it is are
-# compiled too, this many at most.
-_NEAR = 1.03
-_MOST_NEAR = 2
+# compiled too, this many at most, each with so much less of the last one's price.
+_NEAR = 1.1
+_MOST_NEAR = 3
+_GAIN = 0.01
 # Of more numbers of layers or carries than the first, the second many are tried.
 _MOST_NUMBERS = 128
 _SOME_NUMBERS = 24
@@ -125,8 +124,8 @@ class Search:
         for trial in self.compiled.values():
             if trial.report is not None and trial.report.arguments > self.budget:
                 return None
-        self._climb(ladder)
-        self._compile_near(ladder)
+        first = self._climb(ladder)
+        self._compile_near(ladder, first)
         # Policies of JAX, of which the ladder has none.
         for policy in candidates if ladder else ():
             if callable(resolve_policy(policy).save_block_internals):
@@ -236,30 +235,24 @@ class Search:
             return False
         return cost.host / target.link <= cost.flops / target.flops
 
-    def _climb(self, ladder: "Sequence[Step]") -> None:
+    def _climb(self, ladder: "Sequence[Step]") -> int:
         """Compile steps of a ladder until one fits, and those above it do not, as far
-        as the model tells.
+        as the model tells. Returns the number of the first that fits, or that of all
+        steps.
         """
         # Steps up to `low` do not fit, `high` and those after it do. The last step that
         # was compiled took so much more than the model says.
         low = -1
         high = len(ladder)
         error = 0.0
-        slack = _SLACK
         while high - low > 1:
-            limit = self.budget
-            if high < len(ladder):
-                # The model may be wrong by a little for a step above one that fits,
-                # which is tried once.
-                limit = limit * slack
-                slack = 1.0
             likely = [
                 number
                 for number in range(low + 1, high)
-                if ladder[number].total + error <= limit
+                if ladder[number].total + error <= self.budget
             ]
             if not likely and high < len(ladder):
-                return
+                break
             at = likely[0] if likely else high - 1
             trial = self.taken(ladder[at].policy)
             if trial is not None and trial.report is not None:
@@ -268,19 +261,29 @@ class Search:
                 high = at
             else:
                 low = at
+        return high
 
-    def _compile_near(self, ladder: "Sequence[Step]") -> None:
-        """Compile some steps before the first that is known to fit, those with the
-        fewest FLOPs, that fit or nearly fit by the model.
-        """
+    def _compile_near(self, ladder: "Sequence[Step]", first: int) -> None:
+        """Compile some steps that may fit too, up from the first that does."""
         left = _MOST_NEAR
-        for step in ladder:
-            trial = self.compiled.get(resolve_policy(step.policy))
-            if trial is None and left and step.total <= _NEAR * self.budget:
-                left -= 1
-                trial = self.taken(step.policy)
-            if trial is not None and self.fits(trial):
+        last = ladder[first] if first < len(ladder) else None
+        last_fits = True
+        for step in reversed(ladder[:first]):
+            if left == 0:
                 return
+            if resolve_policy(step.policy) in self.compiled:
+                continue
+            if step.total > _NEAR * self.budget:
+                continue
+            if last is not None and step.price > (1 - _GAIN) * last.price:
+                # It gains nothing, but may fit where one that the model can't tell
+                # apart does not.
+                if last_fits or step.figures != last.figures:
+                    continue
+            trial = self.taken(step.policy)
+            left -= 1
+            last = step
+            last_fits = trial is not None and self.fits(trial)
 
     def _takes(self, policy: ScanCheckpointSpec) -> bool:
         """Whether the program can be traced under a policy."""

@@ -51,6 +51,8 @@ from ._flops import count_flops
 # The number of FLOPs, between all and none of what is computed again, for which the
 # kept values are found.
 _LEVELS = 96
+# Of equally good sets of names so many are tried: XLA may give one less memory.
+_MOST_EQUALS = 3
 
 
 @dataclass(frozen=True)
@@ -347,7 +349,8 @@ class ProgramValues:
         """Names to keep, from the `required` alone to those for the fewest FLOPs.
 
         Of each number of FLOPs, in equal steps, those whose values take the fewest
-        bytes.
+        bytes; and others of equal bytes and FLOPs, which a compiler may give less
+        memory.
         """
         if not self.sizes:
             return [()]
@@ -359,7 +362,10 @@ class ProgramValues:
         for level in range(_LEVELS + 1):
             names = program.solve(most - (most - least) * level / _LEVELS)
             found[names] = None
-        return [*found]
+        choices = []
+        for names in found:
+            choices += program.equals(names, self.again_flops(names))
+        return choices
 
 
 class _IntegerProgram:
@@ -444,22 +450,49 @@ class _IntegerProgram:
             for read in sorted(layer.operations[number].reads):
                 self._rows.append(([*ways[read], reader], 0.0))
 
-    def solve(self, flops: float) -> tuple[str, ...]:
+    def equals(self, names: tuple[str, ...], flops: float) -> list[tuple[str, ...]]:
+        """A solution for so many FLOPs, and some others that are as good."""
+        found = [names]
+        while len(found) < _MOST_EQUALS:
+            other = self.solve(flops, other_than=found)
+            if other is None or self._cost(other) - self._cost(names) > 1e-7:
+                break
+            found.append(other)
+        return found
+
+    def _cost(self, names: Collection[str]) -> float:
+        return sum(self._costs[self._place_of[name]] for name in names)
+
+    def solve(
+        self, flops: float, other_than: Sequence[Collection[str]] = ()
+    ) -> tuple[str, ...] | None:
         """The names whose values take the fewest bytes, with at most so many FLOPs of
-        what is computed again.
+        what is computed again; None if there are no others than these.
         """
         most = flops // self._unit + 0.5
+        constraints = [
+            self._constraint,
+            scipy.optimize.LinearConstraint(self._counts[None], ub=most),
+        ]
+        for names in other_than:
+            # One of them is not kept, or one more is.
+            differences = np.zeros(len(self._counts))
+            differences[: len(self.names)] = 1
+            for name in names:
+                differences[self._place_of[name]] = -1
+            constraints.append(
+                scipy.optimize.LinearConstraint(differences[None], lb=1 - len(names))
+            )
         found = scipy.optimize.milp(
             self._costs,
-            constraints=[
-                self._constraint,
-                scipy.optimize.LinearConstraint(self._counts[None], ub=most),
-            ],
+            constraints=constraints,
             # Also of operations, with which the solver is as fast, and more exact.
             integrality=np.ones(len(self._counts)),
             bounds=self._bounds,
             options={"mip_rel_gap": 0},
         )
-        assert found.x is not None, found.message
+        if found.x is None:
+            assert other_than, found.message
+            return None
         kept = zip(self.names, found.x, strict=False)
         return tuple(sorted(name for name, value in kept if value > 0.5))

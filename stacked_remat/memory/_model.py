@@ -6,23 +6,24 @@ number of slots and of replayed layers from its schedule, the bytes and the FLOP
 values from the layers (`_values.py`). What all policies have in common, arguments and
 one layer's work, is measured by compiling one of them.
 
-FLOPs are those of the traced program: exactly where layers are alike, and else those of
-a mean layer for each that runs again. Bytes are near those that XLA allocates
+FLOPs are those of the traced program, exactly. Bytes are near those that XLA allocates
 (Qwen3-30B-A3B on an H200, temporaries in GB: `True` 16.76, compiled 16.82;
 `attention_saved` 42.99, compiled 42.78). So the model says which policies to compile,
 and no more.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+
+import numpy as np
 
 from .. import ScanCheckpointPolicy
 from .._place_names import is_place
 from .._remat import NOTHING, Kept, Remat
-from .._schedule import Schedule
+from .._schedule import Program, Schedule
 from ._call import TracedCall
-from ._values import KeptValues, LayerStack, ProgramValues
+from ._values import KeptValues, LayerStack, LayerValues, ProgramValues
 
 
 @dataclass(frozen=True)
@@ -41,75 +42,104 @@ class Cost:
 
 
 @dataclass(frozen=True)
-class StackFigures:
-    """Figures of a mean layer of a stack."""
+class LayerFigures:
+    """Figures of the layers of one kind."""
 
-    # The number of layers.
-    length: int
-    # Bytes of a carry, and of everything that a derivative reads beside it.
-    carry: float
-    internals: float
-    # FLOPs of running the layer.
+    # FLOPs of running one.
     forward: float
-    # Whether a derivative reads the carry beside its internals.
+    # Bytes of everything that its derivative reads beside the carry, and whether it
+    # reads that too.
+    internals: float
     carry_is_read: bool
     # What keeping values of some names takes.
     keeping: Callable[[tuple[str, ...]], KeptValues]
 
-    def cost(self, remat: Remat) -> Cost:
-        """What a policy costs that executes this."""
-        kept = remat.kept
-        carries_on_host = 0
-        first = remat.first_layers
-        rest = remat.length - remat.first_layers
-        on_device, on_host, again, reads_carry = self._of_kept(kept)
-        if remat.schedule is None:
-            held = rest
-            carries = rest if reads_carry else 0
-            # Without carries, all layers run once more before the first is reversed.
-            runs = rest if remat.carries is None else 0
-            if remat.carries in ("host", "disk"):
-                carries, carries_on_host = 0, carries
-        else:
-            saves = kept != NOTHING
-            carries, sources, held, runs, stays = _numbers_of(remat.schedule, saves)
-            if saves and not reads_carry:
-                carries = sources
-            if remat.boundaries_off_device:
-                carries_on_host = stays
-        if remat.carries == "disk":
-            carries_on_host = 0  # they take no memory
-        return Cost(
-            flops=runs * self.forward + rest * again,
-            device=first * (self.carry_is_read * self.carry + self.internals)
-            + carries * self.carry
-            + held * on_device,
-            host=carries_on_host * self.carry + held * on_host,
-        )
+    def whole(self, carry: float) -> float:
+        """Bytes of all that the derivative of one reads, with a carry of so many."""
+        return self.internals + self.carry_is_read * carry
 
-    def _of_kept(self, kept: Kept) -> tuple[float, float, float, bool]:
+    def of_kept(self, kept: Kept) -> tuple[float, float, float, bool]:
         """Bytes that a layer keeps on the device and on the host, FLOPs of what is
         computed again, and whether that, or the derivative, reads the carry.
         """
-        names = kept.names
-        if names is True:
+        if kept.names is True:
             return self.internals, 0, 0, self.carry_is_read
-        mean = self.keeping(names)
-        on_host = sum(mean.sizes.get(name, 0) for name in kept.offloaded)
-        on_device = sum(mean.sizes.values()) - on_host
-        return on_device, on_host, mean.again_flops, mean.reads_carry
+        values = self.keeping(kept.names)
+        on_host = sum(values.sizes.get(name, 0) for name in kept.offloaded)
+        on_device = sum(values.sizes.values()) - on_host
+        return on_device, on_host, values.again_flops, values.reads_carry
+
+
+@dataclass(frozen=True, eq=False)
+class StackFigures:
+    """Figures of the layers of a stack."""
+
+    # Bytes of a carry.
+    carry: float
+    # Of each kind.
+    of_kinds: tuple[LayerFigures, ...]
+    # How many layers of each kind run before each layer, `[layer, kind]`, and one row
+    # for the end.
+    before: np.ndarray
+    # What `"nested"` executes, where that is something else for these layers.
+    nested: Remat | None = None
+
+    @property
+    def length(self) -> int:
+        """The number of layers."""
+        return len(self.before) - 1
+
+    def cost(self, remat: Remat) -> Cost:
+        """What a policy costs that executes this."""
+        if remat.may_keep_internals and self.nested is not None:
+            remat = self.nested
+        # Of a layer of each kind.
+        of_kept = [layer.of_kept(remat.kept) for layer in self.of_kinds]
+        columns = zip(*of_kept, strict=True)
+        on_device, on_host, again, reads_carry = map(np.array, columns)
+        forward = np.array([layer.forward for layer in self.of_kinds])
+        whole = np.array([layer.whole(self.carry) for layer in self.of_kinds])
+        # The numbers of layers of each kind: of the first ones and of the rest; that
+        # run again; and that hold values at once.
+        first = self.before[remat.first_layers]
+        rest = self.before[-1] - first
+        carries_on_host = 0
+        if remat.schedule is None:
+            held = rest
+            carries = self.length - remat.first_layers if reads_carry.any() else 0
+            # Without carries, all layers run once more before the first is reversed.
+            runs = rest if remat.carries is None else 0 * rest
+            if remat.carries in ("host", "disk"):
+                carries, carries_on_host = 0, carries
+        else:
+            saves = remat.kept != NOTHING
+            program = _program(remat.schedule, saves)
+            held = self._counts(program.visited).max(0)
+            # To save the values of a segment, its layers run once more.
+            runs = self._counts(program.replayed).sum(0) + saves * rest
+            carries = program.slots
+            if saves and not reads_carry.any():
+                carries = program.sources
+            if remat.boundaries_off_device:
+                carries_on_host = len(program.stays)
+        if remat.carries == "disk":
+            carries_on_host = 0  # they take no memory
+        return Cost(
+            flops=float(runs @ forward + rest @ again),
+            device=float(first @ whole + carries * self.carry + held @ on_device),
+            host=float(carries_on_host * self.carry + held @ on_host),
+        )
+
+    def _counts(self, parts: Sequence[range]) -> np.ndarray:
+        """How many layers of each kind some ranges have, `[range, kind]`."""
+        starts = [part.start for part in parts]
+        stops = [part.stop for part in parts]
+        return self.before[stops] - self.before[starts]
 
 
 @functools.cache
-def _numbers_of(schedule: Schedule, saves: bool) -> tuple[int, int, int, int, int]:
-    """The number of slots, and of those that replays start from; of layers that hold
-    values, and of those that run again; and of carries that the forward sweep keeps.
-    """
-    program = schedule.program(saves=saves)
-    # To save the values of a segment, its layers run once more.
-    runs = sum(program.advances) + saves * schedule.length
-    held = max(program.visits)
-    return program.slots, program.sources, held, runs, len(program.stays)
+def _program(schedule: Schedule, saves: bool) -> Program:
+    return schedule.program(saves=saves)
 
 
 @dataclass(frozen=True)
@@ -226,36 +256,33 @@ def traced_model(
 
 
 def _figures(values: ProgramValues) -> tuple[StackFigures, ...]:
-    figures = []
-    for stack in values.stacks:
-        length = stack.spec.length
-        layers = stack.layers
+    return tuple(map(_figures_of, values.stacks))
 
-        def keeping(names: tuple[str, ...], stack: LayerStack = stack) -> KeptValues:
-            sizes: dict[str, float] = {}
-            flops = 0
-            reads_carry = False
-            for layer in stack.layers:
-                kept = layer.kept(names)
-                flops += layer.count * kept.again_flops
-                reads_carry |= kept.reads_carry
-                for name, size in kept.sizes.items():
-                    sizes[name] = sizes.get(name, 0) + layer.count * size
-            length = stack.spec.length
-            share = stack.examples / length
-            mean = {name: size * share for name, size in sizes.items()}
-            return KeptValues(mean, stack.times * flops / length, reads_carry)
 
-        of_example = sum(layer.count * layer.residual_bytes for layer in layers)
-        forward = sum(layer.count * layer.forward_flops for layer in layers)
-        figures.append(
-            StackFigures(
-                length,
-                stack.carry_bytes,
-                stack.examples * of_example / length,
-                stack.times * forward / length,
-                any(layer.carry_is_residual for layer in layers),
+def _figures_of(stack: LayerStack) -> StackFigures:
+    of_kinds = []
+    for layer in stack.layers:
+
+        def keeping(names: tuple[str, ...], layer: LayerValues = layer) -> KeptValues:
+            kept = layer.kept(names)
+            sizes = {}
+            for name, size in kept.sizes.items():
+                sizes[name] = stack.examples * size
+            flops = stack.times * kept.again_flops
+            return KeptValues(sizes, flops, kept.reads_carry)
+
+        of_kinds.append(
+            LayerFigures(
+                stack.times * layer.forward_flops,
+                stack.examples * layer.residual_bytes,
+                layer.carry_is_residual,
                 keeping,
             )
         )
-    return tuple(figures)
+    spec = stack.spec
+    if spec.pattern is None:
+        before = np.arange(spec.length + 1)[:, None]
+    else:
+        before = spec.layers_before
+    nested = spec.remat if spec.remat.may_keep_internals else None
+    return StackFigures(stack.carry_bytes, tuple(of_kinds), before, nested)

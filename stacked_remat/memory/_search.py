@@ -21,6 +21,7 @@ that with a larger one the answer has no more FLOPs, but for errors of the model
 import dataclasses
 import itertools
 import math
+import operator
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,9 @@ _NEVER = (math.inf, math.inf, math.inf)
 _NEAR = 1.1
 _MOST_NEAR = 3
 _GAIN = 0.01
+# Of policies that the model can't tell apart, as `True` and a sweep that holds every
+# carry, so many stay.
+_MOST_EQUALS = 3
 # Of more numbers of layers or carries than the first, the second many are tried.
 _MOST_NUMBERS = 128
 _SOME_NUMBERS = 24
@@ -329,31 +333,27 @@ class Step:
     total: float
 
     @property
-    def key(self) -> tuple[float, float, float]:
-        """What steps are ordered by, as `Search.cost`."""
-        return self.cost.flops, self.cost.host, self.again
-
-    @property
     def price(self) -> float:
         """FLOPs; without products, how many layers run again."""
         return self.cost.flops or self.again
 
     @property
-    def figures(self) -> tuple[float, ...]:
-        """All that the model says of it."""
-        return *self.key, self.total
+    def figures(self) -> tuple[float, float, float]:
+        """What steps are ordered by; the model can't tell equal ones apart."""
+        return self.price, self.cost.host, self.total
+
+
+_FIGURES = operator.attrgetter("figures")
 
 
 def _best(steps: list[Step]) -> list[Step]:
     """Of steps those that take less memory than all with fewer FLOPs, in this order."""
     best: list[Step] = []
-    for step in sorted(steps, key=lambda step: step.key):
-        last = best[-1] if best else None
-        # The model can't tell equal ones apart, as `True` and a sweep that holds every
-        # carry.
-        is_equal = last is not None and step.figures == last.figures
-        if last is None or step.total < last.total or is_equal:
-            best.append(step)
+    equals = itertools.groupby(sorted(steps, key=_FIGURES), _FIGURES)
+    for figures, group in equals:
+        if not best or figures[-1] < best[-1].total:
+            # Candidates come before their variations.
+            best += itertools.islice(group, _MOST_EQUALS)
     return best
 
 

@@ -323,7 +323,10 @@ class ProgramValues:
         """
         stacks = []
         for spec, perturbed, times, examples in differentiated_sweeps(closed.jaxpr):
-            if spec.remat != policy.for_layers(spec.length):
+            remat = policy.for_layers(spec.length)
+            # `"nested"` may have become segments of one length.
+            may_differ = remat.may_keep_internals and spec.remat.may_keep_internals
+            if spec.remat != remat and not may_differ:
                 continue  # it has a policy of its own
             layers = []
             for kind in spec.kinds:

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from stacked_remat import ScanCheckpointPolicy
@@ -11,7 +12,7 @@ from stacked_remat._policy import resolve_policy
 from stacked_remat._remat import EVERYTHING
 from stacked_remat._schedule import shrinking
 from stacked_remat.memory import CANDIDATES, Flops, LocalTarget, _search
-from stacked_remat.memory._model import Model, StackFigures, Variant
+from stacked_remat.memory._model import LayerFigures, Model, StackFigures, Variant
 from stacked_remat.memory._search import Search
 from stacked_remat.memory._values import KeptValues
 
@@ -112,7 +113,8 @@ class ChainFigures(StackFigures):
 
     def cost(self, remat):
         found = super().cost(remat)
-        visited = 0 if remat.kept == EVERYTHING else self.internals
+        (layer,) = self.of_kinds
+        visited = 0 if remat.kept == EVERYTHING else layer.internals
         return dataclasses.replace(found, device=found.device + visited)
 
 
@@ -120,14 +122,14 @@ def model_of(internals):
     """The planner's model of such a chain."""
     again = KeptValues({}, 1, reads_carry=True)
     # What is kept of a layer has its carry.
-    stack = ChainFigures(
-        length=LAYERS,
-        carry=1000,
-        internals=1000 * internals,
+    layer = LayerFigures(
         forward=1,
+        internals=1000 * internals,
         carry_is_read=False,
         keeping=lambda names: again,
     )
+    before = np.arange(LAYERS + 1)[:, None]
+    stack = ChainFigures(carry=1000, of_kinds=(layer,), before=before)
     variant = Variant((stack,), 3 * LAYERS)
     nested = ScanCheckpointPolicy(nested=True)
     return Model((variant,), nested, variant.cost(nested))

@@ -10,6 +10,7 @@ import difflib
 import re
 import reprlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 
@@ -110,8 +111,9 @@ def parse_bytes(size: int | str) -> int:
     Raises:
         ValueError: for anything else, saying what can be read.
     """
-    if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
-        return size
+    # Also one of NumPy
+    if isinstance(size, Integral) and not isinstance(size, bool) and size >= 0:
+        return int(size)
     # A number of few enough digits that a float holds it, and a unit
     written = r"\s*(\d{1,20}(?:\.\d{1,20})?)\s*([KMGT]i?B|kB|B)\s*"
     match = re.fullmatch(written, size) if isinstance(size, str) else None

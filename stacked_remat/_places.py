@@ -27,6 +27,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from ._activity import CALLS, name_of, program_of
 from ._compat import without_constants
+from ._messages import did_you_mean
 from ._names import name_given_by, named, names_in
 from ._place_names import is_place
 from ._static import PyTree, with_leaves
@@ -83,12 +84,17 @@ class Places:
             return
         for place in sorted(self.wanted - self._had):
             operation, _ = place.split()
-            counts = sorted(self._counts.get(operation, {0}))
-            has = " or ".join(map(str, counts))
+            if operation in self._counts:
+                has = " or ".join(map(str, sorted(self._counts[operation])))
+                hint = ""
+            else:
+                has = "no"
+                hint = did_you_mean(operation, self._counts)
             raise PlaceError(
                 f"The policy keeps {place!r}, but the layer has {has} {operation!r}"
-                " that something reads: it has changed since the policy was written."
-                " Plan it again (memory.plan), or name values by checkpoint_name."
+                f" that something reads.{hint} If it has changed since the policy was"
+                " written, plan it again (memory.plan), or name values by"
+                " checkpoint_name."
             )
 
 

@@ -158,7 +158,7 @@ def test_another_number_of_operations_is_refused():
         gradient(remat)(stack(Other), X)
     with pytest.raises(ValueError, match=message):
         BlockSeq(stack(Other).unstacked(), Layers, remat).fold(X)
-    with pytest.raises(ValueError, match="the layer has 0 'conv'"):
+    with pytest.raises(ValueError, match="the layer has no 'conv'"):
         jax.grad(checkpoint(jnp.sin, save=["conv 1/1"]))(1.0)
 
 

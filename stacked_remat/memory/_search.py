@@ -6,8 +6,8 @@ to the host (`variations`). A model of the program (`_model.py`) tells the FLOPs
 each, and its bytes beside those of one policy that is compiled. Of these stay the
 policies that take less memory than all with fewer FLOPs, the *ladder*. Where it crosses
 the budget is found by compiling the first step that should fit; what the model is wrong
-by there tells which step to compile next. At the end up to two steps are compiled that
-fit by the model as it is, without that correction.
+by there tells which step to compile next. At the end some steps are compiled that take
+a little more than the budget by the model as it is.
 
 Candidates that are not to be varied, and those of a program without a sweep over
 layers, are compiled in order, up to the first that fits: those that recompute nothing,
@@ -21,7 +21,6 @@ that with a larger one the answer has no more FLOPs, but for errors of the model
 import dataclasses
 import itertools
 import math
-import operator
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -339,21 +338,28 @@ class Step:
 
     @property
     def figures(self) -> tuple[float, float, float]:
-        """What steps are ordered by; the model can't tell equal ones apart."""
+        """What the model says of it, but for what hardly counts beside products."""
         return self.price, self.cost.host, self.total
 
 
-_FIGURES = operator.attrgetter("figures")
-
-
 def _best(steps: list[Step]) -> list[Step]:
-    """Of steps those that take less memory than all with fewer FLOPs, in this order."""
+    """Of steps those that take less memory than all with fewer FLOPs, in this order,
+    and some that the model can't tell apart from them.
+    """
+    equals: dict[tuple[float, ...], list[Step]] = {}
+    for step in steps:
+        equals.setdefault(step.figures, []).append(step)
+
+    def order(step: Step) -> tuple[float, ...]:
+        return step.price, step.cost.host, step.again, step.total
+
     best: list[Step] = []
-    equals = itertools.groupby(sorted(steps, key=_FIGURES), _FIGURES)
-    for figures, group in equals:
-        if not best or figures[-1] < best[-1].total:
+    for step in sorted(steps, key=order):
+        if not best or step.total < best[-1].total:
+            best.append(step)
+            others = [one for one in equals[step.figures] if one is not step]
             # Candidates come before their variations.
-            best += itertools.islice(group, _MOST_EQUALS)
+            best += others[: _MOST_EQUALS - 1]
     return best
 
 

@@ -8,6 +8,7 @@ import functools
 import equinox as eqx
 import haliax as hax
 import jax
+import numpy as np
 import optax
 import pytest
 
@@ -360,6 +361,7 @@ def test_budgets_are_integers_or_texts():
         " 1.5 TiB ": 3 * 2**39,
         "3kB": 3000,
         "3KB": 3000,
+        np.int64(7): 7,
     }
     assert [*map(parse_bytes, sizes)] == [*sizes.values()] and parse_bytes("17B") == 17
     for wrong in ("80", "80G", "GiB", "-1GiB", -1, True, 1.5, None):

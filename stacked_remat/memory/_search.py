@@ -2,7 +2,7 @@
 
 Candidates are varied: how many layers come before a cut, how many carries are kept,
 into how many segments layers are cut, and which values inside layers are kept or moved
-to the host (`variations`). A model of the program (`_model.py`) tells the FLOPs of
+to the host (`_variations.py`). A model of the program (`_model.py`) tells the FLOPs of
 each, and its bytes beside those of one policy that is compiled. Of these stay the
 policies that take less memory than all with fewer FLOPs, the *ladder*. Where it crosses
 the budget is found by compiling the first step that should fit; what the model is wrong
@@ -23,7 +23,6 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 
@@ -33,9 +32,11 @@ from .._remat import Remat
 from ._call import DoesNotFit, TracedCall
 from ._model import Cost, Model, traced_model
 from ._report import Trial
+from ._variations import is_varied, variations
 
 # The cost (see `Search.cost`) of a policy under which the program can't be traced.
 _NEVER = (math.inf, math.inf, math.inf)
+_NESTED = ScanCheckpointPolicy(nested=True)
 # The model's error differs between steps, and that of one may rule out another that
 # fits. So steps that take up to so much more than the budget by the model as it is are
 # compiled too, this many at most, each with so much less of the last one's price.
@@ -45,9 +46,6 @@ _GAIN = 0.01
 # Of policies that the model can't tell apart, as `True` and a sweep that holds every
 # carry, so many stay.
 _MOST_EQUALS = 3
-# Of more numbers of layers or carries than the first, the second many are tried.
-_MOST_NUMBERS = 128
-_SOME_NUMBERS = 24
 
 
 class Search:
@@ -176,7 +174,7 @@ class Search:
         """The variations of some policies that take less memory than all with fewer
         FLOPs, from the fewest FLOPs to the most; [] where there is no model.
         """
-        if not self.vary or not any(map(_is_varied, map(resolve_policy, candidates))):
+        if not self.vary or not any(map(is_varied, map(resolve_policy, candidates))):
             return []
         model = traced_model(self._taken_trace)
         if model is None:
@@ -361,95 +359,6 @@ def _best(steps: list[Step]) -> list[Step]:
             # Candidates come before their variations.
             best += others[: _MOST_EQUALS - 1]
     return best
-
-
-_NESTED = ScanCheckpointPolicy(nested=True)
-
-
-def variations(
-    base: ScanCheckpointPolicy, model: Model
-) -> Iterator[ScanCheckpointPolicy]:
-    """A policy, and others that keep more where it recomputes."""
-    yield base
-    if not _is_varied(base):
-        return
-    if base.max_carries is not None:
-        for count in _numbers(2, model.layers):
-            yield dataclasses.replace(base, max_carries=count)
-        return
-    for count in _numbers(1, model.layers - 1):
-        yield dataclasses.replace(base, first_layers=count)
-    if base.has_cut:
-        yield from _cuts(base, model)
-    # Values are not kept beside carries on disk.
-    elif base.save_carries != "disk":
-        yield from _kept_values(base, model)
-
-
-def _is_varied(policy: ScanCheckpointPolicy) -> bool:
-    """Whether it says no more than where carries are kept and how layers are cut."""
-    keeps = policy.save_block_internals or policy.offload_block_internals
-    return not (keeps or policy.first_layers or policy.save_carries is False)
-
-
-def _cuts(base: ScanCheckpointPolicy, model: Model) -> Iterator[ScanCheckpointPolicy]:
-    """Other cuts than into the segments of a policy: so many carries, and so many
-    segments of one length, some layers before them. Values may be kept of each segment
-    while it is reversed.
-    """
-    kept: list[Any] = []
-    # Values are not kept beside carries on disk.
-    if model.keeps_values and base.save_carries != "disk":
-        kept = [*filter(None, model.choices), True]
-    if base == _NESTED:
-        for count in _numbers(2, model.layers - 1):
-            for names in (False, *kept):
-                yield ScanCheckpointPolicy(
-                    max_carries=count, save_block_internals=names
-                )
-    else:
-        # On the device so many carries are better than segments of one length.
-        kept.append(False)
-    is_long = model.layers > _MOST_NUMBERS
-    for first_layers in range(1 if is_long else model.layers):
-        rest = model.layers - first_layers
-        counts = {math.ceil(rest / length) for length in _numbers(1, rest)}
-        for count in sorted(counts):
-            for names in kept:
-                yield dataclasses.replace(
-                    base,
-                    nested=count,
-                    save_block_internals=names,
-                    first_layers=first_layers,
-                )
-
-
-def _numbers(least: int, most: int) -> list[int]:
-    """The numbers between two, or some of them, in equal ratios, if there are many:
-    each costs a schedule, which for a long loop takes long to make.
-    """
-    if most <= _MOST_NUMBERS:
-        return [*range(least, most + 1)]
-    ratios = (power / _SOME_NUMBERS for power in range(_SOME_NUMBERS + 1))
-    return sorted({round(least * (most / least) ** ratio) for ratio in ratios})
-
-
-def _kept_values(
-    base: ScanCheckpointPolicy, model: Model
-) -> Iterator[ScanCheckpointPolicy]:
-    """The policy with values kept of every layer, on the device or the host."""
-    choices = [names for names in model.choices if names]
-    for names in choices:
-        yield dataclasses.replace(base, save_block_internals=names)
-    # What a choice keeps beside another is on the host.
-    for saved in ((), *choices):
-        for names in choices:
-            if {*saved} < {*names}:
-                yield dataclasses.replace(
-                    base,
-                    save_block_internals=saved,
-                    offload_block_internals=sorted({*names} - {*saved}),
-                )
 
 
 def _runs_again(policy: ScanCheckpointPolicy, layers: int) -> int:

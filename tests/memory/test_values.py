@@ -22,6 +22,7 @@ from stacked_remat.memory import CANDIDATES, TARGETS, _search, count_flops
 from stacked_remat.memory._model import traced_model
 from stacked_remat.memory._plan import Search, tracer
 from stacked_remat.memory._values import ProgramValues
+from stacked_remat.memory._variations import variations
 
 from .small_blocks import BLOCKS, ROWS, WEIGHTS, WIDTH
 
@@ -247,7 +248,7 @@ def test_flops_of_the_model_are_those_of_the_traced_program(table):
     model = traced_model(traced)
     policies = {}
     for candidate in map(resolve_policy, CANDIDATES):
-        policies |= dict.fromkeys(_search.variations(candidate, model))
+        policies |= dict.fromkeys(variations(candidate, model))
     for policy in [*policies][::21]:
         assert model.cost(policy).flops == traced(policy).flops.matmul, policy
 

@@ -96,7 +96,7 @@ memory: venv-memory  ## compile for an H200 and a TPU v5p and compare with the r
 # Figures are compared with the compiler that they were recorded with, which only one Python has.
 compiles: venv-memory  ## compile a step of each kind of model for GPUs and TPUs, and compare no figures
 	@mkdir -p "$(REPORTS)"
-	$(VENV)-memory/bin/python -m pytest --junitxml="$(REPORTS)/compiles.xml" -m target tests/memory/test_targets.py tests/models/test_candidate.py tests/ops/test_attention_tokamax.py tests/ops/test_grouped_tokamax.py
+	$(VENV)-memory/bin/python -m pytest --junitxml="$(REPORTS)/compiles.xml" -m "target and not slow" tests/memory/test_targets.py tests/models/test_candidate.py tests/ops/test_attention_tokamax.py tests/ops/test_grouped_tokamax.py $(PYTEST_ARGS)
 
 .PHONY: parity
 parity: venv-parity  ## install PyTorch, transformers and PEFT, and compare models, adapters and tokenizers with theirs

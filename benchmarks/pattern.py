@@ -92,13 +92,14 @@ def main(sizes: Sizes = FULL, target: str = "local", only: str = "") -> Rows:
         for remat in (True, "nested", "offload")
     ]
     for kinds, form, remat in [*cases, (KINDS[1], "BlockSeq", "nested")]:
-        if only not in kinds.name:
+        name = f"{form}, {kinds.name}, {remat}"
+        if only not in name:
             continue
         blocks = eqx.filter_eval_shape(_blocks, kinds, sizes, form, remat)
         x = eqx.filter_eval_shape(lambda: hax.zeros(sizes.axes[1:3], dtype=sizes.dtype))
         found = memory.report(jax.grad(loss, (0, 1)), blocks, x, target=target)
         yield {
-            "name": f"{form}, {kinds.name}, {remat}",
+            "name": name,
             **dataclasses.asdict(sizes),
             **memory_row(found),
         }

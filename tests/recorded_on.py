@@ -10,6 +10,7 @@ way, so they run with that of the results.
 import functools
 import importlib.util
 import json
+from collections.abc import Collection, Iterable
 from importlib.metadata import version
 from typing import Any
 
@@ -21,6 +22,22 @@ PLUGINS = {"cuda": ("jax_cuda13_plugin", "jax_cuda12_plugin"), "tpu": ("libtpu",
 h200 = pytest.mark.target("cuda", recorded=True)
 ON_H200 = pytest.param("h200", marks=h200)
 ON_V5P = pytest.param("v5p", marks=pytest.mark.target("tpu", recorded=True))
+
+
+def on_both(names: Iterable[str], quick: Collection[str]) -> list[Any]:
+    """Parameters of a target and a name, for an H200 and a TPU v5p.
+
+    XLA takes ten times as long to compile for a TPU, so there the names that are not in
+    `quick` are marked slow.
+    """
+    found = []
+    for name in names:
+        found.append(pytest.param("h200", name, marks=ON_H200.marks))
+        marks = [*ON_V5P.marks]
+        if name not in quick:
+            marks.append(pytest.mark.slow)
+        found.append(pytest.param("v5p", name, marks=marks))
+    return found
 
 
 @functools.cache

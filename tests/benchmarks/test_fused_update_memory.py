@@ -11,7 +11,7 @@ import pytest
 
 from stacked_remat import ScanCheckpointPolicy, fused_update, memory
 from stacked_remat.training.precision import in_float32
-from tests.recorded_on import ON_H200, ON_V5P
+from tests.recorded_on import on_both
 
 from .test_visitor_memory import GIB, STACK, X, blocks
 
@@ -59,8 +59,7 @@ def two_steps_report(target, optimizer):
     )
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("target", [ON_H200, ON_V5P])
+@pytest.mark.parametrize(("target", "name"), on_both(CASES, ("adamw", "offload")))
 def test_no_gradient_of_the_stack_exists_and_all_is_updated_in_place(
     target, name, record_testsuite_property
 ):

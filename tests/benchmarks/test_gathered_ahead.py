@@ -12,14 +12,13 @@ from benchmarks.gathered_ahead import (
     compiled,
     of_weights,
 )
-from tests.recorded_on import ON_H200, ON_V5P, recorded
+from tests.recorded_on import ON_H200, on_both, recorded
 
 # Of a layer, in bfloat16
 LAYER = 2 * SIZES.width * SIZES.inner * 2
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("target", [ON_H200, ON_V5P])
+@pytest.mark.parametrize(("target", "policy"), on_both(POLICIES, ("nested", "fused")))
 def test_collectives_of_weights_and_gradients_run_beside_products(target, policy):
     found, text = compiled(target, policy)
     in_loops = of_weights(text)

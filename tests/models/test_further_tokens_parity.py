@@ -18,7 +18,7 @@ from safetensors.numpy import load_file, save_file
 from models.hf_io.decoder_weights import read_decoder, write_decoder
 from models.hf_io.formats import read_hf_config
 from models.hf_io.safetensors_folder import SINGLE
-from models.lm import next_token_loss
+from models.lm import loss_and_sums
 from models.parts.decoder import Decoder
 from models.parts.sections import MtpConfig
 from stacked_remat.training import TokenBatch
@@ -203,9 +203,8 @@ def test_loss_and_gradients(case, tmp_path):
     @eqx.filter_jit
     @eqx.filter_value_and_grad(has_aux=True)
     def loss_of(decoder):
-        loss, metrics = next_token_loss(decoder, batch)
-        router = decoder.further_states(named)[2].loss
-        return loss - router, metrics
+        (loss, _), metrics = loss_and_sums(decoder, batch)
+        return loss, metrics
 
     (loss, metrics), gradient = loss_of(decoder)
     whole = first + WEIGHT / len(further) * sum(further)

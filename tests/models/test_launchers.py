@@ -19,11 +19,13 @@ import pytest
 
 from stacked_remat.training import ConfigError, processes
 
+from .test_processes import SMALL
 from .tiny_run import arguments_of, make_workplace
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "devices.md"
 SHORT = (
+    *SMALL,
     *("--trainer.num_steps", "28", "--trainer.mesh.axes.data", "-1"),
     *("--trainer.checkpoint.every_steps", "4"),
 )

@@ -344,12 +344,12 @@ def assert_same_scores(folder, expected):
 
 @pytest.mark.deep
 def test_processes_score_their_sequences_in_one_log(workplace):
-    scored = ("--ghost", "{every: 6, validation: {batches: 2}}")
+    scored = (*SMALL, "--ghost", "{every: 6, validation: {batches: 2}}")
     for count, run in ((1, "scored whole"), (2, "scored")):
         status, shown = ended(start(workplace, count, *scored, run=run))
         assert status == [0] * count, shown
     run, whole = workplace / "scored", workplace / "scored whole"
-    assert_same_run(run, workplace / "one")
+    assert_same_run(run, whole)
     wanted = assert_same_scores(run / "ghost", whole / "ghost")
     assert set(wanted["step"]) == {6, 12}
 

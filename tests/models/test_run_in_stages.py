@@ -28,6 +28,7 @@ from ..blocks import assert_equal
 from .test_deepseek_v3 import CONFIG as DEEPSEEK
 from .test_mesh_mappings import WINDOWS
 from .test_processes import (
+    SMALL,
     assert_same_run,
     checkpoints_of,
     ended,
@@ -52,19 +53,18 @@ BY_POSITION = dataclasses.replace(
     TRAINER,
     mesh=MeshConfig({"stage": 2, "data": -1}, {"position": "data"}, {"embed": "data"}),
 )
-STEPS = 40
-MICROBATCHES = (
-    *("--trainer.update.microbatches", "2"),
-    *("--data.batch_size", "8"),
-    *("--trainer.num_steps", str(STEPS)),
-    # The second of two stages has one
-    *("--model.num_layers", "3"),
-)
 STAGES = (
     *("--trainer.mesh", "{axes: {stage: 2, data: -1}}"),
     *("--trainer.pipeline", "{axis: stage}"),
-    *MICROBATCHES,
 )
+# The second of two stages has one layer
+THREE_LAYERS = (
+    *("--trainer.update.microbatches", "2"),
+    *("--data.batch_size", "8"),
+    *("--model.num_layers", "3"),
+)
+# Whose steps compile faster than those of experts
+DENSE = (*SMALL, *THREE_LAYERS, "--trainer.num_steps", "40")
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -127,48 +127,58 @@ def test_a_plan_in_stages_streams_nothing():
     Candidate(adapted).check(at_least=True)
 
 
+def trained(workplace, processes, *arguments, run):
+    """What the first process of a run shows."""
+    status, shown = ended(start(workplace, processes, *arguments, run=run))
+    assert status == [0] * processes, shown
+    return shown[0]
+
+
+def copy_of(run, name, steps):
+    """A run with the checkpoints of its first steps alone."""
+    copied = run.parent / name
+    shutil.copytree(run, copied)
+    (copied / "result.json").unlink(missing_ok=True)
+    for path in checkpoints_of(copied):
+        if int(path.name) > steps:
+            shutil.rmtree(path)
+    return copied
+
+
 @pytest.mark.deep
-def test_a_killed_run_in_stages_resumes_bit_for_bit_and_on_other_meshes(tmp_path):
+def test_a_killed_run_in_stages_resumes_bit_for_bit_and_without_stages(tmp_path):
     """A stage on each of two processes, with two devices."""
     workplace = make_workplace(tmp_path)
+    whole, killed = workplace / "whole", workplace / "killed"
+    trained(workplace, 2, *DENSE, *STAGES, run="whole")
 
-    def trained(processes, *arguments, run):
-        status, shown = ended(start(workplace, processes, *arguments, run=run))
-        assert status == [0] * processes, shown
-        return shown[0]
-
-    def copy_of(run, name, steps):
-        """A run with the checkpoints of its first steps alone."""
-        shutil.copytree(workplace / run, workplace / name)
-        (workplace / name / "result.json").unlink(missing_ok=True)
-        for path in checkpoints_of(workplace / name):
-            if int(path.name) > steps:
-                shutil.rmtree(path)
-
-    trained(1, *MICROBATCHES, run="one")
-    trained(2, *STAGES, run="whole")
-    assert_same_run(workplace / "whole", workplace / "one")
-
-    started = start(workplace, 2, *STAGES, run="killed")
-    wait_for(workplace / "killed" / "metrics.jsonl", '"step": 5', started)
+    started = start(workplace, 2, *DENSE, *STAGES, run="killed")
+    # The checkpoint of step 8 is begun once that of step 4 is there
+    wait_for(killed / "metrics.jsonl", '"step": 9', started)
     for process in started:
         process.kill()
     assert ended(started)[0] == [-signal.SIGKILL] * 2
-    last = int(checkpoints_of(workplace / "killed")[-1].name)
-    assert last < STEPS
-    copy_of("killed", "on_data", last)
-    assert f"resuming after step {last}" in trained(2, *STAGES, run="killed")
-    assert metrics_of(workplace / "killed") == metrics_of(workplace / "whole")
-    states = []
-    for run in ("killed", "whole"):
-        config = read_run_config(workplace / run)
-        states.append(restored_state(workplace / run, config))
+    last = int(checkpoints_of(killed)[-1].name)
+    assert last < 40
+    on_data = copy_of(killed, "on_data", last)
+    resuming = f"resuming after step {last}"
+    assert resuming in trained(workplace, 2, *DENSE, *STAGES, run="killed")
+    assert metrics_of(killed) == metrics_of(whole)
+    states = [restored_state(run, read_run_config(run)) for run in (killed, whole)]
     assert_equal(*states)
 
-    # From stages to a mesh without, and from one without to stages
-    assert f"resuming after step {last}" in trained(1, *MICROBATCHES, run="on_data")
-    assert_same_run(workplace / "on_data", workplace / "one")
-    earlier = int(checkpoints_of(workplace / "one")[-2].name)
-    copy_of("one", "in_stages", earlier)
-    assert f"resuming after step {earlier}" in trained(1, *STAGES, run="in_stages")
-    assert_same_run(workplace / "in_stages", workplace / "one")
+    assert resuming in trained(workplace, 1, *DENSE, run="on_data")
+    assert_same_run(on_data, whole)
+
+
+@pytest.mark.deep
+def test_a_run_of_experts_goes_on_in_stages(tmp_path):
+    """In one process, from a run whose layers are on all devices."""
+    workplace = make_workplace(tmp_path)
+    trained(workplace, 1, *THREE_LAYERS, run="one")
+    one = workplace / "one"
+    earlier = int(checkpoints_of(one)[-2].name)
+    in_stages = copy_of(one, "in_stages", earlier)
+    shown = trained(workplace, 1, *THREE_LAYERS, *STAGES, run="in_stages")
+    assert f"resuming after step {earlier}" in shown
+    assert_same_run(in_stages, one)

@@ -216,7 +216,7 @@ class Search:
             kept = cost.device if has_host else cost.device + cost.host
             again = _runs_again(policy, self.layers)
             spec = given.get(policy, policy)
-            steps.append(Step(spec, cost, again, common + kept))
+            steps.append(Step(spec, cost, again, common + kept, policy in given))
         return steps
 
     @property
@@ -276,11 +276,8 @@ class Search:
                 continue
             if step.total > _NEAR * self.budget:
                 continue
-            if last is not None and step.price > (1 - _GAIN) * last.price:
-                # It gains nothing, but may fit where one that the model can't tell
-                # apart does not.
-                if last_fits or step.figures != last.figures:
-                    continue
+            if last is not None and not _is_worth_it(step, last, last_fits):
+                continue
             trial = self.taken(step.policy)
             left -= 1
             last = step
@@ -328,6 +325,8 @@ class Step:
     again: int
     # Bytes of device memory that the program takes, by the model.
     total: float
+    # Whether the user asked for it.
+    is_candidate: bool
 
     @property
     def price(self) -> float:
@@ -338,6 +337,17 @@ class Step:
     def figures(self) -> tuple[float, float, float]:
         """What the model says of it, but for what hardly counts beside products."""
         return self.price, self.cost.host, self.total
+
+
+def _is_worth_it(step: Step, last: Step, last_fits: bool) -> bool:
+    """Whether to compile a step that takes more memory than the last that was."""
+    if step.figures == last.figures:
+        # It gains nothing, but may fit where one that the model can't tell apart does
+        # not.
+        return not last_fits
+    # What the user asked for is worth any gain.
+    gain = 0 if step.is_candidate else _GAIN
+    return step.price < (1 - gain) * last.price
 
 
 def _best(steps: list[Step]) -> list[Step]:

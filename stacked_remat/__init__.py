@@ -41,6 +41,7 @@ from ._scan.visitor import (
 from ._stacked import Stacked as Stacked
 from ._stacked_pattern import StackedPattern as StackedPattern
 from ._tiled import tiled as tiled
+from ._while.api import while_loop as while_loop
 
 if typing.TYPE_CHECKING:
     from . import (

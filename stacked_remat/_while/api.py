@@ -22,7 +22,6 @@ from .written import read_leaves
 T = TypeVar("T")
 
 
-
 def while_loop(
     cond_fun: Callable[[T], Any],
     body_fun: Callable[[T], T],
@@ -88,10 +87,18 @@ def while_loop(
     closed, result = jax.make_jaxpr(of_jax, return_shape=True)(init_val)
     *conversions, loop = closed.jaxpr.eqns
     assert loop.primitive is lax.while_p
-    before = closed.jaxpr.replace(eqns=conversions, outvars=loop.invars)
-    operands = eval_jaxpr(before, closed.consts, *jax.tree.leaves(init_val))
+    # JAX takes out of the loop what its steps pass on: such results are no outputs of
+    # the equation.
+    numbers = {id(var): number for number, var in enumerate(loop.outvars)}
+    of_loop = [numbers.get(id(atom)) for atom in closed.jaxpr.outvars]
+    known = [atom for atom in closed.jaxpr.outvars if id(atom) not in numbers]
+    outvars = [*loop.invars, *known]
+    before = closed.jaxpr.replace(eqns=conversions, outvars=outvars)
+    values = eval_jaxpr(before, closed.consts, *jax.tree.leaves(init_val))
+    operands, others = values[: len(loop.invars)], iter(values[len(loop.invars) :])
     carry = _run(loop, operands, max_carries)
-    return jax.tree.unflatten(jax.tree.structure(result), carry)
+    leaves = [next(others) if n is None else carry[n] for n in of_loop]
+    return jax.tree.unflatten(jax.tree.structure(result), leaves)
 
 
 def _run(loop: JaxprEqn, operands: Arrays, max_carries: int) -> Arrays:

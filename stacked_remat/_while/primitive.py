@@ -276,7 +276,9 @@ class Backward(_OfStep):
                 return pick(Loop(self.step, *inputs)(*inputs), of.carry)
 
             def along(directions: Arrays) -> Arrays:
-                return jax.jvp(last, (pick([*consts, *init], of.inputs),), (directions,))[1]
+                return jax.jvp(
+                    last, (pick([*consts, *init], of.inputs),), (directions,)
+                )[1]
 
             for _ in range(self.ct_axes):
                 along = jax.vmap(along)

@@ -50,9 +50,7 @@ class _Forward(NamedTuple):
     checkpoints: Checkpoints
 
 
-def forward(
-    step: Step, consts: Arrays, init: Arrays
-) -> tuple[Arrays, Checkpoints]:
+def forward(step: Step, consts: Arrays, init: Arrays) -> tuple[Arrays, Checkpoints]:
     """The last carry, and the carries that a reversal starts from."""
     count = step.max_carries
     slots = []
@@ -63,7 +61,9 @@ def forward(
     def keep_and_step(state: _Forward) -> _Forward:
         slots, kept, number = state.checkpoints
         dropped, is_kept = to_drop(kept, number)
-        slots = _written(slots, kept.slot[dropped], pick(state.carry, step.kept), is_kept)
+        slots = _written(
+            slots, kept.slot[dropped], pick(state.carry, step.kept), is_kept
+        )
         kept = _chosen(is_kept, kept.replaced(dropped, number), kept)
         checkpoints = Checkpoints(slots, kept, number + 1)
         return _Forward(step(consts, state.carry), checkpoints)
@@ -213,9 +213,7 @@ def _next_kept(step: Step, number: Array, to: Array, top: Array) -> Array:
     return jnp.where(is_of_use, cut, -1)
 
 
-def _written(
-    slots: PyTree, slot: Array, carry: PyTree, is_kept: Array
-) -> PyTree:
+def _written(slots: PyTree, slot: Array, carry: PyTree, is_kept: Array) -> PyTree:
     """The slots with a carry in one of them, if it is kept."""
 
     def written(stack: Array, leaf: Array) -> Array:

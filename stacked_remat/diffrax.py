@@ -24,8 +24,8 @@ from ._schedule import whole_number
 from ._static import PyTree
 from ._while.api import while_loop
 
-# Solvers whose stages are a loop of Equinox, and of which kind it is to be: one that has
-# forward mode. By default it has not.
+# Solvers whose stages are a loop of Equinox, and which kind of it has forward mode; the
+# default one has not.
 _STAGES = {diffrax.AbstractRungeKutta: "bounded", diffrax.AbstractSRK: "lax"}
 
 

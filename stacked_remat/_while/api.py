@@ -29,7 +29,8 @@ def while_loop(
     *,
     max_carries: int,
 ) -> T:
-    """`jax.lax.while_loop` with a derivative in reverse mode, for loops without a bound.
+    """`jax.lax.while_loop` with reverse mode: a loop without a bound that keeps a given
+    number of carries.
 
     Equals
 

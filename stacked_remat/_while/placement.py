@@ -6,13 +6,13 @@ runs steps forward again; it may keep carries on the way in the slots whose carr
 no longer needed.
 
 **The cost of a reversal.** Let `s` slots be free for `n` steps, the first step's input
-in one of them, and let each step run forward at most `r` times before its visit. With
-that, `most(s, r) = binomial(s + r, r)` steps can be reversed (Griewank and Walther 2000,
-"Algorithm 799: revolve", https://doi.org/10.1145/347837.347846), since the steps before
-the next kept carry run once to get there and have one run less left, and those after it
-have one slot less: `most(s, r) = most(s, r - 1) + most(s - 1, r)`. This is `L(s + 1, r)`
-of `_schedule.py`, whose slots count the carry of the step that is visited too; here it
-is in none. `most(s, k) - most(s, k - 1)` steps run `k` times, so in all
+in one of them, and let each step run forward at most `r` times before its visit. Then
+`most(s, r) = binomial(s + r, r)` steps can be reversed (Griewank and Walther 2000,
+"Algorithm 799: revolve", https://doi.org/10.1145/347837.347846): the steps before the
+next kept carry run once to get there and have a run less left, and those after it have
+a slot less, so `most(s, r) = most(s, r - 1) + most(s - 1, r)`. This is `L(s + 1, r)` of
+`_schedule.py`, whose slots count the carry of the step that is visited too; here it is
+in none. `most(s, k) - most(s, k - 1)` steps run `k` times, so in all
 
     runs(n, s) = r n - binomial(s + r, r - 1)       for the least r with most(s, r) >= n
 
@@ -124,7 +124,7 @@ def split(length: Array, slots: Array, most_slots: int) -> Array:
 def _runs(lengths: Int[Array, " n"], slots: np.ndarray) -> Float[Array, " n"]:
     """`runs` for each length with each number of slots; 0 for no steps."""
     slopes, offsets = _lines(int(slots.max()))
-    lines = slopes * lengths[:, None].astype(jnp.float32) - offsets[slots]
+    lines = slopes[None] * lengths[:, None].astype(jnp.float32) - offsets[slots]
     return jnp.max(lines, axis=1)
 
 

@@ -192,9 +192,10 @@ class Forward(_FromStart):
         step, consts, init, is_mapped = self.mapped(axis, args, dims)
         # After the axis of slots
         slots = _dims(pick(is_mapped, step.kept), 1)
-        # Which carries are kept is the same for the whole batch.
-        out_dims = _dims(is_mapped, 0), Checkpoints(slots, Kept(None, None), None)
-        return Forward(step, consts, init)(consts, init), out_dims
+        # Which carries are kept, and how many steps ran, is the same for the batch.
+        dims = [*_dims(is_mapped, 0), *slots, None, None, None]
+        results = Forward(step, consts, init)(consts, init)
+        return results, self.out_tree.unflatten(dims)
 
 
 class Backward(_OfStep):
@@ -244,7 +245,8 @@ class Backward(_OfStep):
         new_cts = _filled(cts, cts_dot, of_cts, (True,) * len(cts))
         by_leaf = scatter_leaves(cts, of.carry)
         _, carry_types = own.types
-        for type_, ct in pick([*zip(carry_types, by_leaf)], along.carry):
+        leaves = [*zip(carry_types, by_leaf, strict=True)]
+        for type_, ct in pick(leaves, along.carry):
             batch = cts[0].shape[: self.ct_axes]
             new_cts.append(zeros_of(type_.to_ct_aval(), batch) if ct is None else ct)
         others = (False,) * len(constants), (False,) * len(consts_dot)

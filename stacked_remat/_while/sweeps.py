@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Int
+from jaxtyping import Array
 
 from .._static import PyTree
 from .._sweep.gradient import pick
@@ -27,7 +27,7 @@ class Checkpoints(NamedTuple):
     slots: Arrays
     kept: Kept
     # How many steps ran
-    steps: Int[Array, ""]
+    steps: Array
 
     @property
     def first(self) -> Arrays:
@@ -61,9 +61,8 @@ def forward(step: Step, consts: Arrays, init: Arrays) -> tuple[Arrays, Checkpoin
     def keep_and_step(state: _Forward) -> _Forward:
         slots, kept, number = state.checkpoints
         dropped, is_kept = to_drop(kept, number)
-        slots = _written(
-            slots, kept.slot[dropped], pick(state.carry, step.kept), is_kept
-        )
+        carry = pick(state.carry, step.kept)
+        slots = _written(slots, kept.slot[dropped], carry, is_kept)
         kept = _chosen(is_kept, kept.replaced(dropped, number), kept)
         checkpoints = Checkpoints(slots, kept, number + 1)
         return _Forward(step(consts, state.carry), checkpoints)
@@ -81,14 +80,14 @@ class _Position(NamedTuple):
     slots: Arrays
     kept: Kept
     # The entry of the last kept carry that is still needed
-    top: Int[Array, ""]
+    top: Array
 
 
 class _Backward(NamedTuple):
     """The state of `backward`."""
 
     # How many steps are still to visit
-    left: Int[Array, ""]
+    left: Array
     position: _Position
     # The cotangents of the differentiated leaves of the carry after these steps
     carry: Arrays
@@ -158,10 +157,10 @@ class _Advance(NamedTuple):
 
     position: _Position
     # The step whose input `carry` is, of which the leaves are there that are kept
-    number: Int[Array, ""]
+    number: Array
     carry: Arrays
     # At which step the next carry is kept
-    next_kept: Int[Array, ""]
+    next_kept: Array
 
 
 def _advanced(
@@ -181,7 +180,7 @@ def _advanced(
         number = state.number + 1
         is_kept = number == state.next_kept
         slots, kept, top = state.position
-        # The last entry is read where there is none after the top; nothing is kept then.
+        # Without an entry after the top none is kept, and the last one stays.
         entry = jnp.minimum(top + 1, step.max_carries - 1)
         slots = _written(slots, kept.slot[entry], carry, is_kept)
         steps = _written(kept.steps, entry, number, is_kept)

@@ -45,6 +45,7 @@ from ._while.api import while_loop as while_loop
 
 if typing.TYPE_CHECKING:
     from . import (
+        diffrax as diffrax,
         ghost as ghost,
         levanter as levanter,
         lora as lora,
@@ -61,6 +62,7 @@ __version__ = "0.1.0"
 def __getattr__(name: str) -> typing.Any:
     """The packages and modules of the library, each imported when it is first used."""
     if name in (
+        "diffrax",
         "ghost",
         "levanter",
         "lora",
@@ -76,6 +78,7 @@ def __getattr__(name: str) -> typing.Any:
 
 def __dir__() -> list[str]:
     packages = (
+        "diffrax",
         "ghost",
         "levanter",
         "lora",

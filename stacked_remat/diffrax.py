@@ -15,7 +15,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import diffrax
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -23,6 +22,15 @@ import jax.numpy as jnp
 from ._schedule import whole_number
 from ._static import PyTree
 from ._while.api import while_loop
+
+try:
+    import diffrax
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        "stacked_remat.diffrax needs diffrax, which is not installed: pip install"
+        " 'stacked_remat[diffrax]'.",
+        name="diffrax",
+    ) from error
 
 # Solvers whose stages are a loop of Equinox, and which kind of it has forward mode; the
 # default one has not.

@@ -1,6 +1,8 @@
 """The examples for Haiku and Diffrax in `docs/port-a-loop.md`, where these are
-installed.
+installed, and the adjoint for Diffrax beside those of Diffrax.
 """
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -107,3 +109,76 @@ def test_steps_of_a_solver_of_diffrax_have_its_gradient():
         jax.value_and_grad(expected, (0, 1))(y, rate),
         rtol=1e-4,
     )
+
+
+@pytest.mark.parametrize("save", ["t1", "ts", "steps", "dense"])
+def test_the_adjoint_has_the_derivatives_of_diffrax_in_both_modes(save):
+    diffrax = pytest.importorskip("diffrax")
+    from stacked_remat.diffrax import RematAdjoint
+
+    def field(t, y, args):
+        rate, push = args
+        return {"q": y["p"], "p": -rate * jnp.sin(y["q"]) + push * jnp.cos(t)}
+
+    saveat = {
+        "t1": diffrax.SaveAt(t1=True),
+        "ts": diffrax.SaveAt(ts=jnp.linspace(0.2, 1.9, 4)),
+        "steps": diffrax.SaveAt(t0=True, steps=True),
+        "dense": diffrax.SaveAt(dense=True),
+    }[save]
+    # Where it is saved without steps, an event ends the solve, without a bound.
+    has_event = save in ("t1", "ts")
+    event = diffrax.Event(lambda t, y, args, **_: y["q"] - 0.9)
+    options = dict(event=event, max_steps=None) if has_event else dict(max_steps=64)
+
+    def last(adjoint, q, args):
+        solution = diffrax.diffeqsolve(
+            diffrax.ODETerm(field),
+            diffrax.Tsit5(),
+            0.0,
+            2.0,
+            0.1,
+            {"q": q, "p": jnp.zeros_like(q)},
+            args,
+            saveat=saveat,
+            stepsize_controller=diffrax.PIDController(rtol=1e-4, atol=1e-6),
+            adjoint=adjoint,
+            **options,
+        )
+        if save == "dense":
+            return solution.evaluate(0.7)["q"] + solution.evaluate(1.6)["p"]
+        found = jnp.stack([solution.ys["q"], solution.ys["p"]])
+        return jnp.sum(jnp.where(jnp.isfinite(found), found, 0))
+
+    args = jnp.float32(0.3), (jnp.float32(0.4), jnp.float32(1.2))
+    ours = functools.partial(last, RematAdjoint(max_carries=3))
+    # Equinox's loop asks for a number where there is no bound
+    theirs = functools.partial(last, diffrax.RecursiveCheckpointAdjoint(3))
+
+    def all_of_ours(*args):
+        forward = jax.jvp(ours, args, jax.tree.map(jnp.ones_like, args))
+        batch = jax.tree.map(lambda x: jnp.stack([x, 1.1 * x]), args)
+        in_batch = jax.vmap(jax.grad(ours, (0, 1)))(*batch)
+        return jax.value_and_grad(ours, (0, 1))(*args), forward, in_batch
+
+    (value, gradient), (_, tangent), in_batch = jax.jit(all_of_ours)(*args)
+    expected, expected_gradient = jax.jit(jax.value_and_grad(theirs, (0, 1)))(*args)
+    assert_close(value, expected, rtol=1e-3)
+    assert_close(gradient, expected_gradient, rtol=2e-3, atol=1e-4)
+    assert_close(tangent, sum(jax.tree.leaves(gradient)), rtol=1e-3, atol=1e-4)
+    assert_close(jax.tree.map(lambda x: x[0], in_batch), gradient, rtol=1e-3, atol=1e-4)
+
+
+def test_the_adjoint_refuses_paths_whose_numbers_change_and_numbers_of_carries():
+    diffrax = pytest.importorskip("diffrax")
+    from stacked_remat.diffrax import RematAdjoint
+
+    path = diffrax.UnsafeBrownianPath((), jax.random.key(0))
+    drift = diffrax.ODETerm(lambda t, y, args: -y)
+    terms = diffrax.MultiTerm(drift, diffrax.ControlTerm(lambda t, y, args: 0.1, path))
+    with pytest.raises(ValueError, match="Use a VirtualBrownianTree"):
+        diffrax.diffeqsolve(
+            terms, diffrax.Euler(), 0.0, 1.0, 0.1, 1.0, adjoint=RematAdjoint()
+        )
+    with pytest.raises(ValueError, match="at least 1; got 0"):
+        RematAdjoint(0)

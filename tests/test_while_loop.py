@@ -261,8 +261,7 @@ def test_carries_are_kept_where_few_steps_run_again(slots):
     steps = 1000
     ratios = []
     for number, kept in enumerate(kept_steps(slots, steps).tolist(), 1):
-        # With the forward pass and the visits, beside one that knew the number of steps,
-        # whose last forward step reverses nothing
+        # With the forward pass and the visits, beside those of a known number of steps
         every = 2 * number + runs_again(kept, number)
         ratios.append(every / (number + least_runs(number, slots) + 1))
     # Where one step more would need a carry more

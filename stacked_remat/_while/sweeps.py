@@ -1,5 +1,4 @@
-"""The loops of a loop without a bound: to its end, the same with kept carries, and
-back.
+"""The loops of a `while_loop`: forward, forward with kept carries, and back.
 
 Slots are arrays with one entry for each kept carry, which are written in place. The
 entries of slots, and when they are written, are the same for all examples of a batch.

@@ -18,6 +18,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from ._schedule import whole_number
 from ._static import PyTree
@@ -94,9 +95,21 @@ class RematAdjoint(diffrax.AbstractAdjoint):
             solver=solver,
             terms=terms,
             inner_while_loop=loop,
-            outer_while_loop=loop,
+            outer_while_loop=functools.partial(_outer_loop, self.max_carries),
             **options,
         )
+
+
+def _outer_loop(max_carries: int, *args: Any, **options: Any) -> PyTree:
+    """The loop over steps."""
+    state = _loop(max_carries, *args, **options)
+    # Diffrax reads it once more, by a primitive that has no derivative.
+    return eqx.tree_at(
+        lambda state: state.progress_meter_state,
+        state,
+        jax.tree.map(lax.stop_gradient, state.progress_meter_state),
+        is_leaf=lambda leaf: leaf is None,
+    )
 
 
 def _loop(

@@ -58,7 +58,7 @@ def measured(loop: Loop, steps: int, size: int) -> tuple[Any, int, int]:
     gradient = jax.block_until_ready(jax.jit(jax.grad(counted))(q, number))
     jax.effects_barrier()
     silent = functools.partial(last_angles, loop, lambda: None)
-    compiled = jax.jit(jax.grad(silent)).lower(q, number).compile()
+    compiled: Any = jax.jit(jax.grad(silent)).lower(q, number).compile()
     return gradient, len(ran), compiled.memory_analysis().temp_size_in_bytes
 
 

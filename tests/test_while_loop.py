@@ -1,5 +1,6 @@
-"""Loops without a bound: random loops under random transformations beside a masked scan
-in float64, how many steps run again, and what is kept.
+"""Loops without a bound beside masked scans, and how often their steps run.
+
+The random loops, in random transformations, are compared in float64.
 """
 
 import functools

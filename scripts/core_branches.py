@@ -10,6 +10,7 @@ import json
 import sys
 
 ON_THE_CORE = (
+    "stacked_remat/diffrax.py",
     "stacked_remat/levanter.py",
     "stacked_remat/lora/",
     "stacked_remat/memory/",

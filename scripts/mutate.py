@@ -81,7 +81,9 @@ TESTS = {
     "_tiled": "test_tiled test_tiled_transformations",
     "_tiles": "test_tiled test_tiled_transformations",
     "_trips": "memory/test_flops memory/test_collectives",
+    "_while": "test_while_loop",
     "_xla_hints": "test_xla_hints test_gathered_ahead",
+    "diffrax": "test_other_libraries",
     "levanter": "test_levanter",
     "streaming": "test_streaming",
 }

@@ -3,17 +3,21 @@
     python scripts/upstream_suite.py haliax [pytest arguments]
     python scripts/upstream_suite.py flax [pytest arguments]
     python scripts/upstream_suite.py levanter CHECKOUT [pytest arguments]
+    python scripts/upstream_suite.py diffrax CHECKOUT [pytest arguments]
 
 Fetches the source distribution of the installed version, whose tests the wheel does not
-hold. Levanter's newest distributions don't either: its tests are those of a checkout,
-in an environment with what its pyproject.toml and this library require. With PyTorch in
-it the round trips through transformers run too; they, and those of published configs,
-read Hugging Face's hub.
+hold. Diffrax's and Levanter's newest distributions don't either: their tests are those
+of a checkout. Diffrax's test the installed version, which the checkout has to be of.
+Levanter's test the checkout, in an environment with what its pyproject.toml and this
+library require. With PyTorch in it the round trips through transformers run too; they,
+and those of published configs, read Hugging Face's hub.
 
 For the tests of Haliax, and of Levanter's models, what imports `Stacked`, `BlockSeq`,
 `ScanCheckpointPolicy`, `scan`, `fold` and `map` of Haliax gets this library's, as they
-are. In those of Flax NNX `nnx.scan` is `stacked_remat.nnx.remat_scan`. The cases of
-`not_expected` are expected to fail, each for its reason; one that passes is an error.
+are. In those of Flax NNX `nnx.scan` is `stacked_remat.nnx.remat_scan`. In those of
+Diffrax `RecursiveCheckpointAdjoint`, its default, solves as a `RematAdjoint`. The cases
+of `not_expected` are expected to fail, each for its reason; one that passes is an
+error.
 """
 
 import dataclasses
@@ -103,6 +107,20 @@ def use_for_flax() -> None:
     nnx.scan = scan
 
 
+def use_for_diffrax() -> None:
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    import diffrax
+
+    from stacked_remat.diffrax import RematAdjoint
+
+    def loop(self: Any, **options: Any) -> Any:
+        """Its default number of checkpoints depends on `max_steps`."""
+        carries = {} if self.checkpoints is None else {"max_carries": self.checkpoints}
+        return RematAdjoint(**carries).loop(**options)
+
+    diffrax.RecursiveCheckpointAdjoint.loop = loop
+
+
 _TOP = "looks for a scan at the top of the program; here "
 _TRACES = "counts how often the function is traced; here each call traces it"
 _SHARED = (
@@ -155,6 +173,19 @@ SUITES = {
             ),
         },
     ),
+    "diffrax": Suite(
+        (
+            "test/test_adaptive_stepsize_controller.py",
+            "test/test_adjoint.py",
+            "test/test_event.py",
+            "test/test_progress_meter.py",
+            "test/test_saveat_solution.py",
+            "test/test_step_to.py",
+            "test/test_vmap.py",
+        ),
+        use_for_diffrax,
+        {},
+    ),
     "flax": Suite(
         ("tests/nnx/transforms_test.py", "tests/nnx/spmd_test.py"),
         use_for_flax,
@@ -177,6 +208,11 @@ SUITES = {
         "TestScan or test_add_remove_axis_in_transform",
     ),
 }
+
+
+# Libraries whose tests are those of a checkout, and the folders of it that these import
+# from: Levanter's import each other in two ways.
+CHECKOUTS = {"levanter": ("", "src", "tests"), "diffrax": ()}
 
 
 def fetch(library: str, files: tuple[str, ...], folder: Path) -> list[str]:
@@ -219,11 +255,11 @@ def main(arguments: list[str]) -> int:
         raise SystemExit(f"Name a library: {', '.join(SUITES)}.")
     library, *others = arguments
     suite = SUITES[library]
-    if library == "levanter":
+    if library in CHECKOUTS:
         if not others or not (checkout := Path(others[0]).resolve()).is_dir():
-            raise SystemExit("Name the folder of a checkout of Levanter.")
-        # Its tests import each other in two ways.
-        sys.path[:0] = [str(checkout / part) for part in ("", "src", "tests")]
+            raise SystemExit(f"Name the folder of a checkout of {library}.")
+        folders = CHECKOUTS[library]
+        sys.path[:0] = [str(checkout / part) for part in folders]
         tests = [str(checkout / name) for name in suite.files]
         return run(suite, checkout, tests, others[1:])
     with tempfile.TemporaryDirectory() as folder:

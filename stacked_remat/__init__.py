@@ -41,9 +41,11 @@ from ._scan.visitor import (
 from ._stacked import Stacked as Stacked
 from ._stacked_pattern import StackedPattern as StackedPattern
 from ._tiled import tiled as tiled
+from ._while.api import while_loop as while_loop
 
 if typing.TYPE_CHECKING:
     from . import (
+        diffrax as diffrax,
         ghost as ghost,
         levanter as levanter,
         lora as lora,
@@ -60,6 +62,7 @@ __version__ = "0.1.0"
 def __getattr__(name: str) -> typing.Any:
     """The packages and modules of the library, each imported when it is first used."""
     if name in (
+        "diffrax",
         "ghost",
         "levanter",
         "lora",
@@ -75,6 +78,7 @@ def __getattr__(name: str) -> typing.Any:
 
 def __dir__() -> list[str]:
     packages = (
+        "diffrax",
         "ghost",
         "levanter",
         "lora",

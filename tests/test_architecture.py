@@ -53,6 +53,8 @@ LAYERS = {
     "ops": ("ops", "compat base placement sweep public"),
     "streaming": ("streaming", "base placement policy sweep scan stacks"),
     "levanter": ("levanter", "base policy scan stacks"),
+    "while": ("_while", "compat base schedule sweep"),
+    "diffrax": ("diffrax", "base schedule while"),
     "nnx": ("nnx", "base public"),
     "ghost": ("ghost", CORE + " ops"),
     "memory": (
@@ -97,7 +99,7 @@ THIRD_PARTY = {
 }
 # Packages that import more than these when they are imported, and the extras that
 # install it.
-EXTRAS = {"training": ["train"], "nnx": ["nnx"]}
+EXTRAS = {"training": ["train"], "nnx": ["nnx"], "diffrax": ["diffrax"]}
 # Where a distribution and its module differ
 IMPORT_NAMES = {
     "pyyaml": "yaml",

@@ -1,6 +1,9 @@
-"""The examples for Haiku and Diffrax in `docs/port-a-loop.md`, where these are
-installed.
+"""The examples for Haiku and Diffrax of `docs/port-a-loop.md`, and Diffrax's adjoint.
+
+Each is run where its library is installed.
 """
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +11,7 @@ import pytest
 
 from stacked_remat import fold, scan, shared
 
-from .blocks import assert_close
+from .blocks import assert_close, quick_jit
 
 pytestmark = [
     pytest.mark.usefixtures("standard_promotion"),
@@ -107,3 +110,69 @@ def test_steps_of_a_solver_of_diffrax_have_its_gradient():
         jax.value_and_grad(expected, (0, 1))(y, rate),
         rtol=1e-4,
     )
+
+
+@pytest.mark.parametrize("save", ["ts", "dense"])
+def test_the_adjoint_has_the_derivatives_of_diffrax_in_both_modes(save):
+    diffrax = pytest.importorskip("diffrax")
+    from stacked_remat.diffrax import RematAdjoint
+
+    def field(t, y, args):
+        rate, push = args
+        return {"q": y["p"], "p": -rate * jnp.sin(y["q"]) + push * jnp.cos(t)}
+
+    saveat = diffrax.SaveAt(dense=True)
+    options = {"max_steps": 64}
+    if save == "ts":
+        saveat = diffrax.SaveAt(ts=jnp.linspace(0.2, 1.9, 4))
+        event = diffrax.Event(lambda t, y, args, **_: y["q"] - 0.9)
+        options = {"event": event, "max_steps": None}
+
+    def last(adjoint, q, args):
+        solution = diffrax.diffeqsolve(
+            diffrax.ODETerm(field),
+            diffrax.Heun(),
+            0.0,
+            2.0,
+            0.1,
+            {"q": q, "p": jnp.zeros_like(q)},
+            args,
+            saveat=saveat,
+            stepsize_controller=diffrax.PIDController(rtol=1e-3, atol=1e-4),
+            adjoint=adjoint,
+            **options,
+        )
+        if save == "dense":
+            return solution.evaluate(0.7)["q"] + solution.evaluate(1.6)["p"]
+        found = jnp.stack([solution.ys["q"], solution.ys["p"]])
+        return jnp.sum(jnp.where(jnp.isfinite(found), found, 0))
+
+    # In float32 the sizes of steps depend on how their errors are rounded.
+    with jax.enable_x64(True):
+        args = jnp.float64(0.3), (jnp.float64(0.4), jnp.float64(1.2))
+        ours = functools.partial(last, RematAdjoint(max_carries=3))
+        # Equinox's loop asks for a number where there is no bound.
+        theirs = functools.partial(last, diffrax.RecursiveCheckpointAdjoint(3))
+        ones = jax.tree.map(jnp.ones_like, args)
+        found = quick_jit(jax.value_and_grad(ours, (0, 1)))(*args)
+        tangents = quick_jit(lambda *args: jax.jvp(ours, args, ones))(*args)
+        expected = quick_jit(jax.value_and_grad(theirs, (0, 1)))(*args)
+        value, gradient = expected
+        along_ones = sum(jax.tree.leaves(gradient))
+    assert_close(found, expected, rtol=1e-6)
+    assert_close(tangents, (value, along_ones), rtol=1e-6)
+
+
+def test_the_adjoint_refuses_paths_whose_numbers_change_and_numbers_of_carries():
+    diffrax = pytest.importorskip("diffrax")
+    from stacked_remat.diffrax import RematAdjoint
+
+    path = diffrax.UnsafeBrownianPath((), jax.random.key(0))
+    drift = diffrax.ODETerm(lambda t, y, args: -y)
+    terms = diffrax.MultiTerm(drift, diffrax.ControlTerm(lambda t, y, args: 0.1, path))
+    with pytest.raises(ValueError, match="Use a VirtualBrownianTree"):
+        diffrax.diffeqsolve(
+            terms, diffrax.Euler(), 0.0, 1.0, 0.1, 1.0, adjoint=RematAdjoint()
+        )
+    with pytest.raises(ValueError, match="at least 1; got 0"):
+        RematAdjoint(0)

@@ -92,6 +92,7 @@ def _public_names(package):
     [
         "",
         ".ghost",
+        ".diffrax",
         ".levanter",
         ".lora",
         ".memory",

@@ -10,8 +10,9 @@ import difflib
 import re
 import reprlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from numbers import Integral
 from typing import Any
+
+import numpy as np
 
 
 def axes_text(axes: Iterable[Any]) -> str:
@@ -111,8 +112,8 @@ def parse_bytes(size: int | str) -> int:
     Raises:
         ValueError: for anything else, saying what can be read.
     """
-    # Also one of NumPy
-    if isinstance(size, Integral) and not isinstance(size, bool) and size >= 0:
+    is_integer = isinstance(size, int | np.integer) and not isinstance(size, bool)
+    if is_integer and int(size) >= 0:
         return int(size)
     # A number of few enough digits that a float holds it, and a unit
     written = r"\s*(\d{1,20}(?:\.\d{1,20})?)\s*([KMGT]i?B|kB|B)\s*"

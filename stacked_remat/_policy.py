@@ -109,7 +109,7 @@ def _bounded(most: int, length: int) -> Schedule:
 # `_scan/layers.py`, `_scan/sweep_back.py` and `_sweep/trace.py`, which
 # `test_errors_name_all_fields_that_cut` compares with it; what they mean for carries
 # off the device, in `_off_device` and `_contradictions`; and how a planner varies each
-# cut, in `memory/_plan.py`.
+# cut, in `memory/_variations.py`.
 CUTS: dict[str, _Cut] = {
     "nested": _Cut(_checked_nested, _nested),
     "max_carries": _Cut(_checked_carries, _bounded),

@@ -17,6 +17,7 @@ report its size: that is a `DoesNotFit`.
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import importlib.metadata
 import inspect
@@ -145,11 +146,6 @@ class TracedCall:
         target, versions and flags, and the code that reads the compiled text.
         """
         device = self.target.devices()[0]
-        versions = [
-            f"{package.name} {package.version}"
-            for package in importlib.metadata.distributions()
-            if package.name.startswith(("jax", "libtpu"))
-        ]
         parts = (
             self.target,
             self.devices,
@@ -157,13 +153,23 @@ class TracedCall:
             device.device_kind,
             os.environ.get("XLA_FLAGS"),
             os.environ.get("LIBTPU_INIT_ARGS"),
-            sorted(versions),
+            _versions(),
             inspect.getsource(_compiled_text),
             # Without lines of source: after an edit that moves lines alone, what is
             # read from the folder still names the old ones.
             lowered.as_text(),
         )
         return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+@functools.cache  # it reads the metadata of every package that is installed
+def _versions() -> list[str]:
+    """The versions of what compiles."""
+    return sorted(
+        f"{package.name} {package.version}"
+        for package in importlib.metadata.distributions()
+        if package.name.startswith(("jax", "libtpu"))
+    )
 
 
 def report(

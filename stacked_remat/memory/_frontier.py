@@ -1,7 +1,7 @@
 """The curve of memory against FLOPs: policies of which none is better in both.
 
 `frontier` compiles some of the policies that a plan would choose between
-(`Search.ladder`), from the one that keeps the most to the one that keeps the least.
+(`Search.ladder`), from the one with the fewest FLOPs to one with twice as many.
 """
 
 import dataclasses

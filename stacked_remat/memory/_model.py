@@ -6,10 +6,10 @@ number of slots and of replayed layers from its schedule, the bytes and the FLOP
 values from the layers (`_values.py`). What all policies have in common, arguments and
 one layer's work, is measured by compiling one of them.
 
-FLOPs are those of the traced program, exactly. Bytes are near those that XLA allocates
-(Qwen3-30B-A3B on an H200, temporaries in GB: `True` 16.76, compiled 16.82;
-`attention_saved` 42.99, compiled 42.78). So the model says which policies to compile,
-and no more.
+FLOPs are those of the traced program, for the gradient of a loss. Bytes are near those
+that XLA allocates (Qwen3-30B-A3B on an H200, temporaries in GB: `True` 16.76, compiled
+16.82; `attention_saved` 42.99, compiled 42.78). So the model says which policies to
+compile, and no more.
 """
 
 import functools
@@ -28,11 +28,11 @@ from ._values import KeptValues, LayerStack, LayerValues, ProgramValues
 
 @dataclass(frozen=True)
 class Cost:
-    """What a policy costs beside what every policy does."""
+    """What a policy costs."""
 
-    # FLOPs of what runs again.
+    # FLOPs: of a stack those of what runs again, of a program all.
     flops: float = 0
-    # Bytes that are kept in either memory.
+    # Bytes that are kept in either memory, beside what every policy keeps.
     device: float = 0
     host: float = 0
 
@@ -195,6 +195,11 @@ class Model:
         return max(stack.length for stack in self.variants[0].stacks)
 
     @property
+    def has_kinds(self) -> bool:
+        """Whether a stack has layers of several kinds."""
+        return any(len(stack.of_kinds) > 1 for stack in self.variants[0].stacks)
+
+    @property
     def choices(self) -> list[tuple[str, ...]]:
         """Sets of names that a policy may keep."""
         return [names for variant in self.variants for names in variant.choices]
@@ -243,6 +248,8 @@ def traced_model(
         for name, size in told.sizes.items()
         if not is_place(name) and size > values.sizes.get(name, 0)
     )
+    if flops < 0:
+        return None  # the program does not run what its sweeps say
     choices = tuple(values.choices(without=required))
     variants = [Variant(stacks, flops, choices)]
     if required:

@@ -29,9 +29,7 @@ CANDIDATES: tuple[ScanCheckpointSpec, ...] = (
     "offload",
     *(ScanCheckpointPolicy(max_carries=most) for most in (8, 6, 4, 3, 2)),
 )
-"""What `plan` tries, the policy that recomputes nothing first and the others by their
-FLOPs.
-"""
+"""What `plan` tries, with their variations."""
 
 
 class BudgetError(RuntimeError):

@@ -23,6 +23,7 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -39,8 +40,11 @@ _NEVER = (math.inf, math.inf, math.inf)
 _NESTED = ScanCheckpointPolicy(nested=True)
 # The model's error differs between steps, and that of one may rule out another that
 # fits. So steps that take up to so much more than the budget by the model as it is are
-# compiled too, this many at most, each with so much less of the last one's price.
-_NEAR = 1.1
+# compiled too, this many at most. Each has fewer FLOPs, by this share, than the one
+# that was compiled before it.
+_NEAR = 1.3
+# The same where the model's error is known from a step of the same kind
+_NEARER = 1.02
 _MOST_NEAR = 3
 _GAIN = 0.01
 # Of policies that the model can't tell apart, as `True` and a sweep that holds every
@@ -247,14 +251,13 @@ class Search:
         high = len(ladder)
         error = 0.0
         while high - low > 1:
-            likely = [
-                number
-                for number in range(low + 1, high)
-                if ladder[number].total + error <= self.budget
-            ]
-            if not likely and high < len(ladder):
+            numbers = range(low + 1, high)
+            likely = (n for n in numbers if ladder[n].total + error <= self.budget)
+            at = next(likely, None)
+            if at is None and high < len(ladder):
                 break
-            at = likely[0] if likely else high - 1
+            if at is None:
+                at = high - 1
             trial = self.taken(ladder[at].policy)
             if trial is not None and trial.report is not None:
                 error = trial.report.total - ladder[at].total
@@ -266,6 +269,12 @@ class Search:
 
     def _compile_near(self, ladder: "Sequence[Step]", first: int) -> None:
         """Compile some steps that may fit too, up from the first that does."""
+        # What steps took more than the model says.
+        errors: dict[Any, float] = {}
+        for step in ladder:
+            trial = self.compiled.get(resolve_policy(step.policy))
+            if trial is not None and trial.report is not None:
+                errors[step.kind] = trial.report.total - step.total
         left = _MOST_NEAR
         last = ladder[first] if first < len(ladder) else None
         last_fits = True
@@ -274,11 +283,17 @@ class Search:
                 return
             if resolve_policy(step.policy) in self.compiled:
                 continue
-            if step.total > _NEAR * self.budget:
+            if step.kind in errors:
+                is_near = step.total + errors[step.kind] <= _NEARER * self.budget
+            else:
+                is_near = step.total <= _NEAR * self.budget
+            if not is_near:
                 continue
             if last is not None and not _is_worth_it(step, last, last_fits):
                 continue
             trial = self.taken(step.policy)
+            if trial is not None and trial.report is not None:
+                errors[step.kind] = trial.report.total - step.total
             left -= 1
             last = step
             last_fits = trial is not None and self.fits(trial)
@@ -332,6 +347,15 @@ class Step:
     def price(self) -> float:
         """FLOPs; without products, how many layers run again."""
         return self.cost.flops or self.again
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """What policies have in common of which the model's error is about the same:
+        the values that they keep, and the form of their loops.
+        """
+        policy = resolve_policy(self.policy)
+        names = policy.save_block_internals, policy.offload_block_internals
+        return *names, policy.has_cut, policy.first_layers
 
     @property
     def figures(self) -> tuple[float, float, float]:

@@ -319,10 +319,12 @@ class ProgramValues:
     @staticmethod
     def of(closed: ClosedJaxpr, policy: ScanCheckpointPolicy) -> "ProgramValues | None":
         """Those of a program that was traced with a policy that cuts its layers; None
-        if it has no sweep under that policy.
+        if it has no sweep under that policy, or one that may stop early.
         """
         stacks = []
         for spec, perturbed, times, examples in differentiated_sweeps(closed.jaxpr):
+            if spec.stops == "until":
+                return None  # how many layers run is not known
             remat = policy.for_layers(spec.length)
             # `"nested"` may have become segments of one length.
             may_differ = remat.may_keep_internals and spec.remat.may_keep_internals
@@ -352,8 +354,8 @@ class ProgramValues:
         """Names to keep, from the `required` alone to those for the fewest FLOPs.
 
         Of each number of FLOPs, in equal steps, those whose values take the fewest
-        bytes; and others of equal bytes and FLOPs, which a compiler may give less
-        memory.
+        bytes; and others of as many names of the same kinds with equal bytes and FLOPs,
+        which a compiler may give less memory.
         """
         if not self.sizes:
             return [()]

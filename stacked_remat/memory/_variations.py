@@ -1,4 +1,4 @@
-"""Policies that are like others, but keep more where these recompute."""
+"""Policies that are like others, but keep more, or less, where these recompute."""
 
 import dataclasses
 import math
@@ -55,8 +55,9 @@ def _cuts(base: ScanCheckpointPolicy, model: Model) -> Iterator[ScanCheckpointPo
                 yield ScanCheckpointPolicy(
                     max_carries=count, save_block_internals=names
                 )
-    else:
-        # On the device so many carries are better than segments of one length.
+    # Segments of one length are better than as many carries on the device only where
+    # layers are of several kinds.
+    if base != _NESTED or model.has_kinds:
         kept.append(False)
     is_long = model.layers > _MOST_NUMBERS
     for first_layers in range(1 if is_long else model.layers):

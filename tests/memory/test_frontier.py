@@ -2,13 +2,15 @@
 
 import json
 
+import jax
+import jax.numpy as jnp
 import pytest
 
-from stacked_remat import ScanCheckpointPolicy
+from stacked_remat import ScanCheckpointPolicy, fold, lax_scan
 from stacked_remat._policy import resolve_policy
 from stacked_remat.memory import frontier, plan
 
-from .test_values import program
+from .test_values import LAYERS, program, step_of
 
 
 @pytest.fixture(scope="module")
@@ -76,3 +78,29 @@ def test_without_products_it_is_of_layers_that_run_again():
     totals = [trial.report.total for trial in found.trials]
     assert totals == sorted(totals) and len(totals) >= 3
     assert all(trial.report.flops.matmul == 0 for trial in found.trials)
+
+
+def test_loops_that_stop_early_or_are_not_read_have_a_curve():
+    (weights, x) = program("mlp")[1]
+
+    def until(remat):
+        def loss(weights, x):
+            end = fold(
+                lambda x, w: step_of("mlp")(x, w)[0],
+                LAYERS,
+                remat=remat,
+                until=lambda x: jnp.sum(x) > 9,
+            )
+            return jnp.sum(end(x, weights))
+
+        return jax.grad(loss)
+
+    def unread(remat):
+        def loss(weights, x):
+            lax_scan(step_of("mlp"), x, weights, remat=remat)
+            return jnp.sum(x)
+
+        return jax.grad(loss)
+
+    for of_policy in (until, unread):
+        assert frontier(of_policy, weights, x).trials

@@ -433,3 +433,46 @@ def test_results_have_the_types_of_jax():
             )
             == 8
         )
+
+
+def test_devices_stop_apart():
+    """Their shared weight is in all gradients, which are summed in each step."""
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    numbers, x = jnp.array([0, 2, 5, 9]), jnp.linspace(0.1, 2.0, 4)
+    rows = jax.P("d")
+
+    def looped(loop, number, x, weight):
+        _, (last,) = loop(
+            lambda carry: (carry[0] < number).all(),
+            lambda carry: (carry[0] + 1, jnp.sin(carry[1] * weight)),
+            (jnp.zeros_like(number), x),
+        )
+        return last
+
+    def on_devices(x, weight):
+        ours = functools.partial(sr.while_loop, max_carries=3)
+        run = functools.partial(looped, ours)
+        divided = jax.shard_map(
+            lambda n, x, w: run(n, x, w)[None],
+            mesh=mesh,
+            in_specs=(rows, rows, jax.P()),
+            out_specs=rows,
+        )
+        return jnp.sum(divided(numbers, x, weight) ** 2)
+
+    def on_one(x, weight):
+        ends = [
+            looped(masked, n[None], y[None], weight)
+            for n, y in zip(numbers, x, strict=True)
+        ]
+        return jnp.sum(jnp.stack(ends) ** 2)
+
+    def derivatives(loss):
+        return quick_jit(
+            lambda *args: (
+                jax.value_and_grad(loss, (0, 1))(*args),
+                jax.jvp(jax.grad(loss, 1), args, args),
+            )
+        )(x, jnp.float64(1.1))
+
+    assert_close(derivatives(on_devices), derivatives(on_one))

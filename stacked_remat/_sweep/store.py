@@ -124,7 +124,7 @@ def zeros_after(done: PyTree, like: PyTree) -> PyTree:
     def zeros(leaf: Any) -> Array:
         is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
         if isinstance(leaf, ShapedArray) and (
-            is_key or _varies_over(leaf) != _varies_over(jax.typeof(zero))
+            is_key or varies_over(leaf) != varies_over(jax.typeof(zero))
         ):
             return zeros_of(leaf)
         return jnp.broadcast_to(
@@ -145,17 +145,18 @@ def varying_alike(arrays: PyTree) -> PyTree:
     them vary.
     """
     every = frozenset[str]().union(
-        *(_varies_over(jax.typeof(leaf)) for leaf in jax.tree.leaves(arrays))
+        *(varies_over(jax.typeof(leaf)) for leaf in jax.tree.leaves(arrays))
     )
     return jax.tree.map(lambda leaf: varying_over(leaf, every), arrays)
 
 
 def varying_as(array: Array, type_: ShapedArray) -> Array:
     """The array, varying over the axes over which the values of a type vary too."""
-    return varying_over(array, _varies_over(type_))
+    return varying_over(array, varies_over(type_))
 
 
-def _varies_over(type_: ShapedArray) -> frozenset[str]:
+def varies_over(type_: ShapedArray) -> frozenset[str]:
+    """The axes of a `jax.shard_map` over which the values of a type vary."""
     found = type_.manual_axis_type  # None for a `jax.ShapeDtypeStruct` without
     return frozenset(found.varying if found else ())
 
@@ -164,7 +165,7 @@ def varying_over(array: Any, axes: frozenset[str]) -> Any:
     """The array, varying over these axes of a `jax.shard_map` too: its cotangent is
     summed over them.
     """
-    missing = tuple(sorted(axes - _varies_over(jax.typeof(array))))
+    missing = tuple(sorted(axes - varies_over(jax.typeof(array))))
     return lax.pcast(array, missing, to="varying") if missing else array
 
 
@@ -176,12 +177,12 @@ def cotangent_as(cotangent: Array, type_: ShapedArray) -> Array:
 
 def axes_beyond(array: Array, type_: ShapedArray) -> frozenset[str]:
     """The axes over which an array varies and the values of a type do not."""
-    return _varies_over(jax.typeof(array)) - _varies_over(type_)
+    return varies_over(jax.typeof(array)) - varies_over(type_)
 
 
 def on_all_devices(is_: Array) -> Array:
     """Whether it is True on all devices of a `jax.shard_map` over which it varies."""
-    axes = tuple(sorted(_varies_over(jax.typeof(is_))))
+    axes = tuple(sorted(varies_over(jax.typeof(is_))))
     return lax.pmin(is_.astype(jnp.int32), axes) > 0 if axes else is_
 
 

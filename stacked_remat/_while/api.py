@@ -14,6 +14,7 @@ from .._compat import without_constants
 from .._schedule import whole_number
 from .._sweep.gradient import merge, pick
 from .._sweep.slots import Arrays, inverted
+from .._sweep.store import varies_over, varying_over
 from .._sweep.trace import weak_as
 from .primitive import Loop
 from .step import Step
@@ -45,7 +46,9 @@ def while_loop(
     mode keeps `max_carries` carries of the forward pass and runs steps again for the
     others. All of JAX's transformations apply, in any order: forward mode, also of a
     gradient, reverse mode of reverse mode, `jax.vmap`, whose examples stop apart,
-    `jax.checkpoint`, and other loops around it or in it.
+    `jax.checkpoint`, `jax.shard_map`, whose devices stop apart, and other loops around
+    it or in it. Reverse mode of reverse mode takes forward mode of the steps, which a
+    `jax.custom_vjp` in them does not have.
 
     Args:
         cond_fun: takes the carry; returns one bool, whether to run a step.
@@ -67,12 +70,13 @@ def while_loop(
     a buffer of outputs is there once; a gradient of it, too.
 
     Cost of reverse mode, for `n` steps: `n` in the forward pass, the vector-Jacobian
-    products of `n` steps, and, with `k` carries, about `r n - binomial(k + r, r - 1)`
-    steps run again, for the least `r` with `binomial(k + r, r) >= n`: at most `n` of
-    them where `n <= (k + 1) (k + 2) / 2`. `stacked_remat/_while/placement.py` says
-    which carries are kept. Forward mode runs the loop, and the loop with tangents.
-    Under `jax.vmap` steps run until all examples are done, and those of finished
-    examples start from the first carry, to no effect if that has a derivative.
+    products of `n` steps, and, with `k` carries, a little more than
+    `(r - 1) n - binomial(k + r, r - 1)` steps run again, for the least `r` with
+    `binomial(k + r, r) >= n`: about `n` of them where `n <= (k + 1) (k + 2) / 2`.
+    `stacked_remat/_while/placement.py` says which carries are kept. Forward mode runs
+    the loop, and the loop with tangents. Under `jax.vmap` or `jax.shard_map` steps run
+    until all examples or devices are done, and those of finished ones start from the
+    first carry, to no effect if that has a derivative.
 
     `fold(..., until=...)` is for loops with a bound, and has all policies.
     """
@@ -81,6 +85,7 @@ def while_loop(
     def of_jax(init: T) -> T:
         return lax.while_loop(cond_fun, body_fun, init)
 
+    init_val = _alike_on_devices(cond_fun, init_val)
     if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
         # A Python loop, which has all derivatives
         return of_jax(init_val)
@@ -102,6 +107,17 @@ def while_loop(
     return jax.tree.unflatten(jax.tree.structure(result), leaves)
 
 
+def _alike_on_devices(cond_fun: Callable[[T], Any], init: T) -> T:
+    """The first carry, where devices of a `jax.shard_map` stop at different steps all
+    leaves varying over these devices.
+    """
+    runs = jax.eval_shape(cond_fun, init)
+    apart = frozenset[str]().union(*map(varies_over, jax.tree.leaves(runs)))
+    if not apart:
+        return init
+    return jax.tree.map(lambda leaf: varying_over(jnp.asarray(leaf), apart), init)
+
+
 def _run(loop: JaxprEqn, operands: Arrays, max_carries: int) -> Arrays:
     """The results of an equation of `jax.lax.while_loop`."""
     cond, body = loop.params["cond_jaxpr"], loop.params["body_jaxpr"]
@@ -119,7 +135,7 @@ def _run(loop: JaxprEqn, operands: Arrays, max_carries: int) -> Arrays:
     passed_on = [source == body_count + i for i, source in enumerate(sources)]
     changes = inverted(passed_on)
 
-    def step(consts: Any, carry: Arrays) -> Arrays:
+    def run(consts: Any, carry: Arrays) -> Arrays:
         cond_consts, body_consts, constant = consts
         _, *changed = carry
         leaves = merge(merge([None] * len(init), constant, passed_on), changed, changes)
@@ -128,12 +144,18 @@ def _run(loop: JaxprEqn, operands: Arrays, max_carries: int) -> Arrays:
 
     consts = cond_consts, body_consts, pick(init, passed_on)
     carry = [runs(cond_consts, init), *pick(init, changes)]
-    jaxpr, constants = without_constants(jax.make_jaxpr(step)(consts, carry))
+    jaxpr, constants = without_constants(jax.make_jaxpr(run)(consts, carry))
     _, *read = read_leaves(jaxpr, len(carry))
     # Whether the loop runs on is read under `jax.vmap`.
     kept = True, *read
-    inputs = [*constants, *jax.tree.leaves(consts)], carry
-    _, *changed = Loop(Step(jaxpr, kept, max_carries), *inputs)(*inputs)
+    step = Step(jaxpr, kept, max_carries)
+    constants += jax.tree.leaves(consts)
+    if varies_over(jax.typeof(carry[0])):
+        # Devices run until all are done, since a step, or its derivative, may have
+        # collectives.
+        constants += map(lax.stop_gradient, pick(carry, kept))
+        step = step.stopping()
+    _, *changed = Loop(step, constants, carry)(constants, carry)
     results = merge(init, changed, changes)
     return [*map(weak_as, results, [var.aval for var in loop.outvars])]
 

@@ -50,10 +50,11 @@ class Step:
         jaxpr: the step, without constants of its own. The first leaf of the carry is
             whether the loop runs on.
         kept: which leaves of the carry a reversal needs, the first among them. Others
-            are only added to or written to (`_kept.py`).
+            are only added to or written to (`written.py`).
         max_carries: how many carries are kept at a time.
-        stops_apart: whether the step is of a batch whose examples stop apart. It then
-            changes nothing in one that is done.
+        stops_apart: whether the step is of a batch whose examples stop apart, or of a
+            `jax.shard_map` whose devices do. It then changes nothing in one that is
+            done.
     """
 
     jaxpr: Jaxpr
@@ -162,7 +163,7 @@ class Step:
             jaxpr, constants = without_constants(closed)
             assert not constants, "batching rules made constants"
             return replace(self, jaxpr=jaxpr), carry
-        stopping = self._stopping()
+        stopping = self.stopping()
         every = (True,) * len(carry)
         first = (True,) * sum(self.kept)
         closed, _ = batch_jaxpr(
@@ -174,8 +175,10 @@ class Step:
     def _closed(self) -> ClosedJaxpr:
         return ClosedJaxpr(self.jaxpr, ())
 
-    def _stopping(self) -> "Step":
-        """The step that changes nothing once the loop is over."""
+    def stopping(self) -> "Step":
+        """The step that changes nothing once the loop is over. It takes the kept leaves
+        of the first carry as further constants, after the others.
+        """
 
         def run(consts: Arrays, first: Arrays, carry: Arrays) -> Arrays:
             def choose(if_running: Any, otherwise: Any) -> Any:

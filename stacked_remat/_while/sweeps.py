@@ -14,7 +14,7 @@ from jaxtyping import Array
 from .._static import PyTree
 from .._sweep.gradient import pick
 from .._sweep.slots import Arrays
-from .._sweep.store import zeros_of
+from .._sweep.store import on_all_devices, zeros_of
 from .placement import Kept, split, to_drop
 from .step import Differentiated, Step
 
@@ -39,7 +39,8 @@ def run(step: Step, consts: Arrays, init: Arrays) -> Arrays:
 
 
 def _runs(carry: Arrays) -> Array:
-    return jnp.any(carry[0])
+    """Whether any example on any device runs on."""
+    return ~on_all_devices(~jnp.any(carry[0]))
 
 
 class _Forward(NamedTuple):

@@ -170,7 +170,7 @@ class Variant:
 class Model:
     """The costs of a program under policies."""
 
-    # The last one counts whose required names a policy keeps.
+    # A policy has the costs of the last one whose required names it keeps.
     variants: tuple[Variant, ...]
     # The policy that is compiled to measure what all have in common, and its cost.
     reference: ScanCheckpointPolicy

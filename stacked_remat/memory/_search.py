@@ -47,8 +47,8 @@ _NEAR = 1.3
 _NEARER = 1.02
 _MOST_NEAR = 3
 _GAIN = 0.01
-# Of policies that the model can't tell apart, as `True` and a sweep that holds every
-# carry, so many stay.
+# How many policies stay of those that the model can't tell apart, as `True` and a sweep
+# that holds every carry.
 _MOST_EQUALS = 3
 
 
@@ -359,7 +359,7 @@ class Step:
 
     @property
     def figures(self) -> tuple[float, float, float]:
-        """What the model says of it, but for what hardly counts beside products."""
+        """FLOPs and bytes by the model, which can't tell equal ones apart."""
         return self.price, self.cost.host, self.total
 
 
@@ -396,7 +396,7 @@ def _best(steps: list[Step]) -> list[Step]:
 
 
 def _runs_again(policy: ScanCheckpointPolicy, layers: int) -> int:
-    """How many layers run again, of so many."""
+    """How many layers run again in a stack of this length."""
     if recomputes_nothing(policy):
         return 0
     remat = policy.for_layers(layers)

@@ -51,7 +51,7 @@ from ._flops import count_flops
 # The number of FLOPs, between all and none of what is computed again, for which the
 # kept values are found.
 _LEVELS = 96
-# Of equally good sets of names so many are tried: XLA may give one less memory.
+# How many equally good sets of names are tried: XLA may give one of them less memory.
 _MOST_EQUALS = 3
 
 

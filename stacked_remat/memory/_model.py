@@ -23,7 +23,7 @@ from .._place_names import is_place
 from .._remat import NOTHING, Kept, Remat
 from .._schedule import Program, Schedule
 from ._call import TracedCall
-from ._values import KeptValues, LayerStack, LayerValues, ProgramValues
+from ._values import LayerStack, LayerValues, ProgramValues
 
 
 @dataclass(frozen=True)
@@ -41,46 +41,20 @@ class Cost:
         return Cost(self.flops / devices, self.device / devices, self.host / devices)
 
 
-@dataclass(frozen=True)
-class LayerFigures:
-    """Figures of the layers of one kind."""
-
-    # FLOPs of running one.
-    forward: float
-    # Bytes of everything that its derivative reads beside the carry, and whether it
-    # reads that too.
-    internals: float
-    carry_is_read: bool
-    # What keeping values of some names takes.
-    keeping: Callable[[tuple[str, ...]], KeptValues]
-
-    def whole(self, carry: float) -> float:
-        """Bytes of all that the derivative of one reads, with a carry of so many."""
-        return self.internals + self.carry_is_read * carry
-
-    def of_kept(self, kept: Kept) -> tuple[float, float, float, bool]:
-        """Bytes that a layer keeps on the device and on the host, FLOPs of what is
-        computed again, and whether that, or the derivative, reads the carry.
-        """
-        if kept.names is True:
-            return self.internals, 0, 0, self.carry_is_read
-        values = self.keeping(kept.names)
-        on_host = sum(values.sizes.get(name, 0) for name in kept.offloaded)
-        on_device = sum(values.sizes.values()) - on_host
-        return on_device, on_host, values.again_flops, values.reads_carry
-
-
 @dataclass(frozen=True, eq=False)
 class StackFigures:
     """Figures of the layers of a stack."""
 
-    # Bytes of a carry.
+    # Bytes of a carry, of all examples.
     carry: float
-    # Of each kind.
-    of_kinds: tuple[LayerFigures, ...]
+    # Of each kind, for one run of one example.
+    layers: tuple[LayerValues, ...]
     # How many layers of each kind run before each layer, `[layer, kind]`, and one row
     # for the end.
     before: np.ndarray
+    # How often the program runs the stack, and for how many examples at once.
+    times: int = 1
+    examples: int = 1
     # What `"nested"` executes, where that is something else for these layers.
     nested: Remat | None = None
 
@@ -93,12 +67,14 @@ class StackFigures:
         """What a policy costs that executes this."""
         if remat.may_keep_internals and self.nested is not None:
             remat = self.nested
-        # Of a layer of each kind.
-        of_kept = [layer.of_kept(remat.kept) for layer in self.of_kinds]
+        # Of a layer of each kind, for one example.
+        of_kept = [_of_kept(layer, remat.kept) for layer in self.layers]
         columns = zip(*of_kept, strict=True)
         on_device, on_host, again, reads_carry = map(np.array, columns)
-        forward = np.array([layer.forward for layer in self.of_kinds])
-        whole = np.array([layer.whole(self.carry) for layer in self.of_kinds])
+        # As floats: those of a large model are too many for int64.
+        forward = np.array([layer.forward_flops for layer in self.layers], float)
+        residuals = np.array([layer.residual_bytes for layer in self.layers])
+        carry_is_read = np.array([layer.carry_is_residual for layer in self.layers])
         # The numbers of layers of each kind: of the first ones and of the rest; that
         # run again; and that hold values at once.
         first = self.before[remat.first_layers]
@@ -124,10 +100,13 @@ class StackFigures:
                 carries_on_host = len(program.stays)
         if remat.carries == "disk":
             carries_on_host = 0  # they take no memory
+        # The carries that first layers keep are beside these.
+        carries += first @ carry_is_read
+        kept_bytes = first @ residuals + held @ on_device
         return Cost(
-            flops=float(runs @ forward + rest @ again),
-            device=float(first @ whole + carries * self.carry + held @ on_device),
-            host=float(carries_on_host * self.carry + held @ on_host),
+            flops=float(self.times * (runs @ forward + rest @ again.astype(float))),
+            device=float(carries * self.carry + self.examples * kept_bytes),
+            host=float(carries_on_host * self.carry + self.examples * (held @ on_host)),
         )
 
     def _counts(self, parts: Sequence[range]) -> np.ndarray:
@@ -135,6 +114,18 @@ class StackFigures:
         starts = [part.start for part in parts]
         stops = [part.stop for part in parts]
         return self.before[stops] - self.before[starts]
+
+
+def _of_kept(layer: LayerValues, kept: Kept) -> tuple[float, float, float, bool]:
+    """Bytes that a layer keeps on the device and on the host, FLOPs of what is computed
+    again, and whether that, or the derivative, reads the carry.
+    """
+    if kept.names is True:
+        return layer.residual_bytes, 0, 0, layer.carry_is_residual
+    values = layer.kept(kept.names)
+    on_host = sum(values.sizes.get(name, 0) for name in kept.offloaded)
+    on_device = sum(values.sizes.values()) - on_host
+    return on_device, on_host, values.again_flops, values.reads_carry
 
 
 @functools.cache
@@ -197,7 +188,7 @@ class Model:
     @property
     def has_kinds(self) -> bool:
         """Whether a stack has layers of several kinds."""
-        return any(len(stack.of_kinds) > 1 for stack in self.variants[0].stacks)
+        return any(len(stack.layers) > 1 for stack in self.variants[0].stacks)
 
     @property
     def choices(self) -> list[tuple[str, ...]]:
@@ -205,8 +196,8 @@ class Model:
         return [names for variant in self.variants for names in variant.choices]
 
 
-_NESTED = ScanCheckpointPolicy(nested=True)
-_NESTED_ALL = replace(_NESTED, save_block_internals=True)
+NESTED = ScanCheckpointPolicy(nested=True)
+NESTED_ALL = replace(NESTED, save_block_internals=True)
 
 
 def traced_model(
@@ -219,10 +210,10 @@ def traced_model(
     (`internals_are_saved`). So the layers are those that are told of nothing, and those
     that are told of everything if these have other values that can be kept.
     """
-    program = trace(_NESTED)
+    program = trace(NESTED)
     if program is None:
         return None
-    values = ProgramValues.of(program.traced.jaxpr, _NESTED)
+    values = ProgramValues.of(program.traced.jaxpr, NESTED)
     if values is None:
         return None
     stacks = _figures(values)
@@ -235,11 +226,13 @@ def traced_model(
         sum(cost.host for cost in kept),
     )
     flops -= sum(cost.flops for cost in kept)
-    told_program = trace(_NESTED_ALL)
+    if flops < 0:
+        return None  # the program does not run what its sweeps say
+    told_program = trace(NESTED_ALL)
     if told_program is None:
         variant = Variant(stacks, flops)
-        return Model((variant,), _NESTED, reference_cost, keeps_values=False)
-    told = ProgramValues.of(told_program.traced.jaxpr, _NESTED_ALL)
+        return Model((variant,), NESTED, reference_cost, keeps_values=False)
+    told = ProgramValues.of(told_program.traced.jaxpr, NESTED_ALL)
     if told is None or len(told.stacks) != len(values.stacks):
         return None  # some have the policy `nested` of their own
     # Names of more bytes than otherwise: a block has asked whether they are kept.
@@ -248,8 +241,6 @@ def traced_model(
         for name, size in told.sizes.items()
         if not is_place(name) and size > values.sizes.get(name, 0)
     )
-    if flops < 0:
-        return None  # the program does not run what its sweeps say
     choices = tuple(values.choices(without=required))
     variants = [Variant(stacks, flops, choices)]
     if required:
@@ -259,7 +250,7 @@ def traced_model(
             flops -= stack.cost(of_values.spec.remat).flops
         choices = tuple(told.choices(required))
         variants.append(Variant(stacks, flops, choices, required))
-    return Model(tuple(variants), _NESTED, reference_cost)
+    return Model(tuple(variants), NESTED, reference_cost)
 
 
 def _figures(values: ProgramValues) -> tuple[StackFigures, ...]:
@@ -267,29 +258,12 @@ def _figures(values: ProgramValues) -> tuple[StackFigures, ...]:
 
 
 def _figures_of(stack: LayerStack) -> StackFigures:
-    of_kinds = []
-    for layer in stack.layers:
-
-        def keeping(names: tuple[str, ...], layer: LayerValues = layer) -> KeptValues:
-            kept = layer.kept(names)
-            sizes = {}
-            for name, size in kept.sizes.items():
-                sizes[name] = stack.examples * size
-            flops = stack.times * kept.again_flops
-            return KeptValues(sizes, flops, kept.reads_carry)
-
-        of_kinds.append(
-            LayerFigures(
-                stack.times * layer.forward_flops,
-                stack.examples * layer.residual_bytes,
-                layer.carry_is_residual,
-                keeping,
-            )
-        )
     spec = stack.spec
     if spec.pattern is None:
         before = np.arange(spec.length + 1)[:, None]
     else:
         before = spec.layers_before
     nested = spec.remat if spec.remat.may_keep_internals else None
-    return StackFigures(stack.carry_bytes, tuple(of_kinds), before, nested)
+    return StackFigures(
+        stack.carry_bytes, stack.layers, before, stack.times, stack.examples, nested
+    )

@@ -31,13 +31,12 @@ from .. import ScanCheckpointPolicy, ScanCheckpointSpec
 from .._policy import recomputes_nothing, resolve_policy
 from .._remat import Remat
 from ._call import DoesNotFit, TracedCall
-from ._model import Cost, Model, traced_model
+from ._model import NESTED, Cost, Model, traced_model
 from ._report import Trial
 from ._variations import is_varied, variations
 
 # The cost (see `Search.cost`) of a policy under which the program can't be traced.
 _NEVER = (math.inf, math.inf, math.inf)
-_NESTED = ScanCheckpointPolicy(nested=True)
 # The model's error differs between steps, and that of one may rule out another that
 # fits. So steps that take up to so much more than the budget by the model as it is are
 # compiled too, this many at most. Each has fewer FLOPs, by this share, than the one
@@ -226,7 +225,7 @@ class Search:
     @property
     def _has_host(self) -> bool:
         """Whether the host's memory is another than the device's."""
-        return self._trace(_NESTED).target.devices()[0].platform != "cpu"
+        return self._trace(NESTED).target.devices()[0].platform != "cpu"
 
     def _hides(self, policy: ScanCheckpointPolicy, cost: Cost) -> bool:
         """Whether values that a policy moves to the host cross the link while others
@@ -235,7 +234,7 @@ class Search:
         """
         if not policy.offload_block_internals:
             return True
-        target = self._trace(_NESTED).target
+        target = self._trace(NESTED).target
         if self.host_budget == math.inf or not target.flops or not target.link:
             return False
         return cost.host / target.link <= cost.flops / target.flops
@@ -269,12 +268,9 @@ class Search:
 
     def _compile_near(self, ladder: "Sequence[Step]", first: int) -> None:
         """Compile some steps that may fit too, up from the first that does."""
-        # What steps took more than the model says.
         errors: dict[Any, float] = {}
         for step in ladder:
-            trial = self.compiled.get(resolve_policy(step.policy))
-            if trial is not None and trial.report is not None:
-                errors[step.kind] = trial.report.total - step.total
+            self._note_error(step, errors)
         left = _MOST_NEAR
         last = ladder[first] if first < len(ladder) else None
         last_fits = True
@@ -292,11 +288,18 @@ class Search:
             if last is not None and not _is_worth_it(step, last, last_fits):
                 continue
             trial = self.taken(step.policy)
-            if trial is not None and trial.report is not None:
-                errors[step.kind] = trial.report.total - step.total
+            self._note_error(step, errors)
             left -= 1
             last = step
             last_fits = trial is not None and self.fits(trial)
+
+    def _note_error(self, step: "Step", errors: dict[Any, float]) -> None:
+        """Put in by how much a step takes more than the model says, by its kind, if it
+        was compiled.
+        """
+        trial = self.compiled.get(resolve_policy(step.policy))
+        if trial is not None and trial.report is not None:
+            errors[step.kind] = trial.report.total - step.total
 
     def _takes(self, policy: ScanCheckpointSpec) -> bool:
         """Whether the program can be traced under a policy."""

@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from .. import ScanCheckpointPolicy
-from ._model import Model
+from ._model import NESTED, Model
 
-_NESTED = ScanCheckpointPolicy(nested=True)
 # Of more numbers of layers or carries than the first, the second many are tried.
 _MOST_NUMBERS = 128
 _SOME_NUMBERS = 24
@@ -49,7 +48,7 @@ def _cuts(base: ScanCheckpointPolicy, model: Model) -> Iterator[ScanCheckpointPo
     # Values are not kept beside carries on disk.
     if model.keeps_values and base.save_carries != "disk":
         kept = [*filter(None, model.choices), True]
-    if base == _NESTED:
+    if base == NESTED:
         for count in _numbers(2, model.layers - 1):
             for names in (False, *kept):
                 yield ScanCheckpointPolicy(
@@ -57,7 +56,7 @@ def _cuts(base: ScanCheckpointPolicy, model: Model) -> Iterator[ScanCheckpointPo
                 )
     # Segments of one length are better than as many carries on the device only where
     # layers are of several kinds.
-    if base != _NESTED or model.has_kinds:
+    if base != NESTED or model.has_kinds:
         kept.append(False)
     is_long = model.layers > _MOST_NUMBERS
     for first_layers in range(1 if is_long else model.layers):

@@ -12,9 +12,9 @@ from stacked_remat._policy import resolve_policy
 from stacked_remat._remat import EVERYTHING
 from stacked_remat._schedule import shrinking
 from stacked_remat.memory import CANDIDATES, Flops, LocalTarget, _search
-from stacked_remat.memory._model import LayerFigures, Model, StackFigures, Variant
+from stacked_remat.memory._model import Model, StackFigures, Variant
 from stacked_remat.memory._search import Search
-from stacked_remat.memory._values import KeptValues
+from stacked_remat.memory._values import LayerValues, Operation
 
 LAYERS = 48
 
@@ -113,23 +113,25 @@ class ChainFigures(StackFigures):
 
     def cost(self, remat):
         found = super().cost(remat)
-        (layer,) = self.of_kinds
-        visited = 0 if remat.kept == EVERYTHING else layer.internals
+        (layer,) = self.layers
+        visited = 0 if remat.kept == EVERYTHING else layer.residual_bytes
         return dataclasses.replace(found, device=found.device + visited)
 
 
 def model_of(internals):
     """The planner's model of such a chain."""
-    again = KeptValues({}, 1, reads_carry=True)
-    # What is kept of a layer has its carry.
-    layer = LayerFigures(
-        forward=1,
-        internals=1000 * internals,
-        carry_is_read=False,
-        keeping=lambda names: again,
+    # What is kept of a layer has its carry; else the whole layer runs again.
+    whole = Operation(1, frozenset(), is_data=True, reads_carry=True)
+    layer = LayerValues(
+        count=LAYERS,
+        operations=(whole,),
+        residuals=frozenset([0]),
+        carry_is_residual=False,
+        residual_bytes=1000 * internals,
+        forward_flops=1,
     )
     before = np.arange(LAYERS + 1)[:, None]
-    stack = ChainFigures(carry=1000, of_kinds=(layer,), before=before)
+    stack = ChainFigures(carry=1000, layers=(layer,), before=before)
     variant = Variant((stack,), 3 * LAYERS)
     nested = ScanCheckpointPolicy(nested=True)
     return Model((variant,), nested, variant.cost(nested))

@@ -125,7 +125,8 @@ def test_no_other_values_are_better(name):
         assert rest + planned <= 1.03 * (rest + fewest)
 
 
-# Blocks that tests choose; the others, which take minutes, are slow tests.
+# Blocks whose plans were the furthest from the best; the others, which take minutes,
+# are slow tests.
 OFTEN = ("attention", "mixer", "region", "shared_product")
 
 

@@ -405,6 +405,7 @@ def test_it_refuses_what_jax_refuses_and_numbers_of_carries():
         ValueError, match="max_carries is how many .* at least 1; got 0"
     ):
         loop(lambda x: x, 0)
+    assert loop(lambda x: x + 1, jnp.int32(2)) == 3  # an integer of JAX is one
     with pytest.raises(TypeError, match=r"max_carries is .*; got 2.0"):
         loop(lambda x: x, 2.0)
     with pytest.raises(TypeError, match="the same pytree structure"):

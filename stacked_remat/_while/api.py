@@ -80,7 +80,9 @@ def while_loop(
 
     `fold(..., until=...)` is for loops with a bound, and has all policies.
     """
-    whole_number("max_carries", max_carries, "how many carries the loop keeps")
+    max_carries = whole_number(
+        "max_carries", max_carries, "how many carries the loop keeps"
+    )
 
     def of_jax(init: T) -> T:
         return lax.while_loop(cond_fun, body_fun, init)

@@ -36,6 +36,7 @@ _LOST = (
 # made from it. JAX (0.10.2) looks for Open MPI before 5 alone.
 _SIZES_OF_MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 _SECONDS_TO_END = 10
+_SECONDS_UNTIL_SIGNALS = 0.2
 _HOURS_TO_WAIT = 24  # the first process may have to tokenize the text
 _exchanges = itertools.count()
 
@@ -99,7 +100,10 @@ def _in_thread(work: Callable[[], T]) -> T:
             ended.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()
-    wait([ended])
+    # Not one long wait: a signal that comes just before a wait begins, or to another
+    # thread, doesn't interrupt it.
+    while not ended.done():
+        wait([ended], timeout=_SECONDS_UNTIL_SIGNALS)
     return ended.result()
 
 

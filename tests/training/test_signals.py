@@ -4,10 +4,12 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
 
-from stacked_remat.training import Interrupted, StopSignals, signals
+from stacked_remat.training import Interrupted, StopSignals, processes, signals
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -30,6 +32,23 @@ def test_before_there_is_anything_to_save_a_signal_ends_the_work_at_once(number)
         stop.defer()
         os.kill(os.getpid(), number)
         assert stop.received == signal.Signals(number).name
+
+
+def test_a_wait_for_other_processes_ends_by_a_signal_that_does_not_interrupt_it():
+    ended, too_late = threading.Event(), []
+
+    def wait_for_others():
+        time.sleep(0.2)  # the main thread waits
+        # To this thread, which doesn't interrupt the main thread's wait; neither does a
+        # signal that comes just before the wait begins.
+        signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+        if not ended.wait(10):
+            too_late.append(True)
+
+    with StopSignals(at_once=True), pytest.raises(Interrupted, match="SIGTERM"):
+        processes._in_thread(wait_for_others)
+    ended.set()
+    assert not too_late
 
 
 def test_a_second_interrupt_ends_the_process_even_inside_a_call_that_runs_no_handlers():

@@ -8,6 +8,7 @@ for the backward pass; `_scan/` follows it.
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 import os
@@ -304,7 +305,7 @@ class ScanCheckpointPolicy(_haliax_names.HaliaxFields):
     def __hash__(self) -> int:
         return hash(self._identity)
 
-    @property
+    @functools.cached_property
     def _identity(self) -> tuple[Any, ...]:
         """The settings with their types, since `nested=True` is not `nested=1` though
         `True == 1`.

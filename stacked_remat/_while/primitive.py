@@ -119,10 +119,12 @@ class Loop(_FromStart):
         mask, of = how.value
         # Zeros where the reversal takes a cotangent and JAX has none
         inputs = checkpoints, consts, as_arrays(pick(cotangents, of.carry))
-        of_consts, of_init = Backward(self.step, of, 0, *inputs)(*inputs)
-        init_cts = scatter_leaves(of_init, of.carry)
-        wanted = pick(init_cts, mask[len(consts) :])
-        return self.in_tree.unflatten(scatter_leaves([*of_consts, *wanted], mask))
+        consts_cts, carry_cts = Backward(self.step, of, 0, *inputs)(*inputs)
+        # The reversal has those of all differentiated leaves, also where the first
+        # carry has no tangent.
+        init_nonzero = mask[len(consts) :]
+        init_cts = pick(scatter_leaves(carry_cts, of.carry), init_nonzero)
+        return self.in_tree.unflatten(scatter_leaves([*consts_cts, *init_cts], mask))
 
     def active(self, nonzero: Mask) -> Mask:
         return self.differentiated(nonzero).carry
@@ -229,76 +231,83 @@ class Backward(_OfStep):
 
     def tangent(self, nonzero: Mask, primals: PyTree, tangents: Arrays) -> Arrays:
         checkpoints, consts, cts = primals
-        of_slots, of_consts, of_cts = self._divided(nonzero)
-        slots_dot, given = _split(tangents, sum(of_slots))
-        consts_dot, cts_dot = _split(given, sum(of_consts))
-        own, of = self.step, self.of
-        # Which leaves of the carry have tangents
-        in_slots = merge([False] * len(own.kept), of_slots, own.kept)
-        along = own.differentiated(of_consts, tuple(in_slots))
-        step, constants = own.with_tangents(along)
-        in_kept = pick(along.carry, own.kept)
-        slots_dot = _filled(checkpoints.slots, slots_dot, of_slots, in_kept)
-        new_checkpoints = checkpoints._replace(slots=[*checkpoints.slots, *slots_dot])
-        # The pullback at the cotangents' tangents, for the carry, and at the
-        # cotangents, for its tangents
-        new_cts = _filled(cts, cts_dot, of_cts, (True,) * len(cts))
-        by_leaf = scatter_leaves(cts, of.carry)
-        _, carry_types = own.types
-        leaves = [*zip(carry_types, by_leaf, strict=True)]
-        for type_, ct in pick(leaves, along.carry):
-            batch = cts[0].shape[: self.ct_axes]
-            new_cts.append(zeros_of(type_.to_ct_aval(), batch) if ct is None else ct)
-        others = (False,) * len(constants), (False,) * len(consts_dot)
-        new_of = Differentiated(
-            (*others[0], *of.consts, *others[1]),
-            (*of.carry, *[True] * sum(along.carry)),
-        )
+        slots_nonzero, consts_nonzero, cts_nonzero = self._divided(nonzero)
+        slots_dot, others_dot = _split(tangents, sum(slots_nonzero))
+        consts_dot, cts_dot = _split(others_dot, sum(consts_nonzero))
+        # The loop with tangents, its constants and its kept carries
+        kept = self.step.kept
+        carry_nonzero = merge([False] * len(kept), slots_nonzero, kept)
+        with_dot = self.step.differentiated(consts_nonzero, tuple(carry_nonzero))
+        step, constants = self.step.with_tangents(with_dot)
         new_consts = [*constants, *consts, *consts_dot]
+        wanted = pick(with_dot.carry, kept)
+        slots_dot = _filled(checkpoints.slots, slots_dot, slots_nonzero, wanted)
+        new_checkpoints = checkpoints._replace(slots=[*checkpoints.slots, *slots_dot])
+        # Its pullback, at the tangents of the cotangents for the carry, and at the
+        # cotangents for the tangents of the carry
+        cts_dot = _filled(cts, cts_dot, cts_nonzero, (True,) * len(cts))
+        new_cts = [*cts_dot, *self._of_leaves(with_dot.carry, cts)]
+        before = (False,) * len(constants)
+        after = (False,) * len(consts_dot)
+        of = Differentiated(
+            (*before, *self.of.consts, *after),
+            (*self.of.carry, *[True] * sum(with_dot.carry)),
+        )
         args = new_checkpoints, new_consts, new_cts
-        of_consts, of_carry = self._again(step, new_of, self.ct_axes, *args)
-        return [*of_consts, *of_carry[: len(cts)]]
+        consts_cts, carry_cts = self._again(step, of, self.ct_axes, *args)
+        return [*consts_cts, *carry_cts[: len(cts)]]
+
+    def _of_leaves(self, wanted: Mask, cts: Arrays) -> Arrays:
+        """The cotangents of these leaves of the carry, zeros where it has none."""
+        _, types = self.step.types
+        batch = cts[0].shape[: self.ct_axes]
+        by_leaf = scatter_leaves(cts, self.of.carry)
+        results = []
+        for type_, ct in pick([*zip(types, by_leaf, strict=True)], wanted):
+            results.append(zeros_of(type_.to_ct_aval(), batch) if ct is None else ct)
+        return results
 
     def cotangents(
         self, nonzero: Mask, has_ct: Mask, args: PyTree, cts: Arrays
     ) -> Arrays:
-        of = self.of
+        checkpoints, consts, own_cts = args
+        slots_nonzero, consts_nonzero, cts_nonzero = self._divided(nonzero)
         # The cotangents of the results are directions, in which the loop is
         # differentiated.
-        results = zip(has_ct, self.out_avals_flat, strict=True)
         given = iter(cts)
-        directions = [next(given) if has else zeros_of(t) for has, t in results]
+        directions = []
+        for has, type_ in zip(has_ct, self.out_avals_flat, strict=True):
+            directions.append(next(given) if has else zeros_of(type_))
 
-        def tangents(slots: Arrays, consts: Arrays) -> Arrays:
-            init = self.step.whole([leaf[0] for leaf in slots])
+        def tangents(slots_part: Arrays, consts_part: Arrays) -> Arrays:
+            slots = merge(checkpoints.slots, slots_part, slots_nonzero)
+            every_const = merge(consts, consts_part, consts_nonzero)
+            return self._tangents_of_carry(slots, every_const, directions)
 
-            def last(part: Arrays) -> Arrays:
-                leaves = merge([*consts, *init], part, of.inputs)
-                inputs = _split(leaves, len(consts))
-                return pick(Loop(self.step, *inputs)(*inputs), of.carry)
+        parts = pick(checkpoints.slots, slots_nonzero), pick(consts, consts_nonzero)
+        found, pullback = jax.vjp(tangents, *parts)
+        slots_cts, consts_cts = pullback(own_cts)
+        return [*slots_cts, *consts_cts, *pick(found, cts_nonzero)]
 
-            def along(directions: Arrays) -> Arrays:
-                return jax.jvp(
-                    last, (pick([*consts, *init], of.inputs),), (directions,)
-                )[1]
+    def _tangents_of_carry(
+        self, slots: Arrays, consts: Arrays, directions: Arrays
+    ) -> Arrays:
+        """The tangents of the last carry along directions of what is differentiated."""
+        init = self.step.whole([leaf[0] for leaf in slots])
+        inputs = [*consts, *init]
 
-            for _ in range(self.ct_axes):
-                along = jax.vmap(along)
-            return along(directions)
+        def last_carry(part: Arrays) -> Arrays:
+            args = _split(merge(inputs, part, self.of.inputs), len(consts))
+            return pick(Loop(self.step, *args)(*args), self.of.carry)
 
-        checkpoints, consts, own_cts = args
-        in_slots, in_consts, in_cts = self._divided(nonzero)
+        def tangents_along(directions: Arrays) -> Arrays:
+            part = pick(inputs, self.of.inputs)
+            _, tangents = jax.jvp(last_carry, (part,), (directions,))
+            return tangents
 
-        def of_part(slots: Arrays, consts_part: Arrays) -> Arrays:
-            return tangents(
-                merge(checkpoints.slots, slots, in_slots),
-                merge(consts, consts_part, in_consts),
-            )
-
-        part = pick(checkpoints.slots, in_slots), pick(consts, in_consts)
-        found, pullback = jax.vjp(of_part, *part)
-        of_slots, of_consts = pullback(own_cts)
-        return [*of_slots, *of_consts, *pick(found, in_cts)]
+        for _ in range(self.ct_axes):
+            tangents_along = jax.vmap(tangents_along)
+        return tangents_along(directions)
 
     def batch(self, axis: Any, args: PyTree, dims: PyTree) -> PyTree:
         if not_mapped(self, axis, dims):
@@ -306,29 +315,30 @@ class Backward(_OfStep):
         checkpoints, consts, cts = args
         checkpoints_dims, consts_dims, cts_dims = dims
         slots_dims = checkpoints_dims.slots
-        every = (True,) * len(cts)
-        only_cts = not any(_are_mapped([*slots_dims, *consts_dims]))
-        if only_cts:
-            cts = _moved_to(axis, cts, cts_dims, every)
+        every_ct = (True,) * len(cts)
+        if not any(_are_mapped([*slots_dims, *consts_dims])):
+            # One loop is reversed for several cotangents.
+            cts = _moved_to(axis, cts, cts_dims, every_ct)
             args = checkpoints, consts, cts
             results = self._again(self.step, self.of, self.ct_axes + 1, *args)
             return results, self._dims(0)
         own, of = self.step, self.of
         # There is a cotangent for each example of what is differentiated, and zeros are
         # made for each of what is not kept.
-        in_slots = merge([True] * len(own.kept), _are_mapped(slots_dims), own.kept)
-        is_mapped = _either(in_slots, of.carry)
+        carry_mapped = merge([True] * len(own.kept), _are_mapped(slots_dims), own.kept)
+        carry_mapped = _either(carry_mapped, of.carry)
         consts_mapped = _either(_are_mapped(consts_dims), of.consts)
-        step, is_mapped = own.mapped(axis, consts_mapped, is_mapped)
+        step, carry_mapped = own.mapped(axis, consts_mapped, carry_mapped)
         consts = _moved_to(axis, consts, consts_dims, consts_mapped)
-        of_kept = pick(is_mapped, own.kept)
-        slots = _moved_to(axis, checkpoints.slots, slots_dims, of_kept, 1)
+        slots_mapped = pick(carry_mapped, own.kept)
+        # After the axis of slots
+        slots = _moved_to(axis, checkpoints.slots, slots_dims, slots_mapped, 1)
         checkpoints = checkpoints._replace(slots=slots)
         if step.stops_apart and not own.stops_apart:
             consts += checkpoints.first
-        others = (False,) * (step.consts - own.consts)
-        of = Differentiated((*of.consts, *others), of.carry)
-        cts = _moved_to(axis, cts, cts_dims, every, self.ct_axes)
+        further = (False,) * (step.consts - own.consts)
+        of = Differentiated((*of.consts, *further), of.carry)
+        cts = _moved_to(axis, cts, cts_dims, every_ct, self.ct_axes)
         args = checkpoints, consts, cts
         results = self._again(step, of, self.ct_axes, *args)
         return results, self._dims(self.ct_axes)

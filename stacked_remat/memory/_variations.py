@@ -11,6 +11,8 @@ from ._model import NESTED, Model
 # Of more numbers of layers or carries than the first, the second many are tried.
 _MOST_NUMBERS = 128
 _SOME_NUMBERS = 24
+# About so many numbers of first layers are tried beside each cut and what it keeps.
+_SOME_FIRST_LAYERS = 48
 
 
 def variations(
@@ -59,7 +61,8 @@ def _cuts(base: ScanCheckpointPolicy, model: Model) -> Iterator[ScanCheckpointPo
     if base != NESTED or model.has_kinds:
         kept.append(False)
     is_long = model.layers > _MOST_NUMBERS
-    for first_layers in range(1 if is_long else model.layers):
+    step = math.ceil(model.layers / _SOME_FIRST_LAYERS)
+    for first_layers in range(0, 1 if is_long else model.layers, step):
         rest = model.layers - first_layers
         counts = {math.ceil(rest / length) for length in _numbers(1, rest)}
         for count in sorted(counts):

@@ -98,6 +98,13 @@ compiles: venv-memory  ## compile a step of each kind of model for GPUs and TPUs
 	@mkdir -p "$(REPORTS)"
 	$(VENV)-memory/bin/python -m pytest --junitxml="$(REPORTS)/compiles.xml" -m "target and not slow" tests/memory/test_targets.py tests/models/test_candidate.py tests/ops/test_attention_tokamax.py tests/ops/test_grouped_tokamax.py $(PYTEST_ARGS)
 
+# On one Python, then on the other, and beside what needs no libtpu (.ci/run).
+.PHONY: compiled
+compiled:
+	@status=0; $(MAKE) memory || status=$$?; \
+	if [ -n "$(NEWEST)" ]; then $(MAKE) compiles VENV=.venv-newest PYTHON="$(NEWEST)" || status=$$?; fi; \
+	exit $$status
+
 .PHONY: parity
 parity: venv-parity  ## install PyTorch, transformers and PEFT, and compare models, adapters and tokenizers with theirs
 	@mkdir -p "$(REPORTS)"

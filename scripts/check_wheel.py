@@ -118,9 +118,11 @@ def install(wheel: Path, venv: Path) -> Path:
     constraints = ROOT / "constraints" / f"py3{sys.version_info.minor}.txt"
     pins = ["-c", constraints] if constraints.exists() else []
     python = venv / "bin" / "python"
-    if shutil.which("uv"):
-        run("uv", "venv", "--quiet", "--python", sys.executable, venv)
-        run("uv", "pip", "install", "--quiet", "--python", python, *pins, wheel)
+    found = subprocess.run([ROOT / "scripts" / "find_uv.sh"], stdout=subprocess.PIPE)
+    if found.returncode == 0:
+        uv = found.stdout.decode().strip()
+        run(uv, "venv", "--quiet", "--python", sys.executable, venv)
+        run(uv, "pip", "install", "--quiet", "--python", python, *pins, wheel)
     else:
         run(sys.executable, "-m", "venv", venv)
         run(

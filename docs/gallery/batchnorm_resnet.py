@@ -1,8 +1,8 @@
 # %% [markdown]
 # # A residual network with BatchNorm
 #
-# For layers that keep state. Each has running statistics in an `eqx.nn.State`: the
-# stack takes the state of the model, and each layer gets its part. See [layers that
+# How to stack layers that keep state. Each has running statistics in an `eqx.nn.State`:
+# the stack takes the state of the model, and each layer gets its part. See [layers that
 # keep state](../state.md).
 
 # %%

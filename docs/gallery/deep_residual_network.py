@@ -1,9 +1,9 @@
 # %% [markdown]
 # # A residual network that is too deep to train otherwise
 #
-# For very deep models. The gradient of a thousand convolutions is compiled and not run,
-# so that nothing large is allocated, and the compiler says what it would take. Then a
-# narrow network of the same depth trains.
+# How to train a network of a thousand convolutions. Its gradient is compiled and not
+# run, so that nothing large is allocated, and the compiler says what it would take.
+# Then a narrow network of the same depth trains.
 
 # %%
 import equinox as eqx

@@ -1,9 +1,9 @@
 # %% [markdown]
 # # A diffusion transformer: conditioning in every layer
 #
-# For conditioning in every layer. A layer of a DiT (Peebles and Xie 2023) scales,
-# shifts and gates by a linear map of its own of the time and the class (adaLN). The
-# conditioning is one array for all layers, marked as `shared`.
+# How to give every layer the same conditioning. A layer of a DiT (Peebles and Xie 2023)
+# scales, shifts and gates by a linear map of its own of the time and the class (adaLN).
+# The conditioning is one array for all layers, marked as `shared`.
 
 # %%
 import equinox as eqx

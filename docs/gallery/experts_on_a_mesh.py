@@ -1,9 +1,9 @@
 # %% [markdown]
 # # A mixture of experts on eight devices
 #
-# For mixtures of experts. Each of eight devices has two experts of every layer and an
-# eighth of the tokens, which travel to their experts in the layer. `jax.shard_map`
-# holds the fold. The devices are virtual ones.
+# How to divide the experts of each layer over devices. Each of eight devices has two
+# experts of every layer and an eighth of the tokens, which travel to their experts in
+# the layer. `jax.shard_map` holds the fold. The devices are virtual ones.
 
 # %%
 import os

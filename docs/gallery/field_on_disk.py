@@ -1,10 +1,10 @@
 # %% [markdown]
 # # A field that takes more than memory
 #
-# For simulations of large fields. A field of 1,024 × 1,024 numbers takes 4 MiB, and the
-# gradient of 10,000 steps would keep 40 GiB of them. Written to a file, they take the
-# memory of a few, and no step more than where memory holds all. See
-# [carries on disk](../policies.md#carries-on-disk).
+# How to keep the states of a large simulation on disk. A field of 1,024 × 1,024 numbers
+# takes 4 MiB, and the gradient of 10,000 steps would keep 40 GiB of them. Written to a
+# file, they take the memory of a few, and no step runs more often than if memory held
+# all. See [carries on disk](../policies.md#carries-on-disk).
 
 # %%
 import tempfile

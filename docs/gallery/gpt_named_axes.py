@@ -1,9 +1,9 @@
 # %% [markdown]
 # # A GPT with named axes
 #
-# For users of Haliax: the model of [a GPT in plain Equinox](gpt_equinox.py) with names
-# for dimensions, so without `reshape`, `transpose` and `vmap`. The layers are an axis
-# like any other.
+# How to stack layers with Haliax's named axes: the model of [a GPT in plain
+# Equinox](gpt_equinox.py) with names for dimensions, so without `reshape`, `transpose`
+# and `vmap`. The layers are an axis like any other.
 
 # %%
 import equinox as eqx

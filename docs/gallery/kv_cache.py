@@ -1,10 +1,11 @@
 # %% [markdown]
 # # A key-value cache
 #
-# For generation: each layer reads and writes its own part of a cache. `scan` splits the
-# cache over the layers on the way in and stacks the layers' parts on the way out, so
-# the whole stack takes one cache and returns one; a stack of several kinds takes [one
-# for each](../patterns.md). The reference models [generate text](../generate.md) so.
+# How to generate with a cache: each layer reads and writes its own part of it. `scan`
+# splits the cache over the layers on the way in and stacks the layers' parts on the way
+# out, so the whole stack takes one cache and returns one; a stack of several kinds
+# takes [one for each](../patterns.md). The reference models [generate
+# text](../generate.md) so.
 
 # %%
 import equinox as eqx

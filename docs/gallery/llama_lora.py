@@ -1,9 +1,10 @@
 # %% [markdown]
 # # Fine-tune a Hugging Face Llama with LoRA
 #
-# For fine-tuning: from a folder in Hugging Face's format to adapters that PEFT loads.
-# The model is a tiny random Llama, made on the spot; for a real one, name its folder.
-# This example uses the reference models, so it runs in a checkout of the repository.
+# How to fine-tune a model from a folder in Hugging Face's format, with low-rank
+# adapters that PEFT loads. The model is a tiny random Llama, made on the spot; for a
+# real one, name its folder. This example uses the reference models, so it runs in a
+# checkout of the repository.
 
 # %%
 import json

@@ -1,9 +1,9 @@
 # %% [markdown]
 # # An NNX model
 #
-# For users of Flax NNX: a model whose layers are applied by `nnx.scan` keeps the carry
-# of each for the backward pass. With `remat_scan` in its place it keeps few, and
-# everything else stays as it is.
+# How to train an NNX model in less memory. A model whose layers are applied by
+# `nnx.scan` keeps the carry of each for the backward pass. With `remat_scan` in its
+# place it keeps few, and everything else stays as it is.
 
 # %%
 import jax

@@ -1,9 +1,9 @@
 # %% [markdown]
 # # A normalizing flow, and its inverse by `reverse`
 #
-# For invertible models. Coupling layers map data to noise, one after the other. Samples
-# go the other way, through the inverse of each layer from the last to the first: the
-# same stack, with `reverse=True`.
+# How to apply an invertible model in both directions. Coupling layers map data to
+# noise, one after the other. Samples go the other way, through the inverse of each
+# layer from the last to the first: the same stack, with `reverse=True`.
 
 # %%
 import equinox as eqx

@@ -1,9 +1,9 @@
 # %% [markdown]
 # # A Pairformer: two carries
 #
-# For layers with more than one carry. Those of protein structure models (Abramson et
-# al. 2024, AlphaFold 3) pass on two arrays: one row for each residue, and one for each
-# pair. A carry is any tree of arrays.
+# How to fold layers that pass on more than one array. Those of protein structure models
+# (Abramson et al. 2024, AlphaFold 3) pass on two: one row for each residue, and one for
+# each pair. A carry is any tree of arrays.
 
 # %%
 import equinox as eqx

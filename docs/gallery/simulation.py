@@ -1,9 +1,9 @@
 # %% [markdown]
 # # A simulation, differentiated by its parameters
 #
-# For simulations that stop on their own. A ball flies through air until it lands; the
-# gradient of where it lands goes back through every time step, and steps after the
-# landing cost nothing. See [long loops](../long-loops.md).
+# How to differentiate a simulation that stops on its own. A ball flies through air
+# until it lands; the gradient of where it lands goes back through every time step, and
+# steps after the landing cost nothing. See [long loops](../long-loops.md).
 
 # %%
 import haliax as hax

@@ -1,9 +1,9 @@
 # %% [markdown]
 # # A state space model: a parallel scan in every layer
 #
-# For sequence models without attention. The layers of S5 (Smith et al. 2023) each run a
-# linear recurrence over time, all times at once by `jax.lax.associative_scan`. `nested`
-# keeps the states of one layer.
+# How to stack layers of a sequence model without attention. The layers of S5 (Smith et
+# al. 2023) each run a linear recurrence over time, all times at once by
+# `jax.lax.associative_scan`. `nested` keeps the states of one layer.
 
 # %%
 import equinox as eqx

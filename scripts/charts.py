@@ -101,7 +101,9 @@ def memory_chart(result: Mapping[str, Any], colors: Sequence[str]) -> Figure:
         "pale: on the host": (ours, 0.35),
     }
     patches = {
-        label: Patch(color=color, alpha=alpha) for label, (color, alpha) in keys.items()
+        # `color` would set that of the hatch too.
+        label: Patch(facecolor=color, alpha=alpha)
+        for label, (color, alpha) in keys.items()
     }
     patches["stacked_remat"].set(**OURS_IS)
     _legend(figure, patches, text, "\n".join(about))

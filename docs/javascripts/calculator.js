@@ -257,19 +257,27 @@ function policiesOf(k) {
   };
 }
 
+/** What is wrong in a field of the form. */
+class FieldError extends Error {
+  constructor(field, message) {
+    super(message);
+    this.field = field;
+  }
+}
+
 function readForm(form) {
   const value = (name) => form.elements[name].value;
   const whole = (name, smallest) => {
     const number = Number(value(name));
     if (!(Number.isInteger(number) && number >= smallest) || value(name).trim() === "") {
-      throw new Error(`${name} is a whole number, at least ${smallest}`);
+      throw new FieldError(name, `${name} is a whole number, at least ${smallest}`);
     }
     return number;
   };
   const positive = (name) => whole(name, 1);
   const least = (name) => {
     const number = Number(value(name));
-    if (!(number >= 0)) throw new Error(`${name} is a number, at least 0`);
+    if (!(number >= 0)) throw new FieldError(name, `${name} is a number, at least 0`);
     return number;
   };
   const input = {
@@ -282,18 +290,18 @@ function readForm(form) {
     state: least("state"),
     other: least("other") * GIB,
   };
-  if (input.layers > 20000) throw new Error("layers is at most 20000 here");
+  if (input.layers > 20000) throw new FieldError("layers", "layers is at most 20000 here");
   if (value("block") === "mlp") {
     input.inner = value("pattern").split(",").map(Number);
     if (!input.inner.every((inner) => Number.isInteger(inner) && inner >= 1)) {
-      throw new Error("pattern is inner widths, whole numbers with commas between");
+      throw new FieldError("pattern", "pattern is inner widths, whole numbers with commas between");
     }
     if (least("weights")) input.weights = least("weights") * 1e6;
   } else {
     input.reported = { temporaries: least("temporaries") * GIB, constant: least("constant") * GIB };
   }
   const first = whole("first_layers", 0);
-  if (first > input.layers) throw new Error(`first_layers is at most the ${input.layers} layers`);
+  if (first > input.layers) throw new FieldError("first_layers", `first_layers is at most the ${input.layers} layers`);
   const policies = policiesOf(positive("k"));
   for (const policy of Object.values(policies)) {
     if (first && !policy.save_block_internals && Object.keys(policy).length) {
@@ -429,6 +437,15 @@ function showCalculator() {
       block.classList.toggle("stale", isStale);
     }
   };
+  /** Puts a message below the field that it is about. */
+  const showMistake = (field, message) => {
+    form.querySelector("[aria-invalid]")?.removeAttribute("aria-invalid");
+    if (field) {
+      field.setAttribute("aria-invalid", "true");
+      field.after(at("calculator-error"));
+    }
+    at("calculator-error").textContent = message;
+  };
   const update = () => {
     try {
       const { input, policies, budget } = readForm(form);
@@ -450,10 +467,11 @@ function showCalculator() {
       showPolicies(at("calculator-policies"), found.filter((one) => one.result), budget, name);
       showParts(at("calculator-parts"), result);
       draw(at("calculator-picture"), result.schedule, policies[name].offload);
-      at("calculator-error").textContent = "";
+      showMistake(null, "");
       markStale(false);
     } catch (error) {
-      at("calculator-error").textContent = error.message;
+      // A schedule has no name of a field: its k is too small.
+      showMistake(form.elements[error.field ?? "k"], error.message);
       markStale(true);
     }
   };

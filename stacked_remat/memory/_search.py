@@ -403,5 +403,4 @@ def _runs_again(policy: ScanCheckpointPolicy, layers: int) -> int:
     if recomputes_nothing(policy):
         return 0
     remat = policy.for_layers(layers)
-    again = remat.length - remat.first_layers
-    return again + (remat.schedule.replays if remat.schedule else 0)
+    return remat.length - remat.first_layers + remat.replays

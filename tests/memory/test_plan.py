@@ -159,10 +159,16 @@ def test_names_that_no_value_has_are_said_with_those_that_there_are():
     remark = "no value is named 'hiden'; the program has: 'activation', 'hidden'"
     assert " ".join(shown.split()).count(remark) == 1
     assert shown.count("no value is named") == 1
+    # Also of a candidate that is not compiled
+    found = plan(
+        Counting(), *blocks_and_input(), budget="1GiB", candidates=[False, policies[0]]
+    )
+    assert [trial.name for trial in found.tried.trials][-1] == "False"
+    assert " ".join(str(found).split()).count(remark) == 1
 
 
 def test_a_program_that_ignores_its_policy_is_said(comparison):
-    remark = "all policies take the same: does the program give its fold or scan"
+    remark = "all policies have the same figures: does the program pass"
     program = Counting()
     ignoring = compare(
         lambda remat: program(True), *blocks_and_input(), candidates=[True, "nested"]

@@ -306,6 +306,31 @@ def test_no_candidate_fits(comparison):
     assert "\nFalse " in message and "\nTrue " in message
 
 
+def test_what_takes_twice_the_budget_by_the_model_is_not_compiled():
+    def gradient(policy):
+        def loss(weights, x):
+            def layer(carry, weight):
+                return jnp.sin(carry @ weight), None
+
+            return lax_scan(layer, x, weights, remat=policy)[0].sum()
+
+        return jax.grad(loss)
+
+    shapes = [
+        jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((8, 4, 4), (4096, 4))
+    ]
+    (nested,) = compare(gradient, *shapes, candidates=["nested"]).trials
+    compiled = []
+    with pytest.raises(BudgetError, match="The smallest found is max_carries=2 with"):
+        plan(
+            gradient,
+            *shapes,
+            budget=nested.report.total // 3,
+            show=lambda trial: compiled.append(trial.name),
+        )
+    assert compiled == ["'nested'", "max_carries=2"]
+
+
 def test_the_host_has_a_budget_too(monkeypatch):
     real = TracedCall.report
 

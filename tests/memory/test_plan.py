@@ -8,11 +8,18 @@ import functools
 import equinox as eqx
 import haliax as hax
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
-from stacked_remat import ScanCheckpointPolicy, Stacked, fused_update, streaming
+from stacked_remat import (
+    ScanCheckpointPolicy,
+    Stacked,
+    fused_update,
+    lax_scan,
+    streaming,
+)
 from stacked_remat._policy import resolve_policy
 from stacked_remat.memory import (
     CANDIDATES,

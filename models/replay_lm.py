@@ -118,6 +118,11 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     )
     add("--batches", type=int, default=1, help="of held-out text (default 1)")
     add(
+        "--log_dir",
+        type=local_path,
+        help="a folder for the scores; RUN_DIR/replay by default",
+    )
+    add(
         "--microbatches",
         type=int,
         help="parts of a batch, computed one after the other; those of the run by"
@@ -171,11 +176,11 @@ def _replay_in_all(
     config = _checked(read_run_config(options.run_dir, first))
     config = _in_microbatches(config, options.microbatches)
     partitioning = _partitioning(config, options.one_device)
+    validation = _validation(options.batches)
     is_first = jax.process_index() == 0
-    log = None
-    if is_first:
-        # Without the rows of an earlier one
-        log = ghost.ScoreLog(options.run_dir / "replay", resumed_after=0)
+    log = (
+        _opened_log(options.log_dir or options.run_dir / "replay") if is_first else None
+    )
     tokenizer = load_tokenizer(
         config.tokenizer_name, config.data.chat_date, rows=config.vocab_size
     )
@@ -192,7 +197,6 @@ def _replay_in_all(
     closing.callback(data.training.close)
     closing.enter_context(partitioning.active())
     steps = _steps(options.run_dir, data, first, last, partitioning, tokenizer.decode)
-    validation = GhostValidationConfig(batches=options.batches)
     held_out = validation_batches(validation, data.held_out, {}, partitioning)
     state = restored_state(options.run_dir, config, first, partitioning)
     replay = Replay(config, steps.Steps, partitioning, by_token=options.by_token)
@@ -206,6 +210,23 @@ def _replay_in_all(
         f" them\n  python -m stacked_remat.ghost top {log.folder}"
     )
     return 0
+
+
+def _validation(batches: int) -> GhostValidationConfig:
+    if batches < 1:
+        raise ConfigError(f"--batches must be at least 1, got {batches}.")
+    return GhostValidationConfig(batches=batches)
+
+
+def _opened_log(folder: Path) -> ghost.ScoreLog:
+    """The log of this replay, in a folder without scores."""
+    try:
+        return ghost.ScoreLog(folder)
+    except ghost.ScoreLogError as error:
+        raise ConfigError(
+            f"{folder} has the scores of another replay. Name another folder with"
+            " --log_dir, or remove this one."
+        ) from error
 
 
 def _partitioning(config: LmRunConfig, one_device: bool) -> Partitioning:
@@ -347,6 +368,8 @@ def _write(
 
 def _span(folder: Path, first: int | None) -> tuple[int, int]:
     """The steps of the checkpoint to begin with and of the latest."""
+    if not folder.parent.is_dir():
+        raise ConfigError(f"{folder.parent} does not exist: --run_dir names a run.")
     steps = checkpoint_steps(folder)
     earlier = [step for step in steps[:-1] if first is None or step == first]
     if not earlier:

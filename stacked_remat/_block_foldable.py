@@ -351,8 +351,8 @@ class BlockFoldable(HaliaxStackNames, ModuleWithStateDictSerialization, Generic[
         raise TypeError(
             f"A {type(self).__name__} is not called. Write blocks.fold(x) to apply its"
             " layers one after the other, blocks.scan(x) if each returns (carry,"
-            " output), blocks.vmap(shared(x)) to give all the same. To"
-            " stacked_remat.fold give blocks.stacked, of which each step has a layer."
+            " output), blocks.vmap(shared(x)) to give all the same. With"
+            " stacked_remat.fold, pass .stacked of a Stacked: each step gets a layer."
         )
 
     def with_remat(self, remat: ScanCheckpointSpec) -> Self:

@@ -13,14 +13,17 @@ class PictureError(ValueError):
 
 
 def check_picture(key: str, path: str | Path) -> None:
-    """Raises PictureError for a file of another format; `key` is the option that asks
-    for a picture.
+    """Raises PictureError for a file of another format or in no folder; `key` is the
+    option that asks for a picture.
     """
     if Path(path).suffix not in FORMATS:
         raise PictureError(
             f"{key} is written as {' or '.join(FORMATS)}, by its name; got"
             f" {str(path)!r}."
         )
+    folder = Path(path).parent
+    if not folder.is_dir():
+        raise PictureError(f"{key}: the folder {str(folder)!r} does not exist.")
 
 
 def new_figure(key: str, width: float, height: float) -> Any:

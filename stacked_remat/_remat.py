@@ -152,6 +152,13 @@ class Remat:
         return "sweep" if is_cut else "loop"
 
     @property
+    def replays(self) -> int:
+        """How many layers run again only to make carries."""
+        if self.schedule is not None:
+            return self.schedule.replays
+        return 0 if self.carries else self.length - self.first_layers
+
+    @property
     def offloads(self) -> bool:
         """Whether carries or names are kept on the host; what a policy of JAX offloads
         is not seen.

@@ -34,7 +34,7 @@ from ._block_foldable import (
 from ._placement import on_device
 from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
 from ._scan.arguments import Caller, check_stacked, warn_of_ambiguous
-from ._scan.checks import axis_or_name, layers_axis
+from ._scan.checks import axis_or_name, describe, layers_axis
 from ._scan.layer_axis import Split, split_tree
 from ._scan.layer_state import arrays_in_indices, marked_alike, part_of
 from ._scan.layers import layers_at_once, map_layers, scan_layers
@@ -135,8 +135,9 @@ class StackedKinds(BlockFoldable[M]):
         …
 
         Raises:
-            ValueError: names every layer that is missing, mismatched or unknown, and
-                arrays that all layers of a stack share and that differ there.
+            ValueError: names every array that is missing or of another shape, layers
+                that the stack does not have, and arrays that all layers of a stack
+                share and that differ there.
         """
         pattern = self._pattern
         # The name of each layer's kind, which is empty where there is one kind
@@ -300,12 +301,22 @@ class Stacked(StackedKinds[M]):
         """
         what = f"{cls.__name__}.of"
         build: Any = cls
+        if isinstance(layers, Stacked | haliax.nn.Stacked):
+            raise TypeError(
+                f"{what} was given {describe(layers)}, whose layers are in its field"
+                f" stacked: write {what}(stack.stacked, Layers)."
+            )
         if isinstance(layers, eqx.Module):
             axis = axis_or_name(Layers, what)
             # One module does not tell how many layers it has, as a list does
-            if not isinstance(axis, str):
-                named = name_stacked(layers, axis, what)
-                return build(arrays_in_indices(named, (axis.size,)), axis, remat)
+            if isinstance(axis, str):
+                raise TypeError(
+                    f"{what} was given one module, {describe(layers)}. If its arrays"
+                    f" have n layers in front, write {what}(module, n). Layers that are"
+                    f" apart are a list: {what}([layer0, layer1])."
+                )
+            named = name_stacked(layers, axis, what)
+            return build(arrays_in_indices(named, (axis.size,)), axis, remat)
         modules: Any = layers
         axis = axis_of_modules(modules, Layers, what)
         if not modules:

@@ -42,8 +42,11 @@ def layers_from_state_dict(
 ) -> list[M]:
     """The layers, like the templates, with their arrays read from `state_dict`.
 
+    They have the dtype of the state dict.
+
     Raises:
-        ValueError: names every entry that is missing, unknown or of another shape.
+        ValueError: names every entry that is missing or of another shape, and those of
+            further layers.
     """
     shapes = eqx.filter_eval_shape(layers_to_state_dict, templates, prefix)
     expected = {key: tuple(value.shape) for key, value in shapes.items()}
@@ -109,8 +112,14 @@ def _check_entries(
         raise ValueError(
             "The state dict has no array of these layers, such as"
             f" {next(iter(expected))!r}; one that it has is"
-            f" {next(iter(state_dict))!r}. Give the prefix that it was written with."
+            f" {next(iter(state_dict))!r}. Give the prefix that it was written with, to"
+            " layers of the same kinds."
         )
+    # Others of these layers may have other names for what is missing.
+    if any(key not in state_dict for key in expected):
+        for key in state_dict:
+            if pattern.match(key):
+                shapes[key] = np.shape(state_dict[key])
     if problems := entry_problems(expected, shapes):
         raise ValueError(
             f"The state dict does not fit the stack of {count} layers at prefix"

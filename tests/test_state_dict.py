@@ -84,6 +84,13 @@ def test_every_problem_of_a_state_dict_is_named(Stack):
     assert "mismatched: h.2.weight is (2, 3), expected (3, 3)" in message
     assert "missing: h.3.bias (3,)" in message
     assert "unknown: h.4.weight (3, 3)" in message and "unknown: h.17.weight" in message
+    # The entry that is there in its place
+    renamed = stack.to_state_dict("h")
+    renamed["h.1.weights"] = renamed.pop("h.1.weight")
+    with pytest.raises(
+        ValueError, match=r"missing: h.1.weight .*\n.*unknown: h.1.weights"
+    ):
+        stack.from_state_dict(renamed, "h")
     # As many problems as layers
     wrong = {f"h.{layer}.bias": jnp.ones(5) for layer in range(4)}
     with pytest.raises(ValueError, match=r"mismatched: h.0.bias is \(5,\)"):

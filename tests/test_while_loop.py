@@ -436,6 +436,31 @@ def test_results_have_the_types_of_jax():
         )
 
 
+def test_random_keys_in_the_carry_and_closed_over():
+    key, other = jax.random.split(jax.random.key(0))
+
+    def body(carry):
+        n, x, key = carry
+        key, drawn = jax.random.split(key)
+        noise = jax.random.normal(drawn) + jax.random.normal(
+            jax.random.fold_in(other, n)
+        )
+        return n + 1, jnp.sin(x) * noise, key
+
+    def last(x, loop):
+        return loop(lambda carry: carry[0] < 5, body, (0, x, key))[1]
+
+    def expected(cond, body, init):
+        return jax.lax.fori_loop(0, 5, lambda _, carry: body(carry), init)
+
+    # Outside of `jax.jit`, where a key is an array of its own class
+    ours = jax.value_and_grad(last)(
+        0.7, functools.partial(sr.while_loop, max_carries=2)
+    )
+    theirs = jax.value_and_grad(last)(0.7, expected)
+    np.testing.assert_allclose(ours, theirs, rtol=1e-6)
+
+
 def test_devices_stop_apart():
     """Their shared weight is in all gradients, which are summed in each step."""
     mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -433,8 +433,7 @@ def _replays_of(fn: Bound) -> int:
     """
     if fn.fn is backward:
         spec, _ = fn.bound
-        schedule = spec.remat.schedule
-        return schedule.replays if schedule else 0
+        return spec.remat.replays
     return sum(_replays_of(inner) for inner in fn.bound if isinstance(inner, Bound))
 
 

@@ -165,6 +165,6 @@ def _run(loop: JaxprEqn, operands: Arrays, max_carries: int) -> Arrays:
 def _strong(leaf: Any) -> Any:
     """The array, of a strong type: those of steps and of batches are."""
     array = jnp.asarray(leaf)
-    if not array.weak_type:
+    if not jax.typeof(array).weak_type:
         return array
     return lax.convert_element_type(array, array.dtype)

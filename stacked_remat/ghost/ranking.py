@@ -173,10 +173,23 @@ def finite_rows(folder: Path, columns: Sequence[str], selected: dict[str, Any]) 
     table = table.filter(np.isfinite(table["score"].to_numpy()))
     if not table.num_rows:
         raise ScoreLogError(
-            f"{folder} has no finite scores of these steps, layer and leaves: select"
-            " others."
+            f"{folder} has no finite scores of these steps, layer and leaves."
+            f" {_what_there_is(folder)}"
         )
     return table
+
+
+def _what_there_is(folder: Path) -> str:
+    """The steps and layers of a log."""
+    table = read_scores(folder, ["step", "layer"])
+    steps = table["step"].to_numpy()
+    if not steps.size:
+        return "It has no scores at all."
+    there_are = f"It has scores of the steps {steps.min()} to {steps.max()}"
+    layers = table["layer"].drop_null().to_numpy()
+    if not layers.size:
+        return f"{there_are}, none of them of a layer."
+    return f"{there_are} and the layers {layers.min()} to {layers.max()}."
 
 
 def sums_of_steps(table: Any, scores: np.ndarray) -> np.ndarray:

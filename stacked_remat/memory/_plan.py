@@ -16,7 +16,7 @@ from .._messages import parse_bytes
 from .._policy import resolve_policy
 from .._static import PyTree
 from ._call import DoesNotFit, TracedCall, trace_call
-from ._report import Comparison, MemoryReport, Trial
+from ._report import Comparison, MemoryReport, Trial, unknown_names
 from ._search import Search
 from ._table import readable_bytes, readable_count
 from ._targets import Target
@@ -180,10 +180,29 @@ def plan(
         found = search.least(candidates)
         trials += search.compiled.values()
         if found is not None and found.report is not None:
-            tried = compared(trials)
+            notes = _of_unknown_names(candidates, search)
+            tried = dataclasses.replace(compared(trials), notes=notes)
             policy = resolve_policy(found.policy)
             return Plan(policy, found.report, tried, most, is_streamed)
     raise BudgetError(_nothing_fits(compared(trials), most, most_on_host))
+
+
+def _of_unknown_names(
+    candidates: Sequence[ScanCheckpointSpec], search: Search
+) -> tuple[str, ...]:
+    """A remark for each candidate that was not compiled and has names that no value of
+    the program has.
+    """
+    reports = [trial.report for trial in search.compiled.values() if trial.report]
+    # What a policy moves to the host has no name in its program.
+    known = next((report for report in reports if not report.flops.moved), None)
+    notes = []
+    for policy in candidates:
+        if known is None or resolve_policy(policy) in search.compiled:
+            continue
+        if unknown := unknown_names(policy, known.flops):
+            notes.append(f"{Trial(policy, None).name}: {unknown}")
+    return tuple(notes)
 
 
 def _check_streamed(streamed: Any, args: Sequence[PyTree]) -> None:

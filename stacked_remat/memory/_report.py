@@ -262,12 +262,13 @@ class Comparison:
                 # The compiler's message goes on for pages.
                 first_line = str(trial.failure).splitlines()[0]
                 notes.append(f"{trial.name}: {first_line}")
-            if unknown := _unknown_names(trial):
-                notes.append(f"{trial.name}: {unknown}")
+            if trial.report is not None:
+                if unknown := unknown_names(trial.policy, trial.report.flops):
+                    notes.append(f"{trial.name}: {unknown}")
         if _are_alike(self.trials):
             notes.append(
-                "all policies take the same: does the program give its fold or scan"
-                " remat=remat?"
+                "all policies have the same figures: does the program pass remat=remat"
+                " to its fold or scan?"
             )
         return [*notes, *self.notes]
 
@@ -284,19 +285,19 @@ def _are_alike(trials: Sequence[Trial]) -> bool:
     return len(figures) == 1 and len(policies) == len(reports) > 1
 
 
-def _unknown_names(trial: Trial) -> str:
-    """A remark about names of a policy that no value of the program has."""
-    if trial.report is None:
-        return ""
-    policy = resolve_policy(trial.policy)
+def unknown_names(spec: ScanCheckpointSpec, flops: Flops) -> str:
+    """A remark about names of a policy that no value of the program has, whose figures
+    these are.
+    """
+    policy = resolve_policy(spec)
     given: list[str] = []
     # Not names where it is a bool or one of JAX's policies
     if isinstance(policy.save_block_internals, tuple):
         given += policy.save_block_internals
     # A value that is moved has no name any more
-    if not trial.report.flops.moved:
+    if not flops.moved:
         given += policy.offload_block_internals
-    known = trial.report.flops.names
+    known = flops.names
     unknown = [repr(name) for name in given if name not in known]
     if not unknown:
         return ""
@@ -314,8 +315,9 @@ _COLUMNS = {
     "sent": "sent: to other devices, by each",
     "link": "link: seconds that it takes, or hidden behind compute",
     "FLOPs": "",
-    "replays": "replays: layers or steps that run again for carries that were not kept",
-    "compiled": "compiled: in so many seconds",
+    "run again": "run again: layers or steps that the backward pass runs again to make"
+    " carries that were not kept; with save_carries=False all run once more",
+    "compiled": "compiled: seconds of compiling",
 }
 
 
@@ -341,7 +343,7 @@ def _cells(report: MemoryReport | None, base_flops: int) -> list[str]:
         mark = "" if report.flops.exact else " ?"
         flops = f"{report.flops.matmul / base_flops:.2f}{mark}"
     # Without products nothing else says what a policy costs.
-    replays = "" if base_flops else f"{report.flops.replays:,}"
+    run_again = "" if base_flops else f"{report.flops.replays:,}"
     return [
         unit_name,
         size(report.total),
@@ -352,7 +354,7 @@ def _cells(report: MemoryReport | None, base_flops: int) -> list[str]:
         size(report.sent),
         link,
         flops,
-        replays,
+        run_again,
         f"{report.compile_seconds:.1f}",
     ]
 

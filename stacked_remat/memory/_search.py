@@ -45,6 +45,8 @@ _NEAR = 1.3
 # The same where the model's error is known from a step of the same kind
 _NEARER = 1.02
 _MOST_NEAR = 3
+# What takes so many times the budget by the model is not compiled.
+_RULED_OUT = 2
 _GAIN = 0.01
 # How many policies stay of those that the model can't tell apart, as `True` and a sweep
 # that holds every carry.
@@ -123,7 +125,8 @@ class Search:
         """The policy with the fewest FLOPs that fits, of the candidates and of their
         variations; None if none fits.
         """
-        ladder = self.ladder(candidates)
+        steps = self._steps(candidates)
+        ladder = _best(steps)
         # Arguments take the same memory under every policy.
         for trial in self.compiled.values():
             if trial.report is not None and trial.report.arguments > self.budget:
@@ -137,9 +140,15 @@ class Search:
         # Others were compiled to measure them.
         offered = {*map(resolve_policy, candidates)}
         offered |= {resolve_policy(step.policy) for step in ladder}
-        # Also where no step of the ladder fits: the model may be wrong.
+        # Also where no step of the ladder fits: the model may be wrong, but not by so
+        # much.
         if not self.fitting(offered):
-            for policy in self._in_order(candidates):
+            too_large = set()
+            for step in steps:
+                if step.total > _RULED_OUT * self.budget:
+                    too_large.add(resolve_policy(step.policy))
+            left = [one for one in candidates if resolve_policy(one) not in too_large]
+            for policy in self._in_order(left):
                 trial = self.taken(policy)
                 if trial is None:
                     continue
@@ -177,18 +186,22 @@ class Search:
         """The variations of some policies that take less memory than all with fewer
         FLOPs, from the fewest FLOPs to the most; [] where there is no model.
         """
+        return _best(self._steps(candidates))
+
+    def _steps(self, candidates: Sequence[ScanCheckpointSpec]) -> "list[Step]":
+        """The candidates and their variations, with their costs by a model; [] where
+        there is none.
+        """
         if not self.vary or not any(map(is_varied, map(resolve_policy, candidates))):
             return []
         model = traced_model(self._taken_trace)
-        if model is None:
-            return []
-        self.layers = model.layers
-        return _best(self._steps(candidates, model))
+        return [] if model is None else self._by_model(candidates, model)
 
-    def _steps(
+    def _by_model(
         self, candidates: Sequence[ScanCheckpointSpec], model: Model
     ) -> "list[Step]":
         """All variations with their costs by a model; candidates as they were given."""
+        self.layers = model.layers
         given: dict[ScanCheckpointPolicy, ScanCheckpointSpec] = {}
         for policy in candidates:
             given[resolve_policy(policy)] = policy
@@ -403,5 +416,4 @@ def _runs_again(policy: ScanCheckpointPolicy, layers: int) -> int:
     if recomputes_nothing(policy):
         return 0
     remat = policy.for_layers(layers)
-    again = remat.length - remat.first_layers
-    return again + (remat.schedule.replays if remat.schedule else 0)
+    return remat.length - remat.first_layers + remat.replays

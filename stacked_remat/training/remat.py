@@ -121,6 +121,7 @@ def check_remat(
     given = {name: size for name, size in budgets.items() if size is not None}
     for name, size in given.items():
         if remat != "auto":
+            remat_policy(remat, presets)  # an error in it comes first
             raise ValueError(
                 f"{name} = {size} has no effect beside remat: {remat}. Write remat:"
                 " auto."

@@ -279,6 +279,7 @@ def test_tokens_are_shown_by_their_scores(tmp_path, capsys, monkeypatch):
     ("arguments", "message"),
     [
         (["top", "{}/run", "--plot", "a.pdf"], "--plot is written as .png or .svg"),
+        (["top", "{}/run", "--plot", "no/a.svg"], "the folder 'no' does not exist"),
         (["top", "{}/nowhere"], "There is no run folder .*nowhere"),
         (["top", "{}"], "has no scores of examples. Train with a `ghost` section"),
         (
@@ -289,7 +290,10 @@ def test_tokens_are_shown_by_their_scores(tmp_path, capsys, monkeypatch):
             ["by-layer", "{}/run", "--leaf", "*q_proj"],
             "matches none of the 2 leaves .*such as head.weight",
         ),
-        (["bottom", "{}/run", "--steps", "8:9"], "has no finite scores of these steps"),
+        (
+            ["bottom", "{}/run", "--steps", "8:9"],
+            "these steps, layer and leaves. It has scores of the steps ",
+        ),
     ],
 )
 def test_the_command_refuses_with_one_message(tmp_path, capsys, arguments, message):

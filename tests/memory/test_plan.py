@@ -8,11 +8,18 @@ import functools
 import equinox as eqx
 import haliax as hax
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
-from stacked_remat import ScanCheckpointPolicy, Stacked, fused_update, streaming
+from stacked_remat import (
+    ScanCheckpointPolicy,
+    Stacked,
+    fused_update,
+    lax_scan,
+    streaming,
+)
 from stacked_remat._policy import resolve_policy
 from stacked_remat.memory import (
     CANDIDATES,
@@ -159,10 +166,16 @@ def test_names_that_no_value_has_are_said_with_those_that_there_are():
     remark = "no value is named 'hiden'; the program has: 'activation', 'hidden'"
     assert " ".join(shown.split()).count(remark) == 1
     assert shown.count("no value is named") == 1
+    # Also of a candidate that is not compiled
+    found = plan(
+        Counting(), *blocks_and_input(), budget="1GiB", candidates=[False, policies[0]]
+    )
+    assert [trial.name for trial in found.tried.trials][-1] == "False"
+    assert " ".join(str(found).split()).count(remark) == 1
 
 
 def test_a_program_that_ignores_its_policy_is_said(comparison):
-    remark = "all policies take the same: does the program give its fold or scan"
+    remark = "all policies have the same figures: does the program pass"
     program = Counting()
     ignoring = compare(
         lambda remat: program(True), *blocks_and_input(), candidates=[True, "nested"]
@@ -298,6 +311,31 @@ def test_no_candidate_fits(comparison):
     with pytest.raises(BudgetError, match="B of it arguments, too much alone"):
         planned(budget=1, candidates=[False, True])
     assert "\nFalse " in message and "\nTrue " in message
+
+
+def test_what_takes_twice_the_budget_by_the_model_is_not_compiled():
+    def gradient(policy):
+        def loss(weights, x):
+            def layer(carry, weight):
+                return jnp.sin(carry @ weight), None
+
+            return lax_scan(layer, x, weights, remat=policy)[0].sum()
+
+        return jax.grad(loss)
+
+    shapes = [
+        jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((8, 4, 4), (4096, 4))
+    ]
+    (nested,) = compare(gradient, *shapes, candidates=["nested"]).trials
+    compiled = []
+    with pytest.raises(BudgetError, match="The smallest found is max_carries=2 with"):
+        plan(
+            gradient,
+            *shapes,
+            budget=nested.report.total // 3,
+            show=lambda trial: compiled.append(trial.name),
+        )
+    assert compiled == ["'nested'", "max_carries=2"]
 
 
 def test_the_host_has_a_budget_too(monkeypatch):

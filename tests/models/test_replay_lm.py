@@ -191,15 +191,26 @@ def test_scores_of_a_small_step_are_the_dot_products_times_the_rate(workplace, c
         for example, score in replayed.items():
             np.testing.assert_allclose(score, RATE * dotted[example], rtol=0.02)
     assert not scores_of(run / "replay", 2)
-    # again, over the log that is there, from the checkpoint before the latest
+    # Another one, from the checkpoint before the latest, does not lose these.
     more = ("--batches", "2", "--microbatches", "4")
-    assert main(["--run_dir", str(run), *more]) == 0
-    assert scores_of(run / "replay", 4) and not scores_of(run / "replay", 3)
+    assert main(["--run_dir", str(run), *more]) == 1
+    shown = capsys.readouterr().out.replace("\n", " ")
+    assert "has the scores of another replay. Name another folder with" in shown
+    assert scores_of(run / "replay", 3)
+    later = run / "later"
+    assert main(["--run_dir", str(run), *more, "--log_dir", str(later)]) == 0
+    assert scores_of(later, 4) and not scores_of(later, 3)
     last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
     assert (
         f"held-out loss {last['held_out_loss']:.4f} after them"
         in capsys.readouterr().out
     )
+    for given, message in (
+        (("--batches", "0"), "--batches must be at least 1, got 0."),
+        (("--run_dir", str(run / "none")), "does not exist: --run_dir names a run"),
+    ):
+        assert main(["--run_dir", str(run), *given]) == 1
+        assert message in capsys.readouterr().out.replace("\n", " ")
     assert main(["--run_dir", str(run), "--from_step", "1"]) == 1
     assert (
         "has checkpoints of the steps 2, 3, 4; a replay goes from"

@@ -58,6 +58,7 @@ def test_the_entry_of_a_policy_is_an_alias_or_fields_and_is_read_back(policy):
         ("auto", "lots", None, "^budget: cannot read 'lots' as a number of bytes"),
         ("auto", "72GiB", "some", "^host_budget: cannot read 'some'"),
         ("nested", "72GiB", None, "budget = 72GiB has no effect beside remat: nested"),
+        ("nestd", "72GiB", None, "Did you mean `nested`"),
         (True, None, "1TiB", "host_budget = 1TiB has no effect"),
         ({"save_carries": "disk"}, None, None, "Give one as carries_folder"),
     ],

@@ -301,7 +301,7 @@ class Stacked(StackedKinds[M]):
         """
         what = f"{cls.__name__}.of"
         build: Any = cls
-        if isinstance(layers, Stacked | haliax.nn.Stacked):
+        if isinstance(layers, haliax.nn.Stacked):
             raise TypeError(
                 f"{what} was given {describe(layers)}, whose layers are in its field"
                 f" stacked: write {what}(stack.stacked, Layers)."

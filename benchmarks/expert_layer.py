@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from haliax import Axis
 
-from stacked_remat._placement import platform
+from stacked_remat._memory_spaces import platform
 from stacked_remat.ops import ExpertLinear, apply_linear, grouped_experts
 
 from .command import Rows, benchmark

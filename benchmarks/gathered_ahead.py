@@ -42,7 +42,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from stacked_remat import Stacked, StackedPattern, fused_update
 from stacked_remat._compat import compiled_with_text
-from stacked_remat._placement import compiled_for
+from stacked_remat._memory_spaces import compiled_for
 from stacked_remat.memory import find_target
 from stacked_remat.ops import grouped_experts
 

@@ -52,7 +52,7 @@ TESTS = {
     "_pictures": "models/test_plot ghost/test_log",
     "_pipeline": "test_pipeline_errors test_pipeline",
     "_pipeline/schedule": "test_pipeline_schedule test_pipeline",
-    "_placement": "test_streaming test_any_layer test_policies_at_work",
+    "_memory_spaces": "test_streaming test_any_layer test_policies_at_work",
     "_place_names": "test_places",
     "_places": "test_places",
     "_policy": "test_policy test_policies_at_work",

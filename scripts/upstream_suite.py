@@ -114,6 +114,7 @@ def use_for_flax() -> None:
 def use_for_diffrax() -> None:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     import diffrax
+    import jax
 
     from stacked_remat.diffrax import RematAdjoint
 
@@ -123,6 +124,17 @@ def use_for_diffrax() -> None:
         return RematAdjoint(**carries).loop(**options)
 
     diffrax.RecursiveCheckpointAdjoint.loop = loop
+
+    save_at = diffrax.SaveAt
+
+    def save_at_without_caches(*args: Any, **options: Any) -> Any:
+        """XLA ends a process that holds as many programs as `test_against` compiles:
+        those before each of its settings are dropped.
+        """
+        jax.clear_caches()
+        return save_at(*args, **options)
+
+    diffrax.SaveAt = save_at_without_caches
 
 
 _TOP = "looks for a scan at the top of the program; here "

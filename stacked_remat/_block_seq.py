@@ -16,7 +16,7 @@ from haliax import Axis
 from haliax.state_dict import StateDict
 
 from ._block_foldable import BlockFoldable, M, axis_of_modules, check_layer_index
-from ._placement import on_device
+from ._memory_spaces import on_device
 from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
 from ._scan.arguments import Caller
 from ._scan.checks import layers_axis

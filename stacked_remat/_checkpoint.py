@@ -124,10 +124,11 @@ def internals_are_saved(name: str | None = None) -> bool:
     while it is traced.
 
     A block may then choose what it computes: where layers are recomputed, a result that
-    would save the backward pass work is not kept. `False` within `checkpoint` too,
-    unless it has `save=True`; a `jax.checkpoint` around a scan is not seen. With a
-    `name` it asks for the internals of this checkpoint name, which may be kept where
-    the rest is not; a policy of JAX (`dots_saveable`, ...) keeps none by name.
+    is computed early, to spare the backward pass work, is dropped. `False` within
+    `checkpoint` too, unless it has `save=True`; a `jax.checkpoint` around a scan is not
+    seen. With a `name` it asks for the internals of this checkpoint name, which may be
+    kept where the rest is not; a policy of JAX (`dots_saveable`, ...) keeps none by
+    name.
     """
     saved = _saved_internals.value
     return saved is True or (name is not None and name in saved)

@@ -27,7 +27,7 @@ from jax.experimental import hijax
 from jax.extend.core import Jaxpr, JaxprEqn, Primitive
 from jax.interpreters import ad, batching, mlir, partial_eval
 
-from ._placement import is_on_host
+from ._memory_spaces import is_on_host
 from ._static import PyTree
 
 HiPrim: Any = getattr(hijax, "HiPrim", None) or getattr(hijax, "VJPHiPrimitive")  # noqa: B009

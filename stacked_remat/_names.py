@@ -17,7 +17,7 @@ from jax.extend.core.primitives import name_p
 from jax.interpreters import ad, batching, mlir, partial_eval
 
 from ._hijax import primitive_of
-from ._placement import to_device, to_host
+from ._memory_spaces import to_device, to_host
 
 
 def named(array: Any, name: str) -> Any:

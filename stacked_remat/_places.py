@@ -92,7 +92,7 @@ class Places:
                 hint = did_you_mean(operation, self._counts)
             raise PlaceError(
                 f"The policy keeps {place!r}, but the layer has {has} {operation!r}"
-                f" that something reads.{hint} If it has changed since the policy was"
+                f" whose result is used.{hint} If it has changed since the policy was"
                 " written, plan it again (memory.plan), or name values by"
                 " checkpoint_name."
             )

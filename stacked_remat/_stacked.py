@@ -31,7 +31,7 @@ from ._block_foldable import (
     check_layer_index,
     check_module,
 )
-from ._placement import on_device
+from ._memory_spaces import on_device
 from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
 from ._scan.arguments import Caller, check_stacked, warn_of_ambiguous
 from ._scan.checks import axis_or_name, describe, layers_axis
@@ -380,8 +380,8 @@ class Stacked(StackedKinds[M]):
             if name not in getattr(blocks, "__dataclass_fields__", ()):
                 raise AttributeError(f"{what!r} object has no attribute {name!r}")
             raise AttributeError(
-                f"A {what} has no attribute {name!r}; its blocks have. That of all"
-                f" layers is .stacked.{name}, that of the first [0].{name}."
+                f"A {what} has no attribute {name!r}, but its layers do: that of all is"
+                f" .stacked.{name}, that of the first [0].{name}."
             )
 
     @property

@@ -31,7 +31,7 @@ from jax.extend.core import Jaxpr, Primitive, Var
 from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array
 
-from ._placement import has_host_arrays, platform
+from ._memory_spaces import has_host_arrays, platform
 from ._static import PyTree
 from ._trips import known_trips
 
@@ -354,7 +354,7 @@ BARRIERS = ("optimization_barrier", _barrier_p.name)
 
 def _barrier_on(platforms: tuple[str, ...], tree: Any, problem: str = "") -> Any:
     """`lax.optimization_barrier` in programs for these platforms (`"cuda"`, `"tpu"`),
-    nothing in others. `"cuda"` stands for all GPUs, as in `_placement.platform`.
+    nothing in others. `"cuda"` stands for all GPUs, as in `_memory_spaces.platform`.
 
     With a problem, such programs are refused with that text instead.
     """

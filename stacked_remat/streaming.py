@@ -22,7 +22,7 @@ from jax import lax
 from jax.core import Tracer
 from jax.sharding import NamedSharding
 
-from . import _placement
+from . import _memory_spaces
 from ._block_foldable import block_builder
 from ._in_files import (
     ArrayInFiles as ArrayInFiles,
@@ -31,8 +31,8 @@ from ._in_files import (
     in_memory as in_memory,
     is_in_files as is_in_files,
 )
+from ._memory_spaces import is_on_host as is_on_host, moves_to_host as moves_to_host
 from ._messages import axes_text
-from ._placement import is_on_host as is_on_host, moves_to_host as moves_to_host
 from ._policy import ScanCheckpointSpec
 from ._scan.arguments import Caller, argument_namer
 from ._scan.checks import layers_axis
@@ -86,7 +86,7 @@ def init(
             placed = []
             for leaf in map(jnp.asarray, jax.tree.leaves(block)):
                 is_moved = moves_to_host(leaf.shape, leaf.dtype)
-                placed.append(_placement.to_host(leaf) if is_moved else leaf)
+                placed.append(_memory_spaces.to_host(leaf) if is_moved else leaf)
             return placed
 
         shapes, rest = eqx.partition(template.stacked, is_array)
@@ -155,7 +155,7 @@ def to_host(model: T, *, where: Callable[[Any], Any] = lambda leaf: True) -> T:
     """
     on_host = _of_stacks(functools.partial(_stack_to_host, where), model)
     # An error if nothing is moved: the model would take the memory of the device
-    if not _placement.has_host_arrays(on_host):
+    if not _memory_spaces.has_host_arrays(on_host):
         raise ValueError(
             "The model has no Stacked with an array for to_host to move. Let its layers"
             " be a Stacked, and check where=."
@@ -190,10 +190,10 @@ def _stack_to_host(where: Callable[[Any], Any], name: str, stack: Stacked) -> St
 def _to_host(array: Any) -> Any:
     """An array in host memory; of a shape, one with a sharding there."""
     if not isinstance(array, jax.ShapeDtypeStruct):
-        return _placement.to_host(array)
+        return _memory_spaces.to_host(array)
     sharding = array.sharding
     if not isinstance(sharding, NamedSharding) or sharding.mesh.size == 1:
-        sharding = _placement.on_one_device(jax.local_devices()[0])
+        sharding = _memory_spaces.on_one_device(jax.local_devices()[0])
     sharding = sharding.with_memory_kind("pinned_host")
     if sharding.memory_kind is None:
         raise ValueError(
@@ -210,7 +210,7 @@ def to_device(model: T) -> T:
     """
 
     def moved(_: str, stack: Stacked) -> Stacked:
-        return changed(stack, stacked=_placement.on_device(stack.stacked))
+        return changed(stack, stacked=_memory_spaces.on_device(stack.stacked))
 
     return _of_stacks(moved, model)
 

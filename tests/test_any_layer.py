@@ -23,7 +23,7 @@ from stacked_remat import (
     fold,
     internals_are_saved,
 )
-from stacked_remat._placement import compiled_for, platform
+from stacked_remat._memory_spaces import compiled_for, platform
 
 from .blocks import POLICIES, assert_close, is_by_name, policies, quick_jit
 

@@ -29,7 +29,7 @@ LAYERS = {
     "compat": ("_compat", ""),
     "base": (
         "_activity _carry_files _files _hijax _in_files _messages _microbatches _noted"
-        " _pictures _place_names _placement _python_calls _static _trips",
+        " _pictures _place_names _memory_spaces _python_calls _static _trips",
         "compat",
     ),
     "schedule": ("_schedule", "base"),

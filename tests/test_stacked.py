@@ -454,7 +454,7 @@ def test_attributes_that_a_stack_has_not_run_no_code_of_its_blocks():
     layers = [Checked(jnp.ones(2))] * 3
     assert not hasattr(Stacked.of(layers), "checked")
     assert Stacked.of(layers).remat == ScanCheckpointPolicy()
-    with pytest.raises(AttributeError, match=r"its blocks have.*\.stacked\.scale, "):
+    with pytest.raises(AttributeError, match=r"its layers do: .*\.stacked\.scale, "):
         getattr(Stacked.of(layers), "scale")  # noqa: B009
     with pytest.raises(AttributeError, match="no attribute 'wieght'"):
         getattr(Width.of(layers), "width")  # noqa: B009

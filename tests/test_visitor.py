@@ -23,7 +23,7 @@ from stacked_remat import (
     shared,
     unsliced,
 )
-from stacked_remat._placement import compiled_for
+from stacked_remat._memory_spaces import compiled_for
 
 from .blocks import POLICIES, Tanh, assert_close as close, looped, policies, with_remat3
 from .random_arrays import normal

@@ -16,7 +16,7 @@ import pytest
 from jax import lax
 
 import stacked_remat as sr
-from stacked_remat._while import placement
+from stacked_remat._while import kept_carries
 
 from . import blocks
 from .blocks import quick_jit
@@ -205,7 +205,7 @@ def test_more_random_loops_under_random_transformations(seed):
 
 
 def least_runs(steps, slots):
-    """`runs` of `placement.py` as it is derived there."""
+    """`runs` of `kept_carries.py` as it is derived there."""
     if steps <= 1 or slots == 1:
         return steps * (steps - 1) // 2
     repeats = 0
@@ -229,12 +229,12 @@ def kept_steps(slots, steps):
     """Of which steps the carries are kept, after each number of steps."""
 
     def step(kept, number):
-        dropped, is_kept = placement.to_drop(kept, number)
+        dropped, is_kept = kept_carries.to_drop(kept, number)
         new = kept.replaced(dropped, number)
         kept = jax.tree.map(lambda a, b: jnp.where(is_kept, a, b), new, kept)
         return kept, kept.steps
 
-    start = placement.Kept.at_start(slots)
+    start = kept_carries.Kept.at_start(slots)
     numbers = jnp.arange(steps, dtype=jnp.int32)
     return np.asarray(quick_jit(lambda: lax.scan(step, start, numbers)[1])())
 
@@ -250,7 +250,7 @@ def runs_again(kept, steps):
 def test_carries_are_kept_where_few_steps_run_again(slots):
     most = 120
     split = quick_jit(
-        jax.vmap(lambda n, s: placement.split(n, s, slots), in_axes=(0, None))
+        jax.vmap(lambda n, s: kept_carries.split(n, s, slots), in_axes=(0, None))
     )
     for free in range(2, slots + 1):
         lengths = np.arange(2, most, dtype=np.int32)

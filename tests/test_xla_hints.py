@@ -25,7 +25,7 @@ from stacked_remat import (
     shared,
     tiled,
 )
-from stacked_remat._placement import compiled_for, to_device, to_host
+from stacked_remat._memory_spaces import compiled_for, to_device, to_host
 
 from .blocks import Tanh
 

@@ -45,8 +45,8 @@ import jax.tree_util as jtu
 from jaxtyping import Array, DTypeLike, Float
 
 from .. import _xla_hints as xla_hints
+from .._memory_spaces import has_host_arrays, moves_to_host, to_host
 from .._messages import check_loss_and_optimizer
-from .._placement import has_host_arrays, moves_to_host, to_host
 from .._scan.api import scan
 from .._scan.checks import describe
 from .._scan.marks import PerKind

@@ -18,8 +18,8 @@ import jax.tree_util as jtu
 
 from .._fused.folds import leaves_or_none
 from .._fused.trained import check_floating, check_split
+from .._memory_spaces import has_host_arrays
 from .._messages import shortened
-from .._placement import has_host_arrays
 from .._scan.checks import describe
 from .._scan.layer_axis import axis_resized
 from .._scan.marks import changed, is_split

@@ -26,7 +26,7 @@ from haliax.axis import AxisSelector
 from jax import lax
 from jax.tree_util import KeyPath
 
-from .._placement import is_on_host, to_host
+from .._memory_spaces import is_on_host, to_host
 from .._static import PyTree, axis_first, from_axis_first, with_axes
 from .._sweep.kinds import Pattern
 from .._sweep.slots import Arrays, Mask

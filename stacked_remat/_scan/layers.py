@@ -28,7 +28,7 @@ from haliax import Axis
 
 from .._checkpoint import checkpoint_name, recomputed, saving_internals
 from .._compat import is_eager, nothing_is_traced
-from .._placement import has_host_arrays, on_device
+from .._memory_spaces import has_host_arrays, on_device
 from .._places import Places
 from .._remat import EVERYTHING, NOTHING, Kept, Remat
 from .._schedule import Tree

@@ -23,8 +23,8 @@ from haliax.axis import AxisSelector
 from jax import lax
 from jax.tree_util import KeyPath
 
+from .._memory_spaces import has_host_arrays, on_several_devices
 from .._noted import noting
-from .._placement import has_host_arrays, on_several_devices
 from .._static import PyTree, is_array, is_named, raw_array, with_axes
 
 T = TypeVar("T")

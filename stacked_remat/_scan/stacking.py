@@ -100,8 +100,8 @@ def stack_layers(layers: Sequence[T], axis: Axis, what: str) -> T:
         'BlockSeq(layers, n) or StackedPattern({"a": Stacked.of(...), ...}, pattern, n)'
     )
     fix = (
-        "Layers of one kind differ in arrays and numbers alone: make these alike, or"
-        f" write {several}."
+        "Stacked layers may differ only in the values of arrays and numbers. Make them"
+        f" alike, or write {several}."
     )
     _refuse_unlike(layers, of_layer, f"{what}: layers", fix)
     return jtu.tree_map_with_path(stack, *layers, is_leaf=is_named)

@@ -21,7 +21,7 @@ from jax.interpreters import ad, batching
 from jaxtyping import Array
 
 from .. import _carry_files as files
-from .._placement import compiled_for, on_several_devices
+from .._memory_spaces import compiled_for, on_several_devices
 from .._python_calls import Caller, python_call
 from .._static import PyTree
 from .slots import Carry

@@ -32,7 +32,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .. import _xla_hints as xla_hints
-from .._placement import has_host_arrays, to_host
+from .._memory_spaces import has_host_arrays, to_host
 from .._schedule import Schedule
 from . import disk
 from .ahead import at_ahead, fetch_kinds

@@ -28,7 +28,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from .. import _xla_hints as xla_hints
 from .._compat import without_constants
-from .._placement import is_on_host
+from .._memory_spaces import is_on_host
 from .gathers import (
     Gather,
     exchanges_out_of_loops,

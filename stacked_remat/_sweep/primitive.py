@@ -45,7 +45,7 @@ from jax.interpreters import batching
 
 from .._activity import active_outputs
 from .._compat import batch_jaxpr, is_eager, nothing_is_traced
-from .._placement import has_host_arrays
+from .._memory_spaces import has_host_arrays
 from .._static import PyTree, Static
 from . import disk
 from .forward import forward, primal

@@ -42,7 +42,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .. import _xla_hints as xla_hints
-from .._placement import has_host_arrays, to_device
+from .._memory_spaces import has_host_arrays, to_device
 from .._schedule import Program, equal
 from .._static import PyTree
 from . import disk

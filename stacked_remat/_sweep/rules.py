@@ -18,7 +18,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from .._activity import active_outputs, has_rules, is_differentiable
 from .._compat import named_axes, without_constants
 from .._hijax import LowPrimitive
-from .._placement import is_on_host
+from .._memory_spaces import is_on_host
 from .._static import PyTree, Static
 from .gradient import merge, pick, scatter_leaves
 from .programs import found_in

@@ -43,8 +43,8 @@ from jaxtyping import Array
 
 from .. import _xla_hints as xla_hints
 from .._activity import active_carry, bytes_of
+from .._memory_spaces import on_device
 from .._names import named
-from .._placement import on_device
 from .._remat import EVERYTHING, NOTHING, Kept, Remat
 from .._schedule import Program
 from .._static import PyTree

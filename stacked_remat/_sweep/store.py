@@ -19,7 +19,7 @@ from jaxtyping import Array
 from .. import _xla_hints as xla_hints
 from .._activity import is_differentiable
 from .._compat import made_on_host
-from .._placement import has_host_arrays, is_on_host, on_device, to_host
+from .._memory_spaces import has_host_arrays, is_on_host, on_device, to_host
 from .._static import PyTree
 
 # Of a layer, a slot, a run, a trip or a row; known or traced.

@@ -73,10 +73,11 @@ def while_loop(
     products of `n` steps, and, with `k` carries, a little more than
     `(r - 1) n - binomial(k + r, r - 1)` steps run again, for the least `r` with
     `binomial(k + r, r) >= n`: about `n` of them where `n <= (k + 1) (k + 2) / 2`.
-    `stacked_remat/_while/placement.py` says which carries are kept. Forward mode runs
-    the loop, and the loop with tangents. Under `jax.vmap` or `jax.shard_map` steps run
-    until all examples or devices are done, and those of finished ones start from the
-    first carry, to no effect if that has a derivative.
+    `stacked_remat/_while/kept_carries.py` says which carries are kept. Forward mode
+    runs the loop, and the loop with tangents. Under `jax.vmap` or `jax.shard_map` steps
+    run until all examples or devices are done. A finished one takes its first step
+    again, whose result is dropped; only where that step has no finite derivative,
+    gradients of what the body closes over become NaN.
 
     `fold(..., until=...)` is for loops with a bound, and has all policies.
     """

@@ -37,7 +37,7 @@ from .._sweep.rules import Bound, Differentiable, as_arrays, moved, not_mapped
 from .._sweep.slots import Arrays, Mask
 from .._sweep.store import zeros_of
 from . import sweeps
-from .placement import Kept
+from .kept_carries import Kept
 from .step import Differentiated, Step
 from .sweeps import Checkpoints
 

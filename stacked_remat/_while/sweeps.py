@@ -15,7 +15,7 @@ from .._static import PyTree
 from .._sweep.gradient import pick
 from .._sweep.slots import Arrays
 from .._sweep.store import on_all_devices, zeros_of
-from .placement import Kept, split, to_drop
+from .kept_carries import Kept, split, to_drop
 from .step import Differentiated, Step
 
 

@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec
 
 from .._activity import CALLS, CHECKPOINTS, is_differentiable, program_of, programs_in
 from .._hijax import primitive_of
+from .._memory_spaces import is_on_host, on_several_devices, platform
 from .._noted import Notes, noting
-from .._placement import is_on_host, on_several_devices, platform
 from .._sweep.gradient import merge, pick
 from .._sweep.primitive import Rule, Sweep, sweep_of
 from .._sweep.rules import Linear

@@ -39,7 +39,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, use_abstr
 from .._activity import bytes_of
 from .._compat import compiled_with_text, made_on_host
 from .._files import read_json_fields, replaced_whole
-from .._placement import compiled_for
+from .._memory_spaces import compiled_for
 from .._static import PyTree
 from . import _compiled_text
 from ._compiled_text import Buffer, largest_buffers, sent_bytes
@@ -198,9 +198,10 @@ def report(
 
     If the arguments lie on a mesh, `fn` is traced with it in use
     (`jax.sharding.use_abstract_mesh`). Those in host memory, by their sharding's memory
-    kind, are there for `fn` too. Without a GPU, XLA takes none for one: there the
-    program makes them first, so they count as temporaries of the host, or as outputs
-    where they are updated in place. Making them is not among the transfers.
+    kind, are there for `fn` too. Where no GPU is attached, XLA takes no arguments in
+    host memory for one: the program makes them first, so they count as temporaries of
+    the host, or as outputs where they are updated in place. Making them is not among
+    the transfers.
 
     Returns:
         The report. Library workspaces and autotuning may differ on the device itself.

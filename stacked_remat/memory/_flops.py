@@ -35,8 +35,8 @@ from jax.interpreters import partial_eval
 
 from .._activity import active_carry, active_variables, bytes_of, expansion, is_in
 from .._hijax import primitive_of
+from .._memory_spaces import platform
 from .._names import name_given_by
-from .._placement import platform
 from .._trips import branches_in, products_in, trips_in
 
 

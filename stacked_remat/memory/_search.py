@@ -147,7 +147,10 @@ class Search:
             for step in steps:
                 if step.total > _RULED_OUT * self.budget:
                     too_large.add(resolve_policy(step.policy))
-            left = [one for one in candidates if resolve_policy(one) not in too_large]
+            left: list[ScanCheckpointSpec] = []
+            for policy in candidates:
+                if resolve_policy(policy) not in too_large:
+                    left.append(policy)
             for policy in self._in_order(left):
                 trial = self.taken(policy)
                 if trial is None:

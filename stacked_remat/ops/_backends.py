@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType
 from jaxtyping import Array
 
-from .._placement import platform
+from .._memory_spaces import platform
 
 K = TypeVar("K")
 _DEVICES = {"cuda": "NVIDIA GPUs", "tpu": "TPUs"}

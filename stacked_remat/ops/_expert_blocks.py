@@ -16,7 +16,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Int
 
 from .. import LayerStack
-from .._placement import is_on_host, platform, to_device
+from .._memory_spaces import is_on_host, platform, to_device
 from .._static import is_array, is_named, raw_array
 from .._sweep.store import zeros_after
 from ._expert_loop import ExpertLoop, Inputs, add_at, masked, rows_at, sorted_pairs

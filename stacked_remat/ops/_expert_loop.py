@@ -19,7 +19,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from .. import checkpoint_name
-from .._placement import has_host_arrays
+from .._memory_spaces import has_host_arrays
 from .._sweep.store import zeros_after
 from ._grouped_linear import GroupedLinear, Groups, Kernels
 from ._padding import multiple_above, pad_axis

@@ -26,7 +26,7 @@ from jax import custom_batching, lax
 from jax.experimental import layout
 from jaxtyping import Array, Int
 
-from .._placement import target_device
+from .._memory_spaces import target_device
 from .._trips import known_products
 from ._attention_rule import (
     Attended,

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from haliax import Axis, AxisSelector, NamedArray
 
+from .._memory_spaces import platform
 from .._messages import axes_text
 from .._noted import DERIVATIVE_OF_RESULT, noted
-from .._placement import platform
 from ._attention_backends import (
     BACKENDS,
     AttentionCall,

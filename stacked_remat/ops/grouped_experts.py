@@ -16,9 +16,9 @@ import jax.numpy as jnp
 from haliax import Axis
 from jaxtyping import Array, Float, Int
 
+from .._memory_spaces import compiled_for, is_on_host
 from .._messages import axes_text
 from .._noted import noted
-from .._placement import compiled_for, is_on_host
 from .._static import is_array
 from ._backends import (
     HALVES,

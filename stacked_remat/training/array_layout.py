@@ -11,8 +11,8 @@ from haliax.util import is_named_array
 from jaxtyping import Array
 
 from .. import streaming
+from .._memory_spaces import is_on_host, on_one_device, to_device
 from .._messages import entry_problems
-from .._placement import is_on_host, on_one_device, to_device
 from .._scan.marks import raw_array
 
 State = TypeVar("State")

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from .._placement import is_on_host
+from .._memory_spaces import is_on_host
 from ..memory import readable_bytes
 from .array_layout import arrays_by_name
 from .errors import ConfigError

@@ -30,9 +30,9 @@ from jax.sharding import (
 
 from .._block_seq import BlockSeq
 from .._compat import no_axis_mapping
+from .._memory_spaces import is_on_host, on_one_device
 from .._messages import axes_text, did_you_mean
 from .._pipeline.model_parts import rows_of_stage
-from .._placement import is_on_host, on_one_device
 from .._stacked import Stacked
 from .batches import BATCH_AXIS, POSITION_AXIS, TokenBatch
 from .data.batch_stream import ProcessShare

@@ -117,11 +117,11 @@ def check_remat(
         ValueError: as `remat_policy`; a budget is missing, has no effect, or cannot be
             read; carries on disk have no folder.
     """
+    policy = None if remat == "auto" else remat_policy(remat, presets)
     budgets = {"budget": budget, "host_budget": host_budget}
     given = {name: size for name, size in budgets.items() if size is not None}
     for name, size in given.items():
-        if remat != "auto":
-            remat_policy(remat, presets)  # an error in it comes first
+        if policy is not None:
             raise ValueError(
                 f"{name} = {size} has no effect beside remat: {remat}. Write remat:"
                 " auto."
@@ -130,14 +130,11 @@ def check_remat(
             parse_bytes(size)
         except ValueError as error:
             raise ValueError(f"{name}: {error}.") from error
-    if remat == "auto" and budget is None:
+    if policy is None and budget is None:
         raise ValueError(
             "remat: auto takes the policy that fits a budget, and none is given. Say"
             " how much device memory the step may take: budget: 72GiB."
         )
-    if remat == "auto":
-        return None
-    policy = remat_policy(remat, presets)
-    if policy.save_carries == DISK:
+    if policy is not None and policy.save_carries == DISK:
         policy.disk_folder()  # an error before the step is traced
     return policy

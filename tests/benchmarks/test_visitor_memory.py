@@ -15,7 +15,7 @@ from models.parts.linear import cast_floating
 from models.parts.sections import ExpertsConfig
 from models.qwen3_moe import Qwen3MoeConfig
 from stacked_remat import LayerResult, Stacked, memory, streaming
-from stacked_remat._placement import compiled_for, to_host
+from stacked_remat._memory_spaces import compiled_for, to_host
 from stacked_remat._sweep.store import read
 from stacked_remat.ops import chunked_cross_entropy
 from tests.recorded_on import ON_H200, ON_V5P

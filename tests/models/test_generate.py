@@ -27,7 +27,7 @@ from models.parts.decoder import Decoder
 from models.qwen3 import Qwen3Config
 from models.run_config import find_model, read_run_config
 from models.run_state import Placement
-from stacked_remat._placement import is_on_host
+from stacked_remat._memory_spaces import is_on_host
 from stacked_remat.lora import LoraConfig, merge_lora
 from stacked_remat.training import ConfigError, MeshConfig, UpdateConfig, load_tokenizer
 

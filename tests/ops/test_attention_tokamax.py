@@ -13,7 +13,7 @@ import pytest
 from haliax import Axis
 
 from stacked_remat import ScanCheckpointPolicy, fold, memory
-from stacked_remat._placement import compiled_for
+from stacked_remat._memory_spaces import compiled_for
 from stacked_remat.ops import _tokamax, backends_taken, causal_attention
 from stacked_remat.ops._attention_backends import (
     BACKENDS,

@@ -10,7 +10,7 @@ import pytest
 from haliax import Axis
 
 from stacked_remat import memory
-from stacked_remat._placement import compiled_for
+from stacked_remat._memory_spaces import compiled_for
 from stacked_remat.ops import _expert_blocks, apply_linear, grouped_experts
 
 from ..blocks import assert_close, quick_jit

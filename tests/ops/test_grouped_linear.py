@@ -15,7 +15,7 @@ import pytest
 from haliax import Axis
 
 from stacked_remat import fold, memory
-from stacked_remat._placement import compiled_for
+from stacked_remat._memory_spaces import compiled_for
 from stacked_remat.lora import LoraLinear
 from stacked_remat.ops import _expert_loop, apply_linear, grouped_experts
 from stacked_remat.ops._backends import Backend, choose_backend

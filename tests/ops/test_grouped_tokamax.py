@@ -11,7 +11,7 @@ import pytest
 from jax.extend import backend
 
 from stacked_remat import memory
-from stacked_remat._placement import compiled_for
+from stacked_remat._memory_spaces import compiled_for
 from stacked_remat.ops import _tokamax
 from stacked_remat.ops._backends import choose_backend
 from stacked_remat.ops._grouped_linear import Product, grouped_product

@@ -3,8 +3,8 @@
 #
 # Installs this checkout, editable, with the extras $3 (default: all that running, testing, checking and documenting take), at the
 # versions of constraints/py3XX.txt, and the requirements in file $4 if given. Uses uv, which takes a sixth of pip's time, and pip
-# where uv can't be installed or finds no packages. Stores a fingerprint of its inputs and the extras in the environment, returns at once where it has them all, and adds
-# those that it lacks.
+# where uv can't be installed or finds no packages. Stores a fingerprint of its inputs and the extras in the environment, returns at
+# once where it has them all, and adds those that it lacks.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

@@ -59,6 +59,7 @@ TESTS = {
     "_python_calls": "test_carries_on_disk test_in_files",
     "_remat": "test_policy test_policies_at_work",
     "_scan": "test_scan test_until test_layer_state test_visitor",
+    "_scan/checks": "test_scan test_error_texts test_until",
     "_scan/arguments": "test_scan test_layer_axis test_lax_scan",
     "_scan/lax_arguments": "test_lax_scan",
     "_scan/layer_axis": "test_scan test_layer_axis test_stacked_pattern",

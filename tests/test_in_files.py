@@ -166,6 +166,8 @@ def test_vmap_of_examples_and_of_layers(files):
     of_layers = hax.vmap(streaming.in_memory, Layers)(weight)
     assert_equal(of_layers.array, whole.array)
     assert_equal(streaming.in_memory(weight).array, whole.array)
+    cast = streaming.in_memory(weight, jnp.bfloat16)
+    assert_equal(cast.array, whole.array.astype(jnp.bfloat16))
     product = files(stack_of(ProductBlock, True), streaming.LinearInFiles.of)
     with pytest.raises(NotImplementedError, match="linear_call"):
         loss, trained = loss_of(product)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from stacked_remat import (
     LayerStack,
@@ -301,6 +302,25 @@ def test_what_moves_and_comes_back():
         lambda blocks: streaming.to_host(blocks, where=is_streamed)
     )(blocks)
     assert on_host((traced.stacked.weight, traced.stacked.scale)) == [True, False]
+
+
+def test_shapes_on_the_host_stay_divided_over_their_devices():
+    layers = [
+        eqx.nn.Linear(8, 8, key=key) for key in jax.random.split(jax.random.key(0), 3)
+    ]
+    stack = Stacked.of(layers)
+    for count in (1, 4):
+        mesh = jax.make_mesh((count,), ("data",), devices=jax.devices()[:count])
+
+        def divided(leaf, mesh=mesh):
+            spec = PartitionSpec(*[None] * (leaf.ndim - 1), "data")
+            sharding = NamedSharding(mesh, spec)
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+        shapes = jax.tree.map(divided, stack)
+        sharding = streaming.to_host(shapes).stacked.weight.sharding
+        assert sharding.memory_kind == "pinned_host"
+        assert len(sharding.device_set) == count
 
 
 def test_layers_made_on_the_host_are_those_made_on_the_device():

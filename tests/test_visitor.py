@@ -213,6 +213,22 @@ def test_zeros_are_like_what_a_visit_gives():
     assert found.carry[1] is found.layer.number is None
 
 
+def test_arguments_that_are_no_arrays_have_no_cotangents():
+    class Power(eqx.Module):
+        weight: jax.Array
+
+        def __call__(self, x, power, name):
+            return x + jnp.tanh(self.weight * x) ** power
+
+    def visit(visit, _):
+        found = visit.vjp()
+        return LayerResult(found.carry, args=found.args)
+
+    blocks = Stacked(Power(normal(0, N, 3)), N)
+    y, sweep_back = blocks.fold_vjp(jnp.ones(3), 2, "name")
+    assert sweep_back(jnp.ones_like(y), visit).args == (None, None)
+
+
 def matrices(seed=0, layers=N, size=4):
     return normal(seed, layers, size, size) / size
 

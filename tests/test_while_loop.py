@@ -365,6 +365,19 @@ def test_examples_that_are_done_have_no_derivative_of_their_last_carry():
     )
 
 
+def test_examples_that_stop_together_are_not_chosen_between():
+    def last(x, steps):
+        def body(carry):
+            return carry[0] + 1, jnp.sin(carry[1])
+
+        return sr.while_loop(lambda c: c[0] < steps, body, (0, x), max_carries=2)[1]
+
+    xs, steps = jnp.ones(3), jnp.arange(3)
+    together = jax.jit(jax.vmap(last, (0, None))).lower(xs, 2).as_text()
+    apart = jax.jit(jax.vmap(last)).lower(xs, steps).as_text()
+    assert "stablehlo.select" in apart and "stablehlo.select" not in together
+
+
 def test_loops_in_each_other_and_in_a_fold():
     def power(x, count):
         def step(carry):

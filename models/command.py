@@ -172,6 +172,14 @@ def command_parser(command: str, about: str | None) -> argparse.ArgumentParser:
     return parser
 
 
+def check_counts(options: argparse.Namespace, *names: str) -> None:
+    """Refuse a number below 1 of these options; one that is not given is None."""
+    for name in names:
+        number = getattr(options, name)
+        if number is not None and number < 1:
+            raise ConfigError(f"--{name} must be at least 1, got {number}.")
+
+
 def local_path(text: str) -> Path:
     """A path from the command line, with `~` expanded."""
     return Path(text).expanduser()

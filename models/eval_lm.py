@@ -25,7 +25,13 @@ from haliax import Axis, NamedArray
 from jaxtyping import Array
 from rich.console import Console
 
-from models.command import USER_ERRORS, command_parser, run_command, shown_on
+from models.command import (
+    USER_ERRORS,
+    check_counts,
+    command_parser,
+    run_command,
+    shown_on,
+)
 from models.generation.decoding import padded_length
 from models.generation.sampling import Sampling
 from models.generation.text_generation import generate_text
@@ -333,9 +339,7 @@ def _evaluate(arguments: Sequence[str]) -> int:
         ),
     )
     options, others = parser.parse_known_args(arguments)
-    for name in ("max_length", "batch_size"):
-        if (number := getattr(options, name)) is not None and number < 1:
-            raise ConfigError(f"--{name} must be at least 1, got {number}.")
+    check_counts(options, "max_length", "batch_size")
     mesh = (
         None
         if options.mesh is None

@@ -27,6 +27,7 @@ from rich.console import Console
 from rich.segment import Segment, Segments
 
 from models.command import (
+    check_counts,
     command_parser,
     encodable,
     escaped,
@@ -200,11 +201,7 @@ def _check(options: argparse.Namespace) -> None:
     for name in ("system", "messages", "chat_template_kwargs"):
         if getattr(options, name) is not None and not options.chat:
             raise ConfigError(f"--{name} has no effect without --chat. Leave it out.")
-    for name in ("max_new_tokens", "batch_size"):
-        if getattr(options, name) < 1:
-            raise ConfigError(
-                f"--{name} must be at least 1, got {getattr(options, name)}."
-            )
+    check_counts(options, "max_new_tokens", "batch_size")
     if "" in options.stop:
         raise ConfigError("--stop needs a text, and got an empty one. Leave it out.")
     if not 0 <= options.seed < 2**32:  # what JAX makes a key of; it drops further bits

@@ -37,7 +37,13 @@ from jaxtyping import Array
 from rich.console import Console
 
 from models.candidate import Candidate
-from models.command import command_parser, local_path, run_command, shown_on
+from models.command import (
+    check_counts,
+    command_parser,
+    local_path,
+    run_command,
+    shown_on,
+)
 from models.lm import auxiliary_of_sums, losses_by_token, next_token_loss
 from models.run_config import LmRunConfig, read_run_config
 from models.run_state import restored_state, run_optimizer
@@ -161,6 +167,7 @@ def _distributed(text: str) -> Any:
 
 def _replay(arguments: Sequence[str], console: Console) -> int:
     options = _options(arguments)
+    check_counts(options, "batches")
     start_processes(options.distributed)
     given = {name: str(value) for name, value in vars(options).items()}
     check_same_in_all(given, "Start all with the same arguments.")
@@ -176,7 +183,6 @@ def _replay_in_all(
     config = _checked(read_run_config(options.run_dir, first))
     config = _in_microbatches(config, options.microbatches)
     partitioning = _partitioning(config, options.one_device)
-    validation = _validation(options.batches)
     is_first = jax.process_index() == 0
     log = (
         _opened_log(options.log_dir or options.run_dir / "replay") if is_first else None
@@ -197,6 +203,7 @@ def _replay_in_all(
     closing.callback(data.training.close)
     closing.enter_context(partitioning.active())
     steps = _steps(options.run_dir, data, first, last, partitioning, tokenizer.decode)
+    validation = GhostValidationConfig(batches=options.batches)
     held_out = validation_batches(validation, data.held_out, {}, partitioning)
     state = restored_state(options.run_dir, config, first, partitioning)
     replay = Replay(config, steps.Steps, partitioning, by_token=options.by_token)
@@ -210,12 +217,6 @@ def _replay_in_all(
         f" them\n  python -m stacked_remat.ghost top {log.folder}"
     )
     return 0
-
-
-def _validation(batches: int) -> GhostValidationConfig:
-    if batches < 1:
-        raise ConfigError(f"--batches must be at least 1, got {batches}.")
-    return GhostValidationConfig(batches=batches)
 
 
 def _opened_log(folder: Path) -> ghost.ScoreLog:

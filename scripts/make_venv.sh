@@ -2,9 +2,9 @@
 # Make or reuse the virtual environment $1, with Python $2 (default: the one it has, or the first found from 3.11).
 #
 # Installs this checkout, editable, with the extras $3 (default: all that running, testing, checking and documenting take), at the
-# versions of constraints/py3XX.txt, and the requirements in file $4 if given. Uses uv, which takes a sixth of pip's time, and pip
-# where uv can't be installed or finds no packages. Stores a fingerprint of its inputs and the extras in the environment, returns at
-# once where it has them all, and adds those that it lacks.
+# versions of constraints/py3XX.txt, and the requirements in file $4 if given. Uses uv, which is quicker, and pip where uv can't be
+# installed or finds no packages. Stores a fingerprint of its inputs and the extras in the environment, returns at once where it has
+# them all, and adds those that it lacks.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

@@ -90,7 +90,7 @@ def test_every_example_is_in_the_navigation_and_the_table():
 @pytest.mark.parametrize("script", examples(), ids=lambda script: script.stem)
 def test_the_page_holds_all_cells(script):
     cells = cells_of(script)
-    assert len(script.read_text(encoding="utf-8").splitlines()) <= 145
+    assert len(script.read_text(encoding="utf-8").splitlines()) <= 125
     outputs = [
         Output(f"printed {number}\n" if cell.is_code else "")
         for number, cell in enumerate(cells)

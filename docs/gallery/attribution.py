@@ -67,9 +67,7 @@ label = right * hax.named(1.0 - 2.0 * wrong.astype(jnp.float32), Batch)
 @eqx.filter_jit
 def step(model):
     direction = ghost.val_direction(model, losses, clean)
-    gradient, found = ghost.grad_dot(
-        model, losses, (x, label), direction=direction
-    )
+    gradient, found = ghost.grad_dot(model, losses, (x, label), direction=direction)
     return jax.tree.map(
         lambda weight, slope: weight - 0.1 * slope, model, gradient
     ), found.total.array
@@ -79,9 +77,7 @@ keys = jax.random.split(jax.random.key(0), Layers.size)
 model = Classifier(
     Stacked.init(Layers, Block, remat="nested")(key=keys), 0.1 * hax.ones(Embed)
 )
-ghost.check_examples(
-    model, losses, (x, label)
-)  # no loss depends on other examples
+ghost.check_examples(model, losses, (x, label))  # no loss depends on other examples
 total = jnp.zeros(Batch.size)
 for _ in range(20):
     model, scores = step(model)
@@ -95,18 +91,12 @@ for _ in range(20):
 # %%
 order = jnp.argsort(total)
 print("".join("x" if wrong[index] else "." for index in order))
-print(
-    f"wrong labels among the worst third: {int(wrong[order[:16]].sum())} of 16"
-)
-print(
-    f"mean score: right {total[~wrong].mean():.3f}, wrong {total[wrong].mean():.3f}"
-)
+print(f"wrong labels among the worst third: {int(wrong[order[:16]].sum())} of 16")
+print(f"mean score: right {total[~wrong].mean():.3f}, wrong {total[wrong].mean():.3f}")
 figure = Figure((6, 2.5), layout="constrained")
 axes = figure.subplots()
 axes.set(xlabel="score", ylabel="examples")
-axes.hist(
-    [total[~wrong], total[wrong]], 12, label=["right label", "wrong label"]
-)
+axes.hist([total[~wrong], total[wrong]], 12, label=["right label", "wrong label"])
 _ = axes.legend()
 
 # %% [markdown]
@@ -116,10 +106,7 @@ _ = axes.legend()
 
 # %%
 _, found = ghost.grad_dot(
-    model,
-    losses,
-    (x, label),
-    direction=ghost.val_direction(model, losses, clean),
+    model, losses, (x, label), direction=ghost.val_direction(model, losses, clean)
 )
 by_layer = found.scores["blocks.*.linear.weight"].array
 for layer, size in enumerate(jnp.abs(by_layer).sum(1).tolist()):

@@ -23,9 +23,7 @@ class Block(eqx.Module):
     conv: eqx.nn.Conv2d
 
     def __init__(self, key):
-        self.norm = eqx.nn.BatchNorm(
-            CHANNELS, "batch", mode="ema", momentum=0.9
-        )
+        self.norm = eqx.nn.BatchNorm(CHANNELS, "batch", mode="ema", momentum=0.9)
         self.conv = eqx.nn.Conv2d(
             CHANNELS, CHANNELS, 3, padding=1, use_bias=False, key=key
         )
@@ -78,13 +76,9 @@ def images(key, count):
 
 
 def loss(model, state, x, labels):
-    run = jax.vmap(
-        model, axis_name="batch", in_axes=(0, None), out_axes=(0, None)
-    )
+    run = jax.vmap(model, axis_name="batch", in_axes=(0, None), out_axes=(0, None))
     scores, state = run(x, state)
-    return optax.softmax_cross_entropy_with_integer_labels(
-        scores, labels
-    ).mean(), state
+    return optax.softmax_cross_entropy_with_integer_labels(scores, labels).mean(), state
 
 
 @eqx.filter_jit

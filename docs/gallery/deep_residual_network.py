@@ -27,11 +27,7 @@ class Block(eqx.Module):
             x.shape, self.kernel.shape, ("NHWC", "HWIO", "NHWC")
         )
         change = jax.lax.conv_general_dilated(
-            jax.nn.relu(x),
-            self.kernel,
-            (1, 1),
-            "SAME",
-            dimension_numbers=dimensions,
+            jax.nn.relu(x), self.kernel, (1, 1), "SAME", dimension_numbers=dimensions
         )
         return x + change
 
@@ -51,9 +47,7 @@ def network(channels, make=jnp.zeros):
 
 # %%
 def gradient(remat):
-    return jax.grad(
-        lambda blocks, x: jnp.mean(blocks.fold(x, remat=remat) ** 2)
-    )
+    return jax.grad(lambda blocks, x: jnp.mean(blocks.fold(x, remat=remat) ** 2))
 
 
 blocks = eqx.filter_eval_shape(network, 16)

@@ -67,12 +67,8 @@ model = {
 
 # %%
 def images(key, count):
-    labels, offset = jax.random.randint(
-        key, (2, count), 0, jnp.array([[2], [4]])
-    )
-    along = jnp.where(
-        labels[:, None, None] == 0, *jnp.mgrid[:SIZE, :SIZE][::-1]
-    )
+    labels, offset = jax.random.randint(key, (2, count), 0, jnp.array([[2], [4]]))
+    along = jnp.where(labels[:, None, None] == 0, *jnp.mgrid[:SIZE, :SIZE][::-1])
     return jnp.where((along + offset[:, None, None]) % 4 < 2, 1.0, -1.0), labels
 
 
@@ -118,9 +114,7 @@ for label in jnp.arange(2):
     )
     print(
         *(
-            "".join(
-                " ░▒▓█"[int(level)] * 2 for level in 2 + 2 * row.clip(-1, 1)
-            )
+            "".join(" ░▒▓█"[int(level)] * 2 for level in 2 + 2 * row.clip(-1, 1))
             for row in image
         ),
         sep="\n",

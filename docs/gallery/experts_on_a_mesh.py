@@ -9,8 +9,7 @@
 import os
 
 os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "")
-    + " --xla_force_host_platform_device_count=8"
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 )
 
 import equinox as eqx
@@ -25,9 +24,7 @@ from stacked_remat.ops import grouped_experts
 
 LAYERS, WIDTH, HIDDEN, CHOICES = 4, 16, 32, 2
 Experts = hax.Axis("expert", 16)
-mesh = jax.make_mesh(
-    (8,), ("device",), axis_types=(jax.sharding.AxisType.Auto,)
-)
+mesh = jax.make_mesh((8,), ("device",), axis_types=(jax.sharding.AxisType.Auto,))
 
 
 def expert(weights, x, gates):
@@ -51,12 +48,9 @@ class Layer(eqx.Module):
             "up": (WIDTH, HIDDEN),
             "down": (HIDDEN, WIDTH),
         }
-        self.router = (
-            jax.random.normal(keys[0], (WIDTH, Experts.size)) / WIDTH**0.5
-        )
+        self.router = jax.random.normal(keys[0], (WIDTH, Experts.size)) / WIDTH**0.5
         self.experts = {
-            name: jax.random.normal(key, (Experts.size, *shape))
-            / shape[0] ** 0.5
+            name: jax.random.normal(key, (Experts.size, *shape)) / shape[0] ** 0.5
             for key, (name, shape) in zip(keys[1:], shapes.items(), strict=True)
         }
 
@@ -77,9 +71,7 @@ layers = Stacked.init(LAYERS, Layer, remat="nested")(
 # The second axis of the experts' weights is divided; each layer's slice is then, too.
 
 # %%
-specs = jax.tree.map(
-    lambda leaf: P(None, "device") if leaf.ndim == 4 else P(), layers
-)
+specs = jax.tree.map(lambda leaf: P(None, "device") if leaf.ndim == 4 else P(), layers)
 layers = jax.device_put(
     layers, jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
 )
@@ -95,23 +87,15 @@ print(
 
 # %%
 def local_loss(layers, x, y):
-    return jax.lax.pmean(
-        jnp.mean((layers.fold(x, ("device",)) - y) ** 2), "device"
-    )
+    return jax.lax.pmean(jnp.mean((layers.fold(x, ("device",)) - y) ** 2), "device")
 
 
 loss = jax.shard_map(
-    local_loss,
-    mesh=mesh,
-    in_specs=(specs, P("device"), P("device")),
-    out_specs=P(),
+    local_loss, mesh=mesh, in_specs=(specs, P("device"), P("device")), out_specs=P()
 )
 x = jax.random.normal(jax.random.key(1), (512, WIDTH))
 y = jnp.sin(3 * x)
-divided, one = (
-    jax.jit(loss)(layers, x, y),
-    jnp.mean((layers.fold(x, ()) - y) ** 2),
-)
+divided, one = jax.jit(loss)(layers, x, y), jnp.mean((layers.fold(x, ()) - y) ** 2)
 print(f"on eight devices {divided:.6f}, on one {one:.6f}")
 assert jnp.allclose(divided, one, rtol=1e-5)
 

@@ -26,9 +26,7 @@ def step(field, diffusion):
     neighbours = jnp.zeros_like(field)
     for axis in (0, 1):
         neighbours += jnp.roll(field, 1, axis) + jnp.roll(field, -1, axis)
-    return field + DT * (
-        diffusion * (neighbours - 4 * field) + field - field**3
-    )
+    return field + DT * (diffusion * (neighbours - 4 * field) + field - field**3)
 
 
 def order(field, diffusion, remat):
@@ -47,11 +45,7 @@ for axes, state, title in zip(
     figure.subplots(1, 2), (field, end), ("at first", "at the end"), strict=True
 ):
     axes.imshow(
-        state[:128, :128],
-        cmap="coolwarm",
-        vmin=-1,
-        vmax=1,
-        interpolation="none",
+        state[:128, :128], cmap="coolwarm", vmin=-1, vmax=1, interpolation="none"
     )
     axes.set(title=title, xticks=[], yticks=[])
 
@@ -77,9 +71,7 @@ for name, remat in policies.items():
     gradient = jax.jit(jax.grad(order, (0, 1)), static_argnums=2)
     gradients[name] = gradient.lower(field, diffusion, remat).compile()
     memory = gradients[name].memory_analysis()
-    print(
-        f"{name:12} {memory.temp_size_in_bytes / 2**20:6.0f} MiB of temporaries"
-    )
+    print(f"{name:12} {memory.temp_size_in_bytes / 2**20:6.0f} MiB of temporaries")
 
 # %% [markdown]
 # ## The gradient

@@ -37,9 +37,7 @@ class GhostEngineManager:
         @eqx.filter_jit
         def scored(model, batch):
             direction = ghost.val_direction(model, losses, validation)
-            gradients, found = ghost.grad_dot(
-                model, losses, batch, direction=direction
-            )
+            gradients, found = ghost.grad_dot(model, losses, batch, direction=direction)
             return gradients, found, losses(model, batch)
 
         @eqx.filter_jit
@@ -108,9 +106,7 @@ with TemporaryDirectory() as folder:
     for step in range(1, 21):
         batch = batch_of(step, wrong=[3])
         manager.attach_train_batch(batch, step=step, examples=range(Batch.size))
-        gradients = manager.prepare_gradients(
-            model, manager.prepare_forward_input()
-        )
+        gradients = manager.prepare_gradients(model, manager.prepare_forward_input())
         manager.aggregate_and_log()
         updates, state = optimizer.update(gradients, state)
         model = eqx.apply_updates(model, updates)

@@ -33,9 +33,7 @@ class Block(eqx.Module):
         self.qkv = normal(keys[0], (WIDTH, 3 * WIDTH)) / WIDTH**0.5
         self.out = normal(keys[1], (WIDTH, WIDTH)) / (WIDTH * LAYERS) ** 0.5
         self.up = normal(keys[2], (WIDTH, 4 * WIDTH)) / WIDTH**0.5
-        self.down = (
-            normal(keys[3], (4 * WIDTH, WIDTH)) / (4 * WIDTH * LAYERS) ** 0.5
-        )
+        self.down = normal(keys[3], (4 * WIDTH, WIDTH)) / (4 * WIDTH * LAYERS) ** 0.5
 
     def __call__(self, x):
         qkv = (jax.nn.standardize(x) @ self.qkv).reshape(
@@ -74,9 +72,7 @@ class Gpt(eqx.Module):
 # %%
 def loss(model, tokens):
     logits = jax.vmap(model)(tokens[:, :-1])
-    return optax.softmax_cross_entropy_with_integer_labels(
-        logits, tokens[:, 1:]
-    ).mean()
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
 
 optimizer = optax.adam(5e-3)

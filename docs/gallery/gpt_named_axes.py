@@ -15,9 +15,7 @@ import optax
 from stacked_remat import Stacked
 from stacked_remat.ops import causal_attention
 
-Layers, Vocab, Embed, Hidden = hax.make_axes(
-    layers=12, vocab=256, embed=32, hidden=128
-)
+Layers, Vocab, Embed, Hidden = hax.make_axes(layers=12, vocab=256, embed=32, hidden=128)
 Heads, HeadDim, Batch, Position = hax.make_axes(
     heads=4, head_dim=8, batch=16, position=32
 )
@@ -65,10 +63,7 @@ class Block(eqx.Module):
 blocks = Stacked.init(Layers, Block, remat="nested")(
     key=jax.random.split(jax.random.key(0), Layers.size)
 )
-print(
-    "a weight of the stack:",
-    [axis.name for axis in blocks.stacked.qkv.weight.axes],
-)
+print("a weight of the stack:", [axis.name for axis in blocks.stacked.qkv.weight.axes])
 
 # %% [markdown]
 # One call runs the whole batch through the stack.
@@ -83,9 +78,7 @@ class Gpt(eqx.Module):
     def __call__(self, tokens):
         x = self.embedding.take(Vocab, tokens) + self.positions
         return hax.dot(
-            hax.nn.standardize(self.blocks.fold(x), Embed),
-            self.embedding,
-            axis=Embed,
+            hax.nn.standardize(self.blocks.fold(x), Embed), self.embedding, axis=Embed
         )
 
 
@@ -102,9 +95,7 @@ def update(model, state, tokens, targets):
 
 first, second = jax.random.split(jax.random.key(1))
 embedding = hax.random.normal(first, (Vocab, Embed)) / Embed.size**0.5
-model = Gpt(
-    embedding, 0.1 * hax.random.normal(second, (Position, Embed)), blocks
-)
+model = Gpt(embedding, 0.1 * hax.random.normal(second, (Position, Embed)), blocks)
 optimizer = optax.adam(5e-3)
 state = optimizer.init(eqx.filter(model, eqx.is_array))
 
@@ -114,9 +105,7 @@ state = optimizer.init(eqx.filter(model, eqx.is_array))
 
 # %%
 text = jnp.asarray(list("".join(f"{n:02}, " for n in range(100)).encode()))
-rows = text[
-    4 * 5 * jnp.arange(Batch.size)[:, None] + jnp.arange(Position.size + 1)
-]
+rows = text[4 * 5 * jnp.arange(Batch.size)[:, None] + jnp.arange(Position.size + 1)]
 tokens, targets = (
     hax.named(rows[:, :-1], (Batch, Position)),
     hax.named(rows[:, 1:], (Batch, Position)),

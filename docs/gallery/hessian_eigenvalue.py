@@ -41,9 +41,7 @@ def loss(blocks, x, y, remat):
 def product(blocks, direction, x, y, remat="nested"):
     """The Hessian of the loss times a direction."""
     return jax.jvp(
-        lambda blocks: jax.grad(loss)(blocks, x, y, remat),
-        (blocks,),
-        (direction,),
+        lambda blocks: jax.grad(loss)(blocks, x, y, remat), (blocks,), (direction,)
     )[1]
 
 
@@ -51,11 +49,7 @@ blocks = eqx.filter_eval_shape(network, jnp.zeros((DEPTH, 256, 256)))
 rows = jax.ShapeDtypeStruct((16_384, 256), jnp.float32)
 for remat in (False, True, "nested"):
     report = memory.report(
-        lambda *args, remat=remat: product(*args, remat),
-        blocks,
-        blocks,
-        rows,
-        rows,
+        lambda *args, remat=remat: product(*args, remat), blocks, blocks, rows, rows
     )
     print(f"{remat!s:7} {report.temporaries / 2**30:6.2f} GiB")
 
@@ -73,21 +67,15 @@ def top_eigenvalue(blocks, x, y, rounds=30):
     flat, tree_of = jax.flatten_util.ravel_pytree(blocks)
 
     def times(vector):
-        return jax.flatten_util.ravel_pytree(
-            product(blocks, tree_of(vector), x, y)
-        )[0]
+        return jax.flatten_util.ravel_pytree(product(blocks, tree_of(vector), x, y))[0]
 
     def extend(number, basis):
         multiplied = times(basis[number])
         for _ in range(2):  # a second time for what rounding left
             multiplied -= (basis @ multiplied) @ basis
-        return basis.at[number + 1].set(
-            multiplied / jnp.linalg.norm(multiplied)
-        )
+        return basis.at[number + 1].set(multiplied / jnp.linalg.norm(multiplied))
 
-    basis = (
-        jnp.zeros((rounds, flat.size)).at[0].set(flat / jnp.linalg.norm(flat))
-    )
+    basis = jnp.zeros((rounds, flat.size)).at[0].set(flat / jnp.linalg.norm(flat))
     basis = jax.lax.fori_loop(0, rounds - 1, extend, basis)
     values, vectors = jnp.linalg.eigh(basis @ jax.lax.map(times, basis).T)
     return values[-1], tree_of(vectors[:, -1] @ basis)
@@ -112,10 +100,7 @@ print(f"|Hv - av| / a = {error / sharpness:.1e}")
 
 def along(step):
     return loss(
-        jax.tree.map(lambda leaf, v: leaf + step * v, blocks, direction),
-        x,
-        y,
-        "nested",
+        jax.tree.map(lambda leaf, v: leaf + step * v, blocks, direction), x, y, "nested"
     )
 
 

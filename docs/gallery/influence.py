@@ -16,9 +16,7 @@ from matplotlib.figure import Figure
 
 from stacked_remat import ScanCheckpointPolicy, Stacked, fold, ghost
 
-Layers, Embed, Steps, Batch = hax.make_axes(
-    layers=4, embed=8, steps=40, batch=8
-)
+Layers, Embed, Steps, Batch = hax.make_axes(layers=4, embed=8, steps=40, batch=8)
 Clean = Batch.resize(64)
 
 
@@ -69,14 +67,7 @@ def replayed(start, batches, rates, remat="nested"):
     step = ghost.weighted_step(losses, optimizer)
     per_step = {"learning_rate": rates}
     return ghost.replay(
-        step,
-        start,
-        batches,
-        held_out,
-        Steps,
-        Batch,
-        per_step=per_step,
-        remat=remat,
+        step, start, batches, held_out, Steps, Batch, per_step=per_step, remat=remat
     )
 
 
@@ -102,12 +93,8 @@ print(
 assert is_wrong[worst].mean() > 2 * is_wrong.mean()
 figure = Figure((6, 2.5), layout="constrained")
 axes = figure.subplots()
-axes.set(
-    xlabel="d loss / d weight of the example", ylabel="examples", yscale="log"
-)
-axes.hist(
-    [harm[~is_wrong], harm[is_wrong]], label=["right label", "wrong label"]
-)
+axes.set(xlabel="d loss / d weight of the example", ylabel="examples", yscale="log")
+axes.hist([harm[~is_wrong], harm[is_wrong]], label=["right label", "wrong label"])
 _ = axes.legend()
 
 # %% [markdown]
@@ -115,8 +102,7 @@ _ = axes.legend()
 
 # %%
 kept = hax.named(
-    jnp.ones(harm.size).at[worst].set(0.0).reshape(Steps.size, -1),
-    (Steps, Batch),
+    jnp.ones(harm.size).at[worst].set(0.0).reshape(Steps.size, -1), (Steps, Batch)
 )
 without = held_out(
     fold(ghost.weighted_step(losses, optimizer), Steps)(start, (x, label), kept)
@@ -134,9 +120,6 @@ assert without < found.loss
 of_rates = found.per_step["learning_rate"]
 print("d loss / d learning rate, first steps:", of_rates[:3].round(2))
 few = replayed(
-    start,
-    (x, label),
-    jnp.full(Steps.size, 0.03),
-    ScanCheckpointPolicy(max_carries=4),
+    start, (x, label), jnp.full(Steps.size, 0.03), ScanCheckpointPolicy(max_carries=4)
 )
 assert jnp.allclose(few.examples.array, found.examples.array, atol=1e-4)

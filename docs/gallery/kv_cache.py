@@ -16,9 +16,7 @@ import jax.numpy as jnp
 from stacked_remat import Stacked, memory
 from stacked_remat.ops import causal_attention, decode_attention
 
-Layers, Embed, Heads, HeadDim = hax.make_axes(
-    layers=8, embed=64, heads=4, head_dim=16
-)
+Layers, Embed, Heads, HeadDim = hax.make_axes(layers=8, embed=64, heads=4, head_dim=16)
 Position = hax.Axis("position", 128)
 Slot = Position.alias("slot")
 
@@ -36,17 +34,10 @@ class Attention(eqx.Module):
         first, second = jax.random.split(key)
         return Attention(
             hax.nn.Linear.init(
-                Embed,
-                (hax.Axis("qkv", 3), Heads, HeadDim),
-                key=first,
-                use_bias=False,
+                Embed, (hax.Axis("qkv", 3), Heads, HeadDim), key=first, use_bias=False
             ),
             hax.nn.Linear.init(
-                (Heads, HeadDim),
-                Embed,
-                key=second,
-                use_bias=False,
-                init_scale=0.1,
+                (Heads, HeadDim), Embed, key=second, use_bias=False, init_scale=0.1
             ),
         )
 
@@ -90,13 +81,8 @@ def decode(blocks, x, cache, position):
 
 
 tokens = hax.random.normal(jax.random.key(1), (Position, Embed))
-cache = {
-    name: hax.zeros((Layers, Slot, Heads, HeadDim)) for name in ("key", "value")
-}
-print(
-    "cache:",
-    ", ".join(f"{axis.name} {axis.size}" for axis in cache["key"].axes),
-)
+cache = {name: hax.zeros((Layers, Slot, Heads, HeadDim)) for name in ("key", "value")}
+print("cache:", ", ".join(f"{axis.name} {axis.size}" for axis in cache["key"].axes))
 
 outputs = []
 for position in range(Position.size):
@@ -112,17 +98,13 @@ for position in range(Position.size):
 whole = eqx.filter_jit(lambda blocks, x: blocks.fold(x))(blocks, tokens)
 one_by_one = hax.stack(Position, outputs)
 print(f"largest difference: {hax.max(hax.abs(whole - one_by_one)).item():.1e}")
-assert jnp.allclose(
-    whole.array, one_by_one.rearrange(whole.axes).array, atol=1e-4
-)
+assert jnp.allclose(whole.array, one_by_one.rearrange(whole.axes).array, atol=1e-4)
 
 # %% [markdown]
 # Without a cache, every new token costs the products of the whole text again:
 
 # %%
-again = memory.report(
-    lambda blocks, x: blocks.fold(x), blocks, tokens
-).flops.matmul
+again = memory.report(lambda blocks, x: blocks.fold(x), blocks, tokens).flops.matmul
 cached = memory.report(
     decode.__wrapped__, blocks, tokens["position", 0], cache, jnp.asarray(0)
 ).flops.matmul

@@ -36,14 +36,9 @@ tiny = LlamaConfig(
     mlp_dim=128,
     initializer_range=0.1,
 )
-random = Decoder.init(
-    tiny, hax.Axis("vocab", 256), remat=True, key=jax.random.key(0)
-)
+random = Decoder.init(tiny, hax.Axis("vocab", 256), remat=True, key=jax.random.key(0))
 write_decoder(folder / "base", random)
-print(
-    "written:",
-    ", ".join(sorted(path.name for path in (folder / "base").iterdir())),
-)
+print("written:", ", ".join(sorted(path.name for path in (folder / "base").iterdir())))
 
 # %% [markdown]
 # ## Read it, and adapt it
@@ -59,9 +54,7 @@ trained, frozen = eqx.partition(model, lora_filter(model))
 
 
 def count(tree):
-    return sum(
-        leaf.size for leaf in jax.tree.leaves(eqx.filter(tree, eqx.is_array))
-    )
+    return sum(leaf.size for leaf in jax.tree.leaves(eqx.filter(tree, eqx.is_array)))
 
 
 print(f"trained: {count(trained):,} of {count(model):,} numbers")
@@ -73,9 +66,7 @@ print(f"trained: {count(trained):,} of {count(model):,} numbers")
 
 # %%
 text = b"Low-rank adapters learn this sentence while the base model stays as it is. "
-tokens = np.frombuffer(2 * text, np.uint8).astype(np.int32)[
-    None, : len(text) + 1
-]
+tokens = np.frombuffer(2 * text, np.uint8).astype(np.int32)[None, : len(text) + 1]
 batch = TokenBatch.of(
     tokens[:, :-1], tokens[:, 1:], np.ones((1, len(text)), np.float32)
 )
@@ -106,13 +97,9 @@ for number in range(41):
 
 # %%
 save_adapters(
-    folder / "adapters",
-    eqx.combine(trained, frozen),
-    base_model=str(folder / "base"),
+    folder / "adapters", eqx.combine(trained, frozen), base_model=str(folder / "base")
 )
 written = json.loads((folder / "adapters" / "adapter_config.json").read_text())
 print(written["peft_type"], written["r"], *written["target_modules"])
 again = load_adapters(base, folder / "adapters")
-print(
-    f"loss of what was read: {eqx.filter_jit(next_token_loss)(again, batch)[0]:.3f}"
-)
+print(f"loss of what was read: {eqx.filter_jit(next_token_loss)(again, batch)[0]:.3f}")

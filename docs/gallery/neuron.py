@@ -24,9 +24,7 @@ REVERSAL = jnp.array([50.0, -77.0, -54.4])
 def rate(x, scale):
     """The value of x / (1 - exp(-x / scale)), with its limit at zero."""
     small = jnp.abs(x) < 1e-4
-    return jnp.where(
-        small, scale, x / -jnp.expm1(-jnp.where(small, 1.0, x) / scale)
-    )
+    return jnp.where(small, scale, x / -jnp.expm1(-jnp.where(small, 1.0, x) / scale))
 
 
 def opening_and_closing(v):
@@ -62,9 +60,7 @@ def step(cell, current, conductances):
 def recording(conductances, current, remat="nested"):
     """The voltage at every step, in millivolts."""
     start = jnp.float32(-65.0), jnp.array([0.05, 0.6, 0.32])
-    return scan(step, Time, remat=remat)(start, current, shared(conductances))[
-        1
-    ]
+    return scan(step, Time, remat=remat)(start, current, shared(conductances))[1]
 
 
 # %% [markdown]
@@ -76,9 +72,7 @@ def recording(conductances, current, remat="nested"):
 current = jnp.where(jnp.arange(Time.size) * DT > 2, 10.0, 0.0)  # µA/cm²
 true = jnp.array([120.0, 36.0, 0.3])  # mS/cm²
 measured = jax.jit(recording)(true, current)
-print(
-    f"{Time.size * DT:.0f} ms, from {measured.min():.0f} to {measured.max():.0f} mV"
-)
+print(f"{Time.size * DT:.0f} ms, from {measured.min():.0f} to {measured.max():.0f} mV")
 
 # %% [markdown]
 # ## The fit, of logarithms since conductances are positive

@@ -36,9 +36,7 @@ class Network(nnx.Module):
 
     def __call__(self, x):
         forward = self.scan(
-            lambda x, layer: layer(x),
-            in_axes=(nnx.Carry, 0),
-            out_axes=nnx.Carry,
+            lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry
         )
         return self.last(forward(self.first(x), self.layers))[:, 0]
 
@@ -89,8 +87,4 @@ grid = jnp.stack(
     jnp.meshgrid(jnp.linspace(-1, 1, 36), jnp.linspace(-1, 1, 15)), -1
 ).reshape(-1, 2)
 marks = ["#" if logit > 0 else "." for logit in model(grid).tolist()]
-print(
-    "\n".join(
-        "".join(marks[row : row + 36]) for row in range(0, len(marks), 36)
-    )
-)
+print("\n".join("".join(marks[row : row + 36]) for row in range(0, len(marks), 36)))

@@ -32,9 +32,7 @@ class Coupling(eqx.Module):
     def __call__(self, carry):
         (first, second), log_det = carry
         scale, shift = self.net(first[None])
-        return jnp.stack(
-            [second * jnp.exp(scale) + shift, first]
-        ), log_det + scale
+        return jnp.stack([second * jnp.exp(scale) + shift, first]), log_det + scale
 
     def inverse(self, y):
         second, first = y

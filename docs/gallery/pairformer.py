@@ -62,8 +62,7 @@ class Layer(eqx.Module):
 def distances(model, near):
     layers, embed, read = model
     return (
-        layers.fold((near.mean(1)[:, None] * embed, near[..., None] * embed))[1]
-        @ read
+        layers.fold((near.mean(1)[:, None] * embed, near[..., None] * embed))[1] @ read
     )
 
 
@@ -82,9 +81,7 @@ def line(key, count):
 
 
 def loss(model, near, distance):
-    return jnp.mean(
-        (jax.vmap(distances, (None, 0))(model, near) - distance) ** 2
-    )
+    return jnp.mean((jax.vmap(distances, (None, 0))(model, near) - distance) ** 2)
 
 
 @eqx.filter_jit
@@ -103,12 +100,8 @@ for number, key in enumerate(jax.random.split(jax.random.key(2), 101)):
     if number % 50 == 0:
         print(f"step {number:3}  squared error {value:.3f}")
 near, distance = line(jax.random.key(3), 256)
-constant = (
-    near * distance[near > 0].var() + (1 - near) * distance[near == 0].var()
-)
-print(
-    f"squared error of two means, for close pairs and others: {constant.mean():.3f}"
-)
+constant = near * distance[near > 0].var() + (1 - near) * distance[near == 0].var()
+print(f"squared error of two means, for close pairs and others: {constant.mean():.3f}")
 assert value < 0.7 * constant.mean()
 
 # %% [markdown]
@@ -117,9 +110,7 @@ assert value < 0.7 * constant.mean()
 
 # %%
 def gradient(remat):
-    return jax.grad(
-        lambda layers, carry: jnp.sum(layers.fold(carry, remat=remat)[1])
-    )
+    return jax.grad(lambda layers, carry: jnp.sum(layers.fold(carry, remat=remat)[1]))
 
 
 deep = eqx.filter_eval_shape(

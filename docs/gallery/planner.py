@@ -48,9 +48,9 @@ x = jax.ShapeDtypeStruct((4096, WIDTH), jnp.float32)
 # %%
 def step(remat):
     def update(blocks, state, x):
-        gradient = jax.grad(
-            lambda blocks: jnp.mean(blocks.fold(x, remat=remat) ** 2)
-        )(blocks)
+        gradient = jax.grad(lambda blocks: jnp.mean(blocks.fold(x, remat=remat) ** 2))(
+            blocks
+        )
         updates, state = optimizer.update(gradient, state, blocks)
         return eqx.apply_updates(blocks, updates), state
 
@@ -93,9 +93,7 @@ for budget in ("35MiB", "100MiB", "1GiB"):
 
 # %%
 try:
-    memory.plan(
-        step, blocks, state, x, budget="20MiB", candidates=policies, **options
-    )
+    memory.plan(step, blocks, state, x, budget="20MiB", candidates=policies, **options)
 except memory.BudgetError as error:
     print(textwrap.fill(str(error).splitlines()[0], 80))
 

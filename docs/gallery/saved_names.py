@@ -96,7 +96,4 @@ assert (
 
 # %%
 policy = ScanCheckpointPolicy(save_block_internals=["gaet"])
-print(
-    memory.report(gradient(policy), blocks, x).temporaries
-    == carries.temporaries
-)
+print(memory.report(gradient(policy), blocks, x).temporaries == carries.temporaries)

@@ -22,9 +22,7 @@ def step(ball, wind):
     """
     place, velocity, drag = ball["place"], ball["velocity"], ball["drag"]
     relative = velocity - wind
-    force = (
-        jnp.array([0.0, -9.81]) - drag * jnp.linalg.norm(relative) * relative
-    )
+    force = jnp.array([0.0, -9.81]) - drag * jnp.linalg.norm(relative) * relative
     velocity = velocity + DT * force
     return {
         "place": place + DT * velocity,
@@ -41,12 +39,7 @@ def has_landed(ball):
 def flight(angle, speed, drag, remat="nested"):
     """Where the ball lands, and after how many steps."""
     velocity = speed * jnp.stack([jnp.cos(angle), jnp.sin(angle)])
-    start = {
-        "place": jnp.zeros(2),
-        "velocity": velocity,
-        "drag": drag,
-        "steps": 0,
-    }
+    start = {"place": jnp.zeros(2), "velocity": velocity, "drag": drag, "steps": 0}
     ball = fold(step, Time, remat=remat, until=has_landed)(
         start, shared(jnp.array([-2.0, 0.0]))
     )
@@ -73,9 +66,7 @@ for name, value, size in zip(
         parameters.at[("angle", "speed", "drag").index(name)].add(sign * size)
         for sign in (1, -1)
     ]
-    difference = (of_flight(moved[0])[0][0] - of_flight(moved[1])[0][0]) / (
-        2 * size
-    )
+    difference = (of_flight(moved[0])[0][0] - of_flight(moved[1])[0][0]) / (2 * size)
     print(
         f"{name:5}  gradient {value:9.3f}   difference of two flights {difference:9.3f}"
     )

@@ -33,12 +33,8 @@ class Layer(eqx.Module):
         self.rate = jax.random.uniform(
             of_rate, (2, STATES), minval=0.001, maxval=largest
         )
-        self.B = (
-            jax.random.normal(of_b, (2, STATES, WIDTH)) / (2 * WIDTH) ** 0.5
-        )
-        self.C = (
-            jax.random.normal(of_c, (2, WIDTH, STATES)) / (2 * STATES) ** 0.5
-        )
+        self.B = jax.random.normal(of_b, (2, STATES, WIDTH)) / (2 * WIDTH) ** 0.5
+        self.C = jax.random.normal(of_c, (2, WIDTH, STATES)) / (2 * STATES) ** 0.5
         self.D = jnp.ones(WIDTH)
         self.norm = eqx.nn.RMSNorm(WIDTH)
 
@@ -50,10 +46,7 @@ class Layer(eqx.Module):
         def combine(earlier, later):
             return earlier[0] * later[0], later[0] * earlier[1] + later[1]
 
-        steps = (
-            jnp.broadcast_to(decay, (x.shape[0], STATES)),
-            u.astype(B.dtype) @ B.T,
-        )
+        steps = jnp.broadcast_to(decay, (x.shape[0], STATES)), u.astype(B.dtype) @ B.T
         _, h = jax.lax.associative_scan(combine, steps)
         return x + jax.nn.gelu((h @ C.T).real + self.D * u)
 

@@ -50,9 +50,7 @@ def signal_and_noise(visit, state):
 
     signal = jnp.sum(found.layer.weight**2)
     second = jnp.mean(jax.vmap(squared_norm)(visit.carry, visit.cotangent))
-    return LayerResult(
-        found.carry, layer_state=jnp.stack([signal, second - signal])
-    )
+    return LayerResult(found.carry, layer_state=jnp.stack([signal, second - signal]))
 
 
 @jax.jit
@@ -68,9 +66,7 @@ found = measure(blocks, x)
 for layer, (signal, noise) in enumerate(found.tolist()):
     if layer % 3 == 0:
         scale = noise / signal
-        print(
-            f"layer {layer:2}  gradient {signal**0.5:.3f}  noise scale {scale:6.1f}"
-        )
+        print(f"layer {layer:2}  gradient {signal**0.5:.3f}  noise scale {scale:6.1f}")
 figure = Figure((6, 2.5), layout="constrained")
 axes = figure.subplots()
 axes.set(xlabel="layer", ylabel="noise scale")

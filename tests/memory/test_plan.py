@@ -175,7 +175,10 @@ def test_names_that_no_value_has_are_said_with_those_that_there_are():
 
 
 def test_a_program_that_ignores_its_policy_is_said(comparison):
-    remark = "all policies have the same figures: does the program pass"
+    remark = (
+        "all policies have the same figures: does the program pass remat=remat to its"
+        " fold or scan?"
+    )
     program = Counting()
     ignoring = compare(
         lambda remat: program(True), *blocks_and_input(), candidates=[True, "nested"]

@@ -23,6 +23,13 @@ from scripts.reported_memory import cases  # noqa: E402
 from stacked_remat.training import config_reference  # noqa: E402
 
 
+def on_config(config: Any) -> Any:
+    """A link to the repository at the top of each page, where it has an address."""
+    if address := gallery.repository_address():
+        config.repo_url, config.repo_name = address, config.site_name
+    return config
+
+
 def on_files(files: Files, config: Any) -> Files:
     """Adds the pages, pictures and notebooks of the gallery, which it runs."""
     scripts = gallery.examples()
@@ -34,8 +41,10 @@ def on_files(files: Files, config: Any) -> Files:
         printed = list(pool.map(gallery.run_or_read, scripts))
     for script, outputs in zip(scripts, printed, strict=True):
         made = {
-            f"gallery/{script.stem}.md": gallery.page(script, outputs),
-            f"gallery/{script.stem}.ipynb": gallery.notebook(script, outputs),
+            f"gallery/{script.stem}.md": gallery.page(script, outputs, config.repo_url),
+            f"gallery/{script.stem}.ipynb": gallery.notebook(
+                script, outputs, config.repo_url
+            ),
         }
         for name, picture in gallery.pictures(script, outputs).items():
             made[f"gallery/{name}"] = picture

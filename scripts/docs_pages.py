@@ -53,14 +53,17 @@ def on_files(files: Files, config: Any) -> Files:
     return files
 
 
-def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Puts in tables, the config reference and links to examples; refuses a figure that
-    no result has.
+def on_page_markdown(markdown: str, page: Any, files: Files, **_: Any) -> str:
+    """Puts in tables, the config reference, links to examples and their pictures;
+    refuses a figure that no result has.
     """
     if page.file.generated_by:  # above: examples and what programs printed
         return markdown
     try:
         found = gallery.with_links_to_pages(with_tables(markdown))
+        if page.file.src_uri == "gallery/index.md":
+            pictures = [Path(uri).name for uri in files.src_uris if uri.endswith("svg")]
+            found = gallery.with_thumbnails(found, pictures)
         return found.replace("<!-- config-reference -->", config_reference(LmRunConfig))
     except ValueError as error:
         raise PluginError(f"{page.file.src_uri}: {error}") from None

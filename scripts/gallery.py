@@ -27,6 +27,9 @@ GALLERY = ROOT / "docs" / "gallery"
 
 # A link that works where the repository is read
 _EXAMPLE = re.compile(r"(?<=\]\()([\w./-]+)\.py(?=\))")
+# A row of the table of examples, with a link to a page
+_ROW = re.compile(r"^(\| \[.*\]\((\w+)\.md\))", re.MULTILINE)
+_ALT_TEXT = "what the cell drew"  # by which docs/stylesheets/site.css finds it
 _CELL = re.compile(r"^# %%( \[markdown\])?\n", re.MULTILINE)
 # Some examples import `models`, which only a checkout has
 _IN_COLAB = """\
@@ -232,6 +235,20 @@ def with_links_to_pages(markdown: str) -> str:
     return _EXAMPLE.sub(r"\1.md", markdown)
 
 
+def with_thumbnails(markdown: str, pictures: Sequence[str]) -> str:
+    """The table of examples with the first picture of each that has one, by the names
+    of all pictures.
+    """
+
+    def with_picture(row: re.Match[str]) -> str:
+        names = [name for name in pictures if re.fullmatch(rf"{row[2]}-\d+.svg", name)]
+        if not names:
+            return row[0]
+        return f"{row[0]}<br>![{_ALT_TEXT}]({names[0]}){{ width=240 loading=lazy }}"
+
+    return _ROW.sub(with_picture, markdown)
+
+
 def page(script: Path, outputs: Sequence[Output], repository: str | None = None) -> str:
     """The example as a page, with what each cell showed under it."""
     heading, *rest = cells_of(script)
@@ -253,5 +270,5 @@ def page(script: Path, outputs: Sequence[Output], repository: str | None = None)
         if output.text:
             parts.append(f"```text\n{output.text.rstrip()}\n```")
         if output.picture:
-            parts.append(f"![what the cell drew]({_picture_name(script, number)})")
+            parts.append(f"![{_ALT_TEXT}]({_picture_name(script, number)})")
     return "\n\n".join(parts) + "\n"

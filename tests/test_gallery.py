@@ -18,6 +18,7 @@ from scripts.gallery import (
     run,
     run_or_read,
     with_links_to_pages,
+    with_thumbnails,
 )
 from stacked_remat import __version__
 
@@ -72,6 +73,11 @@ def test_a_figure_is_a_picture_of_its_cell_alone(tmp_path):
     assert (
         "plot([1, 2])\n```\n\n![what the cell drew](drawn-2.svg)\n\n```python"
         in page(script, outputs)
+    )
+    rows = "| [Drawn](drawn.md) | it |\n| [Other](other.md) | it |\n"
+    image = "![what the cell drew](drawn-2.svg){ width=240 loading=lazy }"
+    assert with_thumbnails(rows, ["logo.svg", "drawn-2.svg"]) == rows.replace(
+        "drawn.md)", f"drawn.md)<br>{image}"
     )
     cell = json.loads(notebook(script, outputs))["cells"][2]
     assert cell["outputs"][0]["data"] == {"image/svg+xml": outputs[2].picture}

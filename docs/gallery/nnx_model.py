@@ -81,7 +81,8 @@ print(f"memory of a step: {memory / 2**20:.1f} MiB and {more / 2**20:.1f} MiB")
 assert abs(ours[-1] - theirs[-1]) < 1e-2 and 10 * memory < more
 
 # %% [markdown]
-# Where in the square a point is inside, for the model (shaded) and in truth (dots):
+# The losses, and where in the square a point is inside, by the model (shaded) and in
+# truth (dots):
 
 # %%
 side = jnp.linspace(-1, 1, 64)

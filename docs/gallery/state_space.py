@@ -97,7 +97,7 @@ assert value < 0.02  # always 0.5: 0.083
 
 # %%
 x, y = series(jax.random.key(3), 256)
-figure = Figure((4, 4), layout="constrained")
+figure = Figure((5, 3), layout="constrained")
 axes = figure.subplots()
 axes.set(xlabel="speed (radians in two steps)", ylabel="speed that the model says")
 axes.plot(y, jax.vmap(speed_of, (None, 0))(model, x), ".", color="black")

@@ -16,6 +16,7 @@ import haliax as hax
 import jax
 import numpy as np
 import optax
+from matplotlib.figure import Figure
 
 from models.hf_io.adapters import load_adapters, save_adapters
 from models.hf_io.decoder_weights import write_decoder
@@ -84,10 +85,18 @@ def step(trained, state, frozen):
 
 
 state = optimizer.init(trained)
+values = []
 for number in range(41):
     trained, state, value = step(trained, state, frozen)
+    values.append(value)
     if number % 10 == 0:
         print(f"step {number:2}  loss {value:.3f}")
+figure = Figure((6, 2.5), layout="constrained")
+axes = figure.subplots()
+axes.set(xlabel="step", ylabel="loss (nats a byte)")
+axes.plot(values, label="with adapters")
+axes.axhline(values[0], color="black", ls="--", label="base model")
+_ = axes.legend()
 
 # %% [markdown]
 # ## For PEFT

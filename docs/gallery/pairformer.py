@@ -10,6 +10,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
+from matplotlib.figure import Figure
 
 from stacked_remat import Stacked, memory
 
@@ -25,20 +26,13 @@ class Layer(eqx.Module):
     maps: dict[str, eqx.nn.Linear]
 
     def __init__(self, key):
-        sizes = dict(
-            edges=4 * WIDTH,
-            triangle=WIDTH,
-            bias=1,
-            qkv=3 * WIDTH,
-            out=WIDTH,
-            outer=WIDTH,
-        )
-        keys = jax.random.split(key, len(sizes))
+        sizes = dict.fromkeys(("triangle", "out", "outer"), WIDTH)
+        sizes |= {"edges": 4 * WIDTH, "qkv": 3 * WIDTH, "bias": 1}
         self.norms = {name: eqx.nn.LayerNorm(WIDTH) for name in sizes}
-        self.maps = {
-            n: eqx.nn.Linear(WIDTH, sizes[n], False, key=keys[i])
-            for i, n in enumerate(sizes)
-        }
+        self.maps = {}
+        keys = jax.random.split(key, len(sizes))
+        for of_map, (name, size) in zip(keys, sizes.items(), strict=True):
+            self.maps[name] = eqx.nn.Linear(WIDTH, size, False, key=of_map)
 
     def apply(self, name, x):
         """A normalized linear map of the last axis."""
@@ -61,9 +55,8 @@ class Layer(eqx.Module):
 
 def distances(model, near):
     layers, embed, read = model
-    return (
-        layers.fold((near.mean(1)[:, None] * embed, near[..., None] * embed))[1] @ read
-    )
+    start = near.mean(1)[:, None] * embed, near[..., None] * embed
+    return layers.fold(start)[1] @ read
 
 
 # %% [markdown]
@@ -103,6 +96,14 @@ near, distance = line(jax.random.key(3), 256)
 constant = near * distance[near > 0].var() + (1 - near) * distance[near == 0].var()
 print(f"squared error of two means, for close pairs and others: {constant.mean():.3f}")
 assert value < 0.7 * constant.mean()
+order = jnp.argsort(distance[0, distance[0].max(1).argmax()])  # from one end on
+shown = {"true": distance[0], "predicted": distances(model, near[0])}
+figure = Figure((6, 2.6), layout="constrained")
+panels = figure.subplots(1, 2)
+for axes, (title, values) in zip(panels, shown.items(), strict=True):
+    image = axes.imshow(values[order][:, order], cmap="gray", vmin=0, vmax=5)
+    axes.set(title=title, xlabel="point", ylabel="point")
+_ = figure.colorbar(image, ax=panels, label="distance")
 
 # %% [markdown]
 # ## What the gradient of 48 layers takes, for 256 residues

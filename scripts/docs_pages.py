@@ -23,6 +23,13 @@ from scripts.reported_memory import cases  # noqa: E402
 from stacked_remat.training import config_reference  # noqa: E402
 
 
+def on_config(config: Any) -> Any:
+    """A link to the repository at the top of each page, where it has an address."""
+    if address := gallery.repository_address():
+        config.repo_url, config.repo_name = address, config.site_name
+    return config
+
+
 def on_files(files: Files, config: Any) -> Files:
     """Adds the pages, pictures and notebooks of the gallery, which it runs."""
     scripts = gallery.examples()
@@ -34,8 +41,10 @@ def on_files(files: Files, config: Any) -> Files:
         printed = list(pool.map(gallery.run_or_read, scripts))
     for script, outputs in zip(scripts, printed, strict=True):
         made = {
-            f"gallery/{script.stem}.md": gallery.page(script, outputs),
-            f"gallery/{script.stem}.ipynb": gallery.notebook(script, outputs),
+            f"gallery/{script.stem}.md": gallery.page(script, outputs, config.repo_url),
+            f"gallery/{script.stem}.ipynb": gallery.notebook(
+                script, outputs, config.repo_url
+            ),
         }
         for name, picture in gallery.pictures(script, outputs).items():
             made[f"gallery/{name}"] = picture
@@ -44,14 +53,17 @@ def on_files(files: Files, config: Any) -> Files:
     return files
 
 
-def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Puts in tables, the config reference and links to examples; refuses a figure that
-    no result has.
+def on_page_markdown(markdown: str, page: Any, files: Files, **_: Any) -> str:
+    """Puts in tables, the config reference, links to examples and their pictures;
+    refuses a figure that no result has.
     """
     if page.file.generated_by:  # above: examples and what programs printed
         return markdown
     try:
         found = gallery.with_links_to_pages(with_tables(markdown))
+        if page.file.src_uri == "gallery/index.md":
+            pictures = [Path(uri).name for uri in files.src_uris if uri.endswith("svg")]
+            found = gallery.with_thumbnails(found, pictures)
         return found.replace("<!-- config-reference -->", config_reference(LmRunConfig))
     except ValueError as error:
         raise PluginError(f"{page.file.src_uri}: {error}") from None

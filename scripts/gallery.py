@@ -15,16 +15,30 @@ import json
 import os
 import re
 import sys
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from stacked_remat import __version__
 
 ROOT = Path(__file__).resolve().parents[1]
 GALLERY = ROOT / "docs" / "gallery"
 
 # A link that works where the repository is read
 _EXAMPLE = re.compile(r"(?<=\]\()([\w./-]+)\.py(?=\))")
+# A row of the table of examples, with a link to a page
+_ROW = re.compile(r"^(\| \[.*\]\((\w+)\.md\))", re.MULTILINE)
+_ALT_TEXT = "what the cell drew"  # by which docs/stylesheets/site.css finds it
 _CELL = re.compile(r"^# %%( \[markdown\])?\n", re.MULTILINE)
+# Some examples import `models`, which only a checkout has
+_IN_COLAB = """\
+import sys
+
+if "google.colab" in sys.modules:
+    !git clone --quiet --branch v{version} {repository} stacked_remat
+    %cd stacked_remat
+    %pip install --quiet '.[train,nnx]' matplotlib"""
 
 
 class Cell(NamedTuple):
@@ -145,11 +159,33 @@ def _everything_used() -> str:
     return f"{digest.hexdigest()} {sys.version} {sorted(versions)}"
 
 
-def notebook(script: Path, outputs: Sequence[Output]) -> str:
-    """The example as a notebook (nbformat 4.5), with what each cell showed."""
+def repository_address() -> str | None:
+    """The address of the repository, where `pyproject.toml` has one."""
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    return tomllib.loads(text)["project"].get("urls", {}).get("Repository")
+
+
+def colab_address(script: Path, repository: str | None) -> str:
+    """Where Colab opens the notebook, from the branch of the published site; empty
+    where the repository is not on GitHub.
+    """
+    name = (repository or "").partition("https://github.com/")[2]
+    file = f"blob/gh-pages/{__version__}/gallery/{script.stem}.ipynb"
+    return name and f"https://colab.research.google.com/github/{name}/{file}"
+
+
+def notebook(
+    script: Path, outputs: Sequence[Output], repository: str | None = None
+) -> str:
+    """The example as a notebook (nbformat 4.5), with what each cell showed, and a cell
+    that installs what it needs in Colab.
+    """
     cells = []
-    pairs = zip(cells_of(script), outputs, strict=True)
-    for number, (cell, output) in enumerate(pairs):
+    shown = [*zip(cells_of(script), outputs, strict=True)]
+    if repository:
+        setup = _IN_COLAB.format(version=__version__, repository=repository)
+        shown.insert(1, (Cell(setup, is_code=True, line=0), Output("")))
+    for number, (cell, output) in enumerate(shown):
         entry: dict[str, Any] = {
             "cell_type": "code" if cell.is_code else "markdown",
             "id": f"cell-{number}",
@@ -199,7 +235,21 @@ def with_links_to_pages(markdown: str) -> str:
     return _EXAMPLE.sub(r"\1.md", markdown)
 
 
-def page(script: Path, outputs: Sequence[Output]) -> str:
+def with_thumbnails(markdown: str, pictures: Sequence[str]) -> str:
+    """The table of examples with the first picture of each that has one, by the names
+    of all pictures.
+    """
+
+    def with_picture(row: re.Match[str]) -> str:
+        names = [name for name in pictures if re.fullmatch(rf"{row[2]}-\d+.svg", name)]
+        if not names:
+            return row[0]
+        return f"{row[0]}<br>![{_ALT_TEXT}]({names[0]}){{ width=240 loading=lazy }}"
+
+    return _ROW.sub(with_picture, markdown)
+
+
+def page(script: Path, outputs: Sequence[Output], repository: str | None = None) -> str:
     """The example as a page, with what each cell showed under it."""
     heading, *rest = cells_of(script)
     title, _, introduction = heading.text.partition("\n")
@@ -207,6 +257,8 @@ def page(script: Path, outputs: Sequence[Output]) -> str:
         f"[Notebook]({script.stem}.ipynb){{ download }}, or the same as"
         f" [Python]({script.name}){{ download }}"
     )
+    if address := colab_address(script, repository):
+        file += f", or [open it in Colab]({address})"
     parts = [title, file, with_links_to_pages(introduction.strip())]
     for number, cell in enumerate(rest, 1):
         output = outputs[number]
@@ -218,5 +270,5 @@ def page(script: Path, outputs: Sequence[Output]) -> str:
         if output.text:
             parts.append(f"```text\n{output.text.rstrip()}\n```")
         if output.picture:
-            parts.append(f"![what the cell drew]({_picture_name(script, number)})")
+            parts.append(f"![{_ALT_TEXT}]({_picture_name(script, number)})")
     return "\n\n".join(parts) + "\n"

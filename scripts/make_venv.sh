@@ -2,9 +2,9 @@
 # Make or reuse the virtual environment $1, with Python $2 (default: the one it has, or the first found from 3.11).
 #
 # Installs this checkout, editable, with the extras $3 (default: all that running, testing, checking and documenting take), at the
-# versions of constraints/py3XX.txt, and the requirements in file $4 if given. Uses uv, which is quicker, and pip where uv can't be
-# installed or finds no packages. Stores a fingerprint of its inputs and the extras in the environment, returns at once where it has
-# them all, and adds those that it lacks.
+# versions of constraints/py3XX.txt, and the requirements in file $4 if given; with the extra `test`, Levanter. Uses uv, which is
+# quicker, and pip where uv can't be installed or finds no packages. Stores a fingerprint of its inputs and the extras in the
+# environment, returns at once where it has them all, and adds those that it lacks.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -44,7 +44,8 @@ else
     constraints=
 fi
 
-fingerprint="$version $(cat pyproject.toml $constraints scripts/make_venv.sh $more | cksum)"
+alone=tests/levanter_requirements.txt # installed without dependencies
+fingerprint="$version $(cat pyproject.toml $constraints scripts/make_venv.sh $alone $more | cksum)"
 { read -r made && read -r present; } 2>/dev/null <"$venv/.fingerprint" || made=
 if [ "$made" = "$fingerprint" ] && "$venv/bin/python" -c "" 2>/dev/null; then
     wanted=$extras
@@ -72,6 +73,7 @@ rm -f "$venv/.fingerprint"
 install_with() {
     "$@" ${pins[@]+"${pins[@]}"} hatchling editables &&
         "$@" ${pins[@]+"${pins[@]}"} --no-build-isolation -e ".[$extras]" &&
+        if [[ ,$extras, == *,test,* ]]; then "$@" --no-deps -r "$alone"; fi &&
         if [ -n "$more" ]; then "$@" ${pins[@]+"${pins[@]}"} -r "$more"; fi
 }
 

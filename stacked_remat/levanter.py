@@ -45,10 +45,7 @@ with a dict has the axes of keyword arguments too.
 def _policy(spec: Any) -> ScanCheckpointPolicy:
     """A policy of this library, of an alias, or of a policy object of Levanter's."""
     # Levanter's class has the fields of Haliax's, and may not be installed.
-    is_levanters = type(spec).__name__ == "ScanCheckpointPolicy" and hasattr(
-        spec, "simple"
-    )
-    if is_levanters and not isinstance(spec, ScanCheckpointPolicy):
+    if hasattr(spec, "simple") and not isinstance(spec, ScanCheckpointPolicy):
         return resolve_policy(ScanCheckpointPolicy(**settings_of(spec)))
     return resolve_policy(spec)
 

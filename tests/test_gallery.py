@@ -18,7 +18,9 @@ from scripts.gallery import (
     run,
     run_or_read,
     with_links_to_pages,
+    with_thumbnails,
 )
+from stacked_remat import __version__
 
 PAGES = [
     ROOT / "README.md",
@@ -72,8 +74,31 @@ def test_a_figure_is_a_picture_of_its_cell_alone(tmp_path):
         "plot([1, 2])\n```\n\n![what the cell drew](drawn-2.svg)\n\n```python"
         in page(script, outputs)
     )
+    rows = "| [Drawn](drawn.md) | it |\n| [Other](other.md) | it |\n"
+    image = "![what the cell drew](drawn-2.svg){ width=240 loading=lazy }"
+    assert with_thumbnails(rows, ["logo.svg", "drawn-2.svg"]) == rows.replace(
+        "drawn.md)", f"drawn.md)<br>{image}"
+    )
     cell = json.loads(notebook(script, outputs))["cells"][2]
     assert cell["outputs"][0]["data"] == {"image/svg+xml": outputs[2].picture}
+
+
+def test_the_page_and_notebook_of_a_repository_on_github_lead_to_colab(tmp_path):
+    script = tmp_path / "short.py"
+    script.write_text("# %% [markdown]\n# # Title\n# %%\nprint(1)\n")
+    outputs = [Output(""), Output("1\n")]
+    on_github = "https://github.com/them/theirs"
+    link = (
+        "https://colab.research.google.com/github/them/theirs/blob/gh-pages/"
+        f"{__version__}/gallery/short.ipynb"
+    )
+    assert f"({link})" in page(script, outputs, on_github)
+    text, setup, code = json.loads(notebook(script, outputs, on_github))["cells"]
+    assert f"--branch v{__version__} {on_github} stacked_remat\n" in setup["source"]
+    assert (text["source"], code["source"]) == ("# Title", "print(1)")
+    for elsewhere in (None, "https://example.com/them/theirs"):
+        assert "colab" not in page(script, outputs, elsewhere)
+    assert "colab" not in notebook(script, outputs)
 
 
 def test_every_example_is_in_the_navigation_and_the_table():

@@ -1,7 +1,7 @@
 """`ArrayStacked` beside a loop over its layers, and beside Levanter's own class."""
 
-import importlib.util
 import random
+import sys
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -16,7 +16,10 @@ from stacked_remat.levanter import ArrayStacked
 
 from .blocks import assert_close
 
-LEVANTER = importlib.util.find_spec("levanter") is not None
+# Its newest versions need Python 3.12, where `make test` installs it.
+with_levanter = pytest.mark.skipif(
+    sys.version_info < (3, 12), reason="Levanter needs Python 3.12"
+)
 POLICIES = (False, True, "offload", "recompute", "save_all", "nested")
 
 
@@ -163,16 +166,14 @@ def test_values_and_gradients_are_those_of_a_loop(seed):
     )
 
 
-@pytest.mark.skipif(not LEVANTER, reason="Levanter is not installed")
-@pytest.mark.parametrize("seed", range(60))
+@with_levanter
+@pytest.mark.parametrize("seed", range(24, 36))  # all policies are among them
 def test_everything_is_as_of_levanters_class(seed):
     from levanter.layers.stacked import (  # pyright: ignore[reportMissingImports]
         ArrayStacked as Levanters,
     )
 
     case = drawn(seed)
-    if case.policy == "offload" and case.unroll is True:
-        pytest.skip("Levanter's program does not compile on a CPU")
     ours, theirs = case.made(ArrayStacked), case.made(Levanters)
     x = jnp.linspace(-1.0, 1.0, case.build[0])
     pairs = zip(
@@ -200,7 +201,7 @@ def test_everything_is_as_of_levanters_class(seed):
         np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.skipif(not LEVANTER, reason="Levanter is not installed")
+@with_levanter
 def test_policies_of_levanter_become_policies_of_this_library():
     from levanter.layers.scan_checkpoint import (  # pyright: ignore[reportMissingImports]
         ScanCheckpointPolicy as Levanters,

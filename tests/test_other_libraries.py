@@ -1,15 +1,16 @@
-"""The examples for Haiku and Diffrax of `docs/port-a-loop.md`, and Diffrax's adjoint.
-
-Each is run where its library is installed.
-"""
+"""What `docs/port-a-loop.md` shows of Haiku and Diffrax, and Diffrax's adjoint."""
 
 import functools
 
+import diffrax
+import haiku as hk
 import jax
 import jax.numpy as jnp
 import pytest
+from haiku.experimental import layer_stack
 
 from stacked_remat import fold, scan, shared
+from stacked_remat.diffrax import RematAdjoint
 
 from .blocks import assert_close, quick_jit
 
@@ -21,12 +22,10 @@ LAYERS, WIDTH = 6, 8
 
 
 def test_layers_of_haiku_are_folded_with_the_parameters_of_layer_stack():
-    hk = pytest.importorskip("haiku")
-
     def block(x):
         return x + jax.nn.relu(hk.Linear(WIDTH)(x))
 
-    stack = hk.transform(hk.experimental.layer_stack(LAYERS)(block))
+    stack = hk.transform(layer_stack(LAYERS)(block))
     x = jnp.ones((2, WIDTH))
     params = stack.init(jax.random.key(0), x)
     ((name, of_layers),) = params.items()
@@ -48,8 +47,6 @@ def test_layers_of_haiku_are_folded_with_the_parameters_of_layer_stack():
 
 
 def test_layers_of_haiku_have_keys_and_state():
-    hk = pytest.importorskip("haiku")
-
     def block(x):
         count = hk.get_state("count", (), init=jnp.zeros)
         hk.set_state("count", count + 1)
@@ -77,7 +74,6 @@ def test_layers_of_haiku_have_keys_and_state():
 
 
 def test_steps_of_a_solver_of_diffrax_have_its_gradient():
-    diffrax = pytest.importorskip("diffrax")
     steps, start, end = 50, 0.0, 1.0
     step_size = (end - start) / steps
 
@@ -114,9 +110,6 @@ def test_steps_of_a_solver_of_diffrax_have_its_gradient():
 
 @pytest.mark.parametrize("save", ["ts", "dense"])
 def test_the_adjoint_has_the_derivatives_of_diffrax_in_both_modes(save):
-    diffrax = pytest.importorskip("diffrax")
-    from stacked_remat.diffrax import RematAdjoint
-
     def field(t, y, args):
         rate, push = args
         return {"q": y["p"], "p": -rate * jnp.sin(y["q"]) + push * jnp.cos(t)}
@@ -164,9 +157,6 @@ def test_the_adjoint_has_the_derivatives_of_diffrax_in_both_modes(save):
 
 
 def test_the_adjoint_refuses_paths_whose_numbers_change_and_numbers_of_carries():
-    diffrax = pytest.importorskip("diffrax")
-    from stacked_remat.diffrax import RematAdjoint
-
     path = diffrax.UnsafeBrownianPath((), jax.random.key(0))
     drift = diffrax.ODETerm(lambda t, y, args: -y)
     terms = diffrax.MultiTerm(drift, diffrax.ControlTerm(lambda t, y, args: 0.1, path))

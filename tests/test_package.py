@@ -62,6 +62,13 @@ def test_the_conda_recipe_is_of_this_version_and_its_requirements():
     assert sorted(written) == sorted(needs)
 
 
+def test_the_address_of_the_repository_is_that_of_the_project():
+    urls = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"].get("urls")
+    address = (urls or {}).get("Repository", "https://ADDRESS")
+    assert f"git clone {address} stacked_remat" in (ROOT / "README.md").read_text()
+    assert f"[stacked_remat]({address})" in (ROOT / "CONTRIBUTING.md").read_text()
+
+
 def test_training_says_which_extra_it_takes():
     check_installed()
     with pytest.raises(

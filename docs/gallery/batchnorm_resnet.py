@@ -10,6 +10,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
+from matplotlib.figure import Figure
 
 from stacked_remat import Stacked
 
@@ -109,3 +110,7 @@ scores = jax.vmap(lambda image: inference(image, state)[0])(x)
 accuracy = jnp.mean(scores.argmax(1) == labels)
 print(f"{accuracy:.1%} of 512 new images")
 assert accuracy > 0.95
+figure = Figure((7, 1.7), layout="constrained")
+for axes, image, score in zip(figure.subplots(1, 5), x, scores, strict=False):
+    axes.imshow(image[0], cmap="gray", interpolation="none")
+    axes.set(title=["across", "down"][score.argmax()], xticks=[], yticks=[])

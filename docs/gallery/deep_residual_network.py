@@ -11,6 +11,7 @@ import haliax as hax
 import jax
 import jax.numpy as jnp
 import optax
+from matplotlib.figure import Figure
 
 from stacked_remat import Stacked, memory
 
@@ -62,6 +63,12 @@ for policy, report in zip(policies, (plain, full, nested), strict=True):
         " of False"
     )
 assert nested.temporaries < 2**30 < 7 * 2**30 < full.temporaries
+figure = Figure((7, 1.8), layout="constrained")
+axes = figure.subplots()
+axes.set(xlabel="temporaries (GiB)")
+axes.margins(x=0.1)
+sizes = [report.temporaries / 2**30 for report in (plain, full, nested)]
+_ = axes.bar_label(axes.barh([*map(str, policies)], sizes), fmt="%.2f", padding=2)
 
 # %% [markdown]
 # `True` keeps the carry of each layer, a thousand in all. `nested` keeps 45, because 45

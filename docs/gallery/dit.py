@@ -10,6 +10,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
+from matplotlib.figure import Figure
 
 from stacked_remat import Stacked, shared
 
@@ -108,16 +109,16 @@ for number, key in enumerate(jax.random.split(jax.random.key(1), 201)):
 
 # %%
 noise = jax.random.normal(jax.random.key(3), (SIZE, SIZE))
-for label in jnp.arange(2):
+figure = Figure((6, 2.2), layout="constrained")
+at_first, *sampled = figure.subplots(1, 3)
+at_first.imshow(noise, cmap="gray", vmin=-1, vmax=1, interpolation="none")
+at_first.set(title="noise", xticks=[], yticks=[])
+for label, axes in zip(jnp.arange(2), sampled, strict=True):
     image = jax.lax.fori_loop(
         0, 32, lambda k, x: x + velocity(model, x, k / 32, label) / 32, noise
     )
-    print(
-        *(
-            "".join(" ░▒▓█"[int(level)] * 2 for level in 2 + 2 * row.clip(-1, 1))
-            for row in image
-        ),
-        sep="\n",
-    )
-    # Alike along the stripes
-    assert image.var(label).mean() < 0.3 * image.var(1 - label).mean()
+    along, across = image.var(label).mean(), image.var(1 - label).mean()
+    print(f"class {label}  variance along stripes {along:.3f}, across {across:.3f}")
+    assert along < 0.3 * across
+    axes.imshow(image, cmap="gray", vmin=-1, vmax=1, interpolation="none")
+    axes.set(title=f"class {label}", xticks=[], yticks=[])

@@ -10,6 +10,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
+from matplotlib.figure import Figure
 
 from stacked_remat import Stacked
 
@@ -93,10 +94,21 @@ starts = jnp.arange(len(VERSE) - CONTEXT)
 tokens = data[starts[:, None] + jnp.arange(CONTEXT + 1)]
 model = Gpt(key=jax.random.key(0))
 state = optimizer.init(eqx.filter(model, eqx.is_array))
+values = []
 for number in range(101):
     model, state, value = step(model, state, tokens)
+    values.append(value)
     if number % 25 == 0:
         print(f"step {number:3}  loss {value:.3f} nats a byte")
+
+frequency = jnp.bincount(data, length=256) / len(VERSE)
+figure = Figure((6, 2.5), layout="constrained")
+axes = figure.subplots()
+axes.set(xlabel="step", ylabel="loss (nats a byte)", yscale="log")
+axes.plot(values, label="the model")
+entropy = jax.scipy.special.entr(frequency).sum()
+axes.axhline(entropy, color="black", ls="--", label="frequencies of bytes alone")
+_ = axes.legend()
 
 # %% [markdown]
 # Given the first 16 bytes, it writes the most likely bytes:

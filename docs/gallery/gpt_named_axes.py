@@ -11,6 +11,7 @@ import haliax as hax
 import jax
 import jax.numpy as jnp
 import optax
+from matplotlib.figure import Figure
 
 from stacked_remat import Stacked
 from stacked_remat.ops import causal_attention
@@ -34,11 +35,8 @@ class Block(eqx.Module):
 
     @staticmethod
     def init(*, key):
-        keys, heads, small = (
-            jax.random.split(key, 4),
-            (Heads, HeadDim),
-            Layers.size**-0.5,
-        )
+        keys = jax.random.split(key, 4)
+        heads, small = (Heads, HeadDim), Layers.size**-0.5
         return Block(
             hax.nn.Linear.init(
                 Embed, (hax.Axis("qkv", 3), *heads), key=keys[0], use_bias=False
@@ -77,9 +75,8 @@ class Gpt(eqx.Module):
 
     def __call__(self, tokens):
         x = self.embedding.take(Vocab, tokens) + self.positions
-        return hax.dot(
-            hax.nn.standardize(self.blocks.fold(x), Embed), self.embedding, axis=Embed
-        )
+        x = hax.nn.standardize(self.blocks.fold(x), Embed)
+        return hax.dot(x, self.embedding, axis=Embed)
 
 
 @eqx.filter_jit
@@ -107,8 +104,7 @@ state = optimizer.init(eqx.filter(model, eqx.is_array))
 text = jnp.asarray(list("".join(f"{n:02}, " for n in range(100)).encode()))
 rows = text[4 * 5 * jnp.arange(Batch.size)[:, None] + jnp.arange(Position.size + 1)]
 tokens, targets = (
-    hax.named(rows[:, :-1], (Batch, Position)),
-    hax.named(rows[:, 1:], (Batch, Position)),
+    hax.named(part, (Batch, Position)) for part in (rows[:, :-1], rows[:, 1:])
 )
 for number in range(161):
     model, state, value = update(model, state, tokens, targets)
@@ -120,3 +116,10 @@ print("logits:", [axis.name for axis in logits.axes])
 guessed = hax.argmax(logits, Vocab)["batch", 3].array
 print("text:   ", bytes(rows[3, 1:].tolist()).decode())
 print("guessed:", bytes(guessed.tolist()).decode())
+wanted = hax.nn.one_hot(targets, Vocab)
+by_row = hax.nn.cross_entropy_loss(logits, Vocab, wanted, reduction=None)
+figure = Figure((7, 2), layout="constrained")
+axes = figure.subplots()
+axes.set(xlabel="text of row 3", ylabel="loss of all rows (nats)")
+axes.set_xticks(range(Position.size), bytes(rows[3, 1:].tolist()).decode())
+_ = axes.bar(range(Position.size), hax.mean(by_row, Batch).array)

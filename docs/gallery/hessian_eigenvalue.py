@@ -10,6 +10,7 @@ import equinox as eqx
 import jax
 import jax.flatten_util
 import jax.numpy as jnp
+from matplotlib.figure import Figure
 
 from stacked_remat import Stacked, memory
 
@@ -107,3 +108,12 @@ def along(step):
 second = jax.jvp(jax.grad(along), (0.0,), (1.0,))[1]
 print(f"second derivative of the loss along it {second:.4f}")
 assert error < 1e-2 * sharpness and jnp.allclose(second, sharpness, rtol=1e-3)
+value, slope = jax.value_and_grad(along)(0.0)
+distance = jnp.linspace(-4, 4, 33)
+parabola = value + slope * distance + sharpness * distance**2 / 2
+figure = Figure((6, 2.5), layout="constrained")
+axes = figure.subplots()
+axes.set(xlabel="step along the direction", ylabel="loss")
+axes.plot(distance, jax.lax.map(along, distance), label="loss")
+axes.plot(distance, parabola, "--", label="parabola with this eigenvalue")
+_ = axes.legend()

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from matplotlib.figure import Figure
 
 from stacked_remat.nnx import remat_scan
 
@@ -80,11 +81,20 @@ print(f"memory of a step: {memory / 2**20:.1f} MiB and {more / 2**20:.1f} MiB")
 assert abs(ours[-1] - theirs[-1]) < 1e-2 and 10 * memory < more
 
 # %% [markdown]
-# What it takes to be inside, over the square:
+# The losses, and where in the square a point is inside, by the model (shaded) and in
+# truth (dots):
 
 # %%
-grid = jnp.stack(
-    jnp.meshgrid(jnp.linspace(-1, 1, 36), jnp.linspace(-1, 1, 15)), -1
-).reshape(-1, 2)
-marks = ["#" if logit > 0 else "." for logit in model(grid).tolist()]
-print("\n".join("".join(marks[row : row + 36]) for row in range(0, len(marks), 36)))
+side = jnp.linspace(-1, 1, 64)
+square = jnp.stack(jnp.meshgrid(side, side), -1)
+logits = model(square.reshape(-1, 2)).reshape(64, 64)
+print(f"{jnp.mean((model(x) > 0) == inside):.1%} of the points are right")
+figure = Figure((7, 3), layout="constrained")
+losses, plane = figure.subplots(1, 2, width_ratios=(3, 2))
+losses.set(xlabel="step", ylabel="loss (nats)")
+losses.plot(theirs, lw=4, alpha=0.4, label="nnx.scan")
+losses.plot(ours, "--", label="remat_scan")
+losses.legend()
+plane.set(aspect="equal", xticks=[], yticks=[])
+plane.contourf(side, side, logits, [0, jnp.inf], colors=["lightgray"])
+_ = plane.plot(*x[inside == 1].T, "k.", ms=2)

@@ -13,6 +13,7 @@ import haliax as hax
 import jax
 import jax.numpy as jnp
 import optax
+from matplotlib.figure import Figure
 
 from stacked_remat import Stacked, memory
 
@@ -57,7 +58,11 @@ def step(remat):
     return update
 
 
+trials = {}
+
+
 def show(trial):
+    trials[trial.name] = trial.report.total / 2**20
     print(f"{trial.report.total / 2**20:6.1f} MiB under {trial.name}")
 
 
@@ -66,6 +71,12 @@ found = memory.plan(
     step, blocks, state, x, budget="45MiB", vary=False, show=show, **options
 )
 print(f"{found.policy!r} fits 45 MiB")
+figure = Figure((7, 1.6), layout="constrained")
+axes = figure.subplots()
+axes.set(xlabel="memory of the step (MiB)")
+axes.barh([*trials], [*trials.values()], color="gray")
+axes.axvline(45, color="black", ls="--", label="budget")
+_ = axes.legend()
 
 # %% [markdown]
 # Without `vary=False` the plan also chooses which values inside layers are kept, and

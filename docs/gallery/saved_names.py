@@ -9,6 +9,7 @@ import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
+from matplotlib.figure import Figure
 
 from stacked_remat import ScanCheckpointPolicy, Stacked, checkpoint_name, memory
 
@@ -70,6 +71,13 @@ for name, report in reports.items():
         f"{name:18} {report.temporaries / 2**20:6.0f}"
         f" {report.flops.matmul / least:11.3f}"
     )
+figure = Figure((7, 3), layout="constrained")
+axes = figure.subplots()
+axes.set(xlabel="temporaries (MiB)", ylabel="FLOPs / those of everything")
+for (name, report), marker in zip(reports.items(), "osD^v<>", strict=True):
+    temporaries = report.temporaries / 2**20
+    axes.plot(temporaries, report.flops.matmul / least, marker, label=name)
+_ = axes.legend()
 
 # %% [markdown]
 # Each name kept spares one product of the recomputation, so what matters is bytes for

@@ -9,11 +9,13 @@
 import haliax as hax
 import jax
 import jax.numpy as jnp
+from matplotlib.figure import Figure
 
-from stacked_remat import fold, shared
+from stacked_remat import fold, scan, shared
 
 DT = 1e-3
 Time = hax.Axis("time", 20_000)  # at most 20 seconds
+WIND = shared(jnp.array([-2.0, 0.0]))
 
 
 def step(ball, wind):
@@ -36,13 +38,15 @@ def has_landed(ball):
     return ball["place"][1] < 0
 
 
+def thrown(angle, speed, drag):
+    velocity = speed * jnp.stack([jnp.cos(angle), jnp.sin(angle)])
+    return {"place": jnp.zeros(2), "velocity": velocity, "drag": drag, "steps": 0}
+
+
 def flight(angle, speed, drag, remat="nested"):
     """Where the ball lands, and after how many steps."""
-    velocity = speed * jnp.stack([jnp.cos(angle), jnp.sin(angle)])
-    start = {"place": jnp.zeros(2), "velocity": velocity, "drag": drag, "steps": 0}
-    ball = fold(step, Time, remat=remat, until=has_landed)(
-        start, shared(jnp.array([-2.0, 0.0]))
-    )
+    start = thrown(angle, speed, drag)
+    ball = fold(step, Time, remat=remat, until=has_landed)(start, WIND)
     x, y = ball["place"]
     # Back to the ground
     return (
@@ -93,13 +97,21 @@ for remat in (False, True, "nested"):
 # %%
 at = jax.jit(jax.value_and_grad(lambda angle: flight(angle, 40.0, 0.005)[0]))
 angle = jnp.float32(0.3)
-for _ in range(5):
+figure = Figure((7, 2.5), layout="constrained")
+axes = figure.subplots()
+axes.set(xlabel="distance (m)", ylabel="height (m)")
+for dashes in (":", "-.", "--", "-"):
     x, slope = at(angle)
     print(
         f"angle {jnp.degrees(angle):6.3f}°  lands at {x:7.3f} m  slope {slope:8.3f} m"
         " per radian"
     )
+    _, path = scan(lambda ball, wind: (step(ball, wind), ball["place"]), Time)(
+        thrown(angle, 40.0, 0.005), WIND
+    )
+    axes.plot(*path[path[:, 1] >= 0].T, dashes, label=f"{jnp.degrees(angle):.2f}°")
     angle = angle - (x - 80.0) / slope
+_ = axes.legend()
 assert abs(at(angle)[0] - 80.0) < 0.01
 slope, curvature = jax.jvp(
     lambda angle: at(angle)[1], (angle,), (jnp.ones_like(angle),)

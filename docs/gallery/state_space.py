@@ -10,6 +10,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
+from matplotlib.figure import Figure
 
 from stacked_remat import Stacked, memory
 
@@ -90,6 +91,17 @@ for number, key in enumerate(jax.random.split(jax.random.key(2), 201)):
     if number % 50 == 0:
         print(f"step {number:3}  squared error {value:.4f}")
 assert value < 0.02  # always 0.5: 0.083
+
+# %% [markdown]
+# Of series that it has not seen:
+
+# %%
+x, y = series(jax.random.key(3), 256)
+figure = Figure((5, 3), layout="constrained")
+axes = figure.subplots()
+axes.set(xlabel="speed (radians in two steps)", ylabel="speed that the model says")
+axes.plot(y, jax.vmap(speed_of, (None, 0))(model, x), ".", color="black")
+_ = axes.plot([0, 1], [0, 1], "--")
 
 # %% [markdown]
 # ## What the gradient of 48 layers takes

@@ -340,12 +340,14 @@ def _size_text(leaf: Any, axis: Axis) -> str:
     return f"{of_axis} (axes {axes_text(leaf.axes)})"
 
 
-def _size_of_array(leaf: Any, axis: Axis) -> int | None:
-    """The size of a named array's own array along an axis, if its axes say another."""
+def _size_of_array(leaf: Any, axis: Axis) -> Any:
+    """The size of a named array's own array along an axis, if its axes say another;
+    else None.
+    """
     if not is_named(leaf):
         return None
     # `jax.tree.map` changes the array of a named array and leaves its axes
-    sizes: tuple[int, ...] = getattr(raw_array(leaf), "shape", ())
+    sizes = getattr(raw_array(leaf), "shape", ())
     position = leaf.axis_indices(axis.name)
     if position is None or len(sizes) != len(leaf.axes):
         return None

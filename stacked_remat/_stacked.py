@@ -125,7 +125,9 @@ class StackedKinds(BlockFoldable[M]):
 
     def from_state_dict(self, state_dict: StateDict, prefix: str | None = None) -> Self:
         """These layers with their arrays read from keys `prefix.0.key`, `prefix.1.key`,
-        …
+        …, in the dtypes that they have there.
+
+        Further entries of a layer are left out, such as a buffer of torch.
 
         Raises:
             ValueError: names every array that is missing or of another shape, layers

@@ -101,7 +101,7 @@ class Mistakes:
             # A config may know where the section is from, if not from these keys
             remark = getattr(self._config_class, "remark_without_type", None)
             if remark is not None and (fix := remark(at, self._tree)):
-                return f"{self._named(at)} {first['ctx']['said']} {fix}"
+                return f"{self._named(at)} lacks the key `type`. {fix}"
             return f"{self._named(at)} {first['msg']}"
         if kind == "value_error":
             message = first["msg"].removeprefix("Value error, ")

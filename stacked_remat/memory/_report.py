@@ -272,8 +272,8 @@ class Comparison:
                     notes.append(f"{trial.name}: {unknown}")
         if _are_alike(self.trials):
             notes.append(
-                "all policies have the same figures: does the program pass remat=remat"
-                " to its fold or scan?"
+                "all policies have the same figures: the program has too few layers"
+                " for them to differ, or does not pass remat=remat to its fold or scan"
             )
         return [*notes, *self.notes]
 

@@ -185,8 +185,8 @@ def test_names_that_no_value_has_are_said_with_those_that_there_are():
 
 def test_a_program_that_ignores_its_policy_is_said(comparison):
     remark = (
-        "all policies have the same figures: does the program pass remat=remat to its"
-        " fold or scan?"
+        "all policies have the same figures: the program has too few layers for them"
+        " to differ, or does not pass remat=remat to its fold or scan"
     )
     program = Counting()
     ignoring = compare(

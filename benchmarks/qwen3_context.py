@@ -30,12 +30,12 @@ the config's `trainer.mesh`; with `--divide positions` one sequence is divided o
 with `experts` the experts, in place of `embed`. A sequence is one document, or of
 `--documents` equal ones. `--tiles` compares values of `model.tiles`, `--experts`
 backends of experts, and `--presets` backends of attention, with the model's own
-policies, `True` and `nested`. `planned` gives the planner as much memory as each of
-these takes. `gathers` counts the collectives of weights in the loops over layers, as
-`benchmarks.gathered_ahead` does, with experts and other weights divided over the same
-devices. Writes `results/qwen3_<context, documents, tiles, experts, presets, longest,
-planned or gathers>_<target>.json`, with another `--config` its name in place of
-`qwen3`.
+policies, `False`, `True` and `nested`. `planned` gives the planner as much memory as
+each of these takes. `gathers` counts the collectives of weights in the loops over
+layers, as `benchmarks.gathered_ahead` does, with experts and other weights divided over
+the same devices. Writes `results/qwen3_<context, documents, tiles, experts, presets,
+longest, planned or gathers>_<target>.json`, with another `--config` its name in place
+of `qwen3`.
 """
 
 import dataclasses
@@ -70,11 +70,12 @@ from stacked_remat.training import (
 
 from .command import Rows, benchmark, one_of
 from .gathered_ahead import of_weights, with_text
-from .record import memory_row
+from .record import compiled_row, memory_row
 
 CONFIG = Path(__file__).parents[1] / "models/configs/qwen3_30b_a3b_65k_lora.yaml"
 
 POLICIES: dict[str, ScanCheckpointSpec] = {
+    "False": False,
     "True": True,
     "nested": "nested",
     "nested, offload": ScanCheckpointPolicy(nested=True, save_carries="offload"),
@@ -154,7 +155,7 @@ def context(
         )
         chosen = {
             name: POLICIES[name]
-            for name in (("True", "nested") if presets else policies)
+            for name in (("False", "True", "nested") if presets else policies)
         }
         if presets:
             own = given.model.remat_presets
@@ -169,9 +170,9 @@ def context(
                 partitioning, given, length, rows=rows, documents=documents
             )
             with partitioning.activations():
-                found = memory.report(fn(policy), *args, target=target)
+                found = compiled_row(fn(policy), args, target)
             row = {column: value} if column else {}
-            yield {**row, "tokens": length, "policy": name, **memory_row(found)}
+            yield {**row, "tokens": length, "policy": name, **found}
 
 
 @benchmark(_result)
@@ -247,7 +248,7 @@ def planned(
     fn, args = forward_and_backward(given, tokens)
     with tempfile.TemporaryDirectory() as cache:
         for name in names:
-            policy = POLICIES.get(name) or remat_policy(name, own)
+            policy = POLICIES[name] if name in POLICIES else remat_policy(name, own)
             alone = memory.report(fn(policy), *args, target=target, cache=cache)
             if alone.host.total > memory.parse_bytes(host_budget):
                 continue

@@ -111,7 +111,7 @@ def main(
 
 
 def _policies(config: LmRunConfig) -> dict[str, ScanCheckpointSpec]:
-    return {"False": False, **POLICIES, **config.model.remat_presets}
+    return {**POLICIES, **config.model.remat_presets}
 
 
 def model_flops(config: LmRunConfig, tokens: int) -> float:

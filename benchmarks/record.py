@@ -22,7 +22,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stacked_remat.memory import MemoryReport
+from stacked_remat.memory import DoesNotFit, MemoryReport
+from stacked_remat.memory._call import trace_call
 
 K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
@@ -82,6 +83,20 @@ def memory_row(found: MemoryReport) -> dict[str, Any]:
         "flops_exact": found.flops.exact,
         "compile_seconds": round(found.compile_seconds, 1),
     }
+
+
+def compiled_row(
+    fn: Callable[..., Any], args: Sequence[Any], target: str
+) -> dict[str, Any]:
+    """The memory of a call as a row of results; the FLOPs and the reason alone, where
+    the compiler refuses it.
+    """
+    traced = trace_call((fn, args, {}), target, ())
+    try:
+        return memory_row(traced.report())
+    except (DoesNotFit, jax.errors.JaxRuntimeError) as error:
+        reason = str(error).splitlines()[0]
+        return {"matmul_flops": traced.flops.matmul, "refused": reason}
 
 
 def allocate_as_needed() -> None:

@@ -16,12 +16,8 @@ marin-levanter`, on Python 3.12.
 import dataclasses
 import re
 
-import jax
-
-from stacked_remat import memory
-
 from .command import Rows, benchmark
-from .record import memory_row
+from .record import compiled_row
 from .residual_mlp import Sizes, hessian_products, variants
 
 
@@ -38,11 +34,8 @@ def main(
     for sizes in (Sizes(layers, tokens, width, size) for size in inner):
         for name in (name for name in every if re.search(only, name)):
             row = {"name": name, **dataclasses.asdict(sizes)}
-            try:
-                fn, args = every[name](sizes)
-                yield row | memory_row(memory.report(fn, *args, target=target))
-            except (memory.DoesNotFit, jax.errors.JaxRuntimeError) as error:
-                yield row | {"refused": str(error).splitlines()[0]}
+            fn, args = every[name](sizes)
+            yield row | compiled_row(fn, args, target)
 
 
 if __name__ == "__main__":

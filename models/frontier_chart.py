@@ -7,15 +7,20 @@ from stacked_remat._pictures import new_figure, save_figure
 
 
 def write_picture(
-    rows: Sequence[Mapping[str, Any]], path: str, budget: int | None = None
+    rows: Sequence[Mapping[str, Any]],
+    path: str,
+    base: tuple[str, int],
+    budget: int | None = None,
 ) -> None:
     """Write a step curve through the policies of `Frontier.rows`, with a line at the
     budget.
+
+    FLOPs are relative to those of a policy, the base: its name, and its FLOPs.
     """
     figure = new_figure("picture", 7, 4)
     gib = [row["total"] / 2**30 for row in rows]
-    least = min((row["matmul_flops"] for row in rows), default=0) or 1
-    flops = [row["matmul_flops"] / least for row in rows]
+    base_name, base_flops = base
+    flops = [row["matmul_flops"] / max(base_flops, 1) for row in rows]
     axes = figure.subplots()
     # Up to the next policy a larger budget plans the one before it.
     axes.step(gib, flops, where="post", marker="o")
@@ -24,7 +29,7 @@ def write_picture(
     if budget is not None:
         axes.axvline(budget / 2**30, linestyle=":", color="gray")
     axes.set_xlabel("memory of a device, GiB")
-    axes.set_ylabel("FLOPs beside the fewest")
+    axes.set_ylabel(f"FLOPs / {base_name}")
     axes.spines[["top", "right"]].set_visible(False)
     save_figure(figure, path)
 

@@ -290,7 +290,7 @@ def _find_frontier(config: PlanLmConfig, console: Console, budget: Budget) -> No
     found = step.frontier(host_budget=budget.host, begin=budget.begin, show=show)
     limit = parse_bytes(budget.device)
     if config.picture is not None:
-        write_picture(found.rows(), config.picture, limit)
+        write_picture(found.rows(), config.picture, found.tried.base, limit)
     if config.json:
         _print_json(config, console, rows=found.rows(), budget=limit)
     else:

@@ -214,7 +214,8 @@ def _replay_in_all(
     _write(log, steps, found, tokenizer.decode)
     shown_on(console)(
         f"replayed steps {first + 1} to {last}; held-out loss {loss:.4f} after"
-        f" them\n  python -m stacked_remat.ghost top {log.folder}"
+        f" them, by --batches {options.batches}\n  python -m stacked_remat.ghost top"
+        f" {log.folder}"
     )
     return 0
 

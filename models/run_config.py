@@ -143,6 +143,22 @@ class LmRunConfig:
                 " equal parts; make batch_size a multiple of microbatches."
             )
 
+    @staticmethod
+    def remark_without_type(key: str, tree: dict[str, Any]) -> str:
+        """What an error says of a section without a `type`: of `model`, where a folder
+        has the architecture; else an empty text.
+        """
+        begun = tree.get("initialize_from_hf")
+        if key != "model" or not isinstance(begun, str):
+            return ""
+        folder = {}
+        with contextlib.suppress(OSError, ValueError):  # a run, or on the Hub
+            folder = read_json(Path(begun).expanduser() / "config.json")
+        return (
+            f"The architecture is that of {begun}: leave out its keys, or write its"
+            f" type too, `type: {folder.get('model_type', 'NAME')}`."
+        )
+
     @property
     def reads_files(self) -> bool:
         """Whether frozen weights stay in their files while the run trains adapters."""

@@ -406,6 +406,13 @@ def _prepared(
     Candidate(config).check_batch()
     resolved = config.resolved()
     _check_run(resolved)
+    tokenizer = load_tokenizer(
+        resolved.tokenizer_name, config.data.chat_date, rows=resolved.vocab_size
+    )
+    if resolved.policy is None:
+        # Policies are compiled: files that are not there end the run before
+        for _ in first_examples(resolved.data, tokenizer):
+            pass
     with backends_taken() as taken:
         step = _fitting(Candidate(resolved), progress)
         step.check_applies()
@@ -417,9 +424,7 @@ def _prepared(
         progress.message(f"models.export_hf will refuse this model: {reason}")
     if step.policy.offloads:
         check_offload()
-    return step, load_tokenizer(
-        step.config.tokenizer_name, config.data.chat_date, rows=rows
-    )
+    return step, tokenizer
 
 
 def _check_run(config: LmRunConfig) -> None:

@@ -43,6 +43,7 @@ TESTS = {
     "_haliax_names": "test_policy test_haliax_stacks",
     "_hijax": "test_transformations test_custom_rules test_visitor",
     "_in_files": "test_in_files",
+    "_layer_checks": "test_error_texts test_stacked test_stack_of_layers",
     "_messages": "test_error_texts test_stacked test_state_dict memory/test_plan",
     "_microbatches": "test_pipeline_errors test_pipeline training/test_step",
     "_names": "test_policies_at_work test_checkpoint",

@@ -44,7 +44,7 @@ _UNITS |= {
     key: (key.removesuffix("_bytes").replace("_", " ") + ", GiB", 2**30, 2)
     for key in _BYTES
 }
-_MEASURED = {*_UNITS, "flops_exact"}
+_MEASURED = {*_UNITS, "flops_exact", "refused"}
 """The keys that do not say what was run."""
 
 _NOT_SENTENCES = re.compile(

@@ -4,13 +4,11 @@ The methods that apply layers (`fold`, `scan`, `vmap` and their `_via` forms) ar
 `_applied`: it makes a `FoldCall` (`call_of`), divides an `eqx.nn.State` among the
 layers, and calls `_run`, which each class has: a loop of JAX over stacks, or a Python
 loop. `fold_vjp` and `scan_vjp` are `_vjp` in `_stacked.py`. The rest is what layers
-have in common with a list, the checks of what a user builds them of, and `init` with
-its types.
+have in common with a list, and `init` with its types.
 """
 
 import abc
 import functools
-import inspect
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import (
@@ -33,12 +31,12 @@ import equinox as eqx
 from equinox.nn import State
 from haliax import Axis
 from haliax.state_dict import ModuleWithStateDictSerialization, StateDict
-from jax.errors import TracerIntegerConversionError
 
 from ._haliax_names import HaliaxStackNames
+from ._layer_checks import block_builder, check_first_call, check_second_call
 from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
 from ._scan.arguments import Caller, argument_namer, signature_of, warn_of_ambiguous
-from ._scan.checks import axis_or_name, describe, layers_axis, text
+from ._scan.checks import layers_axis
 from ._scan.layer_state import divide_state, only_own_state, with_whole_state
 from ._scan.marks import changed, check_unmarked
 from ._scan.step import FoldCall, Verb
@@ -161,9 +159,10 @@ class BlockFoldable(HaliaxStackNames, ModuleWithStateDictSerialization, Generic[
             cls: Any,
             Layers: Axis | int,
             Block: Any,
-            *,
+            *others: PyTree,
             remat: ScanCheckpointSpec | None = None,
             gradient_checkpointing: ScanCheckpointSpec | None = None,
+            **arguments: PyTree,
         ) -> Callable[..., Any]:
             """Build the layers: of a `Stacked` all at once, of a `BlockSeq` one after
             the other.
@@ -176,6 +175,8 @@ class BlockFoldable(HaliaxStackNames, ModuleWithStateDictSerialization, Generic[
                 remat: the checkpoint policy; `True` by default. See
                     `ScanCheckpointPolicy`.
                 gradient_checkpointing: another name for `remat`.
+                *others, **arguments: refused, since arguments of the block are for the
+                    function that is returned.
 
             Returns:
                 A function of the block's arguments, which returns layers of this class.
@@ -191,6 +192,7 @@ class BlockFoldable(HaliaxStackNames, ModuleWithStateDictSerialization, Generic[
                     instance, or doesn't build an `eqx.Module`.
             """
             what = f"{cls.__name__}.init"
+            check_first_call(others, arguments, what)
             if remat is not None and gradient_checkpointing is not None:
                 raise ValueError(
                     "remat and gradient_checkpointing name one argument. Pass one of"
@@ -204,6 +206,7 @@ class BlockFoldable(HaliaxStackNames, ModuleWithStateDictSerialization, Generic[
             caller = Caller(what, argument_namer(build, skip=0))
 
             def build_layers(*args: PyTree, **kwargs: PyTree) -> PyTree:
+                check_second_call(build, kwargs, what)
                 return cls(
                     cls._build_all(build, axis, caller, args, kwargs), axis, policy
                 )
@@ -528,72 +531,3 @@ def _applied(
         return call.result(carry, outputs)
 
     return run
-
-
-def block_builder(Block: Any, what: str) -> Callable[..., Any]:
-    """The static `init` of a block, Haliax style, or the block itself."""
-    # A common mistake is a block instead of its class. Equinox's partial and jitted
-    # functions are modules too.
-    is_function = isinstance(Block, eqx.Partial) or hasattr(Block, "__wrapped__")
-    is_block = isinstance(Block, eqx.Module) and not is_function
-    if is_block or not callable(Block):
-        raise TypeError(
-            f"{what} takes the class of the blocks, or a function that builds one, and"
-            f" calls it for every layer; got {describe(Block)}. Write {what}(Layers,"
-            " Block)(...), or of layers that are built Stacked.of(layers)."
-        )
-    if not inspect.isclass(Block):
-        return Block
-    init = inspect.getattr_static(Block, "init", None)
-    # An ordinary method of this name, which needs a block, is for something else.
-    if init is None or inspect.isfunction(init):
-        return Block
-    return getattr(Block, "init")  # noqa: B009
-
-
-def axis_of_modules(layers: Any, Layers: Any, what: str) -> Axis:
-    """The axis of a list of modules, which may be given by its name."""
-    if not isinstance(layers, Sequence):
-        raise TypeError(
-            f"{what} takes a list of modules, one for each layer; got"
-            f" {describe(layers)}. Make a list of it."
-        )
-    for i, layer in enumerate(layers):
-        check_module(layer, f"layers[{i}] of {what}")
-    # A name alone is an axis with as many layers as there are
-    axis = axis_or_name(Layers, what)
-    if isinstance(axis, str):
-        return Axis(axis, len(layers))
-    if axis.size != len(layers):
-        raise ValueError(
-            f"`{axis.name}` has {axis.size} layers, but {what} was given {len(layers)}."
-        )
-    return axis
-
-
-def check_module(value: Any, where: str) -> None:
-    if not isinstance(value, eqx.Module):
-        got = describe(value)
-        if isinstance(value, type):
-            got = f"the class {value.__name__}"
-        raise TypeError(f"{where} is {got}. Let it be an eqx.Module.")
-
-
-def check_layer_index(index: Any, Layers: Axis) -> int:
-    """The index counted from the front; an error outside of the axis."""
-    try:
-        position = operator.index(index)
-    except TracerIntegerConversionError:  # a `TypeError` that says what to do
-        raise
-    except TypeError:
-        raise TypeError(
-            f"The layers of `{Layers.name}` have one index, an integer or a slice; got"
-            f" {text(index)}. Write blocks[1], blocks[1:3], or blocks[1].weight[2] for"
-            " a part of a layer."
-        ) from None
-    if not -Layers.size <= position < Layers.size:
-        held = f"layers 0 to {Layers.size - 1}" if Layers.size else "no layers"
-        raise IndexError(
-            f"Layer {position} does not exist: `{Layers.name}` has {held}."
-        )
-    return position % Layers.size

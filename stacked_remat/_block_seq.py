@@ -15,7 +15,8 @@ from equinox.nn import State
 from haliax import Axis
 from haliax.state_dict import StateDict
 
-from ._block_foldable import BlockFoldable, M, axis_of_modules, check_layer_index
+from ._block_foldable import BlockFoldable, M
+from ._layer_checks import axis_of_modules, check_layer_index
 from ._memory_spaces import on_device
 from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
 from ._scan.arguments import Caller

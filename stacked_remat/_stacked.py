@@ -22,15 +22,8 @@ from haliax.state_dict import StateDict
 from jax.core import Tracer
 from jax.tree_util import KeyPath
 
-from ._block_foldable import (
-    B,
-    BlockFoldable,
-    M,
-    axis_of_modules,
-    call_of,
-    check_layer_index,
-    check_module,
-)
+from ._block_foldable import B, BlockFoldable, M, call_of
+from ._layer_checks import axis_of_modules, check_layer_index, check_module
 from ._memory_spaces import on_device
 from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
 from ._scan.arguments import Caller, check_stacked, warn_of_ambiguous
@@ -132,7 +125,9 @@ class StackedKinds(BlockFoldable[M]):
 
     def from_state_dict(self, state_dict: StateDict, prefix: str | None = None) -> Self:
         """These layers with their arrays read from keys `prefix.0.key`, `prefix.1.key`,
-        …
+        …, in the dtypes that they have there.
+
+        Further entries of a layer are left out, such as a buffer of torch.
 
         Raises:
             ValueError: names every array that is missing or of another shape, layers
@@ -215,6 +210,14 @@ def layer_types(stack: "Stacked[M]") -> M:
     return eqx.filter_eval_shape(first, stack)
 
 
+def whole_stack_given(stack: Any, of: str) -> TypeError:
+    """The error for a stack in the place of its layers; `of` takes these."""
+    return TypeError(
+        f"{of} was given {describe(stack)}, whose layers are in its field stacked:"
+        f" write {of}(stack.stacked, Layers)."
+    )
+
+
 def name_in_stack(path: KeyPath) -> str:
     """How errors name an array of a stack."""
     return f"stacked{jtu.keystr(path)}"
@@ -259,11 +262,15 @@ class Stacked(StackedKinds[M]):
     def __check_init__(self):
         what = self._caller.what
         check_module(self.stacked, f"The stack of {what}")
+        stacked: Any = self.stacked
+        # A stack of Haliax's stacks has another axis than these.
+        if type(stacked) is haliax.nn.Stacked and stacked.Block == self.Layers:
+            raise whole_stack_given(stacked, f"{what}.of")
         try:
             check_stacked(self.stacked, self.Layers, self._caller)
         except ValueError as error:
             raise ValueError(
-                f"{error} Build the stack by {what}.init(Layers, Block)(...)."
+                f"{error} Or build the stack by {what}.init(Layers, Block)(...)."
             ) from None
 
     @classmethod
@@ -302,10 +309,7 @@ class Stacked(StackedKinds[M]):
         what = f"{cls.__name__}.of"
         build: Any = cls
         if isinstance(layers, haliax.nn.Stacked):
-            raise TypeError(
-                f"{what} was given {describe(layers)}, whose layers are in its field"
-                f" stacked: write {what}(stack.stacked, Layers)."
-            )
+            raise whole_stack_given(layers, what)
         if isinstance(layers, eqx.Module):
             axis = axis_or_name(Layers, what)
             # One module does not tell how many layers it has, as a list does

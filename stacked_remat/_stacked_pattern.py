@@ -15,7 +15,8 @@ from typing import Any, Self
 import equinox as eqx
 from haliax import Axis
 
-from ._block_foldable import B, BuiltByInit, M, block_builder, check_layer_index
+from ._block_foldable import B, BuiltByInit, M
+from ._layer_checks import block_builder, check_layer_index, check_second_call
 from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
 from ._scan.arguments import Caller, argument_namer
 from ._scan.checks import layers_axis
@@ -134,14 +135,16 @@ class StackedPattern(StackedKinds[M]):
         numbered = Pattern.of(names, builders)
 
         def build_stacks(*args: PyTree, **kwargs: PyTree) -> PyTree:
+            for build in builders.values():
+                check_second_call(build, kwargs, what)
             parts, _ = divide((args, kwargs), axis, numbered, caller)
             stacks = {}
             for name, (own_args, own_kwargs) in zip(builders, parts, strict=True):
                 of_kind = axis.resize(names.count(name))
                 make = Stacked.init(of_kind, builders[name], remat=policy)
                 stacks[name] = make(*own_args, **own_kwargs)
-            build: Any = cls
-            return build(stacks, tuple(names), axis, policy)
+            make_pattern: Any = cls
+            return make_pattern(stacks, tuple(names), axis, policy)
 
         return build_stacks
 

@@ -23,7 +23,6 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding
 
 from . import _memory_spaces
-from ._block_foldable import block_builder
 from ._in_files import (
     ArrayInFiles as ArrayInFiles,
     LinearInFiles as LinearInFiles,
@@ -31,6 +30,7 @@ from ._in_files import (
     in_memory as in_memory,
     is_in_files as is_in_files,
 )
+from ._layer_checks import block_builder
 from ._memory_spaces import is_on_host as is_on_host, moves_to_host as moves_to_host
 from ._messages import axes_text
 from ._policy import ScanCheckpointSpec

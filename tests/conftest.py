@@ -82,6 +82,20 @@ def earlier_objects_are_not_collected() -> None:
     gc.freeze()
 
 
+# Files of which a test starts processes, or runs a whole page.
+_LONGEST = {
+    "test_launchers.py",
+    "test_processes.py",
+    "test_readme.py",
+    "test_run_in_stages.py",
+}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let the longest tests come first: at the end one leaves the other cores idle."""
+    items.sort(key=lambda item: item.path.name not in _LONGEST)
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip tests that compile for devices whose compiler is not installed."""
     for mark in item.iter_markers("target"):

@@ -39,7 +39,8 @@ LAYERS = {
     "sweep": ("_sweep", "compat base schedule placement remat"),
     "scan": ("_checkpoint _scan", "compat base schedule placement remat policy sweep"),
     "stacks": (
-        "_block_foldable _block_seq _paths _stacked _state_dict _tiled _tiles",
+        "_block_foldable _block_seq _layer_checks _paths _stacked _state_dict _tiled"
+        " _tiles",
         CORE,
     ),
     "offload_check": ("_offload_check", "policy scan"),

@@ -135,7 +135,7 @@ def _fetched(
     ) as error:
         raise WeightsError(
             f"{name} is not a folder here, and it could not be fetched from the Hugging"
-            f" Face Hub: {str(error).rstrip('.')}. Check the name, the network, and `hf"
-            " auth login` for gated models."
+            " Face Hub. Check the name, the network, and `hf auth login` for gated"
+            f" models. The Hub's client says: {' '.join(str(error).split())}"
         ) from error
     return Path(found)

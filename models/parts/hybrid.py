@@ -29,8 +29,9 @@ class HybridDecoderConfig(DecoderConfig):
     Attributes:
         linear_names: the names for remat policies in a linear mixer.
         linear_heads: the axis over which its heads, or its channels, are independent.
-        layer_types: of each layer `linear_attention`, or `full_attention`; a shorter
-            list repeats.
+        layer_types: of each layer `linear_attention`, which is what the type has beside
+            attention (in `lfm2` a convolution, in `granitemoehybrid` Mamba-2), or
+            `full_attention`; a shorter list repeats.
     """
 
     linear_names: ClassVar[tuple[str, ...]]

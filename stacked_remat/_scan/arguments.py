@@ -9,6 +9,7 @@ list with a value for each layer. Errors name an argument as the user's function
 tree with its path and the rule by which it is split, as in `marks.py`.
 """
 
+import difflib
 import functools
 import inspect
 import itertools
@@ -24,7 +25,7 @@ from haliax import Axis
 from haliax.axis import AxisSelector
 from jax.tree_util import KeyPath
 
-from .._messages import axes_text, shortened
+from .._messages import axes_text, did_you_mean, shortened
 from .._static import PyTree
 from .marks import (
     Entry,
@@ -135,9 +136,16 @@ def signature_of(fn: Callable) -> inspect.Signature:
         return inspect.signature(lambda *args, **kwargs: None)
 
 
-def resolve_axis(axis: AxisSelector, split: Sequence[Entry], what: str) -> Axis:
+def resolve_axis(
+    axis: AxisSelector,
+    entries: Sequence[Entry],
+    split: Sequence[Entry],
+    caller: Caller,
+) -> Axis:
     """The axis with its size, which the arguments tell where only its name is given."""
     if isinstance(axis, Axis):
+        if not split:
+            _warn_of_similar_name(axis, entries, caller)
         return axis
     # A named array has the axis by its name, so its size counts before that of a plain
     # array, whose first dimension may be meant for something else.
@@ -146,10 +154,41 @@ def resolve_axis(axis: AxisSelector, split: Sequence[Entry], what: str) -> Axis:
         size = leaf_size(leaf, axis)
         if size is not None:
             return Axis(axis, size)
+    # In their order, each once
+    names: dict[str, None] = {}
+    for _, leaf, _ in entries:
+        names |= dict.fromkeys(other.name for other in _axes_of(leaf))
+    found = ""
+    if names:
+        found = f" The inputs have `{'`, `'.join(names)}`.{did_you_mean(axis, names)}"
     raise ValueError(
-        f"{what} over {axis!r} was given nothing to split over that axis, so its size"
-        f" is unknown. Pass an axis instead of a name: hax.Axis({axis!r}, size)."
+        f"{caller.what} over {axis!r} was given nothing to split over that axis, so its"
+        f" size is unknown.{found} Pass an axis instead of a name:"
+        f" hax.Axis({axis!r}, size)."
     )
+
+
+def _axes_of(leaf: Any) -> tuple[Axis, ...]:
+    return leaf.axes if is_named(leaf) else ()
+
+
+def _warn_of_similar_name(axis: Axis, entries: Sequence[Entry], caller: Caller) -> None:
+    """Warn where no argument has the axis, and one has another of its size and nearly
+    its name.
+    """
+    for path, leaf, rule in entries:
+        names = [other.name for other in _axes_of(leaf) if other.size == axis.size]
+        close = difflib.get_close_matches(axis.name, names, n=1)
+        # The axis itself is there where `is_scanned` says that it is not split
+        if rule == "default" and close and close[0] != axis.name:
+            name = caller.name_of(path)
+            _warn_outside(
+                f"{caller.what} over `{axis.name}`: no argument has this axis, and"
+                f" {name} has `{close[0]}`, so every {caller.part} is given all of"
+                f" {name}. Loop over `{close[0]}`, or write shared({name}) if that is"
+                " meant."
+            )
+            return
 
 
 def check_keys(entries: Sequence[Entry], axis: Axis, caller: Caller) -> None:
@@ -277,7 +316,7 @@ def check_sizes(axis: Axis, split: Sequence[Entry], caller: Caller) -> None:
     wrong = []
     fixes = []
     for path, leaf, rule in split:
-        if leaf_size(leaf, axis) != axis.size:
+        if leaf_size(leaf, axis) != axis.size or _size_of_array(leaf, axis) is not None:
             name = caller.name_of(path)
             wrong.append(f"{name} has {_size_text(leaf, axis)}")
             fixes.append(_fix_of_size(name, leaf, rule, axis, caller.part))
@@ -295,8 +334,26 @@ def _size_text(leaf: Any, axis: Axis) -> str:
             return "no dimension to split"
         return f"leading dimension {size} (shape {leaf.shape})"
     along = f"`{axis.name}`"
+    if (of_array := _size_of_array(leaf, axis)) is not None:
+        return f"an array of {of_array} along {along} (axes {axes_text(leaf.axes)})"
     of_axis = f"no axis {along}" if size is None else f"{along} of size {size}"
     return f"{of_axis} (axes {axes_text(leaf.axes)})"
+
+
+def _size_of_array(leaf: Any, axis: Axis) -> Any:
+    """The size of a named array's own array along an axis, if its axes say another;
+    else None.
+    """
+    if not is_named(leaf):
+        return None
+    # `jax.tree.map` changes the array of a named array and leaves its axes
+    sizes = getattr(raw_array(leaf), "shape", ())
+    position = leaf.axis_indices(axis.name)
+    if position is None or len(sizes) != len(leaf.axes):
+        return None
+    if sizes[position] == leaf.axes[position].size:
+        return None
+    return sizes[position]
 
 
 def _fix_of_size(name: str, leaf: Any, rule: Rule, axis: Axis, part: str) -> str:
@@ -306,6 +363,8 @@ def _fix_of_size(name: str, leaf: Any, rule: Rule, axis: Axis, part: str) -> str
             f" If {name} is a random key, give each {part} its own:"
             f" jax.random.split({name}, {axis.size})."
         )
+    if rule == "stored" and _size_of_array(leaf, axis) is not None:
+        return " A stack of other layers is Stacked.of([blocks[i] for i in indices])."
     if is_named(leaf):
         return (
             f" Give {name} `{axis.name}` of size {axis.size}, or rename that axis of it"
@@ -322,6 +381,9 @@ def _fix_of_size(name: str, leaf: Any, rule: Rule, axis: Axis, part: str) -> str
             " If this is an ensemble of stacks, map over it:"
             " eqx.filter_vmap(lambda stack: stack.fold(x))(stacks)."
         )
+    if rule == "stored":
+        size = leaf_size(leaf, axis)
+        return f" If these are {size} layers, write Stacked.of(blocks.stacked, {size})."
     if rule != "default":
         return ""
     return (

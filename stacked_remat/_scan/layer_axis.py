@@ -248,7 +248,7 @@ def _entries(
                 f"{caller.what}: {caller.name_of(path)} is None; did you forget"
                 " eqx.combine(trained, frozen)?"
             )
-    axis = resolve_axis(axis, split, caller.what)
+    axis = resolve_axis(axis, entries, split, caller)
     if is_scanned is is_named_or_shaped_array:
         # A predicate of the caller's decides about these too.
         check_no_lists(tree, axis, caller)

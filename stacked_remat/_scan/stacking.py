@@ -93,9 +93,11 @@ def stack_layers(layers: Sequence[T], axis: Axis, what: str) -> T:
             if len({(type(leaf), leaf) for leaf in leaves}) > 1:
                 return jnp.stack([*map(jnp.asarray, leaves)])
         # The first layer stands for all, which have the same axes
-        _check_is_new(leaves[0], axis, path, what)
+        _check_is_new(leaves[0], axis, path, what, other_fix)
         return stack_trees(leaves, axis)
 
+    # One module with the axis has all layers, of a stack that exists
+    other_fix = f", or write {what}(module, Layers)" if len(layers) == 1 else ""
     several = (
         'BlockSeq(layers, n) or StackedPattern({"a": Stacked.of(...), ...}, pattern, n)'
     )
@@ -144,11 +146,13 @@ def numbers_to_arrays(output: T) -> T:
     )
 
 
-def _check_is_new(leaf: Any, axis: Axis, path: KeyPath, what: str) -> None:
+def _check_is_new(
+    leaf: Any, axis: Axis, path: KeyPath, what: str, other_fix: str = ""
+) -> None:
     """Refuse a leaf that already has an axis of this name."""
     if is_named(leaf) and leaf_size(leaf, axis) is not None:
         raise ValueError(
             f"The output{jtu.keystr(path)} of {what} over `{axis.name}` already has an"
             f" axis of that name: {axes_text(leaf.axes)}. Rename it:"
-            f" y.rename({{{axis.name!r}: ...}})."
+            f" y.rename({{{axis.name!r}: ...}}){other_fix}."
         )

@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeAlias
 import equinox as eqx
 import jax
 import numpy as np
-from haliax import Axis
+from haliax import Axis, axis_name
 
 from .._checkpoint import saving_internals
 from .._messages import shortened
@@ -88,7 +88,7 @@ class FoldCall:
             positional.insert(int(self.takes_block), carry)
         try:
             return self.fn(*positional, **kwargs)
-        except (AttributeError, TypeError) as error:
+        except (AttributeError, RuntimeError, TypeError) as error:
             first = ["block"] * self.takes_block + ["carry"] * (self.verb != "map")
             problem = signature_error(
                 self.owner, self.caller.what, first, positional, kwargs
@@ -157,7 +157,10 @@ def array_step(
         try:
             check_carry(carry, new_carry, of_pair=call.verb == "scan")
         except ValueError as error:
-            error.add_note(f"It is the carry of {_place_of(call.owner)}.")
+            name = axis_name(call.axis)
+            error.add_note(
+                f"It is the carry of {_place_of(call.owner)}, in a loop over `{name}`."
+            )
             raise
         # Numbers of an output become arrays, which a loop can stack
         y, rest = eqx.partition(y, eqx.is_array_like)
@@ -184,6 +187,9 @@ def _add_notes(error: Exception, block: PyTree, carry: PyTree) -> None:
     message = str(error)
     if "NoneType" in message:
         _note_absent_fields(error, block)
+    # A `Dropout` whose rate was filtered does not see that the rate is zero
+    if message.startswith("Dropout requires a key"):
+        _note_absent_fields(error, block, ".p")
     # The lambda has its parameters the other way round, and calls the carry
     if message == f"'{type(carry).__name__}' object is not callable":
         error.add_note(
@@ -191,11 +197,13 @@ def _add_notes(error: Exception, block: PyTree, carry: PyTree) -> None:
         )
 
 
-def _note_absent_fields(error: Exception, block: PyTree) -> None:
+def _note_absent_fields(error: Exception, block: PyTree, field: str = "") -> None:
+    """Tell which fields of a block, of this name if one is given, are None."""
     leaves = jax.tree_util.tree_leaves_with_path(
         block, is_leaf=lambda node: node is None
     )
-    if absent := [jax.tree_util.keystr(path) for path, leaf in leaves if leaf is None]:
+    paths = [jax.tree_util.keystr(path) for path, leaf in leaves if leaf is None]
+    if absent := [path for path in paths if path.endswith(field)]:
         error.add_note(
             f"These fields of the block are None: {shortened(absent, most=5)}. If the"
             " layers were filtered or partitioned, put the parts together first:"

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -84,6 +85,13 @@ def while_loop(
     max_carries = whole_number(
         "max_carries", max_carries, "how many carries the loop keeps"
     )
+
+    for path, leaf in jax.tree_util.tree_leaves_with_path(init_val):
+        if not eqx.is_array_like(leaf):
+            raise TypeError(
+                f"while_loop: the carry{jax.tree_util.keystr(path)} is {leaf!r}, which"
+                " is no array. Close over it: it is the same in all steps."
+            )
 
     def of_jax(init: T) -> T:
         return lax.while_loop(cond_fun, body_fun, init)

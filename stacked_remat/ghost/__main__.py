@@ -35,6 +35,11 @@ def main(arguments: Sequence[str]) -> int:
     try:
         if given.command != "by-layer" and given.plot is not None:
             check_picture("--plot", given.plot)
+        csv = getattr(given, "csv", None)
+        if csv is not None and not csv.parent.is_dir():
+            raise ScoreLogError(
+                f"--csv: the folder {str(csv.parent)!r} does not exist."
+            )
         import_pyarrow()
         folder = log_folder(given.run.expanduser())
         selected = {"steps": given.steps, "leaves": _leaves(folder, given.leaf)}

@@ -12,7 +12,7 @@ import jax.tree_util as jtu
 import numpy as np
 from haliax import Axis, NamedArray
 
-from .._messages import axes_text
+from .._messages import axes_text, shortened
 from .._scan.marks import is_named, raw_array, take_marks_off
 from ._traced import is_traced
 
@@ -255,9 +255,30 @@ def without_marks(per_example_loss: Loss) -> Loss:
                 "A batch has no per_layer marks: mark what all examples share with"
                 " shared(...)."
             )
-        return per_example_loss(model, unmarked)
+        return losses_of(per_example_loss, model, unmarked)
 
     return loss
+
+
+def losses_of(per_example_loss: Loss, model: Any, batch: Any) -> Any:
+    """What the loss function returns; its errors tell where plain arrays of the batch
+    have other numbers of examples.
+    """
+    try:
+        return per_example_loss(model, batch)
+    except (TypeError, ValueError) as error:
+        rows = {}
+        for path, leaf in jtu.tree_leaves_with_path(batch, is_leaf=is_named):
+            if not is_named(leaf) and jnp.ndim(leaf):
+                rows[jtu.keystr(path)] = jnp.shape(leaf)[0]
+        if len({*rows.values()}) > 1:
+            found = [f"{path} has {size}" for path, size in rows.items()]
+            error.add_note(
+                "First dimensions of the batch differ:"
+                f" {shortened(found, most=5)}. They are those of the examples: give"
+                " each array one entry for every example."
+            )
+        raise
 
 
 _ADVICE = (

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from .._static import PyTree
+from .._scan.checks import text
+from .._static import PyTree, is_array
 from ._replay import Step, run_of, steps_axis
 
 
@@ -68,10 +69,16 @@ def metasmoothness(
 
     Raises:
         ValueError: `example_ids` has other axes; sizes along `Steps` differ.
+        TypeError: `key` is no random key.
 
     Cost: three runs, without gradients of them. Memory: that of a run.
     """
     Steps = steps_axis(Steps)
+    if not is_array(key):
+        raise TypeError(
+            f"metasmoothness: key is a random key; got {text(key)}. Write"
+            " key=jax.random.key(0)."
+        )
     run = run_of(train_step, Steps)
     if example_ids is None:
         ids = jnp.arange(Steps.size * Examples.size).reshape(Steps.size, -1)

@@ -23,6 +23,7 @@ from .._scan.api import fold
 from .._scan.checks import describe, layers_axis
 from .._scan.marks import is_named, raw_array
 from .._static import PyTree
+from ._losses import losses_of
 
 Step: TypeAlias = Callable[..., PyTree]
 """(state, batch, weights `[Examples]`, and the values of `per_step` for this step by
@@ -138,12 +139,7 @@ def replay(
     ) -> tuple[Array, PyTree]:
         run = run_of(train_step, Steps, remat)
         last = run(state, batches, weights, given)
-        loss = raw_array(held_out_loss(_moved_further(state, last, further)))
-        if jnp.shape(loss):
-            raise TypeError(
-                "held_out_loss returns one number; it returned an array"
-                f" {jnp.shape(loss)}."
-            )
+        loss = _loss_after(held_out_loss, _moved_further(state, last, further))
         return loss, last
 
     no_further = jnp.zeros((), jnp.float32)
@@ -167,6 +163,23 @@ def replay(
     is_rounding = largest <= _ROUNDING * of_example
     of_examples = eqx.error_if(of_examples, is_rounding, _ONLY_ROUNDING)
     return Replay(loss, last, of_examples, of_steps)
+
+
+def _loss_after(held_out_loss: Callable[[Any], Array], last: PyTree) -> Array:
+    """The held-out loss of the last state."""
+    try:
+        loss = raw_array(held_out_loss(last))
+    except (AttributeError, TypeError) as error:
+        error.add_note(
+            f"held_out_loss is given the whole last state, {describe(last)}. With"
+            " weighted_step that is (model, optimizer state): take the first of them."
+        )
+        raise
+    if jnp.shape(loss):
+        raise TypeError(
+            f"held_out_loss returns one number; it returned an array {jnp.shape(loss)}."
+        )
+    return loss
 
 
 def run_of(
@@ -292,7 +305,7 @@ def weighted_step(
 
     def gradient(model: PyTree, batch: PyTree, weights: NamedArray) -> PyTree:
         def loss(model: PyTree) -> Array:
-            each = losses(model, batch)
+            each = losses_of(losses, model, batch)
             _check_losses(each, weights)
             if is_named(each):
                 return hax.mean(weights * each).scalar()
@@ -322,7 +335,9 @@ def weighted_step(
         weights: NamedArray,
         **hyperparameters: Array,
     ) -> tuple[PyTree, PyTree]:
-        if not isinstance(state, tuple) or len(state) != 2:
+        is_pair = isinstance(state, tuple) and len(state) == 2
+        # A transformation of Optax is a pair too, and stands where its state should
+        if not is_pair or any(hasattr(part, "update") for part in (state, state[1])):
             raise TypeError(
                 "weighted_step takes the state (model, optimizer.init(model)); got"
                 f" {describe(state)}."

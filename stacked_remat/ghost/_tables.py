@@ -99,6 +99,8 @@ def print_layers(folder: Path, count: int, **selected: Any) -> None:
         ]
         title = f"The layers' shares of the absolute scores, and their sums, {SIGN}"
         _print(title, {"layer": "right", **columns, "largest leaf": "left"}, lines)
+    else:
+        print("These scores are not of layers, as with ghost.by_token and of replays.")
     lines = [(one["leaf"], *shown(one)) for one in sums("leaf")[::-1][:count]]
     _print("The largest leaves", {"leaf": "left", **columns}, lines)
 

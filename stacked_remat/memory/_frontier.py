@@ -64,15 +64,18 @@ class Frontier:
 
     def __str__(self) -> str:
         reports = [report for _, report in self._reports()]
+        curve = dataclasses.replace(self.tried, trials=self.trials, title="frontier")
+        base_name, base = curve.base
         most = max((report.flops.matmul for report in reports), default=0)
-        notes = []
-        if most:
-            notes.append("FLOPs beside the most, by memory of a device:")
+        notes = [*curve.notes]
+        if base and most:
+            notes.append(f"FLOPs / {base_name}, by memory of a device:")
             for report in reports:
-                share = report.flops.matmul / most
+                flops = report.flops.matmul
+                bar = "#" * round(_BAR * flops / most)
                 size = readable_bytes(report.total)
-                notes.append(f"{size:>10} {'#' * round(_BAR * share)} {share:.2f}")
-        return str(Comparison(self.trials, "frontier", tuple(notes)))
+                notes.append(f"{size:>10} {bar} {flops / base:.2f}")
+        return str(dataclasses.replace(curve, notes=tuple(notes)))
 
 
 def frontier(
@@ -114,7 +117,7 @@ def frontier(
     if not search.compiled:
         # Raises why: no policy can be traced.
         search.trial(candidates[0])
-    tried = compared(search.compiled.values())
+    tried = compared(search.compiled.values(), search, candidates)
     # Not one that was compiled to measure others
     offered = {*map(resolve_policy, candidates)}
     offered |= {resolve_policy(step.policy) for step in ladder}

@@ -63,6 +63,12 @@ class StackFigures:
         """The number of layers."""
         return len(self.before) - 1
 
+    @property
+    def forward_flops(self) -> float:
+        """FLOPs of the forward pass of all layers."""
+        of_layer = np.array([layer.forward_flops for layer in self.layers], float)
+        return float(self.times * (self.before[-1] @ of_layer))
+
     def cost(self, remat: Remat) -> Cost:
         """What a policy costs that executes this."""
         if remat.may_keep_internals and self.nested is not None:
@@ -184,6 +190,11 @@ class Model:
     def layers(self) -> int:
         """The number of layers of the longest stack."""
         return max(stack.length for stack in self.variants[0].stacks)
+
+    @property
+    def forward_flops(self) -> float:
+        """FLOPs of the forward pass of all layers."""
+        return sum(stack.forward_flops for stack in self.variants[0].stacks)
 
     @property
     def has_kinds(self) -> bool:

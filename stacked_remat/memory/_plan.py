@@ -86,7 +86,7 @@ class Plan:
         name = Trial(self.policy, self.report, streamed=self.streamed).name
         note = f"{name} fits {readable_bytes(self.budget)} a device"
         notes = *self.tried.notes, note
-        return str(Comparison(self.tried.trials, "plan", notes))
+        return str(dataclasses.replace(self.tried, title="plan", notes=notes))
 
 
 def compare(
@@ -104,11 +104,12 @@ def compare(
     for each candidate, in their order, with the compiler's error for one that it
     refuses.
 
-    Cost: one compilation a candidate.
+    Cost: one compilation a candidate, and a tracing of `False`.
     """
     check_policies(candidates)
     traced = tracer(fn_of_policy, args, kwargs, target, donate)
-    return compared(map(Search(traced).trial, candidates))
+    search = Search(traced)
+    return compared(map(search.trial, candidates), search)
 
 
 def plan(
@@ -180,28 +181,33 @@ def plan(
         found = search.least(candidates)
         trials += search.compiled.values()
         if found is not None and found.report is not None:
-            notes = _of_unknown_names(candidates, search)
-            tried = dataclasses.replace(compared(trials), notes=notes)
+            tried = compared(trials, search, candidates)
             policy = resolve_policy(found.policy)
             return Plan(policy, found.report, tried, most, is_streamed)
-    raise BudgetError(_nothing_fits(compared(trials), most, most_on_host))
+    tried = compared(trials, search, candidates)
+    raise BudgetError(_nothing_fits(tried, most, most_on_host))
 
 
-def _of_unknown_names(
+def _remarks(
     candidates: Sequence[ScanCheckpointSpec], search: Search
 ) -> tuple[str, ...]:
-    """A remark for each candidate that was not compiled and has names that no value of
-    the program has.
+    """A remark for each candidate that was not compiled because the program raises an
+    error under it, or that has names that no value of the program has.
     """
     reports = [trial.report for trial in search.compiled.values() if trial.report]
     # What a policy moves to the host has no name in its program.
     known = next((report for report in reports if not report.flops.moved), None)
     notes = []
     for policy in candidates:
-        if known is None or resolve_policy(policy) in search.compiled:
+        key = resolve_policy(policy)
+        name = Trial(policy, None).name
+        if error := search.refused.get(key):
+            first_line = str(error).partition("\n")[0]
+            notes.append(f"left out, {name}: {type(error).__name__}: {first_line}")
+        elif known is None or key in search.compiled:
             continue
-        if unknown := unknown_names(policy, known.flops):
-            notes.append(f"{Trial(policy, None).name}: {unknown}")
+        elif unknown := unknown_names(policy, known.flops):
+            notes.append(f"{name}: {unknown}")
     return tuple(notes)
 
 
@@ -254,13 +260,22 @@ def check_policies(candidates: Any) -> None:
         )
 
 
-def compared(trials: Iterable[Trial]) -> Comparison:
-    """The trials side by side.
+def compared(
+    trials: Iterable[Trial],
+    search: Search,
+    candidates: Sequence[ScanCheckpointSpec] = (),
+) -> Comparison:
+    """The trials of a search side by side, with remarks on candidates that were not
+    compiled.
 
     If the compiler took no policy, and failed for one of them for another reason than
     memory, that error is raised: it is one of the program, not of the policies.
     """
-    comparison = Comparison(tuple(trials))
+    comparison = Comparison(
+        tuple(trials),
+        notes=_remarks(candidates, search),
+        flops_of_false=search.flops_of_false,
+    )
     if not any(trial.report for trial in comparison.trials):
         for trial in comparison.trials:
             if trial.failure and not isinstance(trial.failure, DoesNotFit):

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 
 from .. import ScanCheckpointPolicy, ScanCheckpointSpec
-from .._policy import recomputes_nothing, resolve_policy, shortest_name
+from .._policy import resolve_policy, shortest_name
 from ._compiled_text import Buffer
 from ._flops import Flops
 from ._table import as_table, common_unit, readable_bytes, readable_count
@@ -212,48 +212,53 @@ class Comparison:
         trials: one for each policy.
         title: of the table.
         notes: what stands below the table.
+        flops_of_false: FLOPs of matrix products of the program under `False`, which
+            runs nothing again, as it was traced; None if it can't be.
     """
 
     trials: tuple[Trial, ...]
     title: str = "memory by policy"
     notes: tuple[str, ...] = ()
+    flops_of_false: int | None = None
 
     def __str__(self) -> str:
         reports = [trial.report for trial in self.trials if trial.report is not None]
-        base = self._base()
-        flops = base.report.flops.matmul if base and base.report else 0
+        base_name, base_flops = self.base
         rows = [["policy", *_COLUMNS]]
         for trial in self.trials:
-            rows.append([trial.name, *_cells(trial.report, flops)])
+            rows.append([trial.name, *_cells(trial, base_flops)])
         # A column that no row has a figure for is left out.
         names, *columns = zip(*rows, strict=True)
         columns = [column for column in columns if {*column[1:]} - {"", "0"}]
         headings = [column[0] for column in columns]
         table = [*zip(names, *columns, strict=True)]
-        return as_table(self.title, table, self._notes(reports, headings, base))
+        notes = self._notes(reports, headings)
+        if base_flops:
+            count = readable_count(base_flops)
+            notes.insert(0, f"FLOPs / {base_name}: {count} FLOP in matrix products")
+        return as_table(self.title, table, notes)
 
-    def _base(self) -> Trial | None:
-        """The trial that FLOPs are relative to: the one that recomputes nothing, or
-        else the one with the fewest; None if the compiler refused all.
+    @property
+    def base(self) -> tuple[str, int]:
+        """What FLOPs are relative to, `False` or else the trial with the fewest: its
+        name, and its FLOPs.
         """
-        compiled = [trial for trial in self.trials if trial.report is not None]
+        if self.flops_of_false is not None:
+            return "False", self.flops_of_false
+        fewest = "", 0
+        for trial in self.trials:
+            if trial.report is None:
+                continue
+            flops = trial.report.flops.matmul
+            if not fewest[0] or flops < fewest[1]:
+                fewest = trial.name, flops
+        return fewest
 
-        def rank(trial: Trial) -> tuple[bool, int]:
-            assert trial.report is not None
-            return not recomputes_nothing(trial.policy), trial.report.flops.matmul
-
-        return min(compiled, key=rank, default=None)
-
-    def _notes(
-        self, reports: list[MemoryReport], headings: list[str], base: Trial | None
-    ) -> list[str]:
+    def _notes(self, reports: list[MemoryReport], headings: list[str]) -> list[str]:
         """What stands below the table: what its columns mean, and why figures are not
         exact or missing.
         """
         notes = []
-        if base and base.report and base.report.flops.matmul:
-            count = readable_count(base.report.flops.matmul)
-            notes.append(f"FLOPs / {base.name}: {count} FLOP in matrix products")
         reasons = set().union(*(report.flops.reasons for report in reports))
         notes += map("?: {}".format, sorted(reasons))
         notes += filter(None, map(_COLUMNS.get, headings))
@@ -267,8 +272,8 @@ class Comparison:
                     notes.append(f"{trial.name}: {unknown}")
         if _are_alike(self.trials):
             notes.append(
-                "all policies have the same figures: does the program pass remat=remat"
-                " to its fold or scan?"
+                "all policies have the same figures: the program has too few layers"
+                " for them to differ, or does not pass remat=remat to its fold or scan"
             )
         return [*notes, *self.notes]
 
@@ -316,17 +321,18 @@ _COLUMNS = {
     "link": "link: seconds that it takes, or hidden behind compute",
     "FLOPs": "",
     "run again": "run again: layers or steps that the backward pass runs again to make"
-    " carries that were not kept; with save_carries=False all run once more",
+    " carries that were not kept",
     "compiled": "compiled: seconds of compiling",
 }
 
 
-def _cells(report: MemoryReport | None, base_flops: int) -> list[str]:
+def _cells(trial: Trial, base_flops: int) -> list[str]:
     """The figures of a row, by column: sizes in the row's unit, FLOPs relative to those
     of the base.
 
     `?` marks FLOPs that are not exact.
     """
+    report = trial.report
     if report is None:
         return ["", "refused"] + [""] * (len(_COLUMNS) - 2)
     largest = max(report.total, report.host.total, report.flops.moved)
@@ -342,8 +348,13 @@ def _cells(report: MemoryReport | None, base_flops: int) -> list[str]:
     if base_flops:
         mark = "" if report.flops.exact else " ?"
         flops = f"{report.flops.matmul / base_flops:.2f}{mark}"
+    run_again = ""
     # Without products nothing else says what a policy costs.
-    run_again = "" if base_flops else f"{report.flops.replays:,}"
+    if not base_flops:
+        replays = report.flops.replays
+        # Those of a whole loop under `jax.checkpoint` are not counted.
+        is_whole = resolve_policy(trial.policy).save_carries is False and not replays
+        run_again = "all" if is_whole else f"{replays:,}"
     return [
         unit_name,
         size(report.total),

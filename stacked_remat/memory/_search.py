@@ -94,6 +94,16 @@ class Search:
         # What was traced and what was compiled so far, in order.
         self.traced: dict[ScanCheckpointPolicy, TracedCall] = {}
         self.compiled: dict[ScanCheckpointPolicy, Trial] = {}
+        # The errors of the program under policies that it does not take.
+        self.refused: dict[ScanCheckpointPolicy, Exception] = {}
+
+    @property
+    def flops_of_false(self) -> int | None:
+        """FLOPs of matrix products where nothing runs again; None if the program does
+        not take `False`.
+        """
+        traced = self._taken_trace(False)
+        return None if traced is None else traced.flops.matmul
 
     def fits(self, trial: Trial) -> bool:
         report = trial.report
@@ -229,7 +239,8 @@ class Search:
             cost = model.cost(policy).of_device(devices)
             if cost.host > self.host_budget:
                 continue
-            if policy not in given and not self._hides(policy, cost):
+            forward_flops = model.forward_flops / devices
+            if policy not in given and not self._hides(policy, cost, forward_flops):
                 continue
             # A CPU has one memory.
             kept = cost.device if has_host else cost.device + cost.host
@@ -243,17 +254,19 @@ class Search:
         """Whether the host's memory is another than the device's."""
         return self._trace(NESTED).target.devices()[0].platform != "cpu"
 
-    def _hides(self, policy: ScanCheckpointPolicy, cost: Cost) -> bool:
-        """Whether values that a policy moves to the host cross the link while others
-        are computed, by the target's figures. Not where the user says nothing of the
-        host's memory.
+    def _hides(
+        self, policy: ScanCheckpointPolicy, cost: Cost, forward_flops: float
+    ) -> bool:
+        """Whether values that a policy moves to the host cross the link while layers
+        run forward, by the target's figures; they come back while layers are reversed,
+        which takes longer. Not where the user says nothing of the host's memory.
         """
         if not policy.offload_block_internals:
             return True
         target = self._trace(NESTED).target
         if self.host_budget == math.inf or not target.flops or not target.link:
             return False
-        return cost.host / target.link <= cost.flops / target.flops
+        return cost.host / target.link <= forward_flops / target.flops
 
     def _climb(self, ladder: "Sequence[Step]") -> int:
         """Compile steps of a ladder until one fits, and those above it do not, as far
@@ -340,11 +353,13 @@ class Search:
         moved between device and host; of equals, and if there is a model, how many
         layers run again.
         """
+        key = resolve_policy(policy)
         try:
             flops = self._trace(policy).flops
-            again = _runs_again(resolve_policy(policy), self.layers)
-        except Exception:
+            again = _runs_again(key, self.layers)
+        except Exception as error:
             # Another policy may do. `trial` raises this again if it is reached.
+            self.refused[key] = error
             return _NEVER
         return flops.matmul, flops.moved, again
 

@@ -14,7 +14,7 @@ import yaml
 from pydantic_core import ErrorDetails
 
 from .._messages import did_you_mean
-from .config_reference import config_keys, section_class
+from .config_reference import config_keys, config_section, section_class
 from .config_sections import NO_TYPE, chosen_class, got, is_registry
 from .config_tree import Alone, leaves
 from .errors import ConfigError
@@ -96,8 +96,13 @@ class Mistakes:
         if kind == "missing":
             return f"{self._named(at)} lacks the key `{first['loc'][-1]}`."
         if kind == NO_TYPE:
-            named = self._named(f"{at}.type" if "type" in value else at)
-            return f"{named} {first['msg']}"
+            if "type" in value:
+                return f"{self._named(f'{at}.type')} {first['msg']}"
+            # A config may know where the section is from, if not from these keys
+            remark = getattr(self._config_class, "remark_without_type", None)
+            if remark is not None and (fix := remark(at, self._tree)):
+                return f"{self._named(at)} lacks the key `type`. {fix}"
+            return f"{self._named(at)} {first['msg']}"
         if kind == "value_error":
             message = first["msg"].removeprefix("Value error, ")
             return self._alone(at, message) or self._refused(at, message)
@@ -113,7 +118,17 @@ class Mistakes:
         fix = _fix(first)
         if value is None and "true or false" in expected:
             fix = f" To turn it off write `{path[-1]}: false`."
+        if kind == "literal_error" and not fix:
+            fix = self._meanings(path)
         return f"{self._named(at)} must be {expected}, got {got(value)}.{fix}"
+
+    def _meanings(self, path: Sequence[Any]) -> str:
+        """Where to read what the values of a key mean; said once for a list."""
+        key = ".".join(part for part in path if isinstance(part, str))
+        if key in self._listed or not config_section(self._config_class, key):
+            return ""
+        self._listed.add(key)
+        return f" `--help {key}` says what they mean."
 
     def _named(self, at: str) -> str:
         """A key and where it was written."""

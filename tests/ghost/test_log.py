@@ -226,6 +226,8 @@ def test_examples_are_shown_by_their_places(tmp_path, capsys, monkeypatch):
     rows = [*csv.reader((tmp_path / "all.csv").read_text().splitlines())]
     whole = f"{tmp_path}/texts/a.jsonl:17 = {tmp_path}/texts/a.jsonl:40"
     assert [row[3] for row in rows[1:]] == [whole, ""]
+    assert main(["by-layer", "run"]) == 0
+    assert "These scores are not of layers" in capsys.readouterr().out
 
 
 def test_examples_are_drawn(tmp_path, capsys):
@@ -280,6 +282,7 @@ def test_tokens_are_shown_by_their_scores(tmp_path, capsys, monkeypatch):
     [
         (["top", "{}/run", "--plot", "a.pdf"], "--plot is written as .png or .svg"),
         (["top", "{}/run", "--plot", "no/a.svg"], "the folder 'no' does not exist"),
+        (["top", "{}/run", "--csv", "no/a.csv"], "--csv: the folder 'no' does not exi"),
         (["top", "{}/nowhere"], "There is no run folder .*nowhere"),
         (["top", "{}"], "has no scores of examples. Train with a `ghost` section"),
         (

@@ -80,6 +80,8 @@ def test_it_is_that_of_three_runs_by_a_loop():
     np.testing.assert_allclose(found, expected, atol=1e-3)
 
 
-def test_numbers_of_examples_need_the_axes_of_the_run():
+def test_numbers_of_examples_need_the_axes_of_the_run_and_a_key_is_one():
+    with pytest.raises(TypeError, match=r"key; got 0\. Write key=jax.random.key\(0\)"):
+        smoothness(optax.sgd(0.1), key=0)
     with pytest.raises(ValueError, match="example_ids has the axes .*it needs"):
         smoothness(optax.sgd(0.1), example_ids=IDS["steps", 0])

@@ -225,6 +225,10 @@ def test_what_can_not_be_scored_is_refused_by_its_path():
     refused(counted, "losses of dtype int32", TypeError)
     with pytest.raises(ValueError, match="the batch has no examples"):
         ghost.val_direction(model, losses, x[:0])
+    differing = r"batch differ: \['x'\] has 4, \['y'\] has 3\. .* one entry for every"
+    with pytest.raises((TypeError, ValueError), match=differing):
+        fewer = {"x": x, "y": x[:3, 0]}
+        ghost.val_direction(model, lambda _, batch: batch["x"].T * batch["y"], fewer)
     spectrum = {"kernel": Kernel(jnp.ones((1, 3), complex))}
     of_spectrum = lambda model, x: jnp.sum(jnp.abs(model["kernel"].weight) * x, 1)  # noqa: E731
     refused(

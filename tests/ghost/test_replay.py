@@ -351,6 +351,12 @@ def test_mistakes_are_named():
         weighted_step(optax.sgd(0.1), losses)
     with pytest.raises(TypeError, match=r"the state \(model, optimizer.init\(model"):
         step(start[0], jnp.ones((4, 3)), weights)
+    with pytest.raises(
+        TypeError, match=r"\(model, optimizer.init\(model\)\); got a tup"
+    ):
+        step((start[0], optax.sgd(0.1)), jnp.ones((4, 3)), weights)
+    with pytest.raises(TypeError, match="whole last state, a tuple of 2 .*the first"):
+        attempt(held_out=lambda model: model(jnp.ones(3)))
     with pytest.raises(ValueError, match="have `batch` of size 5, and Examples"):
         attempt(batches=data(2, Steps, Examples.resize(5)))
     with pytest.raises(TypeError, match="Examples is the axis of the examples"):

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import re
 from typing import Any
 
 import equinox as eqx
@@ -429,14 +430,15 @@ def test_replays_are_the_steps_that_run_again_whatever_they_cost():
         def gradient(policy):
             return transform(lambda x: jax.grad(loss)(x, policy))
 
-        policies = [True, "nested", ScanCheckpointPolicy(max_carries=2)]
+        two = ScanCheckpointPolicy(max_carries=2)
+        policies = [True, "nested", two, "recompute"]
         return compare(gradient, jnp.ones((3, 2)), candidates=policies)
 
     # 5,000 layers in two slots: 1 + 2 + ... + 4,998, as layer n is replayed from the
     # first before each of the visits after it.
     most = 4_998 * 4_999 // 2
     for transform in (lambda f: f, jax.vmap):
-        trials = compared(transform).trials
-        replays = [trial.report.flops.replays for trial in trials]
-        assert replays == [0, 4_905, most]
-        assert f" {most:,} " in str(compared(transform))
+        found = compared(transform)
+        rows = str(found).splitlines()[3:7]
+        shown = [re.split(r" {2,}", row)[-2] for row in rows]
+        assert shown == ["0", "4,905", f"{most:,}", "all"]

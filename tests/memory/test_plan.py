@@ -141,11 +141,20 @@ def test_the_table_says_once_why_arithmetic_is_not_exact(comparison):
     )
 
 
-def test_flops_are_relative_to_the_policy_that_recomputes_nothing(comparison):
-    shown = str(Comparison(comparison.trials[::-1]))
-    assert "\nFLOPs / False: " in shown
-    without = str(Comparison(comparison.trials[1:]))
-    assert "\nFLOPs / True: " in without
+def test_flops_are_relative_to_false_where_it_can_be_traced(comparison):
+    of_false, of_true, *_ = (one.report.flops.matmul for one in comparison.trials)
+    found = compare(Counting(), *blocks_and_input(), candidates=[True])
+    assert found.base == comparison.base == ("False", of_false)
+    (row,) = (line for line in str(found).splitlines() if line.startswith("True"))
+    assert row.split()[4] == f"{of_true / of_false:.2f}" != "1.00"
+
+    def not_false(remat):
+        assert remat is not False
+        return Counting()(remat)
+
+    without = compare(not_false, *blocks_and_input(), candidates=["nested", True])
+    assert without.base == ("True", of_true)
+    assert "\nFLOPs / True: " in str(without)
 
 
 def test_each_row_has_its_own_unit(comparison):
@@ -176,8 +185,8 @@ def test_names_that_no_value_has_are_said_with_those_that_there_are():
 
 def test_a_program_that_ignores_its_policy_is_said(comparison):
     remark = (
-        "all policies have the same figures: does the program pass remat=remat to its"
-        " fold or scan?"
+        "all policies have the same figures: the program has too few layers for them"
+        " to differ, or does not pass remat=remat to its fold or scan"
     )
     program = Counting()
     ignoring = compare(
@@ -260,6 +269,8 @@ def test_candidates_that_the_program_does_not_take_are_left_out(vary):
     options = {"budget": "1GiB", "vary": vary}
     found = planned(refusing, candidates=[False, "nested", True], **options)
     assert found.policy == resolve_policy(True)
+    for name in ("False", "'nested'"):
+        assert f"\nleft out, {name}: ValueError: not this policy" in str(found)
     with pytest.raises(ValueError, match="not this policy"):
         planned(refusing, candidates=[False, "nested"], **options)
 

@@ -176,13 +176,21 @@ def test_values_go_to_the_host_where_that_takes_no_time(monkeypatch):
     of_policy, args = program("gated_mlp")
 
     def some_offload(link, host_budget):
-        target = dataclasses.replace(TARGETS["local"], flops=1e12, link=link)
+        peak = 1e12
+        target = dataclasses.replace(TARGETS["local"], flops=peak, link=link)
         traced = tracer(of_policy, args, {}, target, ())
         search = Search(traced, host_budget=host_budget)
         policies = [resolve_policy(step.policy) for step in search.ladder(CANDIDATES)]
-        return any(policy.offload_block_internals for policy in policies)
+        offloading = [policy for policy in policies if policy.offload_block_internals]
+        for policy in offloading:
+            # To the host in a third of the time: two products of each are transposed.
+            moved = traced(policy).flops.bytes_to_host
+            assert moved / link <= traced(False).flops.matmul / 3 / peak
+        return bool(offloading)
 
     assert some_offload(1e12, 2**30)
+    # Some of their values take as long as all layers, forward and backward
+    assert some_offload(1e11, 2**30)
     assert not some_offload(1.0, 2**30)
     assert not some_offload(1e12, 0)
 

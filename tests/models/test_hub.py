@@ -157,8 +157,8 @@ def test_repositories_missing_on_the_hub_are_named(monkeypatch):
     with pytest.raises(
         WeightsError,
         match=(
-            "some/model is not a folder here, and it could not be fetched .*: offline."
-            " Check"
+            "some/model is not a folder here, and it could not be fetched .* Check the"
+            " name.* says: offline.$"
         ),
     ):
         model_folder("some/model")

@@ -363,7 +363,7 @@ def test_the_frontier_is_a_table_json_and_a_picture(monkeypatch, reports, tmp_pa
     auto = ("--remat", "auto", "--budget", "1GiB", "--find", "frontier")
     pictures = [tmp_path / "curve.svg", tmp_path / "curve.png"]
     text = shown(*auto, "--picture", str(pictures[0]))
-    assert "FLOPs beside the most" in text
+    assert "FLOPs / False, by memory of a device:" in text
     found = json.loads(shown(*auto, "--json", "true", "--picture", str(pictures[1])))
     assert found["budget"] == 2**30
     assert [row["policy"] for row in found["rows"]] == ["'nested'", "True", "False"]

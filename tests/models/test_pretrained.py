@@ -254,6 +254,11 @@ def test_a_model_written_in_python_is_not_taken_for_the_folders(unusual):
 
 def test_a_type_that_is_written_is_the_folders(unusual):
     folder, _ = unusual
+    begins = ["--initialize_from_hf", str(folder), "--model.hidden_dim", "64"]
+    with pytest.raises(
+        ConfigError, match=f"lacks .* of {folder}: leave .* too, `type: qwen3_moe`"
+    ):
+        parse_config(LmRunConfig, begins)
     with pytest.raises(
         ConfigError, match="model.type: llama in the config, qwen3_moe in the folder"
     ):

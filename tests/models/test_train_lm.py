@@ -39,6 +39,7 @@ def metrics_of(folder):
     ]
 
 
+AUTO = ("--remat", "auto")
 DEVICES = ("--trainer.mesh.axes.data",)
 TWICE_ON_DATA = (
     *DEVICES,
@@ -138,7 +139,7 @@ def test_a_run_that_no_longer_lowers_its_loss_is_finished(workplace, capsys):
 
 @pytest.mark.deep
 def test_auto_is_resolved_before_the_first_step(workplace, capsys):
-    auto = ("--remat", "auto", "--trainer.num_steps", "3")
+    auto = (*AUTO, "--trainer.num_steps", "3")
     assert train(workplace, *auto, "--budget", "1GiB") == 0
     assert (
         yaml.safe_load((workplace / "run" / "config.yaml").read_text())["remat"]
@@ -314,9 +315,13 @@ def test_the_first_example_is_shown_and_nothing_is_trained(workplace, capsys):
             ("--optimizer.warmup", "99"),
             "warmup = 99 takes 99 steps, but trainer.num_steps = 60 is not more",
         ),
-        (("--remat", "auto"), "remat: auto takes the policy that fits a budget"),
+        (AUTO, "remat: auto takes the policy that fits a budget"),
         (
             ("--data.sources.text.paths", "[nowhere/*.md]"),
+            "data.sources.text.paths matches no file",
+        ),
+        (  # before any policy is compiled
+            (*AUTO, "--budget", "1GiB", "--data.sources.text.paths", "[nowhere/*.md]"),
             "data.sources.text.paths matches no file",
         ),
         (
@@ -355,4 +360,5 @@ def test_user_errors_are_one_message_and_make_no_run_folder(
     assert train(workplace, *override) == 1
     shown = capsys.readouterr().out
     assert shown.splitlines()[-1].startswith("error: ") and message in shown
+    assert "compiling" not in shown
     assert not (workplace / "run").exists()

@@ -171,6 +171,10 @@ IN_FILE = [
     ("'': 5", r"Unknown key `''` in .*drawing.yaml. Valid: shape"),
     ("shape: {type: }", r"`shape.type` in .* is nothing \(null\). Valid: circle"),
     ("remat: ", r"or text, got nothing \(null\). To turn it off write `remat: false`"),
+    (
+        "paint: {colour: green}",
+        r"must be 'red' or 'blue', got 'green'. `--help paint.colour` says what they m",
+    ),
     ("colour: red", r"Unknown key `colour` in .* Did you mean `shape.paint.colour`"),
     (
         "{title: a, title: b}",

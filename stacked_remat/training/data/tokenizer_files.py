@@ -148,9 +148,9 @@ def _files(name: str) -> dict[str, Path]:
         ) as error:  # those of the client are one or the other
             raise DataError(
                 f"data.tokenizer = {name!r} is not a local folder or file, and could"
-                f" not be fetched from the Hugging Face Hub: {error}. Check the name"
-                " and the network, log in with `hf auth login` for a gated one, or"
-                " give a local folder."
+                " not be fetched from the Hugging Face Hub. Check the name and the"
+                " network, log in with `hf auth login` for a gated one, or give a local"
+                f" folder. The Hub's client says: {' '.join(str(error).split())}"
             ) from error
     else:
         raise DataError(

@@ -159,7 +159,8 @@ lint: venv  ## run ruff and pyright
 	$(RUN) -m pyright --pythonpath "$(RUN)"
 
 .PHONY: check
-check: lint  ## run ruff and pyright; build and check dist/, and use the wheel in an environment of its own
+check: lint  ## run ruff and pyright; check workflows and the conda recipe; build and check dist/, and use the wheel in an environment of its own
+	$(RUN) -m check_jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
 	$(RUN) scripts/check_wheel.py
 
 # In an environment with JAX for that GPU and the extra `tokamax`; an H200 holds the weights.

@@ -3,7 +3,8 @@ and use it there.
 
 Both are left in `dist/` and must pass `twine check --strict`. The wheel must hold one
 top-level package, and that package must import and fold with only the core
-dependencies, at the versions of constraints/py3XX.txt.
+dependencies, at the versions of constraints/py3XX.txt. rattler-build must take the
+conda recipe.
 
     python scripts/check_wheel.py
 """
@@ -15,6 +16,8 @@ import tarfile
 import tempfile
 import zipfile
 from pathlib import Path
+
+from rattler_build import Stage0Recipe, VariantConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 DIST = ROOT / "dist"
@@ -111,6 +114,14 @@ def check_contents(wheel: Path) -> None:
         )
 
 
+def check_recipe() -> None:
+    """Parse and render the conda recipe; raises for what conda's builder would not
+    take.
+    """
+    recipe = Stage0Recipe.from_file(ROOT / "conda" / "recipe.yaml")
+    recipe.render(VariantConfig())
+
+
 def install(wheel: Path, venv: Path) -> Path:
     """Make a clean environment with the wheel and its core dependencies; return its
     interpreter.
@@ -140,6 +151,7 @@ def install(wheel: Path, venv: Path) -> Path:
 
 
 def main() -> None:
+    check_recipe()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         wheel = build(folder)

@@ -175,8 +175,9 @@ class BlockFoldable(HaliaxStackNames, ModuleWithStateDictSerialization, Generic[
                 remat: the checkpoint policy; `True` by default. See
                     `ScanCheckpointPolicy`.
                 gradient_checkpointing: another name for `remat`.
-                *others, **arguments: refused, since arguments of the block are for the
-                    function that is returned.
+                *others: refused: arguments of the block are for the function that is
+                    returned.
+                **arguments: refused too.
 
             Returns:
                 A function of the block's arguments, which returns layers of this class.

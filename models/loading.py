@@ -1,4 +1,4 @@
-"""The model of a command's arguments, and its weights."""
+"""The model of a command's arguments, its weights, and what its tokenizer is."""
 
 import argparse
 import dataclasses
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from models.command import local_path
 from models.parts.decoder import Decoder
-from models.run_config import FoundModel, find_model
+from models.run_config import BYTES, FoundModel, LmRunConfig, find_model
 from models.run_state import Placement
 from stacked_remat import streaming
 from stacked_remat.training import ConfigError, DataError, Partitioning
@@ -104,3 +104,21 @@ def rows_that_fit(found: FoundModel, slots: int) -> int:
 
 def _mebibytes(num_bytes: int) -> str:
     return f"{num_bytes >> 20:,} MiB"  # exact for integers of any size
+
+
+def tokenizer_remark(config: LmRunConfig) -> str:
+    """The tokenizer of a resolved config, and a word where it is bytes for a pretrained
+    model.
+    """
+    name = config.tokenizer_name
+    if name != BYTES or config.initialize_from_hf is None:
+        return name
+    begun = find_model(config.initialize_from_hf)
+    if begun.tokenizer_name == BYTES:  # of a run
+        return name
+    if begun.tokenizer_name:
+        return (
+            f"{name}, as data.tokenizer says, and not that of {begun.name}"
+            f" ({begun.tokenizer_name})"
+        )
+    return f"{name}, since {begun.name} has no tokenizer; data.tokenizer names another"

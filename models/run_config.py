@@ -49,7 +49,8 @@ from stacked_remat.training.config_checks import Count, NotNegative, check_field
 from stacked_remat.training.config_file import decode_config
 from stacked_remat.training.config_sections import Switch
 
-_BYTES = "byte"  # the tokenizer
+BYTES = "byte"
+"""The tokenizer of a model that has none."""
 CHECKPOINTS = "checkpoints"
 """The folder of checkpoints in that of a run."""
 
@@ -339,7 +340,7 @@ class LmRunConfig:
     @property
     def tokenizer_name(self) -> str:
         """Names the tokenizer of a resolved config."""
-        return self.data.tokenizer or _BYTES
+        return self.data.tokenizer or BYTES
 
     @property
     def Vocab(self) -> Axis:
@@ -362,7 +363,7 @@ class LmRunConfig:
         needs_folder = says_nothing(model) or (tokenizer is None and rows is None)
         # Random weights: nothing is read.
         if self.initialize_from_hf is None:
-            tokenizer = tokenizer or _BYTES
+            tokenizer = tokenizer or BYTES
         # A folder is read only where it decides something, or to compare.
         elif check_folder or needs_folder:
             begun = find_model(self.initialize_from_hf)
@@ -391,7 +392,7 @@ class LmRunConfig:
                     " predict further tokens. Leave it out."
                 )
         if tokenizer is not None and (
-            rows is None or check_folder or tokenizer == _BYTES
+            rows is None or check_folder or tokenizer == BYTES
         ):  # needs no file
             tokens = load_tokenizer(tokenizer, rows=rows)
             rows = tokens.vocab_size if rows is None else rows
@@ -577,25 +578,7 @@ def _own_tokenizer(begun: FoundModel) -> str:
                 ".save_pretrained(FOLDER),"
                 " and name that folder as data.tokenizer."
             )
-    return _BYTES
-
-
-def tokenizer_remark(config: LmRunConfig) -> str:
-    """The tokenizer of a resolved config, and a word where it is bytes for a pretrained
-    model.
-    """
-    name = config.tokenizer_name
-    if name != _BYTES or config.initialize_from_hf is None:
-        return name
-    begun = find_model(config.initialize_from_hf)
-    if begun.tokenizer_name == _BYTES:  # of a run
-        return name
-    if begun.tokenizer_name:
-        return (
-            f"{name}, as data.tokenizer says, and not that of {begun.name}"
-            f" ({begun.tokenizer_name})"
-        )
-    return f"{name}, since {begun.name} has no tokenizer; data.tokenizer names another"
+    return BYTES
 
 
 def read_run_config(run_dir: Path, step: int | None = None) -> LmRunConfig:

@@ -28,7 +28,8 @@ from models.candidate import STREAMED, Candidate
 from models.command import backend_lines, encodable, escaped, run_command, shown_on
 from models.hf_io.formats import why_not_exported
 from models.lm import next_token_loss
-from models.run_config import LmRunConfig, find_model, tokenizer_remark
+from models.loading import tokenizer_remark
+from models.run_config import LmRunConfig, find_model
 from models.run_scoring import (
     check_backends,
     check_scoring,

@@ -30,7 +30,7 @@ class HybridDecoderConfig(DecoderConfig):
         linear_names: the names for remat policies in a linear mixer.
         linear_heads: the axis over which its heads, or its channels, are independent.
         layer_types: of each layer `linear_attention`, which is what the type has beside
-            attention (in `lfm2` a convolution, in `granitemoehybrid` Mamba-2), or
+            attention (a gated delta net, a short convolution or Mamba-2), or
             `full_attention`; a shorter list repeats.
     """
 

@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import pytest
 
 from models.hf_io.formats import config_to_hf, differing_fields
+from models.loading import tokenizer_remark
 from models.qwen3 import Qwen3Config
-from models.run_config import LmRunConfig, tokenizer_remark
+from models.run_config import LmRunConfig
 from models.run_state import state_shapes
 from stacked_remat.training import ConfigError, DataConfig, parse_config
 

@@ -5,9 +5,10 @@
 A *mutant* is the core with one operator or constant changed: `<` for `<=`, `and` for
 `or`, `+` for `-`, 2 for 1, a condition turned round. It is *killed* by a test that
 fails, and those that survive are printed: each is a place that no test checks, or one
-where both ways are right. The tests of a module are the files that name it below, and
-stop at the first failure. They have to pass without a change. A mutant with which they
-take much longer is killed too.
+where both ways are right. The tests of a module are in the files that name it below.
+Those marked `deep`, and the random programs, run only with a mutant that the others
+pass; all stop at the first failure. They have to pass without a change. A mutant with
+which they take much longer is killed too.
 
 Works in a copy of the checkout. Exit status 1 if fewer than `--least` are killed.
 """
@@ -26,8 +27,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1]
 CORE = ROOT / "stacked_remat"
+RANDOM_PROGRAMS = ("tests/test_random_programs.py",)
 
 # Tests of each module or folder of the core, the fastest first. What is inside of a
 # folder may have its own.
@@ -57,7 +61,7 @@ TESTS = {
     "_places": "test_places",
     "_policy": "test_policy test_policies_at_work",
     "_python_calls": "test_carries_on_disk test_in_files",
-    "_remat": "test_policy test_policies_at_work",
+    "_remat": "test_policy test_policies_at_work test_any_layer",
     "_scan": "test_scan test_until test_layer_state test_visitor",
     "_scan/checks": "test_scan test_error_texts test_until",
     "_scan/arguments": "test_scan test_layer_axis test_lax_scan",
@@ -200,39 +204,60 @@ def tests_of(path: Path) -> tuple[str, ...]:
     return tuple(f"tests/{name}.py" for name in names)
 
 
-def passes(copy: Path, tests: tuple[str, ...], seconds: float | None = None) -> bool:
-    """Whether all tests of these files pass in a copy of the checkout."""
-    options = ["-q", "-x", "-p", "no:cacheprovider", "-n", "0"]
-    selected = ["-m", "not slow and not deep"]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, *selected, *tests],
-        cwd=copy,
-        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
-        capture_output=True,
-        timeout=seconds,
-    )
-    return done.returncode == 0
+class Selection(NamedTuple):
+    """Tests that run together."""
+
+    files: tuple[str, ...]
+    # An expression of pytest's
+    marks: str
+
+    def pass_in(self, copy: Path, seconds: float | None = None) -> bool:
+        """Whether all pass in a copy of the checkout."""
+        options = ["-q", "-x", "-p", "no:cacheprovider", "-n", "0", "-m", self.marks]
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", *options, *self.files],
+            cwd=copy,
+            env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
+            capture_output=True,
+            timeout=seconds,
+        )
+        # Files may have no tests with these marks
+        no_tests = pytest.ExitCode.NO_TESTS_COLLECTED
+        return done.returncode in (pytest.ExitCode.OK, no_tests)
+
+
+def selections_of(path: Path) -> Iterator[Selection]:
+    """What a mutant of a module has to pass to survive, the fastest first."""
+    files = tests_of(path)
+    yield Selection(files, "not slow and not deep")
+    yield Selection(files, "deep and not slow")
+    yield Selection(RANDOM_PROGRAMS, "not slow")
 
 
 @functools.cache
-def seconds_of(tests: tuple[str, ...], copy: Path) -> float:
+def seconds_of(tests: Selection, copy: Path) -> float:
     """How long the tests of the unchanged core take; they have to pass."""
     start = time.monotonic()
-    if not passes(copy, tests):
-        raise SystemExit(f"Without a change these fail: {' '.join(tests)}")
+    if not tests.pass_in(copy):
+        raise SystemExit(f"Without a change these fail: {' '.join(tests.files)}")
     return time.monotonic() - start
 
 
 def is_killed(mutant: Mutant, copy: Path) -> bool:
     """Whether a test fails in a copy of the checkout with the mutant in it."""
-    tests = tests_of(mutant.path)
+    return any(
+        is_killed_by(tests, mutant, copy) for tests in selections_of(mutant.path)
+    )
+
+
+def is_killed_by(tests: Selection, mutant: Mutant, copy: Path) -> bool:
     # A mutant has other programs, which are not in the cache of compilations
     most = 120 + 5 * seconds_of(tests, copy)
     file = copy / mutant.path.relative_to(ROOT)
     original = file.read_text(encoding="utf-8")
     file.write_text(mutant.source, encoding="utf-8")
     try:
-        return not passes(copy, tests, most)
+        return not tests.pass_in(copy, most)
     except subprocess.TimeoutExpired:
         print(f"no end after {most:.0f} s: {mutant}")
         return True

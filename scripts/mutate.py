@@ -6,7 +6,7 @@ A *mutant* is the core with one operator or constant changed: `<` for `<=`, `and
 `or`, `+` for `-`, 2 for 1, a condition turned round. It is *killed* by a test that
 fails, and those that survive are printed: each is a place that no test checks, or one
 where both ways are right. The tests of a module are in the files that name it below.
-Those marked `deep`, and the random programs, run only with a mutant that the others
+Those marked `deep`, and those of any module, run only with a mutant that the others
 pass; all stop at the first failure. They have to pass without a change. A mutant with
 which they take much longer is killed too.
 
@@ -31,12 +31,17 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 CORE = ROOT / "stacked_remat"
-RANDOM_PROGRAMS = ("tests/test_random_programs.py",)
+# Tests of programs of any kind: what they do, cost and say where they fail
+OF_ANY_MODULE = (
+    "tests/test_error_texts.py",
+    "tests/memory/test_flops.py",
+    "tests/test_random_programs.py",
+)
 
 # Tests of each module or folder of the core, the fastest first. What is inside of a
 # folder may have its own.
 TESTS = {
-    "_activity": "test_any_layer test_custom_rules test_transformations",
+    "_activity": "test_activity test_any_layer test_custom_rules test_transformations",
     "_block_foldable": "test_stacked test_stack_of_layers",
     "_block_seq": "test_stacked test_checkpoint",
     "_carry_files": "test_carries_on_disk",
@@ -231,7 +236,7 @@ def selections_of(path: Path) -> Iterator[Selection]:
     files = tests_of(path)
     yield Selection(files, "not slow and not deep")
     yield Selection(files, "deep and not slow")
-    yield Selection(RANDOM_PROGRAMS, "not slow")
+    yield Selection(OF_ANY_MODULE, "not slow")
 
 
 @functools.cache

@@ -88,6 +88,7 @@ TESTS = {
     "_sweep/gathers": "test_gathered_ahead",
     "_sweep/kinds": "test_stacked_pattern test_gathered_ahead",
     "_sweep/programs": "test_outside_of_jit",
+    "_sweep/trips": "test_until",
     "_tiled": "test_tiled test_tiled_transformations",
     "_tiles": "test_tiled test_tiled_transformations",
     "_trips": "memory/test_flops memory/test_collectives",

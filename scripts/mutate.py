@@ -5,9 +5,10 @@
 A *mutant* is the core with one operator or constant changed: `<` for `<=`, `and` for
 `or`, `+` for `-`, 2 for 1, a condition turned round. It is *killed* by a test that
 fails, and those that survive are printed: each is a place that no test checks, or one
-where both ways are right. The tests of a module are the files that name it below, and
-stop at the first failure. They have to pass without a change. A mutant with which they
-take much longer is killed too.
+where both ways are right. The tests of a module are in the files that name it below.
+Those marked `deep`, and those of any module, run only with a mutant that the others
+pass; all stop at the first failure. They have to pass without a change. A mutant with
+which they take much longer is killed too.
 
 Works in a copy of the checkout. Exit status 1 if fewer than `--least` are killed.
 """
@@ -26,25 +27,35 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1]
 CORE = ROOT / "stacked_remat"
+# Tests of programs of any kind: what they do, cost and say where they fail
+OF_ANY_MODULE = (
+    "tests/test_error_texts.py",
+    "tests/memory/test_flops.py",
+    "tests/test_random_programs.py",
+)
 
 # Tests of each module or folder of the core, the fastest first. What is inside of a
 # folder may have its own.
 TESTS = {
-    "_activity": "test_any_layer test_custom_rules test_transformations",
+    "_activity": "test_activity test_any_layer test_custom_rules test_transformations",
     "_block_foldable": "test_stacked test_stack_of_layers",
-    "_block_seq": "test_stacked test_checkpoint",
+    "_block_seq": "test_stacked test_checkpoint test_policies_at_work",
     "_carry_files": "test_carries_on_disk",
-    "_checkpoint": "test_checkpoint test_checkpoint_composition",
+    "_checkpoint": "test_checkpoint test_checkpoint_composition test_jax_policies",
     "_compat": "test_compat test_scan test_policies_at_work",
     "_files": "training/test_run_folder training/data/test_token_cache",
     "_fused": "test_fused_update test_updates_on_meshes",
     "_haliax_names": "test_policy test_haliax_stacks",
-    "_hijax": "test_transformations test_custom_rules test_visitor",
+    "_hijax": "test_transformations test_custom_rules test_visitor"
+    " test_values_used_again",
     "_in_files": "test_in_files",
     "_layer_checks": "test_error_texts test_stacked test_stack_of_layers",
-    "_messages": "test_error_texts test_stacked test_state_dict memory/test_plan",
+    "_messages": "test_messages test_error_texts test_stacked test_state_dict"
+    " memory/test_plan",
     "_microbatches": "test_pipeline_errors test_pipeline training/test_step",
     "_names": "test_policies_at_work test_checkpoint",
     "_noted": "ghost/test_grad_dot",
@@ -53,20 +64,21 @@ TESTS = {
     "_pictures": "models/test_plot ghost/test_log",
     "_pipeline": "test_pipeline_errors test_pipeline",
     "_pipeline/schedule": "test_pipeline_schedule test_pipeline",
-    "_memory_spaces": "test_streaming test_any_layer test_policies_at_work",
+    "_memory_spaces": "test_any_layer test_streaming test_policies_at_work",
     "_place_names": "test_places",
     "_places": "test_places",
     "_policy": "test_policy test_policies_at_work",
     "_python_calls": "test_carries_on_disk test_in_files",
-    "_remat": "test_policy test_policies_at_work",
-    "_scan": "test_scan test_until test_layer_state test_visitor",
+    "_remat": "test_policy test_policies_at_work test_any_layer test_jax_policies",
+    "_scan": "test_scan test_until test_layer_state test_visitor test_layer_axis"
+    " test_stacked_pattern test_policies_at_work test_values_used_again",
     "_scan/checks": "test_scan test_error_texts test_until",
-    "_scan/arguments": "test_scan test_layer_axis test_lax_scan",
+    "_scan/arguments": "test_scan test_layer_axis test_lax_scan test_stacked",
     "_scan/lax_arguments": "test_lax_scan",
     "_scan/layer_axis": "test_scan test_layer_axis test_stacked_pattern",
     "_scan/layer_state": "test_layer_state",
     "_scan/marks": "test_scan test_layer_axis test_stacked_pattern",
-    "_scan/returned": "test_visitor test_stacked_pattern",
+    "_scan/returned": "test_visitor test_stacked_pattern test_layer_state",
     "_scan/until": "test_until",
     "_schedule": "test_schedule test_policy",
     "_stacked": "test_stacked test_stack_of_layers test_state_dict test_equal_sweeps"
@@ -74,12 +86,15 @@ TESTS = {
     "_stacked_pattern": "test_stacked_pattern",
     "_state_dict": "test_state_dict",
     "_static": "test_stacked test_scan",
-    "_sweep": "test_scan test_visitor test_transformations test_until",
+    "_sweep": "test_scan test_visitor test_transformations test_until"
+    " test_sweep_memory test_policies_at_work test_stacked_pattern"
+    " test_values_used_again test_policy_memory test_custom_rules",
     "_sweep/ahead": "test_gathered_ahead",
     "_sweep/disk": "test_carries_on_disk",
     "_sweep/gathers": "test_gathered_ahead",
     "_sweep/kinds": "test_stacked_pattern test_gathered_ahead",
     "_sweep/programs": "test_outside_of_jit",
+    "_sweep/trips": "test_until",
     "_tiled": "test_tiled test_tiled_transformations",
     "_tiles": "test_tiled test_tiled_transformations",
     "_trips": "memory/test_flops memory/test_collectives",
@@ -201,39 +216,60 @@ def tests_of(path: Path) -> tuple[str, ...]:
     return tuple(f"tests/{name}.py" for name in names)
 
 
-def passes(copy: Path, tests: tuple[str, ...], seconds: float | None = None) -> bool:
-    """Whether all tests of these files pass in a copy of the checkout."""
-    options = ["-q", "-x", "-p", "no:cacheprovider", "-n", "0"]
-    selected = ["-m", "not slow and not deep"]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, *selected, *tests],
-        cwd=copy,
-        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
-        capture_output=True,
-        timeout=seconds,
-    )
-    return done.returncode == 0
+class Selection(NamedTuple):
+    """Tests that run together."""
+
+    files: tuple[str, ...]
+    # An expression of pytest's
+    marks: str
+
+    def pass_in(self, copy: Path, seconds: float | None = None) -> bool:
+        """Whether all pass in a copy of the checkout."""
+        options = ["-q", "-x", "-p", "no:cacheprovider", "-n", "0", "-m", self.marks]
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", *options, *self.files],
+            cwd=copy,
+            env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
+            capture_output=True,
+            timeout=seconds,
+        )
+        # Files may have no tests with these marks
+        no_tests = pytest.ExitCode.NO_TESTS_COLLECTED
+        return done.returncode in (pytest.ExitCode.OK, no_tests)
+
+
+def selections_of(path: Path) -> Iterator[Selection]:
+    """What a mutant of a module has to pass to survive, the fastest first."""
+    files = tests_of(path)
+    yield Selection(files, "not slow and not deep")
+    yield Selection(files, "deep and not slow")
+    yield Selection(OF_ANY_MODULE, "not slow")
 
 
 @functools.cache
-def seconds_of(tests: tuple[str, ...], copy: Path) -> float:
+def seconds_of(tests: Selection, copy: Path) -> float:
     """How long the tests of the unchanged core take; they have to pass."""
     start = time.monotonic()
-    if not passes(copy, tests):
-        raise SystemExit(f"Without a change these fail: {' '.join(tests)}")
+    if not tests.pass_in(copy):
+        raise SystemExit(f"Without a change these fail: {' '.join(tests.files)}")
     return time.monotonic() - start
 
 
 def is_killed(mutant: Mutant, copy: Path) -> bool:
     """Whether a test fails in a copy of the checkout with the mutant in it."""
-    tests = tests_of(mutant.path)
+    return any(
+        is_killed_by(tests, mutant, copy) for tests in selections_of(mutant.path)
+    )
+
+
+def is_killed_by(tests: Selection, mutant: Mutant, copy: Path) -> bool:
     # A mutant has other programs, which are not in the cache of compilations
     most = 120 + 5 * seconds_of(tests, copy)
     file = copy / mutant.path.relative_to(ROOT)
     original = file.read_text(encoding="utf-8")
     file.write_text(mutant.source, encoding="utf-8")
     try:
-        return not passes(copy, tests, most)
+        return not tests.pass_in(copy, most)
     except subprocess.TimeoutExpired:
         print(f"no end after {most:.0f} s: {mutant}")
         return True

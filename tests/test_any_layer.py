@@ -23,7 +23,11 @@ from stacked_remat import (
     fold,
     internals_are_saved,
 )
-from stacked_remat._memory_spaces import compiled_for, platform
+from stacked_remat._memory_spaces import (
+    compiled_for,
+    on_several_devices,
+    platform,
+)
 
 from .blocks import POLICIES, assert_close, is_by_name, policies, quick_jit
 
@@ -312,3 +316,18 @@ def test_a_trace_for_one_platform_is_not_reused_for_another():
     with compiled_for("cuda"):
         found = jax.make_jaxpr(for_platform)(0)
     assert for_platform(0) == 1 and eval_jaxpr(found.jaxpr, found.consts, 0) == [2]
+
+
+def test_what_is_on_several_devices():
+    mesh = jax.make_mesh((2,), ("d",), (jax.sharding.AxisType.Explicit,))
+    divided = jax.device_put(np.ones(2), jax.NamedSharding(mesh, jax.P("d")))
+    one, other = jax.device_put(ONES, jax.devices()[0]), {"a": (ONES, 1.0, None)}
+    assert not on_several_devices([one, other])
+    assert on_several_devices([one, other, divided])
+    traced = []
+    jax.eval_shape(
+        lambda *args: traced.extend(map(on_several_devices, args)), one, divided
+    )
+    assert traced == [False, True]
+    with jax.set_mesh(mesh):
+        assert on_several_devices(())

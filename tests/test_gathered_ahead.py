@@ -27,7 +27,7 @@ from .blocks import (
     policies,
     quick_jit as jit,
 )
-from .jaxprs import equations, equations_of
+from .jaxprs import equations_of
 from .random_arrays import normal
 
 LAYERS, WIDTH, INNER, ROWS = 6, 8, 16, 8
@@ -442,20 +442,23 @@ def test_on_one_device_no_byte_is_held_for_it(mesh_kind):
         assert temporaries(gather, remat) == temporaries(unseen, remat)
 
 
-@pytest.mark.parametrize("spec", [P(None, "data"), P("data"), P(P.UNCONSTRAINED)])
-def test_a_constraint_that_leaves_no_axis_of_the_mesh_free_gathers_nothing(spec):
-    mesh = jax.make_mesh((8,), ("data",), (AxisType.Auto,))
-    sharding = NamedSharding(mesh, spec)
+def test_which_constraints_gather():
+    mesh = jax.make_mesh((8, 1), ("data", "one"), (AxisType.Auto,) * 2)
 
-    def layer(x, weight):
-        return x + jnp.tanh(x @ lax.with_sharding_constraint(weight, sharding))
+    def is_swept(sharding):
+        def layer(x, weight):
+            return x + jnp.tanh(x @ lax.with_sharding_constraint(weight, sharding))
 
-    def value(weights, x):
-        return jnp.sum(fold(layer, Layers)(x, weights))
+        # In a loop of JAX layers would wait for what they gather
+        found = equations_of(fold(layer, Layers), ARGS[2], weights)
+        return any(equation.primitive.name == "barrier_on" for equation in found)
 
     weights = normal(3, LAYERS, WIDTH, WIDTH)
-    found = jax.make_jaxpr(jax.grad(value))(weights, ARGS[2])
-    for equation in equations(found.jaxpr):
-        if equation.primitive.name in ("scan", "while"):
-            # Nor is it a sweep, in which loops have trips from tables.
-            assert equation.primitive.name == "scan"
+    assert is_swept(NamedSharding(mesh, P()))
+    assert is_swept(NamedSharding(mesh, P("one")))
+    # All axes of the mesh may divide the result
+    for spec in (P(None, "data"), P("data"), P(("one", "data")), P(P.UNCONSTRAINED)):
+        assert not is_swept(NamedSharding(mesh, spec))
+    assert not is_swept(jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+    alone = jax.make_mesh((1,), ("data",), (AxisType.Auto,))
+    assert not is_swept(NamedSharding(alone, P()))

@@ -169,6 +169,30 @@ def test_a_single_layer_has_nothing_to_cut(cut):
     assert first.for_layers(1) == resolve_policy(False).for_layers(1)
 
 
+@pytest.mark.parametrize(
+    "settings, form, replays",
+    [
+        ({}, "loop", 0),
+        ({"save_carries": "offload"}, "loop", 0),
+        ({"save_carries": False}, "loop", 6),
+        ({"first_layers": 2}, "sweep", 0),
+        ({"first_layers": 6}, "loop", 0),
+        # Two segments of three layers, of which the last one runs again too
+        ({"nested": 2}, "sweep", 4),
+        ({"nested": 2, "first_layers": 2}, "sweep", 2),
+        ({"nested": 6}, "sweep", 0),
+        # From the first input to layers 4, 3, 2 and 1
+        ({"max_carries": 2}, "sweep", 10),
+    ],
+    ids=str,
+)
+def test_how_layers_are_executed(settings, form, replays):
+    remat = ScanCheckpointPolicy(**settings).for_layers(6)
+    assert (remat.form, remat.replays) == (form, replays)
+    # A sweep costs the same
+    assert remat.carries is None or remat.swept().replays == replays
+
+
 def test_segments_with_carries_on_the_host_are_the_square_root_of_the_layers():
     policy = ScanCheckpointPolicy(nested=True, save_carries="offload")
     for length in range(1, 30):

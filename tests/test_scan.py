@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 
 from stacked_remat import ScanCheckpointPolicy, fold, map, scan
+from stacked_remat._scan.checks import check_carry, layers_axis, text
 
 from .jaxprs import equations_of, outline
 
 Time, Width, Depth = hax.Axis("time", 5), hax.Axis("width", 3), hax.Axis("depth", 2)
+ONES, HALF, NAMED = jnp.ones(3), jnp.ones(3, jnp.float16), hax.ones((Width, Depth))
 
 
 @pytest.fixture
@@ -278,6 +280,99 @@ class TestErrors:
         for remat in (False, "nested"):
             with pytest.raises(ValueError, match=message):
                 fold(step, Time, remat=remat)(init, data)
+
+    @pytest.mark.parametrize(
+        "before, after, fix",
+        [
+            (
+                ONES,
+                HALF,
+                "Cast the result, y.astype(carry.dtype), or the initial carry.",
+            ),
+            ([ONES], [HALF], "Cast the result, y.astype(carry[0].dtype), or the"),
+            (NAMED, NAMED.rearrange((Depth, Width)), "Rearrange it: carry.rearrange"),
+            (NAMED, hax.ones(Width), "Keep its axes and shape."),
+            (ONES, jnp.ones(2), "Keep its axes and shape."),
+            (NAMED, ONES, "Keep its axes and shape."),
+            ((ONES, ONES), [ONES, ONES], "Return a tuple, as the carry is."),
+            ([ONES], (ONES,), "Return a list, as the carry is."),
+            ([ONES], [ONES, ONES], "Keep it as it is."),
+            (ONES, None, "Keep it as it is."),
+            (None, ONES, "Keep it as it is."),
+            (
+                ONES,
+                (ONES, 0.0),
+                "For a function that returns (carry, output) use scan.",
+            ),
+            (ONES, [ONES, 0.0], "Keep it as it is."),
+            (ONES, (ONES, 0.0, 0.0), "Keep it as it is."),
+            ({"a": ONES}, {"a": (ONES, 0.0)}, "Keep it as it is."),
+        ],
+    )
+    def test_how_a_carry_is_kept(self, before, after, fix):
+        with pytest.raises(ValueError) as error:
+            check_carry(before, after)
+        assert f" {fix}" in str(error.value)
+        # Numbers take the dtype that they meet
+        check_carry((0.5, before), (jnp.float16(1), before))
+
+    @pytest.mark.parametrize(
+        "before, after, options, fix",
+        [
+            (
+                ONES,
+                None,
+                {"of_pair": True},
+                "returned is (carry, output), in this order.",
+            ),
+            (ONES, jnp.ones(2), {"of_pair": True}, "Keep its axes and shape."),
+            (ONES, (ONES, 0.0), {"what": "layer"}, "Keep it as it is."),
+            (None, ONES, {"what": "state"}, "Pass the first state to sweep_back."),
+            ([None], [ONES], {"what": "state"}, "Keep it as it is."),
+            (ONES, None, {"what": "state"}, "Keep it as it is."),
+        ],
+    )
+    def test_how_another_state_is_kept(self, before, after, options, fix):
+        with pytest.raises(ValueError) as error:
+            check_carry(before, after, **options)
+        assert str(error.value).endswith(fix)
+
+    @pytest.mark.parametrize(
+        "axis, what, fix",
+        [
+            (-1, "fold", "Write hax.Axis('layers', size)."),
+            (True, "fold", "Write hax.Axis('layers', size)."),
+            (2.0, "fold", "Write hax.Axis('layers', size)."),
+            ("time", "fold", "Write hax.Axis('time', size)."),
+            ("nested", "fold", "Write remat='nested'."),
+            (eqx.nn.Identity(), "Stacked.of", "Give the layers in a list."),
+            (eqx.nn.Identity(), "fold", "Write hax.Axis('layers', size)."),
+            (jnp.ones(3), "Stacked.of", "Write hax.Axis('layers', size)."),
+        ],
+    )
+    def test_an_axis_of_another_kind(self, axis, what, fix):
+        with pytest.raises(TypeError) as error:
+            layers_axis(axis, what)
+        assert str(error.value).endswith(fix)
+        assert layers_axis(np.int8(0), what) == hax.Axis("layers", 0)
+
+    @pytest.mark.parametrize(
+        "value, written",
+        [
+            (None, "None"),
+            (NAMED, "NamedArray axes (width=3, depth=2) of float32"),
+            (ONES, "float32[3]"),
+            (dict.fromkeys("abcd"), "a dict with 'a', 'b', 'c', 'd'"),
+            (dict.fromkeys("abcde"), "a dict with 'a', 'b', 'c', 'd', and 1 more"),
+            ((1, ONES), "a tuple of 2 (a value of type int, float32[3])"),
+            ([None] * 4, "a list of 4 (None, None, None, None)"),
+            ([None] * 5, "a list of 5 (None, None, None, None, …)"),
+            ("a", "'a'"),
+            (2, "2"),
+        ],
+    )
+    def test_how_errors_describe_a_value(self, value, written):
+        assert text(value) == written
 
     def test_a_linear_scan_is_transposed(self):
         def step(carry, weight):

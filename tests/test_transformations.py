@@ -187,7 +187,7 @@ class Case:
         draw.shuffle(around)
         self.around = around
         self.wanted = self._some(draw)
-        self.stack = list(STACKS)[seed % len(STACKS)]
+        self.stack = list(STACKS)[seed // 3 % len(STACKS)]
         self.mode = MODES[seed % len(MODES)]
         self.rule = jnp.sin if self.mode in ("jvp", "grad of jvp") else ruled
         self.shift = draw.choice(["shift", "shift", "x"])  # which may also be the carry

@@ -14,6 +14,8 @@ import pytest
 
 import stacked_remat as sr
 from stacked_remat import ScanCheckpointPolicy, shared
+from stacked_remat._schedule import bounded, equal, shrinking
+from stacked_remat._sweep.trips import trips_of
 
 from . import blocks
 from .blocks import derivatives, quick_jit
@@ -288,6 +290,38 @@ def test_steps_that_do_not_run_cost_nothing(policy, most):
     jax.effects_barrier()
     assert_close(value, jnp.sum(expected))
     assert 0 < steps < len(evaluations) <= most * steps
+
+
+@pytest.mark.parametrize("saves", [False, True])
+@pytest.mark.parametrize(
+    "schedule", [shrinking(11), equal(11, 3), bounded(11, max_carries=3)], ids=str
+)
+def test_runs_of_layers_that_did_not_run_are_left_out(schedule, saves):
+    program = schedule.program(saves=saves)
+    held_until = (*program.held_from[1:], len(program.held_layers))
+    for ran in range(schedule.length + 1):
+        trips = jax.device_get(trips_of(program, jnp.int32(ran)))
+        visited = []
+        for run, start in enumerate(program.start):
+            bottom = program.bottom[run]
+            visits = range(bottom, bottom + trips.visits[run])
+            visited += reversed(visits)
+            # A replay is for the inputs that it holds, up to that of the last layer
+            held = program.held_layers[program.held_from[run] : held_until[run]]
+            is_of_use = any(layer < ran for layer in held)
+            stop = min(start + program.advances[run], ran - 1)
+            replayed = range(start, stop) if is_of_use else range(0)
+            assert trips.advances[run] == len(replayed)
+            layers = [*replayed, *(visits if saves else reversed(visits))]
+            if layers:
+                assert trips.runs_first[run] == layers[0]
+            else:
+                assert trips.runs_first[run] == trips.runs_first[run + 1]
+        assert visited == [*range(ran)][::-1]
+        lowest = [*map(min, program.start, program.bottom)]
+        if ran:
+            # From the first run with a layer that ran
+            assert lowest[trips.skipped] < ran <= min([99, *lowest[: trips.skipped]])
 
 
 def test_what_cannot_stop_is_refused():

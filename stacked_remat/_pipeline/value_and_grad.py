@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array, DTypeLike
@@ -321,8 +322,7 @@ class Pipeline:
 def _summed(gradient: Array, axis: str) -> Array:
     """The sum of a gradient over stages, rounded once."""
     # In bfloat16 XLA for CPUs (jaxlib 0.10.2) aborts where the mesh has further axes.
-    is_short = gradient.dtype.itemsize < 4
-    exact = gradient.astype(jnp.float32) if is_short else gradient
+    exact = gradient.astype(np.promote_types(gradient.dtype, np.float32))
     return lax.psum(exact, axis).astype(gradient.dtype)
 
 

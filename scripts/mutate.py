@@ -53,7 +53,8 @@ TESTS = {
     "_hijax": "test_transformations test_custom_rules test_visitor"
     " test_values_used_again",
     "_in_files": "test_in_files",
-    "_messages": "test_messages test_error_texts test_stacked test_state_dict memory/test_plan",
+    "_messages": "test_messages test_error_texts test_stacked test_state_dict"
+    " memory/test_plan",
     "_microbatches": "test_pipeline_errors test_pipeline training/test_step",
     "_names": "test_policies_at_work test_checkpoint",
     "_noted": "ghost/test_grad_dot",

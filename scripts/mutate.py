@@ -88,7 +88,8 @@ TESTS = {
     "_static": "test_stacked test_scan",
     "_sweep": "test_scan test_visitor test_transformations test_until"
     " test_sweep_memory test_policies_at_work test_stacked_pattern"
-    " test_values_used_again test_policy_memory test_custom_rules",
+    " test_values_used_again test_policy_memory test_custom_rules"
+    " test_sweeps_on_meshes",
     "_sweep/ahead": "test_gathered_ahead",
     "_sweep/disk": "test_carries_on_disk",
     "_sweep/gathers": "test_gathered_ahead",

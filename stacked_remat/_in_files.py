@@ -338,7 +338,7 @@ def _rows(
 ) -> np.ndarray:
     """Some rows of an entry."""
     found = np.empty((rows.size, *entry.shape[1:]), entry.dtype)
-    flat = rows.reshape(-1)
+    flat = rows.ravel()
     for first in range(0, rows.size, _ROWS_AT_ONCE):
         some = slice(first, first + _ROWS_AT_ONCE)
         # Each time anew, since whoever reads lets go of the pages of the time before.

@@ -36,18 +36,28 @@ class Wide(eqx.Module):
 CARRY = 1 << 14
 
 
+def norm_of_gradient(value, layers, x):
+    return jnp.sum(jax.grad(value)(layers, x).stacked.weight ** 2)
+
+
 @functools.cache
-def temporaries(remat, depth, Stack=Stacked):
-    """The bytes of temporaries, in carries, of the compiled gradient of a stack."""
+def temporaries(remat, depth, Stack=Stacked, is_second=False):
+    """The bytes of temporaries, in carries, of the compiled gradient of a stack, or of
+    the gradient of that one's norm.
+    """
     Layers = hax.Axis("layers", depth)
     if Stack is Stacked:
         layers = Stacked(Wide(jnp.ones((depth, 4))), Layers)
     else:
         layers = BlockSeq([Wide(jnp.full(4, i + 1.0)) for i in range(depth)], Layers)
-    gradient = jax.jit(jax.grad(lambda layers, x: jnp.sum(layers.fold(x, remat=remat))))
-    compiled = gradient.lower(
-        layers, jax.ShapeDtypeStruct((CARRY,), jnp.float32)
-    ).compile()
+
+    def value(layers, x):
+        return jnp.sum(layers.fold(x, remat=remat))
+
+    if is_second:
+        value = functools.partial(norm_of_gradient, value)
+    x = jax.ShapeDtypeStruct((CARRY,), jnp.float32)
+    compiled = jax.jit(jax.grad(value)).lower(layers, x).compile()
     return compiled.memory_analysis().temp_size_in_bytes / (4 * CARRY)
 
 
@@ -63,6 +73,17 @@ class TestCompiledMemory:
     def test_false_costs_the_internals_of_every_layer(self):
         assert growth(False) > 4.0
         assert growth("save_all") == pytest.approx(growth(False), rel=0.05)
+
+    def test_second_derivatives_recompute_too(self):
+        def second_growth(remat):
+            small, large = (
+                temporaries(remat, depth, is_second=True) for depth in (8, 24)
+            )
+            return (large - small) / 16
+
+        # Of each layer what its gradient's gradient reads, instead of its internals
+        for remat in (True, "nested"):
+            assert second_growth(remat) < 0.3 * second_growth(False)
 
     @pytest.mark.remat3
     def test_named_internals_cost_their_size(self):

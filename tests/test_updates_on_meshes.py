@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from stacked_remat import (
@@ -33,11 +34,12 @@ def compiled_anew():
     """Programs that a file of compiled ones has are run by XLA for CPUs with other
     numbers each time (jaxlib 0.10.2, several loops with collectives).
     """
-    option = "jax_persistent_cache_min_compile_time_secs"
-    before = getattr(jax.config, option)
-    jax.config.update(option, float("inf"))
+    folder = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache.reset_cache()
     yield
-    jax.config.update(option, before)
+    jax.config.update("jax_compilation_cache_dir", folder)
+    compilation_cache.reset_cache()
 
 
 class Block(eqx.Module):

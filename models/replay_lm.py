@@ -122,7 +122,12 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
         type=int,
         help="of the checkpoint to begin with; the one before the latest by default",
     )
-    add("--batches", type=int, default=1, help="of held-out text (default 1)")
+    add(
+        "--batches",
+        type=int,
+        default=1,
+        help="of held-out text, of the run's ghost.validation.sources (default 1)",
+    )
     add(
         "--log_dir",
         type=local_path,
@@ -203,8 +208,14 @@ def _replay_in_all(
     closing.callback(data.training.close)
     closing.enter_context(partitioning.active())
     steps = _steps(options.run_dir, data, first, last, partitioning, tokenizer.decode)
-    validation = GhostValidationConfig(batches=options.batches)
-    held_out = validation_batches(validation, data.held_out, {}, partitioning)
+    # Of the texts that the run's own scores are against
+    sources = {} if config.ghost is None else config.ghost.validation.sources
+    held_out = validation_batches(
+        GhostValidationConfig(batches=options.batches, sources=sources),
+        data.held_out,
+        data.held_out_by_source,
+        partitioning,
+    )
     state = restored_state(options.run_dir, config, first, partitioning)
     replay = Replay(config, steps.Steps, partitioning, by_token=options.by_token)
     least = options.least_metasmoothness

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import jax.tree_util as jtu
 from haliax import Axis, NamedArray
 from jax import lax
 from jax.core import eval_jaxpr
@@ -13,8 +14,8 @@ from jax.core import eval_jaxpr
 from .._messages import axes_text
 from .._noted import noting
 from .._scan.marks import is_named, raw_array
-from ._losses import Task, leaves_with_paths
-from ._traced import equations_of, has_small_range, trace
+from ._losses import Task
+from ._traced import equations_of, has_small_range, is_traced, trace
 from ._weights import without_rules
 
 
@@ -27,11 +28,17 @@ def of_losses(
     objective = task.objective
     params = task.params
     found, gradients = task.value_and_grad()
+
+    def part(path: Any, leaf: Any) -> Any:
+        if not is_traced(raw_array(leaf)):
+            return leaf  # a frozen array's place
+        zeros = jax.tree.map(jnp.zeros_like, leaf)
+        return direction.get(jtu.keystr(path), zeros)
+
     # Along zeros where nothing is scored: one derivative in forward mode has all
     # totals.
-    every = dict(leaves_with_paths(jax.tree.map(jnp.zeros_like, params))) | direction
-    tree = jax.tree.structure(params, is_leaf=is_named)
-    along, norm = in_range(task, jax.tree.unflatten(tree, every.values()))
+    whole = jtu.tree_map_with_path(part, params, is_leaf=is_named)
+    along, norm = in_range(task, whole)
 
     def losses(params: Any) -> Any:
         return raw_array(objective.parts(task.returned(params))[0]).astype(jnp.float32)

@@ -66,6 +66,28 @@ def test_every_token_has_the_score_of_its_own_loss(is_named):
     assert not is_named or found.by_token.axes == (Batch, Position)
 
 
+def test_tokens_are_scored_beside_frozen_named_arrays():
+    keys = jax.random.split(jax.random.key(0), 3)
+    weight, direction = (jax.random.normal(key, (5, 5)) for key in keys[:2])
+    x = jax.random.normal(keys[2], (3, 4, 5))
+    scale = hax.named(jnp.arange(5.0), "in")
+
+    def of_tokens(weight):
+        return jnp.tanh(x @ weight) @ scale.array
+
+    found = ghost.grad_dot(
+        (weight, scale),
+        lambda model, x: jnp.tanh(x @ model[0]) @ model[1].array,
+        x,
+        direction=(direction, None),
+        trainable=(True, False),
+        tokens="sum",
+        granularity="token",
+    )[1]
+    expected = jnp.einsum("btij,ij->bt", jax.jacrev(of_tokens)(weight), direction)
+    np.testing.assert_allclose(found.by_token, expected, rtol=1e-4, atol=1e-5)
+
+
 def test_rows_in_any_order_are_scored_by_example():
     """A batch of tokens, sorted by expert, of examples that attend within
     themselves.

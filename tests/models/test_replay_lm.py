@@ -43,8 +43,16 @@ SGD = (
 )
 SCORED = (
     "--ghost",
-    json.dumps({"method": "grad_dot", "token_mean": "batch", "every": 1}),
+    json.dumps(
+        {
+            "method": "grad_dot",
+            "token_mean": "batch",
+            "every": 1,
+            "validation": {"sources": {"other": 1.0}},
+        }
+    ),
 )
+OTHER = "{{paths: ['{0}/text/1*.txt'], held_out: ['{0}/other.txt'], weight: 0.5}}"
 CHECKPOINTS = (
     "--trainer.checkpoint.every_steps",
     "1",
@@ -168,7 +176,9 @@ def test_what_has_no_derivatives_is_refused_by_the_config(tmp_path):
 
 @pytest.mark.deep
 def test_scores_of_a_small_step_are_the_dot_products_times_the_rate(workplace, capsys):
-    parts = ("--trainer.update.microbatches", "2")
+    (workplace / "other.txt").write_text("abdc" * 40)
+    other = ("--data.sources.other", OTHER.format(workplace))
+    parts = ("--trainer.update.microbatches", "2", *other)
     assert (
         train(
             workplace, *SGD, *SCORED, *CHECKPOINTS, *parts, "--trainer.num_steps", "4"
@@ -202,7 +212,7 @@ def test_scores_of_a_small_step_are_the_dot_products_times_the_rate(workplace, c
     assert scores_of(later, 4) and not scores_of(later, 3)
     last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
     assert (
-        f"held-out loss {last['held_out_loss']:.4f} after them"
+        f"held-out loss {last['held_out/other_loss']:.4f} after them"
         in capsys.readouterr().out
     )
     for given, message in (

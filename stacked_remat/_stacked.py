@@ -298,7 +298,8 @@ class Stacked(StackedKinds[M]):
         Returns:
             A stack of this class, with copies of the arrays of a list. Python numbers
             that differ between layers become an array with one for each, so a block can
-            compute with them and not decide by them (`if self.rate > 0`).
+            compute with them and not decide by them (`if self.rate > 0`), and what
+            trains all floating-point arrays trains them.
 
         Raises:
             ValueError: for another number of layers than the axis has; for layers that

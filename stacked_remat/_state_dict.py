@@ -23,6 +23,7 @@ from haliax.state_dict import StateDict
 from jax.tree_util import KeyPath
 
 from ._messages import entry_problems, shortened
+from ._scan.checks import text
 from ._scan.marks import is_array, is_named, is_split, raw_array
 from ._scan.stacking import stack_trees
 from ._static import PyTree, with_leaves
@@ -47,7 +48,13 @@ def layers_from_state_dict(
     Raises:
         ValueError: names every entry that is missing or of another shape, and those of
             further layers.
+        TypeError: the state dict is no mapping.
     """
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(
+            "from_state_dict takes a state dict and then the prefix of its keys; got"
+            f" {text(state_dict)} first."
+        )
     shapes = eqx.filter_eval_shape(layers_to_state_dict, templates, prefix)
     expected = {key: tuple(value.shape) for key, value in shapes.items()}
     _check_entries(expected, len(templates), state_dict, prefix)

@@ -98,6 +98,8 @@ def test_every_problem_of_a_state_dict_is_named(Stack):
     message = "no array of these layers, such as 'g.0.*; one that it has is 'h.0."
     with pytest.raises(ValueError, match=message):
         stack.from_state_dict(stack.to_state_dict("h"), "g")
+    with pytest.raises(TypeError, match="and then the prefix of its keys; got 'h' fi"):
+        stack.from_state_dict("h", stack.to_state_dict("h"))
     number = {**stack.to_state_dict("h"), "h.0.bias": 1.0}
     with pytest.raises(
         ValueError, match=r"mismatched: h.0.bias is \(\), expected \(3,\)"

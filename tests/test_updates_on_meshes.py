@@ -34,11 +34,12 @@ def compiled_anew():
     """Programs that a file of compiled ones has are run by XLA for CPUs with other
     numbers each time (jaxlib 0.10.2, several loops with collectives).
     """
-    folder = jax.config.jax_compilation_cache_dir
-    jax.config.update("jax_compilation_cache_dir", None)
+    option = "jax_compilation_cache_dir"
+    folder = getattr(jax.config, option)
+    jax.config.update(option, None)
     compilation_cache.reset_cache()
     yield
-    jax.config.update("jax_compilation_cache_dir", folder)
+    jax.config.update(option, folder)
     compilation_cache.reset_cache()
 
 

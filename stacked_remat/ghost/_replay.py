@@ -289,12 +289,12 @@ def weighted_step(
             examples, plain ones along the first.
 
     Returns:
-        A function from `(model, optimizer state)`, a batch, weights and hyperparameters
-        to such a pair.
+        A function from `(model, optimizer state)`, a batch, weights `[Examples]` (a
+        named array) and hyperparameters to such a pair.
 
     Raises:
         TypeError: `losses` and `optimizer` are not what they should be; or the state is
-            no such pair.
+            no such pair, or the weights have no axis.
         ValueError: there is not a loss for each weight; the examples of a batch don't
             divide into `microbatches`; or `per_step` has what is no hyperparameter of
             the optimizer.
@@ -341,6 +341,12 @@ def weighted_step(
             raise TypeError(
                 "weighted_step takes the state (model, optimizer.init(model)); got"
                 f" {describe(state)}."
+            )
+        if not is_named(weights):
+            raise TypeError(
+                "weighted_step takes weights of an axis of the examples; got"
+                f" {describe(weights)}. Write hax.ones(Examples), or"
+                " hax.named(weights, Examples)."
             )
         model, optimizer_state = state
         gradients = mean_gradient(model, batch, weights)

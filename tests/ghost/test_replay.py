@@ -355,6 +355,8 @@ def test_mistakes_are_named():
         TypeError, match=r"\(model, optimizer.init\(model\)\); got a tup"
     ):
         step((start[0], optax.sgd(0.1)), jnp.ones((4, 3)), weights)
+    with pytest.raises(TypeError, match=r"got float32\[4\]. Write hax.ones"):
+        step(start, jnp.ones((4, 3)), jnp.ones(4))
     with pytest.raises(TypeError, match="whole last state, a tuple of 2 .*the first"):
         attempt(held_out=lambda model: model(jnp.ones(3)))
     with pytest.raises(ValueError, match="have `batch` of size 5, and Examples"):

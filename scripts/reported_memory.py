@@ -132,7 +132,8 @@ def _steps() -> Iterator[dict[str, Any]]:
         for source, given, row in rows:
             tiles = row.get("tiles", 1)
             program = source, row["tokens"], tiles
-            if row["policy"] == "True" or program not in known:
+            # The row of `True` does not tell what `False` keeps of a layer
+            if row["policy"] in ("True", "False") or program not in known:
                 continue
             given |= {"layers": layers, "width": width, "reported": known[program]}
             in_tiles = f" in {tiles} tiles" if tiles > 1 else ""

@@ -224,8 +224,7 @@ const calculator = (() => {
     if (!isTpu(input.target)) return 2 * widest + carry + Math.max(...weightsOf);
     const kinds = input.inner.length > 1 ? carry : 0;
     if (!schedule || input.update === "frozen") return 2 * widest + carry + kinds;
-    const alike = input.policy.offload && new Set(schedule.segments).size === 1;
-    return widest + (alike ? 1 : 2) * carry + kinds;
+    return widest + (input.policy.offload ? 1 : 2) * carry + kinds;
   }
 
   return { MEMORY, shrinking, equal, bounded, scheduleOf, replaysOf, lifetimes, estimate };

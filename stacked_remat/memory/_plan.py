@@ -49,10 +49,10 @@ class Plan:
     loop). Values inside layers are kept: by the names that blocks give, or by their
     *place*, such as `"dot_general 2/7"`, the result of the second of a layer's seven
     matrix products. Which, is found from the program of a layer, exactly. With a
-    `host_budget` some go to the host instead, where their transfers hide behind
-    compute. So many `first_layers` come before a cut, as many `max_carries` are kept,
-    or layers are cut into segments whose values are kept while they are reversed: then
-    no layer runs more than twice.
+    `host_budget` some go to the host instead, where their transfers hide behind the
+    forward pass. Variations also differ in the number of `first_layers` before a cut,
+    of carries that are kept (`max_carries`), and of segments (`nested`). The values of
+    a segment may be kept while it is reversed: then no layer runs more than twice.
 
     Attributes:
         policy: of those that fit, the one with the fewest FLOPs: a candidate, or a

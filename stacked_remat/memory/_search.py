@@ -234,12 +234,12 @@ class Search:
             known, *(variations(one, model) for one in known)
         ):
             offered.setdefault(policy.for_layers(model.layers), policy)
+        forward_flops = model.forward_flops / devices
         steps = []
         for policy in offered.values():
             cost = model.cost(policy).of_device(devices)
             if cost.host > self.host_budget:
                 continue
-            forward_flops = model.forward_flops / devices
             if policy not in given and not self._hides(policy, cost, forward_flops):
                 continue
             # A CPU has one memory.

@@ -517,8 +517,7 @@ def _conclude(
         "held_out_after": result.held_out_after,
     }
     if asked:
-        best = {"best_step": result.best_step, "best_held_out": result.best_loss}
-        outcome |= best
+        outcome |= {"best_step": result.best_step, "best_held_out": result.best_loss}
     if jax.process_index() == 0:
         folder.finish(outcome)
     steps = done - first
@@ -530,9 +529,8 @@ def _conclude(
         f"{name.replace('held_out', 'held-out', 1)} loss"
         f" {result.held_out_before[name]:.4f} -> {after:.4f}"
         for name, after in result.held_out_after.items()
-        if name
-        # a run resumed with accept_changes may have other sources
-        in result.held_out_before
+        # A run resumed with accept_changes may have other sources
+        if name in result.held_out_before
     ]
     if done < config.trainer.num_steps:
         losses.append(
@@ -541,8 +539,10 @@ def _conclude(
         )
     which = ""
     if asked and result.best_loss is not None:
+        source = config.trainer.best_source
+        of_source = "" if source is None else f" of {source}"
         losses.append(
-            f"lowest held-out loss {result.best_loss:.4f}, after step"
+            f"lowest held-out loss{of_source} {result.best_loss:.4f}, after step"
             f" {result.best_step}"
         )
         if config.trainer.checkpoint.keep_best:

@@ -15,7 +15,7 @@ import numpy as np
 import optax
 from jaxtyping import Array
 
-from .._messages import shown
+from .._messages import did_you_mean, shown
 from ..memory import target_of_device
 from .batches import TokenBatch, TokenStream
 from .checkpoint import Checkpoints
@@ -295,6 +295,26 @@ class _Step(NamedTuple):
     ended: float | None  # when it was done, if that was as it was dispatched
 
 
+def _set_of_best(source: str | None, evaluators: Mapping[str, Any]) -> str:
+    """The held-out set that the best step goes by: that of a source, or the first one,
+    which is the text of all sources together.
+    """
+    if source is None:
+        return next(iter(evaluators), "held_out")
+    if f"held_out/{source}" in evaluators:
+        return f"held_out/{source}"
+    sources = [name.split("/", 1)[1] for name in evaluators if "/" in name]
+    if not sources:
+        raise ConfigError(
+            f"trainer.best_source names {source!r}, and there is one source: leave"
+            " trainer.best_source out."
+        )
+    raise ConfigError(
+        f"trainer.best_source names {source!r}, which is no source with held-out text;"
+        f" there are {', '.join(sources)}.{did_you_mean(source, sources)}"
+    )
+
+
 @final
 class _Report:
     """Reports steps and evaluations to trackers and the terminal, and stops a run that
@@ -316,6 +336,7 @@ class _Report:
                 " is held out. Raise data.held_out_fraction, or name files under"
                 " data.sources.NAME.held_out."
             )
+        self._set_of_best = _set_of_best(config.best_source, evaluators)
         self._config = config
         self._evaluators = evaluators
         self._outputs = outputs
@@ -424,8 +445,7 @@ class _Report:
         if done == 0:
             self.position = replace(self.position, held_out_before=losses)
         else:
-            # The first set is the text of all sources together.
-            self._compare(done, next(iter(losses.values())))
+            self._compare(done, losses[self._set_of_best])
         self.position = replace(self.position, held_out_after=losses)
         self._log(done, {f"{name}_loss": loss for name, loss in losses.items()})
         for name, loss in losses.items():
@@ -435,7 +455,7 @@ class _Report:
             )
 
     def _compare(self, done: int, loss: float) -> None:
-        """Counts an evaluation: on the text of all sources, by the first loss."""
+        """Counts an evaluation with this loss, which the best step goes by."""
         best = self.position.best_loss
         if best is None or loss < best:
             changes = {"best_step": done, "best_loss": loss}

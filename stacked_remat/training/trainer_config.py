@@ -239,6 +239,9 @@ class TrainerConfig:
             sources, also for each.
         patience: evaluations in a row without a lower loss on held-out text after which
             the run ends; null for all steps.
+        best_source: the source whose held-out text `patience` and
+            `checkpoint.keep_best` go by; null for that of all sources together, in
+            which a source counts by its tokens.
         run_dir: folder for config, metrics and checkpoints; `runs/DATE-TIME` if null.
             The same command with the same folder resumes an interrupted run.
         mesh: the mesh of devices, and the axes that are sharded over it.
@@ -261,6 +264,7 @@ class TrainerConfig:
     eval_every: Count | None = None
     eval_batches: Count = 8
     patience: Count | None = None
+    best_source: str | None = None
     run_dir: str | None = None
     mesh: MeshConfig = field(default_factory=MeshConfig)
     pipeline: PipelineConfig | None = None
@@ -277,6 +281,11 @@ class TrainerConfig:
             raise ValueError(
                 f"{self.by_held_out_loss} goes by the loss on held-out text: give"
                 " trainer.eval_every too."
+            )
+        if self.best_source is not None and not self.by_held_out_loss:
+            raise ValueError(
+                "trainer.best_source is the source that trainer.patience and"
+                " trainer.checkpoint.keep_best go by: give one of them too."
             )
         if not 0 <= self.seed < 2**63:
             raise ValueError(

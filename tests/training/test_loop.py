@@ -4,6 +4,7 @@ are not finite.
 
 import dataclasses
 import itertools
+import re
 import time
 from typing import Any
 
@@ -352,6 +353,21 @@ def test_the_best_checkpoint_is_kept_and_a_run_ends_when_its_patience_is_over(tm
     )
     assert int(whole.state.step) == 30 and whole.best_step == 10
     assert kept_steps(tmp_path / "whole") == [30]
+    # By the text of one source, while that of all sources still gets better
+    of_one = run(
+        Recorder(),
+        tmp_path / "source",
+        evaluators={
+            "held_out": falling_until(1000),
+            "held_out/books": falling_until(1000),
+            "held_out/chats": falling_until(10),
+        },
+        best_source="chats",
+        patience=3,
+        **BY_BEST,
+    )
+    assert (of_one.best_step, of_one.best_loss) == (10, 1.0)
+    assert int(of_one.state.step) == 25
 
 
 def test_patience_needs_evaluations(tmp_path):
@@ -361,6 +377,22 @@ def test_patience_needs_evaluations(tmp_path):
         TrainerConfig(checkpoint=CheckpointConfig(keep_best=True))
     with pytest.raises(ConfigError, match="trainer.patience .* none is held out"):
         run(Recorder(), tmp_path, evaluators={}, patience=2, **BY_BEST)
+    with pytest.raises(ValueError, match="best_source is .* give one of them too"):
+        TrainerConfig(best_source="chats", eval_every=5)
+    sets = ["held_out", "held_out/books", "held_out/chats"]
+    for names, text in (
+        (sets, "there are books, chats. Did you mean `chats`?"),
+        (sets[:1], "there is one source: leave trainer.best_source out"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(text)):
+            run(
+                Recorder(),
+                tmp_path,
+                evaluators=dict.fromkeys(names),
+                best_source="chat",
+                patience=2,
+                **BY_BEST,
+            )
 
 
 class SomeMasked:

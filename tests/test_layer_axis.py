@@ -263,6 +263,10 @@ class TestKeys:
                 jax.tree.map(lambda key: jax.random.split(key, 4), argument),
                 lambda x: None,
             )
+        keys = [key] * 4
+        with pytest.raises(ValueError, match=r"x is a list of 4 .*jnp.stack\(x\)"):
+            apply(keys, lambda x: None)
+        apply(jnp.stack(keys), lambda x: None)
 
     @pytest.mark.parametrize("Stack", [Stacked, BlockSeq])
     def test_a_raw_key_of_two_layers_in_a_call(self, Stack):

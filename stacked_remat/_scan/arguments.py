@@ -238,6 +238,8 @@ def check_no_lists(arguments: PyTree, axis: Axis, caller: Caller) -> None:
     def is_value_or_layer(value: Any) -> bool:
         if isinstance(value, int | float | str):
             return True
+        if is_array(value) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+            return value.ndim == 0
         # An array of the axis's size is split itself, so its list may be meant
         return is_array(value) and leaf_size(value, axis) not in (None, axis.size)
 

@@ -235,9 +235,10 @@ def tracer(
         try:
             fn = fn_of_policy(policy)
         except (AttributeError, TypeError) as error:
+            reason = str(error).rstrip(".")
             raise TypeError(
                 "plan and compare call their first argument with a policy, and for"
-                f" {policy!r} it raised {type(error).__name__}: {error}. Write a"
+                f" {policy!r} it raised {type(error).__name__}: {reason}. Write a"
                 " function of the policy that returns the program: lambda remat: lambda"
                 " blocks, x: train_step(blocks, x, remat=remat)."
             ) from error
@@ -306,8 +307,9 @@ def _nothing_fits(tried: Comparison, budget: int, host_budget: float) -> str:
         smallest = (
             f"The smallest found is {trial.name} with {readable_bytes(needs.total)} a"
             f" device, {readable_bytes(needs.arguments)} of it arguments{alone} and"
-            f" {readable_bytes(needs.host.total)} on the host. Shorten the context,"
-            " shard over more devices, freeze weights or keep them on the host."
+            f" {readable_bytes(needs.host.total)} on the host. Shrink the batch, the"
+            " sequence or the state, shard over more devices, freeze weights or keep"
+            " them on the host."
         )
     return (
         f"no candidate fits {readable_bytes(budget)} a device{on_host}."

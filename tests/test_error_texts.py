@@ -15,8 +15,9 @@ BLOCKS = re.findall(r"^```text\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 def _entries(block):
     """Lines of code, each with what it raises; without it, they prepare the next."""
     for entry in block.strip().split("\n\n"):
-        code, *lines = entry.splitlines()
-        yield code.removeprefix(">>> "), lines
+        lines = entry.splitlines()
+        code = [line[4:] for line in lines if line.startswith((">>> ", "... "))]
+        yield "\n".join(code), lines[len(code) :]
 
 
 def _texts(error):

@@ -12,8 +12,20 @@ import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
 
+from .._scan.checks import describe
 from .._scan.marks import Marked, is_named, raw_array
 from ..ops.per_device import each_example, mesh_axes
+
+
+def check_axis(function: str, axis: Any) -> None:
+    """Refuse what is given to `function` as `Examples` and is no axis."""
+    if isinstance(axis, Axis):
+        return
+    size = axis if isinstance(axis, int) else "NUMBER"
+    raise TypeError(
+        f"{function}: Examples is the axis of the examples; got {describe(axis)}."
+        f' Write Examples=haliax.Axis("example", {size}).'
+    )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

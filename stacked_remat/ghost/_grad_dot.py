@@ -14,6 +14,7 @@ from haliax import Axis, NamedArray
 from .._activity import not_differentiable
 from .._scan.marks import is_named
 from ._by_example import checked_apart, losses_alone
+from ._examples import check_axis
 from ._losses import Loss, Objective, Reduction, Task, directions
 from ._passes import Scoring, probed_leaves, scored
 from ._totals import in_range, norm_of, of_documents, of_losses
@@ -323,6 +324,8 @@ def _check_options(
         raise ValueError(
             "example_ids and Examples, the axis of what they count, are given together."
         )
+    if of_examples[1] is not None:
+        check_axis("ghost.grad_dot", of_examples[1])
     if of_examples[0] is not None and (granularity == "leaf" or norms):
         raise ValueError(
             'example_ids gives totals of documents: granularity="total", without norms.'

@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from .._scan.checks import text
 from .._static import PyTree, is_array
+from ._examples import check_axis
 from ._replay import Step, run_of, steps_axis
 
 
@@ -79,6 +80,7 @@ def metasmoothness(
             f"metasmoothness: key is a random key; got {text(key)}. Write"
             " key=jax.random.key(0)."
         )
+    check_axis("ghost.metasmoothness", Examples)
     run = run_of(train_step, Steps)
     if example_ids is None:
         ids = jnp.arange(Steps.size * Examples.size).reshape(Steps.size, -1)

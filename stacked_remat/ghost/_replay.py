@@ -23,6 +23,7 @@ from .._scan.api import fold
 from .._scan.checks import describe, layers_axis
 from .._scan.marks import is_named, raw_array
 from .._static import PyTree
+from ._examples import check_axis
 from ._losses import losses_of
 
 Step: TypeAlias = Callable[..., PyTree]
@@ -123,11 +124,7 @@ def replay(
     """
     Steps = steps_axis(Steps)
     for axis in ensure_tuple(Examples):
-        if not isinstance(axis, Axis):
-            raise TypeError(
-                "ghost.replay: Examples is the axis of the examples, or several; got"
-                f" {describe(axis)}."
-            )
+        check_axis("ghost.replay", axis)
     _check_examples(batches, ensure_tuple(Examples))
     ones = hax.ones((Steps, *ensure_tuple(Examples)), jnp.float32)
 

@@ -19,7 +19,7 @@ from stacked_remat import (
     fold,
     memory,
 )
-from stacked_remat.ghost import replay, weighted_step
+from stacked_remat.ghost import metasmoothness, replay, weighted_step
 
 from ..blocks import NamedBlock, assert_close
 
@@ -363,5 +363,7 @@ def test_mistakes_are_named():
         attempt(batches=data(2, Steps, Examples.resize(5)))
     with pytest.raises(TypeError, match="Examples is the axis of the examples"):
         replay(lambda *_: None, (), {}, held_out, Steps, "batch")
+    with pytest.raises(TypeError, match=r'Examples=haliax.Axis\("example", 8\)'):
+        metasmoothness(lambda *_: None, (), {}, None, Steps, 8, key=jax.random.key(0))
     with pytest.raises(ValueError, match="`steps` of size 5"):
         attempt(batches=data(2, Axis("steps", 5), Examples))

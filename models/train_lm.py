@@ -55,7 +55,6 @@ from stacked_remat.training import (
     JsonLinesTracker,
     Partitioning,
     Position,
-    ProcessShare,
     RunFolder,
     RunOutputs,
     StopSignals,
@@ -113,8 +112,7 @@ def train_lm(
     config = step.config
     partitioning = step.partitioning
     if jax.process_count() > 1:
-        own = ProcessShare(jax.process_index(), jax.process_count())
-        agreed(lambda: tokenize_share(config.data, tokenizer, progress, own))
+        agreed(lambda: tokenize_share(config.data, tokenizer, progress))
     data = in_turn(
         lambda: open_training_data(
             config.data,
@@ -411,9 +409,8 @@ def _prepared(
         resolved.tokenizer_name, config.data.chat_date, rows=resolved.vocab_size
     )
     if resolved.policy is None:
-        # Policies are compiled: files that are not there end the run before
-        for _ in first_examples(resolved.data, tokenizer):
-            pass
+        # Compiling policies takes minutes: a record that has no text is found before
+        tokenize_share(resolved.data, tokenizer, progress)
     with backends_taken() as taken:
         step = _fitting(Candidate(resolved), progress)
         step.check_applies()

@@ -308,6 +308,16 @@ def test_the_first_example_is_shown_and_nothing_is_trained(workplace, capsys):
     assert "sums has no target in its first records" in capsys.readouterr().out
 
 
+def test_auto_compiles_nothing_before_all_records_are_read(workplace, capsys):
+    lines = [*(json.dumps({"text": f"line {line}"}) for line in range(99)), "{"]
+    (workplace / "lines.jsonl").write_text("\n".join(lines))
+    source = f"{{paths: [{workplace}/lines.jsonl]}}"
+    auto = (*AUTO, "--budget", "1GiB", "--data.sources.lines", source)
+    assert train(workplace, *auto) == 1
+    shown = capsys.readouterr().out
+    assert "lines.jsonl:100" in shown and "looking for" not in shown
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias, final
 
+import jax
 import numpy as np
 
 from ..data_config import DataConfig, SourceConfig
@@ -213,19 +214,19 @@ def tokenize_share(
     config: DataConfig,
     tokenizer: Tokenizer,
     progress: ConsoleProgress,
-    process: ProcessShare,
 ) -> None:
-    """Tokenizes a share of the config's files into the cache, before
-    `open_training_data`: in each of several processes that see one `cache_dir`.
+    """Tokenizes the config's files into the cache, before `open_training_data`: in each
+    of several processes, which see one `cache_dir`, a share of them.
 
     Raises:
         DataError: as `open_training_data`.
     """
+    share = ProcessShare(jax.process_index(), jax.process_count())
     with EncodingProcesses(config.tokenizing_processes) as processes:
         for requests in _requests(config, tokenizer).values():
             for request in filter(None, requests):
                 folder = Path(config.cache_dir)
-                build_share(request, folder, progress, processes, process)
+                build_share(request, folder, progress, processes, share)
 
 
 def _tokenized(

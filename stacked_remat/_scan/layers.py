@@ -321,21 +321,7 @@ def scan_unrolled(
     """
     backwards = -1 if call.reverse else 1
     inputs = inputs[::backwards]
-    remat = call.policy.for_layers(axis.size)
-    if remat.carries == "disk" and not _without_jit():
-        raise ValueError(
-            f"{call.policy!r} is not supported for layers that are compiled one by one"
-            ' (BlockSeq). Use save_carries="offload", or let the layers be a Stacked.'
-        )
-    if _without_jit():
-        # The values are known in a layer then, which jax.checkpoint would trace.
-        remat = Remat(axis.size, EVERYTHING)
-    if remat.schedule is not None and remat.schedule.has_two_levels:
-        raise ValueError(
-            f"{call.policy!r} is not supported for layers that are compiled one by one"
-            " (BlockSeq), where all carries of a segment are on the device while it is"
-            " reversed. Leave out max_carries, or let the layers be a Stacked."
-        )
+    remat = _remat_unrolled(call, axis)
     count = remat.first_layers
     places = Places(remat.kept.names)
     parts = range(count, axis.size)
@@ -372,6 +358,26 @@ def scan_unrolled(
         carry, outputs = _replayed_whole(run_all, remat)(init)
     places.check()
     return carry, outputs[::backwards]
+
+
+def _remat_unrolled(call: FoldCall, axis: Axis) -> Remat:
+    """What a policy executes in a Python loop over layers; refuses what it can't."""
+    remat = call.policy.for_layers(axis.size)
+    if _without_jit():
+        # The values are known in a layer then, which jax.checkpoint would trace.
+        return Remat(axis.size, EVERYTHING)
+    if remat.carries == "disk":
+        raise ValueError(
+            f"{call.policy!r} is not supported for layers that are compiled one by one"
+            ' (BlockSeq). Use save_carries="offload", or let the layers be a Stacked.'
+        )
+    if remat.schedule is not None and remat.schedule.has_two_levels:
+        raise ValueError(
+            f"{call.policy!r} is not supported for layers that are compiled one by one"
+            " (BlockSeq), where all carries of a segment are on the device while it is"
+            " reversed. Leave out max_carries, or let the layers be a Stacked."
+        )
+    return remat
 
 
 def _checkpointed_step(

@@ -140,24 +140,9 @@ def _forward_step(
         ys = kind.write(state.ys, row, y)
         return state._replace(carry=carry, ys=ys, residuals=residuals)
 
-    def of_several_kinds(number: Index, state: ForwardState) -> ForwardState:
-        def following(kind: Kind, place: Index) -> Index:
-            return jnp.minimum(place + 1, spec.rows(kind) - 1)
-
-        def run(
-            kind: Kind, row: Index, state: ForwardState, own: Arrays, ahead: Arrays
-        ) -> ForwardState:
-            return run_layer(number, kind, row, state, own, ahead)
-
-        fetched, state = state.fetched, state._replace(fetched=[])
-        state, fetched = at_ahead(
-            spec, number, run, state, [layers], fetched, following, lambda _: xs
-        )
-        return state._replace(fetched=fetched)
-
     def step(number: Index, state: ForwardState) -> ForwardState:
         if spec.pattern:
-            return of_several_kinds(number, state)
+            return _step_of_kinds(spec, xs, layers, run_layer, number, state)
         fetched, number = xla_hints.copy_fetched(state.fetched, number)
         ahead: Arrays = []
         if fetched:
@@ -173,6 +158,31 @@ def _forward_step(
         return spec.at(number, run, state, [layers])
 
     return step
+
+
+def _step_of_kinds(
+    spec: SweepSpec,
+    xs: OfKinds,
+    layers: range,
+    run_layer: Callable[..., ForwardState],
+    number: Index,
+    state: ForwardState,
+) -> ForwardState:
+    """One step of a loop over layers of several kinds."""
+
+    def following(kind: Kind, place: Index) -> Index:
+        return jnp.minimum(place + 1, spec.rows(kind) - 1)
+
+    def run(
+        kind: Kind, row: Index, state: ForwardState, own: Arrays, ahead: Arrays
+    ) -> ForwardState:
+        return run_layer(number, kind, row, state, own, ahead)
+
+    fetched, state = state.fetched, state._replace(fetched=[])
+    state, fetched = at_ahead(
+        spec, number, run, state, [layers], fetched, following, lambda _: xs
+    )
+    return state._replace(fetched=fetched)
 
 
 def forward(

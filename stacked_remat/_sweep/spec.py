@@ -347,9 +347,7 @@ class SweepSpec:
         Of several kinds, it costs a copy of each stack with an entry for every layer.
         """
         pattern = self.pattern
-        no_outputs: OfKinds = []
-        for kind in self.kinds:
-            no_outputs.append([*map(zeros_of, kind.output_types)])
+        no_outputs = [[*map(zeros_of, kind.output_types)] for kind in self.kinds]
 
         def branch(kind: Kind) -> Callable[..., tuple[Carry, OfKinds]]:
             """A step of the scan that runs a layer of this kind."""

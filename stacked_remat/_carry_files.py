@@ -19,6 +19,7 @@ Others that are never read stay until the process ends.
 """
 
 import dataclasses
+import errno
 import itertools
 import math
 import os
@@ -173,10 +174,13 @@ def open_nameless(folder: str) -> Any:
 
 
 def _error(action: str, folder: str, error: OSError) -> OSError:
+    fix = "Give one with free space"
+    if error.errno == errno.ENOENT:
+        fix = "Make it, or give another"
     return OSError(
         error.errno,
         f'save_carries="disk" cannot {action} the folder {folder}:'
-        f" {error.strerror or error}. Give one with free space"
+        f" {error.strerror or error}. {fix}"
         " (ScanCheckpointPolicy(carries_folder=...)), or cut the layers (nested=True),"
         " which keeps fewer carries.",
     )

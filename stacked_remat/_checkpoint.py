@@ -22,6 +22,7 @@ from ._compat import nothing_is_traced
 from ._messages import shown
 from ._names import named
 from ._places import Places
+from ._policy import ALIASES
 from ._remat import EVERYTHING, JaxPolicy, Kept
 from ._scan.marks import is_array
 from ._static import PyTree, Static, with_leaves
@@ -78,6 +79,11 @@ def checkpoint(
         raise TypeError(
             f"checkpoint takes a function; got {type(fun).__name__}. Its arguments come"
             " after it: checkpoint(fun)(x)."
+        )
+    if isinstance(save, str) and save in ALIASES:
+        raise TypeError(
+            f"save={save!r} is a policy of loops, and checkpoint has one region. Write"
+            f" save=[names], save=True or offload=[names]; a loop takes remat={save!r}."
         )
     kept = Kept.of(save, offload)
 

@@ -18,8 +18,11 @@ from ._scan.arguments import signature_of
 from ._scan.checks import axis_or_name, describe, text
 
 
-def block_builder(Block: Any, what: str) -> Callable[..., Any]:
-    """The static `init` of a block, Haliax style, or the block itself."""
+def block_builder(Block: Any, what: str, call: str = "") -> Callable[..., Any]:
+    """The static `init` of a block, Haliax style, or the block itself.
+
+    Errors show the `call` that takes it.
+    """
     # A common mistake is a block instead of its class. Equinox's partial and jitted
     # functions are modules too.
     is_function = isinstance(Block, eqx.Partial) or hasattr(Block, "__wrapped__")
@@ -27,8 +30,9 @@ def block_builder(Block: Any, what: str) -> Callable[..., Any]:
     if is_block or not callable(Block):
         raise TypeError(
             f"{what} takes the class of the blocks, or a function that builds one, and"
-            f" calls it for every layer; got {describe(Block)}. Write {what}(Layers,"
-            " Block)(...), or of layers that are built Stacked.of(layers)."
+            f" calls it for every layer; got {describe(Block)}. Write"
+            f" {call or f'{what}(Layers, Block)'}(...), or of layers that are built"
+            " Stacked.of(layers)."
         )
     if not inspect.isclass(Block):
         return Block

@@ -25,6 +25,7 @@ from typing import (
 
 import wadler_lindig
 from haliax.nn import ScanCheckpointPolicy as HaliaxPolicy
+from jax.core import Tracer
 
 from . import _haliax_names
 from ._messages import did_you_mean, shown
@@ -466,6 +467,11 @@ def resolve_policy(spec: ScanCheckpointSpec) -> ScanCheckpointPolicy:
     # A class is callable too, but no policy
     if callable(spec) and not isinstance(spec, type):
         return ScanCheckpointPolicy(save_block_internals=spec)
+    if isinstance(spec, Tracer):
+        raise TypeError(
+            "remat is traced, and must be known where the program is compiled: close"
+            " over it, or pass it to jax.jit as a static argument."
+        )
     if not isinstance(spec, bool | str):
         raise TypeError(
             "remat is a ScanCheckpointPolicy of stacked_remat, a bool, an alias or one"

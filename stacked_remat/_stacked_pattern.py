@@ -75,6 +75,13 @@ class StackedPattern(StackedKinds[M]):
                 f"`{self.Layers.name}` has {self.Layers.size} layers, and the pattern"
                 f" {len(self.pattern)}. Give the kind of every layer."
             )
+        self._check_stacks()
+
+    def _check_stacks(self) -> None:
+        """Refuse stacks of other numbers of layers than the pattern says, which
+        `jax.tree.map` of a function of stacks may have put in.
+        """
+        what = type(self).__name__
         for name, stack in self.stacks.items():
             wanted = self.Layers.resize(self.pattern.count(name))
             axis = type(stack).__name__
@@ -83,7 +90,10 @@ class StackedPattern(StackedKinds[M]):
             if axis != wanted:
                 raise ValueError(
                     f"By the pattern stacks[{name!r}] is a Stacked of {wanted}; got"
-                    f" {axis}. Build them by {what}.init(Layers, kinds, pattern)(...)."
+                    f" {axis}. Of layers that exist write {what}({{{name!r}:"
+                    " Stacked.of(layers), ...}, pattern, n), with the kind of every"
+                    f" layer; or build them by {what}.init(Layers, kinds,"
+                    " pattern)(...)."
                 )
 
     @classmethod
@@ -128,7 +138,8 @@ class StackedPattern(StackedKinds[M]):
         names = [*itertools.islice(again_and_again, axis.size)]
         builders = {}
         for name, Block in sorted(kinds.items()):
-            builders[name] = block_builder(Block, what)
+            call = f"{what}(Layers, {{{name!r}: Block, ...}}, pattern)"
+            builders[name] = block_builder(Block, what, call)
         # All kinds take the same arguments, which errors name as the first one does
         first, *_ = builders.values()
         caller = Caller(what, argument_namer(first, skip=0))
@@ -150,7 +161,7 @@ class StackedPattern(StackedKinds[M]):
 
     def get_layer(self, index: Any) -> M:
         number = check_layer_index(index, self.Layers)
-        stack = self.stacks[self.pattern[number]]
+        stack = self._stacks[self.pattern[number]]
         return stack.get_layer(self._row(number))
 
     def _row(self, number: int) -> int:
@@ -160,13 +171,13 @@ class StackedPattern(StackedKinds[M]):
     def __iter__(self) -> Iterator[M]:
         # Each kind's layers are in order in its stack, so its next one is the one to
         # take
-        layers = {name: iter(stack) for name, stack in self.stacks.items()}
+        layers = {name: iter(stack) for name, stack in self._stacks.items()}
         return (next(layers[name]) for name in self.pattern)
 
     def _layers(self, rows: slice) -> Self:
         numbers = range(len(self))[rows]
         stacks = {}
-        for name, stack in self.stacks.items():
+        for name, stack in self._stacks.items():
             of_kind = [
                 self._row(number) for number in numbers if self.pattern[number] == name
             ]
@@ -176,6 +187,7 @@ class StackedPattern(StackedKinds[M]):
 
     @property
     def _stacks(self) -> dict[str, Stacked[M]]:
+        self._check_stacks()
         return dict(sorted(self.stacks.items()))
 
     def _with_blocks(self, blocks: PyTree) -> Self:

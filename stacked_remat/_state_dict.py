@@ -58,6 +58,8 @@ def layers_from_state_dict(
     shapes = eqx.filter_eval_shape(layers_to_state_dict, templates, prefix)
     expected = {key: tuple(value.shape) for key, value in shapes.items()}
     _check_entries(expected, len(templates), state_dict, prefix)
+    for key in expected:
+        _check_dtype(key, state_dict[key])
     # Haliax can't read NumPy's arrays into named ones where there are several devices.
     of_layers = {key: jnp.asarray(state_dict[key]) for key in expected}
     entries: Any = collections.ChainMap(of_layers, state_dict)
@@ -131,6 +133,17 @@ def _check_entries(
         raise ValueError(
             f"The state dict does not fit the stack of {count} layers at prefix"
             f" {prefix!r}:\n  " + shortened(problems, "\n  ", most=8)
+        )
+
+
+def _check_dtype(key: str, value: Any) -> None:
+    """Refuse an array of bytes without a type, as NumPy reads bfloat16 from a file."""
+    dtype = getattr(value, "dtype", None)
+    if getattr(dtype, "type", None) in (np.void, np.object_):
+        raise TypeError(
+            f"{key!r} of the state dict is of the dtype {dtype}, as NumPy reads"
+            " bfloat16 from its files. Write value.view(jnp.bfloat16) for such values,"
+            " or save them as float32, or in safetensors."
         )
 
 

@@ -322,10 +322,11 @@ class TestErrors:
             (
                 ONES,
                 None,
-                {"of_pair": True},
+                {"output": ONES},
                 "returned is (carry, output), in this order.",
             ),
-            (ONES, jnp.ones(2), {"of_pair": True}, "Keep its axes and shape."),
+            (ONES, jnp.ones(2), {"output": ONES}, "is (carry, output), in this order."),
+            (ONES, jnp.ones(2), {"output": None}, "Keep its axes and shape."),
             (ONES, (ONES, 0.0), {"what": "layer"}, "Keep it as it is."),
             (None, ONES, {"what": "state"}, "Pass the first state to sweep_back."),
             ([None], [ONES], {"what": "state"}, "Keep it as it is."),
@@ -342,7 +343,8 @@ class TestErrors:
         [
             (-1, "fold", "Write hax.Axis('layers', size)."),
             (True, "fold", "Write hax.Axis('layers', size)."),
-            (2.0, "fold", "Write hax.Axis('layers', size)."),
+            (2.0, "fold", "Write int(2.0)."),
+            (2.5, "fold", "Write hax.Axis('layers', size)."),
             ("time", "fold", "Write hax.Axis('time', size)."),
             ("nested", "fold", "Write remat='nested'."),
             (eqx.nn.Identity(), "Stacked.of", "Give the layers in a list."),

@@ -442,6 +442,21 @@ def test_mistakes_are_refused_by_name():
         StackedPattern(
             {**blocks.stacks, "tanh": blocks.stacks["sine"]}, blocks.pattern, Layers
         )
+
+    def grown(node):
+        return sr.Stacked.of([*node.unstacked(), node[-1]])
+
+    is_stack = lambda node: isinstance(node, sr.Stacked)  # noqa: E731
+    longer = jax.tree.map(grown, blocks, is_leaf=is_stack)
+    for use in (
+        lambda: longer.scan(x, scale, per_kind(own), shift),
+        longer.unstacked,
+        longer.to_state_dict,
+        lambda: longer[0],
+        lambda: longer[:2],
+    ):
+        with pytest.raises(ValueError, match=r"got layers\(5\)\. Of layers that"):
+            use()
     with pytest.raises(
         TypeError, match=r"per_kind for own is .*unmarked.*Mark its values"
     ):

@@ -68,7 +68,7 @@ def test_state_dict_round_trip(Stack):
 
 
 @both
-def test_every_problem_of_a_state_dict_is_named(Stack):
+def test_every_problem_of_a_state_dict_is_named(Stack, tmp_path):
     stack = Stack.init(Layers, PlainBlock)(3, key=keys())
     state = stack.to_state_dict("h")
     del state["h.1.weight"], state["h.1.bias"], state["h.3.bias"]
@@ -105,6 +105,17 @@ def test_every_problem_of_a_state_dict_is_named(Stack):
         ValueError, match=r"mismatched: h.0.bias is \(\), expected \(3,\)"
     ):
         stack.from_state_dict(number, "h")
+    # NumPy's files have bytes in the place of bfloat16
+    halves = {
+        key: np.asarray(value, jnp.bfloat16)
+        for key, value in stack.to_state_dict("h").items()
+    }
+    np.savez(tmp_path / "halves.npz", **halves)
+    read = dict(np.load(tmp_path / "halves.npz"))
+    with pytest.raises(TypeError, match=r"'h.0.bias' .* \|V2, .*view\(jnp.bfloat16\)"):
+        stack.from_state_dict(read, "h")
+    viewed = {key: value.view(jnp.bfloat16) for key, value in read.items()}
+    stack.from_state_dict(viewed, "h")
 
 
 def test_what_all_layers_share_stays_shared_in_a_state_dict():

@@ -96,6 +96,11 @@ def scan(
     return _called("scan", f, axis, remat, until, reverse, unroll, is_scanned)
 
 
+def _check_function(f: Any, loop: str) -> None:
+    if not callable(f):
+        raise TypeError(f"{loop} takes a function first; got {describe(f)}.")
+
+
 def _called(
     verb: Verb,
     f: Callable,
@@ -109,8 +114,7 @@ def _called(
     """The function `(init, *args, **kwargs)` that runs the loop; `init` of a `map` is
     None.
     """
-    if not callable(f):
-        raise TypeError(f"{verb} takes a function first; got {describe(f)}.")
+    _check_function(f, verb)
     if until is not None:
         check_until(until)
     # The first parameter of a fold or scan takes the carry, which is no argument here
@@ -169,6 +173,7 @@ def lax_scan(
         TypeError: `length` or `unroll` is no number, or a leaf of the carry or of the
             outputs is no array.
     """
+    _check_function(f, "lax_scan")
     check_steps(xs, length)
     # Without a length there is only the axis's name: the arrays in `xs` tell its size
     axis = "steps" if length is None else Axis("steps", number_of_steps(length))

@@ -105,6 +105,10 @@ def argument_namer(
     return name_of
 
 
+# What loops take beside their function, in one call with it
+_OPTIONS = ("remat", "reverse", "unroll", "until")
+
+
 def signature_error(
     fn: Callable,
     what: str,
@@ -120,9 +124,16 @@ def signature_error(
         signature.bind(*args, **kwargs)
     except TypeError as error:
         name = getattr(fn, "__qualname__", type(fn).__name__)
+        fix = ""
+        for option in _OPTIONS:
+            is_unknown = option in kwargs and option not in signature.parameters
+            if is_unknown and first != ["block"]:  # of `vmap`, which has none
+                # Of a stack `fold` takes them beside its arguments, `fold_via` before
+                call = f"{what}_via(f" if "." in what else f"{what}(f, axis"
+                fix = f" Options go to the first call: {call}, {option}=...)(...)."
         return (
             f"{what} calls {name}({', '.join([*first, '...'])}); its signature is"
-            f" {signature}: {error}."
+            f" {signature}: {error}.{fix}"
         )
 
 

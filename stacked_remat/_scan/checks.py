@@ -46,6 +46,8 @@ def layers_axis(axis: Any, what: str = "A stack") -> Axis:
     if isinstance(axis, str) and axis in ALIASES:
         # A policy in the place of the axis
         fix = f"Write remat={axis!r}."
+    elif isinstance(axis, float) and axis.is_integer():
+        fix = f"Write int({axis!r})."
     # `Stacked.of(first, second)`: the second layer is where the axis goes
     elif isinstance(axis, eqx.Module) and what.endswith(".of"):
         fix = "Give the layers in a list."
@@ -61,10 +63,10 @@ def axis_or_name(axis: Any, what: str) -> Axis | str:
 
 
 def check_carry(
-    before: PyTree, after: PyTree, what: str = "carry", *, of_pair: bool = False
+    before: PyTree, after: PyTree, what: str = "carry", *, output: PyTree = None
 ) -> None:
-    """Refuse a loop state that changes; with `of_pair` the function returned it in a
-    pair, with an output.
+    """Refuse a loop state that changes; the function may have returned it in a pair
+    with an output.
 
     `what` is the state's name in errors.
     """
@@ -79,27 +81,30 @@ def check_carry(
 
     if changed := difference(before, after, stays):
         path, old, new = changed
-        fix = _fix_of_carry(what, path, old, new, of_pair)
+        is_swapped = output is not None and not difference(before, output, stays)
+        fix = _fix_of_carry(what, path, old, new, is_swapped)
         raise ValueError(
             f"The {what}{path} goes in as {text(old)} and comes out as {text(new)}."
             f" {fix}"
         )
 
 
-def _fix_of_carry(what: str, path: str, old: Any, new: Any, of_pair: bool) -> str:
+def _fix_of_carry(what: str, path: str, old: Any, new: Any, is_swapped: bool) -> str:
     are_arrays = all(eqx.is_array_like(raw_array(node)) for node in (old, new))
     if are_arrays and form(old) == form(new):
         where = what + path
         return f"Cast the result, y.astype({where}.dtype), or the initial {where}."
+    # As of a function that returns (output, carry)
+    if is_swapped:
+        return "The pair that is returned is (carry, output), in this order."
     if is_named(old) and is_named(new) and {*old.axes} == {*new.axes}:
         return f"Rearrange it: {what}.rearrange(x.axes)."
+    if is_named(old) and are_arrays and jnp.shape(old.array) == jnp.shape(new):
+        return "Name its dimensions: hax.named(y, x.axes)."
     # A tuple came back as a list, or the reverse
     are_sequences = isinstance(old, tuple | list) and isinstance(new, tuple | list)
     if are_sequences and len(old) == len(new):
         return f"Return a {type(old).__name__}, as the carry is."
-    # As of a function that returns (output, carry)
-    if of_pair and not are_arrays:
-        return "The pair that is returned is (carry, output), in this order."
     if what == "carry" and not path and isinstance(new, tuple) and len(new) == 2:
         return "For a function that returns (carry, output) use scan."
     # A visitor that returns a state where `sweep_back` was given none

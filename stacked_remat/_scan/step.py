@@ -155,7 +155,7 @@ def array_step(
         # Another carry: a state of Equinox that was updated can't be read
         carry = eqx.combine(arrays, static)
         try:
-            check_carry(carry, new_carry, of_pair=call.verb == "scan")
+            check_carry(carry, new_carry, output=y if call.verb == "scan" else None)
         except ValueError as error:
             name = axis_name(call.axis)
             error.add_note(

@@ -23,6 +23,7 @@ from jax import lax
 from jaxtyping import Array
 
 from .._static import PyTree, Static
+from .arguments import signature_of
 from .checks import describe
 from .marks import raw_array
 
@@ -40,6 +41,12 @@ def check_until(until: Any) -> None:
             "until is a function of the carry that returns one bool; got"
             f" {describe(until)}."
         )
+    try:
+        signature_of(until).bind(None)
+    except TypeError as error:
+        raise TypeError(
+            f"until takes the carry alone: until=lambda carry: ...; {error}."
+        ) from None
 
 
 class UntilCarry(NamedTuple):

@@ -259,8 +259,9 @@ class Comparison:
         exact or missing.
         """
         notes = []
-        reasons = set().union(*(report.flops.reasons for report in reports))
-        notes += map("?: {}".format, sorted(reasons))
+        if "FLOPs" in headings:
+            reasons = set().union(*(report.flops.reasons for report in reports))
+            notes += map("?: {}".format, sorted(reasons))
         notes += filter(None, map(_COLUMNS.get, headings))
         for trial in self.trials:
             if trial.failure:

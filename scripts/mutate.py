@@ -49,7 +49,7 @@ TESTS = {
     "_carry_files": "test_carries_on_disk",
     "_checkpoint": "test_checkpoint test_checkpoint_composition test_jax_policies",
     "_compat": "test_compat test_scan test_policies_at_work",
-    "_files": "training/test_run_folder training/data/test_token_cache",
+    "_files": "test_files training/test_run_folder training/data/test_token_cache",
     "_fused": "test_fused_update test_updates_on_meshes",
     "_haliax_names": "test_policy test_haliax_stacks",
     "_hijax": "test_transformations test_custom_rules test_visitor"
@@ -60,7 +60,7 @@ TESTS = {
     " memory/test_plan",
     "_microbatches": "test_pipeline_errors test_pipeline training/test_step",
     "_names": "test_policies_at_work test_checkpoint test_places",
-    "_noted": "ghost/test_grad_dot",
+    "_noted": "test_noted ghost/test_grad_dot",
     "_offload_check": "test_offload_check",
     "_paths": "lora/test_adapter",
     "_pictures": "models/test_plot ghost/test_log",
@@ -79,7 +79,8 @@ TESTS = {
     "_scan/lax_arguments": "test_lax_scan",
     "_scan/layer_axis": "test_scan test_layer_axis test_stacked_pattern test_pipeline",
     "_scan/layers": "test_scan test_until test_layer_state test_visitor test_layer_axis"
-    " test_stacked_pattern test_policies_at_work test_values_used_again test_export",
+    " test_stacked_pattern test_policies_at_work test_values_used_again test_export"
+    " test_gathered_ahead test_streaming",
     "_scan/layer_state": "test_layer_state",
     "_scan/marks": "test_scan test_layer_axis test_stacked_pattern",
     "_scan/returned": "test_visitor test_stacked_pattern test_layer_state",

@@ -104,7 +104,7 @@ TESTS = {
     " test_gathered_ahead test_policy_memory test_carries_on_disk",
     "_sweep/gathers": "test_gathered_ahead",
     "_sweep/kinds": "test_stacked_pattern test_gathered_ahead",
-    "_sweep/programs": "test_outside_of_jit test_scan test_until",
+    "_sweep/programs": "test_program_keys test_outside_of_jit test_scan test_until",
     "_sweep/trips": "test_until",
     "_tiled": "test_tiled test_tiled_transformations",
     "_tiles": "test_tiled test_tiled_transformations",

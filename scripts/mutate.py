@@ -75,7 +75,8 @@ TESTS = {
     "_scan": "test_scan test_until test_layer_state test_visitor test_layer_axis"
     " test_stacked_pattern test_policies_at_work test_values_used_again",
     "_scan/checks": "test_scan test_error_texts test_until test_stack_of_layers",
-    "_scan/arguments": "test_scan test_layer_axis test_lax_scan test_stacked",
+    "_scan/arguments": "test_argument_errors test_scan test_layer_axis test_lax_scan"
+    " test_stacked",
     "_scan/lax_arguments": "test_lax_scan",
     "_scan/layer_axis": "test_scan test_layer_axis test_stacked_pattern test_pipeline",
     "_scan/layers": "test_scan test_until test_layer_state test_visitor test_layer_axis"

@@ -204,6 +204,6 @@ def test_an_axis_of_nearly_the_same_name() -> None:
     assert warning.filename == __file__
     assert str(warning.message) == (
         "fold over `layers`: no argument has this axis, and x['a'] has `layer`, so"
-        " every step is given all of x['a']. Loop over `layer`, or write shared(x['a']) if"
-        " that is meant."
+        " every step is given all of x['a']. Loop over `layer`, or write shared(x['a'])"
+        " if that is meant."
     )

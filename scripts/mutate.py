@@ -55,7 +55,7 @@ TESTS = {
     "_hijax": "test_transformations test_custom_rules test_visitor"
     " test_values_used_again",
     "_in_files": "test_in_files",
-    "_layer_checks": "test_error_texts test_stacked test_stack_of_layers",
+    "_layer_checks": "test_argument_errors test_error_texts test_stacked test_stack_of_layers",
     "_messages": "test_messages test_error_texts test_stacked test_state_dict"
     " memory/test_plan",
     "_microbatches": "test_pipeline_errors test_pipeline training/test_step",

@@ -405,10 +405,12 @@ class SweepSpec:
         layer of another kind any entry, which nothing reads.
         """
         assert self.pattern is not None
-        last = max(self.rows(kind) - 1, 0)
         before = self.pattern.before[:-1, kind.number]
-        rows = np.minimum(before, last)
-        return [on_device(at_least_one(stack))[rows] for stack in stacks]
+        expanded = []
+        for stack in stacks:
+            entries = on_device(at_least_one(stack))
+            expanded.append(entries.at[before].get(mode="clip"))
+        return expanded
 
     def _checkpointed(self, layer: Callable) -> Callable:
         """A layer of a plain scan under `jax.checkpoint`, as the policy says."""

@@ -58,7 +58,7 @@ TESTS = {
     "_layer_checks": "test_argument_errors test_error_texts test_stacked test_stack_of_layers",
     "_messages": "test_messages test_error_texts test_stacked test_state_dict"
     " memory/test_plan",
-    "_microbatches": "test_pipeline_errors test_pipeline training/test_step",
+    "_microbatches": "test_microbatches test_pipeline_errors test_pipeline training/test_step",
     "_names": "test_policies_at_work test_checkpoint test_places",
     "_noted": "test_noted ghost/test_grad_dot",
     "_offload_check": "test_offload_check",

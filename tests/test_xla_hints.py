@@ -259,6 +259,12 @@ def test_a_hint_is_in_programs_of_its_platforms(
     assert changed == platforms
 
 
+def test_values_that_nothing_reads_have_derivatives_of_others():
+    tangents = jnp.float32(3), jnp.float32(4)
+    values = jnp.float32(1), jnp.float32(2)
+    assert jax.jvp(xla_hints.unread, values, tangents) == (1, 4)
+
+
 def test_only_what_products_take_and_give_has_its_tangent_apart():
     def barriers(fn):
         program = jax.make_jaxpr(fn)(X).jaxpr

@@ -55,10 +55,12 @@ TESTS = {
     "_hijax": "test_transformations test_custom_rules test_visitor"
     " test_values_used_again",
     "_in_files": "test_in_files",
-    "_layer_checks": "test_argument_errors test_error_texts test_stacked test_stack_of_layers",
+    "_layer_checks": "test_argument_errors test_error_texts test_stacked"
+    " test_stack_of_layers",
     "_messages": "test_messages test_error_texts test_stacked test_state_dict"
     " memory/test_plan",
-    "_microbatches": "test_microbatches test_pipeline_errors test_pipeline training/test_step",
+    "_microbatches": "test_microbatches test_pipeline_errors test_pipeline"
+    " training/test_step",
     "_names": "test_policies_at_work test_checkpoint test_places",
     "_noted": "test_noted ghost/test_grad_dot",
     "_offload_check": "test_offload_check",
@@ -69,7 +71,7 @@ TESTS = {
     "_memory_spaces": "test_any_layer test_streaming test_policies_at_work",
     "_place_names": "test_places",
     "_places": "test_places",
-    "_policy": "test_policy test_policies_at_work memory/test_plan",
+    "_policy": "test_policy test_policies_at_work memory/test_plan test_sweep_memory",
     "_python_calls": "test_carries_on_disk test_in_files",
     "_remat": "test_policy test_policies_at_work test_any_layer test_jax_policies",
     "_scan": "test_scan test_until test_layer_state test_visitor test_layer_axis"
@@ -97,14 +99,14 @@ TESTS = {
     "_sweep": "test_scan test_visitor test_transformations test_until"
     " test_sweep_memory test_policies_at_work test_stacked_pattern"
     " test_values_used_again test_policy_memory test_custom_rules"
-    " test_sweeps_on_meshes test_gathered_ahead test_pipeline",
-    "_sweep/ahead": "test_gathered_ahead",
+    " test_sweeps_on_meshes test_gathered_ahead test_pipeline test_xla_hints",
+    "_sweep/ahead": "test_gathered_ahead test_xla_hints",
     "_sweep/disk": "test_carries_on_disk",
     "_sweep/forward": "test_scan test_visitor test_transformations test_until"
     " test_sweep_memory test_policies_at_work test_stacked_pattern"
     " test_gathered_ahead test_policy_memory test_carries_on_disk",
-    "_sweep/gathers": "test_gathered_ahead",
-    "_sweep/kinds": "test_stacked_pattern test_gathered_ahead",
+    "_sweep/gathers": "test_gathered_ahead test_xla_hints",
+    "_sweep/kinds": "test_stacked_pattern test_gathered_ahead test_xla_hints",
     "_sweep/programs": "test_program_keys test_outside_of_jit test_scan test_until",
     "_sweep/trips": "test_until",
     "_tiled": "test_tiled test_tiled_transformations",

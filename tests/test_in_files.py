@@ -195,6 +195,18 @@ def test_rows_of_a_table_for_each_example():
         assert_equal(found, expected)
 
 
+def test_entries_of_two_axes_under_vmap():
+    table = normal(5, Layers.size, Inner.size, Embed.size)
+    entries = np.asarray(table)
+    in_files = streaming.from_files(
+        table, lambda number: entries[divmod(number, Inner.size)], stacked=2
+    )
+    for axis in (0, 1):
+        assert_equal(
+            jax.vmap(streaming.in_memory, axis)(in_files), jnp.moveaxis(table, axis, 0)
+        )
+
+
 def test_a_product_in_another_dtype():
     weight = normal(1, Inner, Embed)
     in_files = streaming.from_files(

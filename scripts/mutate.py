@@ -6,9 +6,9 @@ A *mutant* is the core with one operator or constant changed: `<` for `<=`, `and
 `or`, `+` for `-`, 2 for 1, a condition turned round. It is *killed* by a test that
 fails, and those that survive are printed: each is a place that no test checks, or one
 where both ways are right. The tests of a module are in the files that name it below.
-Those marked `deep`, and those of any module, run only with a mutant that the others
-pass; all stop at the first failure. They have to pass without a change. A mutant with
-which they take much longer is killed too.
+Those marked `deep`, those of any module, and last those of all other modules run only
+with a mutant that the ones before pass; all stop at the first failure. They have to
+pass without a change. A mutant with which they take much longer is killed too.
 
 Works in a copy of the checkout. Exit status 1 if fewer than `--least` are killed.
 """
@@ -261,6 +261,12 @@ def selections_of(path: Path) -> Iterator[Selection]:
     yield Selection(files, "not slow and not deep")
     yield Selection(files, "deep and not slow")
     yield Selection(OF_ANY_MODULE, "not slow")
+    others = []
+    for name in sorted({*" ".join(TESTS.values()).split()}):
+        file = f"tests/{name}.py"
+        if file not in files:
+            others.append(file)
+    yield Selection(tuple(others), "not slow and not deep")
 
 
 @functools.cache

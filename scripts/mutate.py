@@ -31,9 +31,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 CORE = ROOT / "stacked_remat"
-# Tests of programs of any kind: what they do, cost and say where they fail
+# Tests of programs of any kind: what they do, have, cost and say where they fail
 OF_ANY_MODULE = (
     "tests/test_defaults.py",
+    "tests/test_program_sizes.py",
     "tests/test_error_texts.py",
     "tests/memory/test_flops.py",
     "tests/test_random_programs.py",

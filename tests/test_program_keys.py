@@ -5,12 +5,14 @@ and unlike where it computes something else.
 import dataclasses
 import enum
 import functools
+import types
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.core import eval_jaxpr
 from jax.extend.core import Jaxpr
 from jax.sharding import PartitionSpec as P
 
@@ -47,12 +49,8 @@ def closing_over(value: Any) -> Any:
 
 
 def empty_cell() -> Any:
-    def function() -> Any:
-        return later
-
-    if not function:
-        later = None
-    return function
+    code = closing_over(1).__code__
+    return types.FunctionType(code, {}, closure=(types.CellType(),))
 
 
 def with_default(value: Any) -> Any:
@@ -118,7 +116,7 @@ VALUES = [
     lambda: functools.partial(jnp.add, 1),
     lambda: functools.partial(jnp.add, 2),
     lambda: functools.partial(jnp.subtract, 1),
-    lambda: functools.partial(jnp.add, x=1),
+    lambda: functools.partial(jnp.clip, min=1),
     lambda: abs_of_one,
     lambda: of_library(closing_over(1)),
     lambda: of_library(closing_over(2)),
@@ -191,7 +189,7 @@ def test_programs_with_values_that_are_known() -> None:
     # In the jaxpr of an equation too
     assert structure(jaxpr_of(jax.jit(jnp.sin))).is_closed
     inner = calling(closing_over(1))
-    nested = jax.make_jaxpr(jax.jit(lambda x: jax.core.eval_jaxpr(inner, (), x)))(1.0)
+    nested = jax.make_jaxpr(jax.jit(lambda x: eval_jaxpr(inner, (), x)))(1.0)
     assert not structure(nested.jaxpr).is_closed
 
 

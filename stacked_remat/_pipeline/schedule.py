@@ -84,7 +84,6 @@ class Schedule:
         forward, backward, weights = costs
         if not self.is_split:
             backward = backward + weights
-            weights = 0
         lengths = {FORWARD: forward, BACKWARD: backward}
         now = [0.0] * self.stages
         done = [0] * self.stages

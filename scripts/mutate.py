@@ -6,9 +6,9 @@ A *mutant* is the core with one operator or constant changed: `<` for `<=`, `and
 `or`, `+` for `-`, 2 for 1, a condition turned round. It is *killed* by a test that
 fails, and those that survive are printed: each is a place that no test checks, or one
 where both ways are right. The tests of a module are in the files that name it below.
-Those marked `deep`, and those of any module, run only with a mutant that the others
-pass; all stop at the first failure. They have to pass without a change. A mutant with
-which they take much longer is killed too.
+Those marked `deep`, those of any module, and last those of all other modules run only
+with a mutant that the ones before pass; all stop at the first failure. They have to
+pass without a change. A mutant with which they take much longer is killed too.
 
 Works in a copy of the checkout. Exit status 1 if fewer than `--least` are killed.
 """
@@ -31,8 +31,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 CORE = ROOT / "stacked_remat"
-# Tests of programs of any kind: what they do, cost and say where they fail
+# Tests of programs of any kind: what they do, have, cost and say where they fail
 OF_ANY_MODULE = (
+    "tests/test_defaults.py",
+    "tests/test_program_sizes.py",
     "tests/test_error_texts.py",
     "tests/memory/test_flops.py",
     "tests/test_random_programs.py",
@@ -41,24 +43,27 @@ OF_ANY_MODULE = (
 # Tests of each module or folder of the core, the fastest first. What is inside of a
 # folder may have its own.
 TESTS = {
-    "_activity": "test_activity test_any_layer test_custom_rules test_transformations",
+    "_activity": "test_activity test_any_layer test_custom_rules test_transformations"
+    " test_fused_update",
     "_block_foldable": "test_stacked test_stack_of_layers",
     "_block_seq": "test_stacked test_checkpoint test_policies_at_work",
     "_carry_files": "test_carries_on_disk",
     "_checkpoint": "test_checkpoint test_checkpoint_composition test_jax_policies",
     "_compat": "test_compat test_scan test_policies_at_work",
-    "_files": "training/test_run_folder training/data/test_token_cache",
+    "_files": "test_files training/test_run_folder training/data/test_token_cache",
     "_fused": "test_fused_update test_updates_on_meshes",
     "_haliax_names": "test_policy test_haliax_stacks",
     "_hijax": "test_transformations test_custom_rules test_visitor"
     " test_values_used_again",
     "_in_files": "test_in_files",
-    "_layer_checks": "test_error_texts test_stacked test_stack_of_layers",
+    "_layer_checks": "test_argument_errors test_error_texts test_stacked"
+    " test_stack_of_layers",
     "_messages": "test_messages test_error_texts test_stacked test_state_dict"
     " memory/test_plan",
-    "_microbatches": "test_pipeline_errors test_pipeline training/test_step",
-    "_names": "test_policies_at_work test_checkpoint",
-    "_noted": "ghost/test_grad_dot",
+    "_microbatches": "test_microbatches test_pipeline_errors test_pipeline"
+    " training/test_step",
+    "_names": "test_policies_at_work test_checkpoint test_places",
+    "_noted": "test_noted ghost/test_grad_dot",
     "_offload_check": "test_offload_check",
     "_paths": "lora/test_adapter",
     "_pictures": "models/test_plot ghost/test_log",
@@ -67,34 +72,43 @@ TESTS = {
     "_memory_spaces": "test_any_layer test_streaming test_policies_at_work",
     "_place_names": "test_places",
     "_places": "test_places",
-    "_policy": "test_policy test_policies_at_work",
+    "_policy": "test_policy test_policies_at_work memory/test_plan test_sweep_memory",
     "_python_calls": "test_carries_on_disk test_in_files",
     "_remat": "test_policy test_policies_at_work test_any_layer test_jax_policies",
     "_scan": "test_scan test_until test_layer_state test_visitor test_layer_axis"
     " test_stacked_pattern test_policies_at_work test_values_used_again",
-    "_scan/checks": "test_scan test_error_texts test_until",
-    "_scan/arguments": "test_scan test_layer_axis test_lax_scan test_stacked",
+    "_scan/checks": "test_scan test_error_texts test_until test_stack_of_layers",
+    "_scan/arguments": "test_argument_errors test_scan test_layer_axis test_lax_scan"
+    " test_stacked",
     "_scan/lax_arguments": "test_lax_scan",
-    "_scan/layer_axis": "test_scan test_layer_axis test_stacked_pattern",
+    "_scan/layer_axis": "test_scan test_layer_axis test_stacked_pattern test_pipeline",
+    "_scan/layers": "test_scan test_until test_layer_state test_visitor test_layer_axis"
+    " test_stacked_pattern test_policies_at_work test_values_used_again test_export"
+    " test_gathered_ahead test_streaming",
     "_scan/layer_state": "test_layer_state",
     "_scan/marks": "test_scan test_layer_axis test_stacked_pattern",
     "_scan/returned": "test_visitor test_stacked_pattern test_layer_state",
+    "_scan/stacking": "test_scan test_stacked test_stack_of_layers test_state_dict"
+    " test_visitor test_layer_axis test_stacked_pattern test_policies_at_work",
     "_scan/until": "test_until",
     "_schedule": "test_schedule test_policy",
     "_stacked": "test_stacked test_stack_of_layers test_state_dict test_equal_sweeps"
     " test_until",
     "_stacked_pattern": "test_stacked_pattern",
     "_state_dict": "test_state_dict",
-    "_static": "test_stacked test_scan",
+    "_static": "test_stacked test_scan test_visitor",
     "_sweep": "test_scan test_visitor test_transformations test_until"
     " test_sweep_memory test_policies_at_work test_stacked_pattern"
     " test_values_used_again test_policy_memory test_custom_rules"
-    " test_sweeps_on_meshes",
-    "_sweep/ahead": "test_gathered_ahead",
+    " test_sweeps_on_meshes test_gathered_ahead test_pipeline test_xla_hints",
+    "_sweep/ahead": "test_gathered_ahead test_xla_hints",
     "_sweep/disk": "test_carries_on_disk",
-    "_sweep/gathers": "test_gathered_ahead",
-    "_sweep/kinds": "test_stacked_pattern test_gathered_ahead",
-    "_sweep/programs": "test_outside_of_jit",
+    "_sweep/forward": "test_scan test_visitor test_transformations test_until"
+    " test_sweep_memory test_policies_at_work test_stacked_pattern"
+    " test_gathered_ahead test_policy_memory test_carries_on_disk",
+    "_sweep/gathers": "test_gathered_ahead test_xla_hints",
+    "_sweep/kinds": "test_stacked_pattern test_gathered_ahead test_xla_hints",
+    "_sweep/programs": "test_program_keys test_outside_of_jit test_scan test_until",
     "_sweep/trips": "test_until",
     "_tiled": "test_tiled test_tiled_transformations",
     "_tiles": "test_tiled test_tiled_transformations",
@@ -194,8 +208,11 @@ def _running(node: ast.AST) -> Iterator[ast.AST]:
     """The nodes that run: neither types nor texts of errors. Not `strict=` of `zip`
     either, which says what holds anyway.
     """
-    if isinstance(node, ast.keyword) and node.arg == "strict":
-        return
+    match node:
+        case ast.keyword("strict" | "covariant" | "total"):
+            return
+        case ast.AnnAssign(annotation=ast.Name("TypeAlias")):
+            return
     for name, value in ast.iter_fields(node):
         if name in ("annotation", "returns", "exc", "msg", "decorator_list"):
             continue
@@ -245,6 +262,12 @@ def selections_of(path: Path) -> Iterator[Selection]:
     yield Selection(files, "not slow and not deep")
     yield Selection(files, "deep and not slow")
     yield Selection(OF_ANY_MODULE, "not slow")
+    others = []
+    for name in sorted({*" ".join(TESTS.values()).split()}):
+        file = f"tests/{name}.py"
+        if file not in files:
+            others.append(file)
+    yield Selection(tuple(others), "not slow and not deep")
 
 
 @functools.cache

@@ -174,6 +174,57 @@ def test_vmap_of_examples_and_of_layers(files):
         hax.vmap(loss, Batch)(trained, xs)
 
 
+def test_rows_of_a_table_for_each_example():
+    table = normal(5, Inner, Embed)
+    in_files = streaming.from_files(
+        table, lambda number: np.asarray(table.array), stacked=0
+    )
+    indices = jnp.array([[1, 2, 11], [0, 5, 5]])
+
+    def rows(source, index, scale):
+        tokens = hax.named(index, ("text", "token")[-index.ndim :])
+        return source.take(Inner, tokens).array * scale
+
+    for axes in ((0, None), (1, 0), (None, 0)):
+        scale = jnp.arange(1.0, 4.0)[: indices.shape[axes[0] or 0]]
+        args = indices, scale if axes[1] == 0 else jnp.float32(2)
+        found, expected = (
+            jax.vmap(functools.partial(rows, source), axes)(*args)
+            for source in (in_files, table)
+        )
+        assert_equal(found, expected)
+
+
+def test_entries_of_two_axes_under_vmap():
+    table = normal(5, Layers.size, Inner.size, Embed.size)
+    entries = np.asarray(table)
+    in_files = streaming.from_files(
+        table, lambda number: entries[divmod(number, Inner.size)], stacked=2
+    )
+    for axis in (0, 1):
+        assert_equal(
+            jax.vmap(streaming.in_memory, axis)(in_files), jnp.moveaxis(table, axis, 0)
+        )
+
+
+def test_a_product_in_another_dtype():
+    weight = normal(1, Inner, Embed)
+    in_files = streaming.from_files(
+        weight, lambda number: np.asarray(weight.array), stacked=0
+    )
+    for bias in (None, normal(2, Inner)):
+        linear = streaming.LinearInFiles.of(hnn.Linear(in_files, bias, Embed, Inner))
+        found = linear.cast_to(jnp.bfloat16)(X.astype(jnp.bfloat16))
+        expected = hnn.Linear(weight, bias, Embed, Inner)(X)
+        assert found.dtype == jnp.bfloat16
+        np.testing.assert_allclose(
+            found.rearrange((Pos, Inner)).array.astype(jnp.float32),
+            expected.rearrange((Pos, Inner)).array,
+            rtol=0.05,
+            atol=0.05,
+        )
+
+
 def test_adapters_on_weights_in_files_are_merged_in_memory(files):
     for kind in (lambda linear: linear, streaming.LinearInFiles.of):
         merged = lora.merge_lora(files(stack_of(Block, True), kind))

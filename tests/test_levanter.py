@@ -15,6 +15,7 @@ from stacked_remat import ScanCheckpointPolicy, Stacked
 from stacked_remat.levanter import ArrayStacked
 
 from .blocks import assert_close
+from .jaxprs import equations_of
 
 # Its newest versions need Python 3.12, where `make test` installs it.
 with_levanter = pytest.mark.skipif(
@@ -335,3 +336,10 @@ def test_it_becomes_a_stack():
 def test_errors_say_what_to_write(call, message):
     with pytest.raises((ValueError, TypeError), match=message):
         call()
+
+
+@pytest.mark.parametrize(("unroll", "at_once"), [(None, 1), (False, 1), (2, 2)])
+def test_how_many_layers_an_iteration_runs(unroll, at_once):
+    program = equations_of(lambda x: stack().fold(x, unroll=unroll), jnp.ones(2))
+    loops = [equation for equation in program if equation.primitive.name == "scan"]
+    assert [loop.params["unroll"] for loop in loops] == [at_once]

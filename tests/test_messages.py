@@ -29,6 +29,7 @@ def test_did_you_mean(name, close):
 def test_lists_are_cut():
     assert messages.shortened(["a", "b"], most=2) == "a, b"
     assert messages.shortened(["a", "b", "c", "d"], " ", most=2) == "a b and 2 more"
+    assert messages.shortened(["a"] * 51) == ", ".join(["a"] * 50 + ["and 1 more"])
     axes = hax.Axis("layers", 4), hax.Axis("embed", 2)
     assert messages.axes_text(axes) == "layers=4, embed=2"
     assert messages.axes_text(()) == "no axes"

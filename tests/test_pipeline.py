@@ -73,6 +73,36 @@ def test_products_of_weights_run_apart():
     assert shapes == [(5, 4), (5, 4), (5, 6), (5, 6)]
 
 
+def test_what_is_kept_for_products_is_made_small_first():
+    """A sum of the cotangent that W alone reads is made in B, unless W reads the
+    cotangent for another product too.
+    """
+
+    def kept(layer, *widths):
+        found = []
+
+        @jax.make_jaxpr
+        def divided(x, cotangent, *weights):
+            def vjp():
+                of_x, *of_weights = jax.vjp(layer, x, *weights)[1](cotangent)
+                return [of_x], of_weights
+
+            found.append(take_apart(vjp, weights))
+
+        weights = [jnp.ones((4, width)) for width in widths]
+        divided(jnp.ones((5, 4)), jnp.ones((5, 4)), *weights)
+        return sorted(type_.shape for type_ in found[0].late.kept)
+
+    def of_sums(x, weight):
+        return x + jnp.broadcast_to(jax.lax.stop_gradient(x) @ weight, x.shape)
+
+    def of_both(x, weight, other):
+        return of_sums(x, weight) + jax.lax.stop_gradient(x) @ other
+
+    assert kept(of_sums, 1) in ([(5,), (5, 4)], [(5, 1), (5, 4)])
+    assert kept(of_both, 1, 4) == [(5, 4), (5, 4)]
+
+
 # --- Gradients
 
 Layers = hax.Axis("layers", 8)
@@ -87,13 +117,13 @@ def mesh_of(stages=STAGES, data=2):
 
 
 class Plain(eqx.Module):
-    """Carries an array; all arrays are plain."""
+    """Carries an array; all arrays are plain. Padding of zeros changes the carry."""
 
     weight: jax.Array
     bias: jax.Array
 
     def __call__(self, x):
-        return x + jnp.tanh(x @ self.weight + self.bias[None])
+        return x + jnp.tanh(0.1 + x @ self.weight + self.bias[None])
 
 
 class Named(eqx.Module):
@@ -304,7 +334,7 @@ class Gathering(Plain):
     def __call__(self, x):
         mesh: Any = jax.sharding.get_abstract_mesh()
         weight = jax.lax.with_sharding_constraint(self.weight, NamedSharding(mesh, P()))
-        return x + jnp.tanh(x @ weight + self.bias[None])
+        return x + jnp.tanh(0.1 + x @ weight + self.bias[None])
 
 
 POLICIES = [

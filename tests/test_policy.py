@@ -51,6 +51,13 @@ def test_policies_are_frozen_hashable_and_compare_by_value():
     placed = ScanCheckpointPolicy(save_block_internals=["a", "exp 1/1"])
     assert placed.places == ("exp 1/1",)
     assert resolve_policy(False).places == ()
+    both = ScanCheckpointPolicy(
+        save_block_internals=["exp 1/1", "h"], offload_block_internals=["sin 1/2", "o"]
+    )
+    assert both.without_places() == ScanCheckpointPolicy(
+        save_block_internals=["h"], offload_block_internals=["o"]
+    )
+    assert resolve_policy(False).without_places() == resolve_policy(False)
     assert len({ScanCheckpointPolicy(nested=True), ScanCheckpointPolicy(nested=1)}) == 2
     with pytest.raises(dataclasses.FrozenInstanceError):
         policy.nested = True  # pyright: ignore[reportAttributeAccessIssue]

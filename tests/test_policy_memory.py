@@ -170,9 +170,14 @@ def test_leaves_of_the_carry_that_no_layer_changes_are_kept_once(remat):
     np.testing.assert_allclose(gradient, expected, rtol=1e-4, atol=1e-6)
 
 
-def test_leaves_of_the_carry_that_no_derivative_reads_are_kept_for_each_segment():
+# Of small carries not every input is written on a CPU
+@pytest.mark.parametrize(
+    ("size", "steps", "segments"), [(1 << 10, 400, 20), (1 << 18, 12, 3)]
+)
+def test_leaves_of_the_carry_that_no_derivative_reads_are_kept_for_each_segment(
+    size, steps, segments
+):
     """Where the internals of a segment are kept, which here are one array a step."""
-    size, steps, segments = 1 << 10, 400, 20
 
     def step(carry):
         q, p = carry

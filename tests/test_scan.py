@@ -338,6 +338,17 @@ class TestErrors:
             check_carry(before, after, **options)
         assert str(error.value).endswith(fix)
 
+    @pytest.mark.parametrize("init", [0.0, jnp.float32(0)])
+    def test_a_layer_is_traced_once(self, init):
+        calls = []
+
+        def add(total, x):
+            calls.append(None)
+            return total + x
+
+        jax.make_jaxpr(lambda xs: fold(add, Time)(init, xs))(jnp.ones(Time.size))
+        assert len(calls) == 1
+
     @pytest.mark.parametrize(
         "axis, what, fix",
         [

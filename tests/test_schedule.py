@@ -250,6 +250,18 @@ def test_parts_that_are_nested_too_deep_for_a_checkpoint_in_each():
             jnp.ones(2)
         )
 
+    def depth(tree) -> int:
+        return 1 + max(map(depth, tree)) if isinstance(tree, tuple) else 0
+
+    # Each doubling of the layers needs a checkpoint more
+    depths = []
+    for length in range(3, 520):
+        try:
+            depths.append(depth(_schedule.bounded(length, max_carries=2).tree))
+        except ValueError:
+            break
+    assert max(depths) == 50
+
 
 @pytest.mark.parametrize(
     ("build", "error", "match"),

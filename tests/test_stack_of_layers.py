@@ -55,6 +55,9 @@ def test_a_stack_is_its_layers(rates: tuple[Any, ...], dtype: Any):
     stack = Stacked.of(layers, "layers", remat="nested")
     assert Axis("layers", 3) == stack.Layers
     assert stack.remat.nested is True
+    # A number that all layers have stays one, for Python control flow
+    are_equal = len({*zip(map(type, rates), rates, strict=True)}) == 1
+    assert isinstance(stack.stacked.rate, float if are_equal else jax.Array)
     x = jnp.ones(3, dtype)
     expected = BlockSeq(layers, stack.Layers).fold(x)
     np.testing.assert_allclose(

@@ -128,6 +128,9 @@ def test_what_all_layers_share_stays_shared_in_a_state_dict():
     state = stack.to_state_dict("h")
     numpy = {key: np.asarray(array) for key, array in state.items()}
     assert eqx.tree_equal(stack.from_state_dict(numpy, "h"), stack)
+    first = Stacked.of([stack[0]])
+    one = eqx.tree_at(lambda stack: stack.stacked.table, first, hax.arange(Hidden))
+    assert eqx.tree_equal(one.from_state_dict(one.to_state_dict("h"), "h"), one)
     with pytest.raises(
         ValueError, match="layers of the stack share table, but .* layer 2 differs from"
     ):

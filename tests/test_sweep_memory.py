@@ -210,6 +210,36 @@ def test_nested_keeps_the_internals_of_a_segment_that_take_at_most_half_of_its_c
     assert len(calls) == 2 * steps + replays
 
 
+def over(carry):
+    return carry > 3
+
+
+@pytest.mark.parametrize(
+    ("settings", "until", "loops"),
+    [
+        # The layers, and their visits
+        ({"save_carries": "offload"}, None, 2),
+        # And one over segments: those of one layer need no loop of their own
+        ({"nested": 4}, None, 3),
+        ({"nested": 4, "save_carries": "offload"}, None, 3),
+        ({"nested": 4, "save_carries": "disk", "carries_folder": "/tmp"}, None, 3),
+        ({"nested": 4}, over, 3),
+        ({}, over, 3),
+        # Within it the layers that run forward, again, and their visits
+        ({"max_carries": 3}, None, 5),
+        ({"max_carries": 3}, over, 5),
+    ],
+)
+def test_no_more_loops_than_the_segments_need(settings, until, loops):
+    remat = ScanCheckpointPolicy(**settings)
+    run = fold(lambda x, factor: jnp.sin(x) * factor, 4, remat=remat, until=until)
+    gradient = jax.make_jaxpr(jax.grad(lambda xs: run(jnp.float32(1), xs)))(jnp.ones(4))
+    assert count(gradient.jaxpr, "while") + count(gradient.jaxpr, "scan") == loops
+    # As indices that may be negative have
+    is_without_choices = count(gradient.jaxpr, "select_n") == 0
+    assert is_without_choices or until is not None
+
+
 def test_weights_are_not_among_the_saved_residuals():
     saving = mlp_gradients(nested(12, save_block_internals=True), 12)
     longest = 5  # of segments

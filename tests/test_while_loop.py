@@ -252,12 +252,28 @@ def test_carries_are_kept_where_few_steps_run_again(slots):
     split = quick_jit(
         jax.vmap(lambda n, s: kept_carries.split(n, s, slots), in_axes=(0, None))
     )
+    # As many as all numbers of steps take, and at most 64
+    most_runs = 1
+    while most_runs < 64 and math.comb(slots + most_runs, slots) < 2**31 - 1:
+        most_runs += 1
     for free in range(2, slots + 1):
         lengths = np.arange(2, most, dtype=np.int32)
         cuts = np.asarray(split(lengths, jnp.int32(free)))
         for length, cut in zip(lengths.tolist(), cuts.tolist(), strict=True):
             runs = searched_runs(length - cut, free - 1) + searched_runs(cut, free)
             assert cut + runs == searched_runs(length, free) == least_runs(length, free)
+        # Around the most steps that each number of runs is enough for
+        bounds = [math.comb(free + runs, runs) for runs in range(1, most_runs + 1)]
+        around = {bound + more for bound in bounds for more in (-1, 0, 1)}
+        known = min(bounds[-1], 2**31 - 1)
+        numbers = [number for number in (*around, known) if 2 <= number <= known]
+        lengths = np.array(numbers, np.int32)
+        cuts = np.asarray(split(lengths, jnp.int32(free)))
+        for length, cut in zip(lengths.tolist(), cuts.tolist(), strict=True):
+            runs = least_runs(length - cut, free - 1) + least_runs(cut, free)
+            assert cut + runs == least_runs(length, free)
+    if slots == 2:
+        assert int(split(np.array([2146], np.int32), jnp.int32(2))[0]) == 2146 - 65
 
     steps = 1000
     ratios = []

@@ -28,6 +28,7 @@ from stacked_remat import (
 from stacked_remat._memory_spaces import compiled_for, to_device, to_host
 
 from .blocks import Tanh
+from .jaxprs import count
 
 LAYERS, WIDTH = 6, 4
 EVERYWHERE = {"cpu", "cuda", "tpu"}
@@ -256,6 +257,26 @@ def test_a_hint_is_in_programs_of_its_platforms(
     }
     jax.clear_caches()
     assert changed == platforms
+
+
+def test_values_that_nothing_reads_have_derivatives_of_others():
+    tangents = jnp.float32(3), jnp.float32(4)
+    values = jnp.float32(1), jnp.float32(2)
+    assert jax.jvp(xla_hints.unread, values, tangents) == (1, 4)
+
+
+def test_only_what_products_take_and_give_has_its_tangent_apart():
+    def barriers(fn):
+        program = jax.make_jaxpr(fn)(X).jaxpr
+
+        def evaluate(x):
+            return xla_hints.eval_product_tangents_apart(program, (), x)
+
+        tangents = jax.make_jaxpr(lambda x: jax.jvp(evaluate, (x,), (x,)))(X)
+        return count(tangents, "optimization_barrier")
+
+    assert barriers(lambda x: jnp.tanh(x) + 1.0) == 0
+    assert barriers(lambda x: jnp.tanh(x) @ x.T) == 3
 
 
 def test_segments_are_shorter_where_a_cpu_then_runs_operations_in_order():

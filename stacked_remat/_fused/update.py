@@ -284,8 +284,7 @@ def _sum_of_squares(leaves: list[Array]) -> Array:
     total = jnp.zeros(())
     for leaf in leaves:
         size = jnp.abs(leaf)  # of complex numbers too
-        if jnp.finfo(size.dtype).bits <= 32:
-            size = size.astype(jnp.float32)
+        size = size.astype(jnp.promote_types(size.dtype, jnp.float32))
         total = total + jnp.sum(jnp.square(size))
     return total
 

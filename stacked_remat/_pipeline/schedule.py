@@ -84,8 +84,7 @@ class Schedule:
         forward, backward, weights = costs
         if not self.is_split:
             backward = backward + weights
-            weights = 0
-        lengths = {IDLE: 0, FORWARD: forward, BACKWARD: backward}
+        lengths = {FORWARD: forward, BACKWARD: backward}
         now = [0.0] * self.stages
         done = [0] * self.stages
         works = []

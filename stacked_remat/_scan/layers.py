@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from haliax import Axis
 
 from .._checkpoint import checkpoint_name, recomputed, saving_internals
-from .._compat import is_eager, nothing_is_traced
+from .._compat import is_eager
 from .._memory_spaces import has_host_arrays, on_device
 from .._places import Places
 from .._remat import EVERYTHING, NOTHING, Kept, Remat
@@ -175,7 +175,7 @@ def scan_layers(call: FoldCall, init: PyTree, arguments: PyTree) -> Any:
         # Whether a loop would be a primitive here. Within a trace it is one of JAX, and
         # so it is with a `jax.Ref`, which a primitive does not take.
         is_primitive = is_eager() and not has_refs(traced.shared)
-        if remat.carries is None and not nothing_is_traced():
+        if remat.carries is None:
             traced = with_rules_as_arguments(traced)
         # Cut layers are swept. Others are a loop: within a trace one of JAX; outside of
         # one a primitive, whose backward pass has its arguments alone and runs the

@@ -112,14 +112,14 @@ class SweepSpec:
     # The policy. Its schedule covers the layers after the first ones.
     remat: Remat
     # Whether the last layer on the axis runs first.
-    reverse: bool = False
+    reverse: bool
     # How many layers an iteration of the plain scan has. Loops of a sweep are unrolled
     # all or not at all.
-    unroll: int = 1
+    unroll: int
     # The kind of each layer on the axis; None for one kind.
-    pattern: Pattern | None = None
+    pattern: Pattern | None
     # By what layers may stop; "" if all run.
-    stops: Stops = ""
+    stops: Stops
     # Which leaves of a carry have slots. `for_reverse` finds them for gradients alone.
     # None if a user's visitor may read any leaf of the input: all are held then, and
     # written for visits too.
@@ -403,10 +403,12 @@ class SweepSpec:
         layer of another kind any entry, which nothing reads.
         """
         assert self.pattern is not None
-        last = max(self.rows(kind) - 1, 0)
         before = self.pattern.before[:-1, kind.number]
-        rows = np.minimum(before, last)
-        return [on_device(at_least_one(stack))[rows] for stack in stacks]
+        expanded = []
+        for stack in stacks:
+            entries = on_device(at_least_one(stack))
+            expanded.append(entries.at[before].get(mode="clip"))
+        return expanded
 
     def _checkpointed(self, layer: Callable) -> Callable:
         """A layer of a plain scan under `jax.checkpoint`, as the policy says."""

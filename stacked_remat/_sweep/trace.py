@@ -72,7 +72,7 @@ def trace_layers(
     unsliced: Sequence[Sequence[bool]],
     *,
     offloads: bool,
-    replays: bool = True,
+    replays: bool,
 ) -> TracedLayers:
     """Trace a layer of each kind, all with one type of carry.
 

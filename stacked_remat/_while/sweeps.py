@@ -180,11 +180,9 @@ def _advanced(
         number = state.number + 1
         is_kept = number == state.next_kept
         slots, kept, top = state.position
-        # Without an entry after the top none is kept, and the last one stays.
-        entry = jnp.minimum(top + 1, step.max_carries - 1)
-        slots = _written(slots, kept.slot[entry], carry, is_kept)
-        steps = _written(kept.steps, entry, number, is_kept)
         top = jnp.where(is_kept, top + 1, top)
+        slots = _written(slots, kept.slot[top], carry, is_kept)
+        steps = _written(kept.steps, top, number, is_kept)
         next_kept = _next_kept(step, number, to, top)
         return _Advance(
             _Position(slots, kept._replace(steps=steps), top),

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 from haliax import Axis
 
-from stacked_remat import Stacked, fold, per_layer, shared
+from stacked_remat import BlockSeq, Stacked, fold, per_layer, shared
 
 Layers = Axis("layers", 2)
 Three = Axis("layers", 3)
@@ -166,6 +166,11 @@ NO_SIZE = "fold over 'layers' was given nothing to split over that axis, so its 
             lambda: init(Layers, Block, "small"),
             "Stacked.init takes the axis, the class of the blocks and remat=. Arguments"
             " of the blocks go to what it returns: Stacked.init(Layers, Block)(...).",
+        ),
+        (
+            lambda: BlockSeq.of([jnp.sin, 3.0]),  # pyright: ignore[reportArgumentType]
+            "layers[1] of BlockSeq.of is a value of type float. Let it be an"
+            " eqx.Module.",
         ),
         (given([1.0, 2.0]), OF_LIST),
         (given([jnp.ones(3), "a"]), OF_LIST),

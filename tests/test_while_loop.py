@@ -17,6 +17,7 @@ from jax import lax
 
 import stacked_remat as sr
 from stacked_remat._while import kept_carries
+from stacked_remat._while.written import read_leaves
 
 from . import blocks
 from .blocks import quick_jit
@@ -531,3 +532,29 @@ def test_devices_stop_apart():
         )(x, jnp.float64(1.1))
 
     assert_close(derivatives(on_devices), derivatives(on_one))
+
+
+@pytest.mark.parametrize(
+    ("new", "is_read"),
+    [
+        (lambda buffer, x, at: lax.dynamic_update_slice(buffer, x, (at,)), (0, 1, 1)),
+        (
+            lambda buffer, x, at: lax.dynamic_update_slice(
+                buffer, lax.dynamic_slice(buffer, (at,), (1,)), (0,)
+            ),
+            (0, 0, 1),
+        ),
+        (lambda buffer, x, at: buffer.at[at].set(x[0]), (0, 1, 1)),
+        (lambda buffer, x, at: buffer.at[at].add(x[0]), (0, 1, 1)),
+        (lambda buffer, x, at: buffer.at[0].set(buffer[at]), (0, 0, 1)),
+        (lambda buffer, x, at: buffer + x, (0, 1, 0)),
+        (lambda buffer, x, at: buffer * x, (1, 1, 0)),
+        (lambda buffer, x, at: jnp.sin(buffer), (1, 0, 0)),
+    ],
+)
+def test_leaves_that_are_only_written_to_are_not_read(new, is_read):
+    def step(buffer, x, at):
+        return new(buffer, x, at), x, at + 1
+
+    jaxpr = jax.make_jaxpr(step)(jnp.ones(3), jnp.ones(1), 0).jaxpr
+    assert read_leaves(jaxpr, 3) == is_read

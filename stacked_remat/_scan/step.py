@@ -95,6 +95,8 @@ class FoldCall:
             )
             # The call fits the signature: the error is of the user's own code
             if problem is None:
+                if isinstance(error, jax.errors.TracerBoolConversionError):
+                    _note_flags(error, carry)
                 if self.takes_block:
                     _add_notes(error, args[0], carry)
                 raise
@@ -194,6 +196,21 @@ def _add_notes(error: Exception, block: PyTree, carry: PyTree) -> None:
     if message == f"'{type(carry).__name__}' object is not callable":
         error.add_note(
             "The block comes first, then the carry: lambda block, x: block(x)."
+        )
+
+
+def _note_flags(error: Exception, carry: PyTree) -> None:
+    """Tell which bools of a carry are arrays, as Python's become."""
+    flags = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(carry):
+        if getattr(leaf, "shape", None) == () and leaf.dtype == bool:
+            flags.append(f"carry{jax.tree_util.keystr(path)}")
+    if flags:
+        error.add_note(
+            f"{shortened(flags, most=5)} are arrays within the loop. If they are"
+            " Python's before it, take them out, arrays, rest = eqx.partition(carry,"
+            " eqx.is_array), and put them together in the step, eqx.combine(arrays,"
+            " rest)."
         )
 
 

@@ -184,14 +184,45 @@ def run_of(
 ) -> Callable[..., PyTree]:
     """The run of a step, as a function of the first state, the batches, the weights of
     their examples, and the values of `per_step`.
+
+    Python numbers of the state, such as the rate and the flag of a `Dropout`, stay as
+    they are: in the carry of a loop they would be arrays, by which Python can't decide.
     """
 
-    def step(
-        state: PyTree, batch: PyTree, weights: NamedArray, of_step: dict[str, PyTree]
+    def run(
+        state: PyTree, batches: PyTree, weights: NamedArray, of_steps: dict[str, PyTree]
     ) -> PyTree:
-        return train_step(state, batch, weights, **of_step)
+        numbers, changing = eqx.partition(state, _is_python_number)
 
-    return fold(step, Steps, remat=remat)
+        def step(
+            changing: PyTree, batch: PyTree, weights: NamedArray, of_step: dict
+        ) -> PyTree:
+            state = eqx.combine(changing, numbers)
+            new = train_step(state, batch, weights, **of_step)
+            new_numbers, changing = eqx.partition(new, _is_python_number)
+            _check_numbers(numbers, new_numbers)
+            return changing
+
+        last = fold(step, Steps, remat=remat)(changing, batches, weights, of_steps)
+        return eqx.combine(last, numbers)
+
+    return run
+
+
+def _is_python_number(leaf: Any) -> bool:
+    return isinstance(leaf, bool | int | float | complex)
+
+
+def _check_numbers(before: PyTree, after: PyTree) -> None:
+    """Refuse a step that changes a Python number of the state."""
+    new = dict(jax.tree_util.tree_leaves_with_path(after))
+    for path, number in jax.tree_util.tree_leaves_with_path(before):
+        if new.get(path) != number:
+            where = jax.tree_util.keystr(path)
+            raise TypeError(
+                f"ghost.replay: state{where} is the Python number {number}, and the"
+                f" step changes it. Make it an array, jnp.asarray({number})."
+            )
 
 
 def steps_axis(Steps: Axis | int) -> Axis:

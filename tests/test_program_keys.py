@@ -1,6 +1,4 @@
-"""Keys of programs (`_sweep/programs.py`): equal where an executable may be used again,
-and unlike where it computes something else.
-"""
+"""Keys of programs are equal where an executable serves again, and unlike elsewhere."""
 
 import dataclasses
 import enum

@@ -29,7 +29,8 @@ from stacked_remat.training.config_checks import Count
 class GraniteMoeHybridConfig(
     SparseDecoderConfig, HybridDecoderConfig, MultipliedConfig
 ):
-    """A Granite 4 decoder, with experts in every layer or in none.
+    """A Granite 4 decoder, with experts in every layer, or in none where
+    `experts.dense_layers` names all.
 
     Attributes:
         mamba: sizes of layers with Mamba-2.

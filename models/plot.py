@@ -138,6 +138,8 @@ def write_picture(
     rows = -(-len(names) // columns)
     figure = new_figure("--out", 6 * columns, 3 * rows)
     panels = figure.subplots(rows, columns, squeeze=False).flat
+    for axes in panels[len(names) :]:
+        axes.set_visible(False)
     for name, axes in zip(names, panels, strict=False):
         for folder, curves in runs.items():
             if name in curves:

@@ -243,7 +243,8 @@ def log_folder(run: Path) -> Path:
     """The folder of a run's log: `ghost/` of a run folder, or the folder itself."""
     if not run.is_dir():
         raise FileNotFoundError(
-            f"There is no run folder {run}. Name the one of the run (trainer.run_dir)."
+            f"There is no folder {run}. Name that of the run (trainer.run_dir), or of a"
+            " log."
         )
     for folder in (run / LOG_FOLDER, run):
         if _shards(folder):

@@ -129,7 +129,7 @@ def test_a_ranking_takes_the_folder_of_a_run_and_refuses_what_has_no_scores(tmp_
         rank_examples(tmp_path / "run", "nrm")
     with pytest.raises(ScoreLogError, match="has no scores of examples"):
         rank_examples(tmp_path)
-    with pytest.raises(FileNotFoundError, match="no run folder .*nowhere"):
+    with pytest.raises(FileNotFoundError, match="no folder .*nowhere"):
         rank_examples(tmp_path / "nowhere")
 
 
@@ -283,7 +283,7 @@ def test_tokens_are_shown_by_their_scores(tmp_path, capsys, monkeypatch):
         (["top", "{}/run", "--plot", "a.pdf"], "--plot is written as .png or .svg"),
         (["top", "{}/run", "--plot", "no/a.svg"], "the folder 'no' does not exist"),
         (["top", "{}/run", "--csv", "no/a.csv"], "--csv: the folder 'no' does not exi"),
-        (["top", "{}/nowhere"], "There is no run folder .*nowhere"),
+        (["top", "{}/nowhere"], "There is no folder .*nowhere"),
         (["top", "{}"], "has no scores of examples. Train with a `ghost` section"),
         (
             ["top", "{}/run", "--normalize", "norm"],

@@ -4,6 +4,7 @@ retraining.
 
 import functools
 
+import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
@@ -141,6 +142,43 @@ def test_plain_arrays_and_losses_and_a_number_of_steps():
     wanted = jax.grad(final)(jnp.ones((Steps.size, Examples.size)))
     assert found.axes == (Axis("steps", Steps.size), Examples)
     np.testing.assert_allclose(found.array, wanted, rtol=1e-4, atol=1e-6)
+
+
+def test_python_numbers_of_a_state_stay_as_they_are():
+    """A `Dropout` decides by its rate and its flag."""
+
+    class Model(eqx.Module):
+        weight: jax.Array
+        dropout: eqx.nn.Dropout
+
+        def __call__(self, x):
+            return self.dropout(x @ self.weight)
+
+    def losses(model, batch):
+        return jnp.mean(model(batch) ** 2, axis=-1)
+
+    optimizer = optax.sgd(0.1)
+    batches = jax.random.normal(jax.random.key(0), (Steps.size, Examples.size, 3))
+
+    def influence(step, *counter, **options):
+        model = Model(jnp.eye(3), eqx.nn.Dropout(**options))
+        start = (model, optimizer.init(eqx.filter(model, eqx.is_inexact_array)))
+        held_out = lambda state: losses(state[0], batches[0]).mean()  # noqa: E731
+        run = (step, (*start, *counter), batches, held_out, Steps, Examples)
+        return replay(*run).examples.array
+
+    step = weighted_step(losses, optimizer)
+    plain = influence(step, p=0)
+    np.testing.assert_array_equal(influence(step, p=0.5, inference=True), plain)
+
+    def counting(state, batch, weights):
+        return (*step(state[:2], batch, weights), state[2] + 1)
+
+    np.testing.assert_array_equal(influence(counting, jnp.array(0), p=0), plain)
+    with pytest.raises(
+        TypeError, match=r"state\[2\] is the Python number 0, and the s"
+    ):
+        influence(counting, 0, p=0)
 
 
 def test_nested_keeps_fewer_states_than_a_plain_scan_for_five_times_the_flops():

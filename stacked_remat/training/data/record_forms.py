@@ -236,7 +236,10 @@ def _check_chat(messages: Any, key: str) -> None:
         )
     for at, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise MalformedRecord(f"{no_chat} message {at} lacks a `role`")
+            fix = ""
+            if isinstance(message, dict) and {"from", "value"} <= message.keys():
+                fix = ". Turns with `from` and `value` are under `conversations`"
+            raise MalformedRecord(f"{no_chat} message {at} lacks a `role`{fix}")
         content = message.get("content")
         # An answer that only calls tools has no content.
         if content is None and not message.get("tool_calls"):

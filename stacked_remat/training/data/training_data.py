@@ -77,7 +77,7 @@ def open_training_data(
         sources = _tokenized(requests, config, progress, processes)
     training: dict[str, PackedDocuments] = {}
     held_out: dict[str, PackedDocuments] = {}
-    for name, (own, apart) in _split(sources, config.held_out_fraction).items():
+    for name, (own, apart) in _split(sources, config, progress).items():
         training[name] = _packed(name, own, config, "train on", progress)
         _check_targets(name, training[name], config, progress)
         if len(apart):
@@ -250,7 +250,7 @@ def _tokenized(
 
 
 def _split(
-    sources: dict[str, _Source], fraction: float
+    sources: dict[str, _Source], config: DataConfig, progress: ConsoleProgress
 ) -> dict[str, tuple[TokenizedDocuments, TokenizedDocuments]]:
     """The documents of each source to train on, and those to hold out; no text is in
     both, of any sources.
@@ -260,14 +260,18 @@ def _split(
     """
     # Keys are hashes, evenly spread over 64 bits: those below this share of them are
     # the fraction, the same ones however files are ordered or added.
+    fraction = config.held_out_fraction
     lowest = np.uint64(fraction * 2**64)
     apart: dict[str, CachedTokens] = {}
+    # Of the documents to train on, how many are held out themselves
+    num_held = {}
     for name, (own, named) in sources.items():
         is_low = own.keys < lowest
         # Of two documents both may be low by chance, and then there would be none to
         # train on.
-        few = is_low.all()
-        apart[name] = own.select(is_low & ~few) if named is None else named
+        is_apart = is_low & ~is_low.all()
+        apart[name] = own.select(is_apart) if named is None else named
+        num_held[name] = np.count_nonzero(is_apart) if named is None else 0
     held = np.concatenate([text.keys for text in apart.values()])
     found = {}
     for name, (own, _) in sources.items():
@@ -280,6 +284,11 @@ def _split(
                 " on: all are held out, by its own or another source's held_out or by"
                 f" data.held_out_fraction = {fraction}. Give it more documents, or"
                 " change what is held out."
+            )
+        num_equal = np.count_nonzero(is_held) - num_held[name]
+        if num_equal:
+            progress.message(
+                f"{name}: {num_equal} documents equal held-out ones and are left out"
             )
         found[name] = own.documents.select(~is_held), apart[name].documents
     return found

@@ -133,6 +133,10 @@ def test_a_url_is_read_like_a_file(tmp_path):
             r"a.jsonl:2 has no chat.*: message 0 lacks a `role`",
         ),
         (
+            '{"messages": [{"from": "human", "value": "x"}]}',
+            r"lacks a `role`. Turns with `from` and `value` are under `conversations`",
+        ),
+        (
             '{"messages": [{"role": "user"}]}',
             r"a.jsonl:2 has no chat.*: message 0 lacks its `content`",
         ),

@@ -242,9 +242,16 @@ def test_a_text_that_any_source_holds_out_is_trained_on_by_none(folder, tmp_path
         "fraction": SourceConfig((str(folder),)),
         "lines": SourceConfig((str(tmp_path / "even.jsonl"),)),
     }
-    data = open_data(tmp_path, sources=sources, packing="whole", held_out_fraction=0.3)
+    progress = Silent()
+    options = {"packing": "whole", "held_out_fraction": 0.3, "progress": progress}
+    data = open_data(tmp_path, sources=sources, **options)
     trained, held_out = set(training_text(data, 20)), set(held_out_text(data.held_out))
     assert {"text 0", "text 3"} < held_out and len(held_out) > 5
+    equal = held_out & {f"text {number}" for number in range(0, 40, 2)}
+    by_itself = equal & set(held_out_text(data.held_out_by_source["lines"]))
+    number = len(equal) - len(by_itself)
+    said = f"lines: {number} documents equal held-out ones and are left out"
+    assert number and said in progress.messages
     assert trained == {f"text {number}" for number in range(40)} - held_out
 
 

@@ -75,9 +75,11 @@ def print_layers(folder: Path, count: int, **selected: Any) -> None:
     table = finite_rows(folder, ["step", "layer", "leaf", "score"], selected)
     scores = table["score"].to_numpy().astype(np.float64)
     scores = scores / sums_of_steps(table, scores) / len(table["step"].unique())
-    table = table.append_column("sum", [scores]).append_column(
-        "share", [np.abs(scores)]
-    )
+    # The layers of each stack are counted from 0.
+    stacks = [leaf.partition(".*")[0] for leaf in table["leaf"].to_pylist()]
+    table = table.append_column("sum", [scores])
+    table = table.append_column("share", [np.abs(scores)])
+    table = table.append_column("stack", [stacks])
 
     def sums(*by: str) -> list[dict[str, Any]]:
         """From the smallest share."""
@@ -90,13 +92,19 @@ def print_layers(folder: Path, count: int, **selected: Any) -> None:
         return f"{one['share_sum']:.1%}", f"{one['sum_sum']:+.3f}"
 
     columns = {"share": "right", "sum": "right"}
-    largest = {one["layer"]: one["leaf"] for one in sums("layer", "leaf")}
-    by_layer = {one["layer"]: one for one in sums("layer") if one["layer"] is not None}
+    largest = {}
+    for one in sums("stack", "layer", "leaf"):
+        largest[one["stack"], one["layer"]] = one["leaf"]
+    by_layer = {}
+    for one in sums("stack", "layer"):
+        if one["layer"] is not None:
+            by_layer[one["stack"], one["layer"]] = one
     if by_layer:
-        lines = [
-            (str(layer), *shown(one), largest[layer])
-            for layer, one in sorted(by_layer.items())
-        ]
+        has_kinds = len({stack for stack, _ in by_layer}) > 1
+        lines = []
+        for (stack, layer), one in sorted(by_layer.items()):
+            kind = stack.rpartition(".")[2] + " " if has_kinds else ""
+            lines.append((f"{kind}{layer}", *shown(one), largest[stack, layer]))
         title = f"The layers' shares of the absolute scores, and their sums, {SIGN}"
         _print(title, {"layer": "right", **columns, "largest leaf": "left"}, lines)
     else:

@@ -230,6 +230,26 @@ def test_examples_are_shown_by_their_places(tmp_path, capsys, monkeypatch):
     assert "These scores are not of layers" in capsys.readouterr().out
 
 
+def test_layers_of_several_stacks_are_shown_apart(tmp_path, capsys):
+    log = ScoreLog(tmp_path / "run")
+    scores = {
+        "layers.dense.*.up": np.array([[1.0], [2.0]]),
+        "layers.dense.*.down": np.array([[0.0], [1.0]]),
+        "layers.linear.*.up": np.array([[-4.0], [0.0]]),
+        "head": np.array([2.0]),
+    }
+    log.append(StepScores(1, ["a"], np.zeros(1), scores))
+    log.flush()
+    assert main(["by-layer", str(tmp_path / "run")]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [row[:4] for row in rows if row[:1] in (["dense"], ["linear"])] == [
+        ["dense", "0", "10.0%", "+0.100"],
+        ["dense", "1", "30.0%", "+0.300"],
+        ["linear", "0", "40.0%", "-0.400"],
+        ["linear", "1", "0.0%", "+0.000"],
+    ]
+
+
 def test_examples_are_drawn(tmp_path, capsys):
     written(tmp_path / "run" / "ghost", [1, 2, 3])
     for name in ("scores.svg", "scores.png"):

@@ -41,6 +41,7 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import jax.tree_util as jtu
 from jaxtyping import Array, DTypeLike, Float
 
@@ -284,7 +285,7 @@ def _sum_of_squares(leaves: list[Array]) -> Array:
     total = jnp.zeros(())
     for leaf in leaves:
         size = jnp.abs(leaf)  # of complex numbers too
-        size = size.astype(jnp.promote_types(size.dtype, jnp.float32))
+        size = size.astype(np.promote_types(size.dtype, np.float32))
         total = total + jnp.sum(jnp.square(size))
     return total
 

@@ -41,8 +41,8 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 import jax.tree_util as jtu
+import numpy as np
 from jaxtyping import Array, DTypeLike, Float
 
 from .. import _xla_hints as xla_hints

@@ -328,8 +328,8 @@ def _called(equation: core.JaxprEqn) -> core.Jaxpr | None:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def not_differentiable(why: str, x: Array, of: Sequence[Array]) -> Array:
-    """Return `x`; a derivative by what it, or an array of `of`, depends on is a
-    TypeError that says `why`.
+    """Return `x`; raise a TypeError that says `why` where anything that `x` or `of`
+    depends on is differentiated.
     """
     return x
 

@@ -33,7 +33,7 @@ def replaced_whole(path: Path, *, shared: bool = False) -> Iterator[Path]:
     _remove(unfinished)
     try:
         yield unfinished
-        # At once for whoever reads `path`: it is the old file or the new one
+        # At once for those who read `path`: it is the old file or the new one
         os.replace(unfinished, path)
     except OSError as error:
         # An error of writing to an open file has none

@@ -341,7 +341,7 @@ def _rows(
     flat = rows.ravel()
     for first in range(0, rows.size, _ROWS_AT_ONCE):
         some = slice(first, first + _ROWS_AT_ONCE)
-        # Each time anew, since whoever reads lets go of the pages of the time before.
+        # Each time anew, since readers drop the pages of the time before.
         found[some] = _entry(read, entry, number)[flat[some]]
     return found.reshape(*rows.shape, *entry.shape[1:])
 

@@ -1,5 +1,5 @@
-"""Names on loops and conditionals that say how often they run, for whoever counts a
-program's work.
+"""Names on loops and conditionals that say how often they run, for code that
+counts a program's work.
 
 A trip count that comes from a table, or from data, can't be read off a traced or a
 compiled program. A name stays with the operation through transformations and compilers.

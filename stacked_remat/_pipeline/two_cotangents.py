@@ -175,8 +175,8 @@ def _long_results(
     forward: set[Var],
     known: set[Var],
 ) -> list[Var]:
-    """What long equations of the forward pass make of which the cotangents of weights
-    depend, but for those that W can run again.
+    """Results of long equations of the forward pass that cotangents of weights read
+    and W can not run again.
     """
     long = []
     for equation in equations:
@@ -271,8 +271,9 @@ def _is_cheap(equation: JaxprEqn) -> bool:
 def _outline(
     equations: Sequence[JaxprEqn], results: Sequence[Any], names: dict[Var, Any]
 ) -> list[Any]:
-    """Of a program, whose inputs have these names. Where arrays are placed is left out:
-    layers that are gathered ahead place their gradients in another way than others.
+    """Outline of a program with these names of inputs. Where arrays are placed is left
+    out: layers that are gathered ahead place their gradients in another way than
+    others.
     """
     names = {**names}
     made = itertools.count()

@@ -159,7 +159,7 @@ def lax_scan(
 
     Args:
         remat: as in `scan`, with its costs. Other arguments are those of
-            `jax.lax.scan`, of which `_split_transpose` has no effect. A length that is
+            `jax.lax.scan`; `_split_transpose` has no effect. A length that is
             symbolic (`jax.export.symbolic_shape`) can't be cut into segments.
 
     Returns:

@@ -109,7 +109,7 @@ def counted_step(step: ArrayStep) -> ArrayStep:
 
 
 def until_step(step: ArrayStep, until: Until, static: UntilCarry) -> ArrayStep:
-    """`step` for an `UntilCarry`, of which `static` is what is no array."""
+    """`step` for an `UntilCarry`; `static` has its leaves that are no arrays."""
 
     @functools.wraps(step)
     def run(

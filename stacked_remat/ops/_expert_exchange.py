@@ -104,9 +104,7 @@ class Exchange:
         return _exchanged(self, Inputs(x, gates, tuple(weights)), routes)
 
     def swap(self, rows: Array) -> Array:
-        """`[device, slot, ...]`, what is for each device, to what is from each device.
-        Its own inverse.
-        """
+        """All-to-all over the first axis of `[device, slot, ...]`. Its own inverse."""
         return lax.all_to_all(rows, self.over, split_axis=0, concat_axis=0, tiled=True)
 
     def sent(self, routes: _Routes, i: Array) -> _Sent:

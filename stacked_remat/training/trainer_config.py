@@ -77,7 +77,7 @@ class MeshConfig:
         param_mapping: the same for weights, gradients and the optimizer's state.
             `embed: data` is FSDP: a layer's weights are gathered when the layer runs.
             `{}` copies all of them to every device. In an array with several of these
-            axes, a mesh axis divides the one that is written first.
+            axes, a mesh axis divides the first listed.
     """
 
     axes: dict[str, int] = field(default_factory=lambda: {"data": -1})

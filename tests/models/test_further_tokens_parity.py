@@ -29,6 +29,7 @@ from .test_parity import (
     Batch,
     Pos,
     Vocab,
+    close,
     loaded,
     new_model,
     rounded_otherwise,
@@ -239,6 +240,8 @@ def test_the_round_trip_is_exact(case, tmp_path):
         np.testing.assert_array_equal(tensor, first[name])
     # transformers leaves these layers out.
     with torch.no_grad():
-        expected = model(torch.tensor(TOKENS)).logits
-        found = loaded(model, tmp_path / "again")(torch.tensor(TOKENS)).logits
-    np.testing.assert_allclose(found, expected, atol=1e-6)
+        again = loaded(model, tmp_path / "again")
+        found = again(torch.tensor(TOKENS)).logits.numpy()
+        expected = model(torch.tensor(TOKENS)).logits.numpy()
+    # Of the largest logit, as other round trips: PyTorch rounds by the CPU
+    close(found, expected, 1e-6)

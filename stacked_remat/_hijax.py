@@ -52,8 +52,6 @@ class LowPrimitive(HiPrim):
 
     # Jaxprs with all sharding constraints and moves of what it evaluates.
     programs: tuple[Jaxpr, ...] = ()
-    # How many layers it runs only to make carries again, for reports.
-    replays: int = 0
 
     def __init__(self) -> None:
         # JAX hashes a primitive with its effects. References that are made in here, and

@@ -343,7 +343,6 @@ class Rule(Differentiable):
         self.effects = closed.effects
         self.programs = (closed.jaxpr,)
         self.params = {"fn": fn, "reference": reference}
-        self.replays = _replays_of(fn)
         super().__init__()
 
     def expand(self, *args: PyTree) -> PyTree:
@@ -425,16 +424,6 @@ def _for_tangents(fn: Bound) -> Bound:
     if fn.fn in (forward, backward):
         return replace(fn, bound=(for_forward_mode(first), *rest))
     return fn
-
-
-def _replays_of(fn: Bound) -> int:
-    """How many layers a function runs only to make carries again: those of the reverse
-    sweeps that it calls.
-    """
-    if fn.fn is backward:
-        spec, _ = fn.bound
-        return spec.remat.replays
-    return sum(_replays_of(inner) for inner in fn.bound if isinstance(inner, Bound))
 
 
 def _writes_files(fn: Bound) -> bool:

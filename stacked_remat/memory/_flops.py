@@ -34,7 +34,6 @@ from jax.extend.core import Literal, jaxprs_in_params
 from jax.interpreters import partial_eval
 
 from .._activity import active_carry, active_variables, bytes_of, expansion, is_in
-from .._hijax import primitive_of
 from .._memory_spaces import platform
 from .._names import name_given_by
 from .._trips import branches_in, products_in, trips_in
@@ -53,8 +52,6 @@ class Flops:
         bytes_to_host: bytes moved from device memory to host memory.
         bytes_to_disk: bytes of carries written to disk, and read back
             (`save_carries="disk"`), which are in no memory.
-        replays: layers, or steps of a loop, that a backward pass runs again only for
-            the carries that were not kept, whatever they cost.
         too_low: reasons why the true figures may be higher (empty when there are none),
             sorted.
         too_high: reasons why they may be lower, as where a conditional counts its most
@@ -67,7 +64,6 @@ class Flops:
     bytes_from_host: int = 0
     bytes_to_host: int = 0
     bytes_to_disk: int = 0
-    replays: int = 0
     too_low: tuple[str, ...] = ()
     too_high: tuple[str, ...] = ()
     names: tuple[str, ...] = ()
@@ -121,7 +117,7 @@ def count_flops(jaxpr: Any, *, trained: Sequence[bool] = ()) -> Flops:
 # counts say nothing. The sum of two adds figures, and their union (`|`) has the larger
 # of each; both have all texts.
 _Cost: TypeAlias = Counter[Any]
-_FIGURES = ("matmul", "bytes_from_host", "bytes_to_host", "bytes_to_disk", "replays")
+_FIGURES = ("matmul", "bytes_from_host", "bytes_to_host", "bytes_to_disk")
 
 
 def _times(cost: _Cost, factor: Any) -> _Cost:
@@ -179,8 +175,6 @@ class _Count:
                 # The dead code of the caller could not be removed within it.
                 results = tuple(out in read for out in eqn.outvars)
                 cost += run(expanded, operands, is_used=results)
-                # A primitive of the user's own has no such figure.
-                cost["replays"] += getattr(primitive_of(eqn), "replays", 0)
             elif name in _RULES:
                 cost += _RULES[name](run, eqn, operands)
             elif called := _called(eqn):

@@ -276,6 +276,7 @@ def compared(
         tuple(trials),
         notes=_remarks(candidates, search),
         flops_of_false=search.flops_of_false,
+        layers=search.layers_run,
     )
     if not any(trial.report for trial in comparison.trials):
         for trial in comparison.trials:

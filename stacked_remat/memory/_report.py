@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 
 from .. import ScanCheckpointPolicy, ScanCheckpointSpec
-from .._policy import resolve_policy, shortest_name
+from .._policy import recomputes_nothing, resolve_policy, shortest_name
 from ._compiled_text import Buffer
 from ._flops import Flops
 from ._table import as_table, common_unit, readable_bytes, readable_count
@@ -214,19 +214,22 @@ class Comparison:
         notes: what stands below the table.
         flops_of_false: FLOPs of matrix products of the program under `False`, which
             runs nothing again, as it was traced; None if it can't be.
+        layers: the number of layers of a program without matrix products, of which
+            only their runs say what a policy costs; 0 if it is not known.
     """
 
     trials: tuple[Trial, ...]
     title: str = "memory by policy"
     notes: tuple[str, ...] = ()
     flops_of_false: int | None = None
+    layers: int = 0
 
     def __str__(self) -> str:
         reports = [trial.report for trial in self.trials if trial.report is not None]
         base_name, base_flops = self.base
         rows = [["policy", *_COLUMNS]]
         for trial in self.trials:
-            rows.append([trial.name, *_cells(trial, base_flops)])
+            rows.append([trial.name, *_cells(trial, base_flops, self.layers)])
         # A column that no row has a figure for is left out.
         names, *columns = zip(*rows, strict=True)
         columns = [column for column in columns if {*column[1:]} - {"", "0"}]
@@ -321,15 +324,22 @@ _COLUMNS = {
     "sent": "sent: to other devices, by each",
     "link": "link: seconds that it takes, or hidden behind compute",
     "FLOPs": "",
-    "run again": "run again: layers or steps that the backward pass runs again to make"
-    " carries that were not kept",
+    "run again": "run again: layers or steps that the backward pass runs again",
     "compiled": "compiled: seconds of compiling",
 }
 
 
-def _cells(trial: Trial, base_flops: int) -> list[str]:
+def runs_again(policy: ScanCheckpointPolicy, layers: int) -> int:
+    """How many layers run again in a stack of this length."""
+    if recomputes_nothing(policy):
+        return 0
+    remat = policy.for_layers(layers)
+    return remat.length - remat.first_layers + remat.replays
+
+
+def _cells(trial: Trial, base_flops: int, layers: int) -> list[str]:
     """The figures of a row, by column: sizes in the row's unit, FLOPs relative to those
-    of the base.
+    of the base, and without one how many of the layers run again.
 
     `?` marks FLOPs that are not exact.
     """
@@ -351,11 +361,8 @@ def _cells(trial: Trial, base_flops: int) -> list[str]:
         flops = f"{report.flops.matmul / base_flops:.2f}{mark}"
     run_again = ""
     # Without products nothing else says what a policy costs.
-    if not base_flops:
-        replays = report.flops.replays
-        # Those of a whole loop under `jax.checkpoint` are not counted.
-        is_whole = resolve_policy(trial.policy).save_carries is False and not replays
-        run_again = "all" if is_whole else f"{replays:,}"
+    if not base_flops and layers:
+        run_again = f"{runs_again(resolve_policy(trial.policy), layers):,}"
     return [
         unit_name,
         size(report.total),

@@ -32,7 +32,7 @@ from .._policy import recomputes_nothing, resolve_policy
 from .._remat import Remat
 from ._call import DoesNotFit, TracedCall
 from ._model import NESTED, Cost, Model, traced_model
-from ._report import Trial
+from ._report import Trial, runs_again
 from ._variations import is_varied, variations
 
 # The cost (see `Search.cost`) of a policy under which the program can't be traced.
@@ -104,6 +104,18 @@ class Search:
         """
         traced = self._taken_trace(False)
         return None if traced is None else traced.flops.matmul
+
+    @property
+    def layers_run(self) -> int:
+        """The number of layers where only their runs say what a policy costs, as in a
+        program without matrix products; else 0, as where it is not known.
+        """
+        if self.flops_of_false:
+            return 0
+        if not self.layers:
+            model = traced_model(self._taken_trace)
+            self.layers = 0 if model is None else model.layers
+        return self.layers
 
     def fits(self, trial: Trial) -> bool:
         report = trial.report
@@ -244,7 +256,7 @@ class Search:
                 continue
             # A CPU has one memory.
             kept = cost.device if has_host else cost.device + cost.host
-            again = _runs_again(policy, self.layers)
+            again = runs_again(policy, self.layers)
             spec = given.get(policy, policy)
             steps.append(Step(spec, cost, again, common + kept, policy in given))
         return steps
@@ -356,7 +368,7 @@ class Search:
         key = resolve_policy(policy)
         try:
             flops = self._trace(policy).flops
-            again = _runs_again(key, self.layers)
+            again = runs_again(key, self.layers)
         except Exception as error:
             # Another policy may do. `trial` raises this again if it is reached.
             self.refused[key] = error
@@ -427,11 +439,3 @@ def _best(steps: list[Step]) -> list[Step]:
             # Candidates come before their variations.
             best += others[: _MOST_EQUALS - 1]
     return best
-
-
-def _runs_again(policy: ScanCheckpointPolicy, layers: int) -> int:
-    """How many layers run again in a stack of this length."""
-    if recomputes_nothing(policy):
-        return 0
-    remat = policy.for_layers(layers)
-    return remat.length - remat.first_layers + remat.replays

@@ -294,7 +294,7 @@ class BlockFoldable(HaliaxStackNames, ModuleWithStateDictSerialization, Generic[
     ) -> tuple[T, PyTree]:
         """As `fold`, for blocks that return `(carry, output)`; also stacks the outputs.
 
-        A state among a layer's outputs is not stacked: the whole one, as of `fold`, is
+        A state among a layer's outputs is not stacked: the whole one, as in `fold`, is
         in its place.
         """
         options = {"unroll": unroll, "reverse": reverse, "until": until}

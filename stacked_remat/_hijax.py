@@ -128,9 +128,9 @@ def _expanded(*leaves: Any, _prim: LowPrimitive, **_: Any) -> list[Any]:
 def _lowered(
     *leaves: Any, _prim: LowPrimitive, used: tuple[bool, ...] | None, **_: Any
 ) -> list[Any]:
-    """What it computes, without dead code, and zeros for results that are not used: JAX
-    looks for dead code before it lowers anything, and not in what lowering rules
-    compute.
+    """Lower a primitive to what it computes, without dead code, and zeros for results
+    that are not used: JAX looks for dead code before it lowers anything, and not in
+    what lowering rules compute.
     """
     expanded = functools.partial(_expanded, _prim=_prim)
     closed = jax.make_jaxpr(expanded)(*leaves)

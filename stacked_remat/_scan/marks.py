@@ -279,7 +279,7 @@ def unsliced(**kwargs: Any) -> Any:
     its own layer's entry.
 
     Args:
-        **kwargs: as of `equinox.field`.
+        **kwargs: as in `equinox.field`.
     """
     metadata = {**kwargs.pop("metadata", {}), _UNSLICED: True}
     return eqx.field(metadata=metadata, **kwargs)

@@ -94,7 +94,7 @@ def frontier(
     """Find how many FLOPs a program takes in how much memory. Nothing is executed.
 
     Args:
-        fn_of_policy: as of `plan`, as are all other arguments and errors but
+        fn_of_policy: as in `plan`, as are all other arguments and errors but
             `BudgetError`.
         points: how many policies are compiled, at the most: the one with the fewest
             FLOPs, and of those with at most twice as many the ones where the curve

@@ -108,8 +108,8 @@ class Kernels:
     """
 
     # (x [row, in], w [expert, in, out], sizes, transposed) to [row, out], each row
-    # times the matrix of its expert, not defined for rows of none; with `transposed`
-    # the matrices are [expert, out, in].
+    # times the matrix of its expert, not defined for rows of no expert; with
+    # `transposed` the matrices are [expert, out, in].
     product: Callable[[Array, Array, Sizes, bool], Array]
     # (x [row, in], y [row, out], sizes) to [expert, in, out], the sums of the outer
     # products of rows.

@@ -105,7 +105,7 @@ compiled:
 	if [ -n "$(NEWEST)" ]; then $(MAKE) compiles VENV=.venv-newest PYTHON="$(NEWEST)" || status=$$?; fi; \
 	exit $$status
 
-# A worker has one core: PyTorch would start a thread for each core in every worker, which takes a quarter more CPU time.
+# A worker has one core: PyTorch would start a thread for each core in every worker, which takes a third more CPU time (`test_parity.py -k round_trip`).
 .PHONY: parity
 parity parity-deep: export OMP_NUM_THREADS := 1
 parity: venv-parity  ## install PyTorch, transformers and PEFT, and compare models, adapters and tokenizers with theirs

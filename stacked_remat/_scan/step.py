@@ -207,7 +207,7 @@ def _note_flags(error: Exception, carry: PyTree) -> None:
             flags.append(f"carry{jax.tree_util.keystr(path)}")
     if flags:
         error.add_note(
-            f"{shortened(flags, most=5)} are arrays within the loop. If they are"
+            f"Within the loop these are arrays: {shortened(flags, most=5)}. If they are"
             " Python's before it, take them out, arrays, rest = eqx.partition(carry,"
             " eqx.is_array), and put them together in the step, eqx.combine(arrays,"
             " rest)."

@@ -21,7 +21,7 @@ from .._microbatches import in_microbatches
 from .._policy import ScanCheckpointSpec
 from .._scan.api import fold
 from .._scan.checks import describe, layers_axis
-from .._scan.marks import is_named, raw_array
+from .._scan.marks import NUMBER, is_named, raw_array
 from .._static import PyTree
 from ._examples import check_axis
 from ._losses import losses_of
@@ -210,7 +210,7 @@ def run_of(
 
 
 def _is_python_number(leaf: Any) -> bool:
-    return isinstance(leaf, bool | int | float | complex)
+    return isinstance(leaf, NUMBER)
 
 
 def _check_numbers(before: PyTree, after: PyTree) -> None:
@@ -220,7 +220,7 @@ def _check_numbers(before: PyTree, after: PyTree) -> None:
         if new.get(path) != number:
             where = jax.tree_util.keystr(path)
             raise TypeError(
-                f"ghost.replay: state{where} is the Python number {number}, and the"
+                f"state{where} is the Python number {number}, and the"
                 f" step changes it. Make it an array, jnp.asarray({number})."
             )
 

@@ -104,7 +104,8 @@ def compare(
     for each candidate, in their order, with the compiler's error for one that it
     refuses.
 
-    Cost: one compilation a candidate, and a tracing of `False`.
+    Cost: one compilation a candidate, and a tracing of `False`; of a program without
+    matrix products one of `"nested"` too.
     """
     check_policies(candidates)
     traced = tracer(fn_of_policy, args, kwargs, target, donate)
@@ -276,13 +277,15 @@ def compared(
         tuple(trials),
         notes=_remarks(candidates, search),
         flops_of_false=search.flops_of_false,
-        layers=search.layers_run,
     )
     if not any(trial.report for trial in comparison.trials):
         for trial in comparison.trials:
             if trial.failure and not isinstance(trial.failure, DoesNotFit):
                 raise trial.failure
-    return comparison
+    if comparison.base[1]:
+        return comparison
+    # Without matrix products only the runs of layers say what a policy costs.
+    return dataclasses.replace(comparison, layers=search.longest())
 
 
 def _nothing_fits(tried: Comparison, budget: int, host_budget: float) -> str:

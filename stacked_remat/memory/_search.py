@@ -33,6 +33,7 @@ from .._remat import Remat
 from ._call import DoesNotFit, TracedCall
 from ._model import NESTED, Cost, Model, traced_model
 from ._report import Trial, runs_again
+from ._values import ProgramValues
 from ._variations import is_varied, variations
 
 # The cost (see `Search.cost`) of a policy under which the program can't be traced.
@@ -105,17 +106,17 @@ class Search:
         traced = self._taken_trace(False)
         return None if traced is None else traced.flops.matmul
 
-    @property
-    def layers_run(self) -> int:
-        """The number of layers where only their runs say what a policy costs, as in a
-        program without matrix products; else 0, as where it is not known.
-        """
-        if self.flops_of_false:
+    def longest(self) -> int:
+        """The number of layers of the longest stack; 0 if it is not known."""
+        if self.layers:
+            return self.layers
+        program = self._taken_trace(NESTED)
+        if program is None:
             return 0
-        if not self.layers:
-            model = traced_model(self._taken_trace)
-            self.layers = 0 if model is None else model.layers
-        return self.layers
+        values = ProgramValues.of(program.traced.jaxpr, NESTED)
+        return (
+            0 if values is None else max(stack.spec.length for stack in values.stacks)
+        )
 
     def fits(self, trial: Trial) -> bool:
         report = trial.report

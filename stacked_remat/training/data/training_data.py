@@ -263,18 +263,15 @@ def _split(
     fraction = config.held_out_fraction
     lowest = np.uint64(fraction * 2**64)
     apart: dict[str, CachedTokens] = {}
-    # Of the documents to train on, how many are held out themselves
-    num_held = {}
     for name, (own, named) in sources.items():
         is_low = own.keys < lowest
         # Of two documents both may be low by chance, and then there would be none to
         # train on.
         is_apart = is_low & ~is_low.all()
         apart[name] = own.select(is_apart) if named is None else named
-        num_held[name] = np.count_nonzero(is_apart) if named is None else 0
     held = np.concatenate([text.keys for text in apart.values()])
     found = {}
-    for name, (own, _) in sources.items():
+    for name, (own, named) in sources.items():
         # By key and over all sources: a text that is in two files must not be trained
         # on where the other is held out.
         is_held = np.isin(own.keys, held)
@@ -285,7 +282,9 @@ def _split(
                 f" data.held_out_fraction = {fraction}. Give it more documents, or"
                 " change what is held out."
             )
-        num_equal = np.count_nonzero(is_held) - num_held[name]
+        num_equal = np.count_nonzero(is_held)
+        if named is None:  # its own held-out documents are among these
+            num_equal -= len(apart[name].keys)
         if num_equal:
             progress.message(
                 f"{name}: {num_equal} documents equal held-out ones and are left out"
